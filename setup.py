@@ -1,0 +1,37 @@
+"""Metadata of the distribution; tool settings live in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="verl-server",
+    version="0.1.0",
+    description="The rollout engine for RL post-training: SGLang in its own process, driven from every trainer rank",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["verl_server", "verl_server.*"]),
+    package_data={"verl_server": ["py.typed"]},
+    install_requires=[
+        "sglang>=0.5.15,<=0.5.23",
+        "torch",
+        "transformers",
+        "aiohttp>=3.10",
+        "numpy",
+        "orjson",
+        "psutil",
+        "rich",
+        "typer",
+        "matplotlib",
+    ],
+    extras_require={
+        "ray": ["ray>=2.40"],
+        "gateway": ["fastapi", "uvicorn"],
+        "dev": ["pytest", "pytest-timeout", "ruff", "mypy", "hypothesis", "types-psutil"],
+    },
+    entry_points={
+        "console_scripts": ["verl-server = verl_server.cli:main"],
+        "sglang.srt.platforms": ["verl_server_cpu = verl_server.platforms:activate"],
+        "sglang.srt.plugins": ["verl_server_cpu = verl_server.platforms:register_hooks"],
+    },
+)

@@ -1,0 +1,43 @@
+"""First code of the server process: read the arguments from a pipe, become SGLang.
+
+The arguments arrive on standard input as one JSON object, so that keys never stand on a command line.
+SGLang's own subprocesses import this module again (as `__mp_main__`); hence no import at module level
+but the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+#: Exit code of a server that was given an argument that SGLang does not know or cannot take.
+EXIT_BAD_ARGUMENT = 64
+
+
+def main() -> None:
+    """Run until killed. Dies with its warden (the kernel sees to it)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    server_args = json.loads(sys.stdin.buffer.readline())
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import ServerArgs
+
+    try:
+        parsed = ServerArgs(**server_args)
+    except TypeError as error:
+        print(f"SGLang does not take these server arguments: {error}", flush=True)
+        sys.exit(EXIT_BAD_ARGUMENT)
+    run_server(parsed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Start a supervised server: keys, port, readiness, one more try when the port was snatched."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_server.adapter import sglang as api
+from verl_server.adapter.ports import PortReservation, authority
+from verl_server.adapter.process import ServerProcess
+from verl_server.config import AdapterConfig
+from verl_server.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+#: The loader that runs inside the server and reads weights from shared memory (see `weights/loader.py`).
+WEIGHT_LOADER = "verl_server.weights.loader.load"
+PORT_TAKEN = ("address already in use", "port is already in use", "is not available", "errno 98")
+
+
+@dataclass(frozen=True)
+class LaunchedServer:
+    """A server that is ready. Keys are never shown by `repr`."""
+
+    process: ServerProcess
+    base_url: str
+    api_key: str = field(repr=False)
+    admin_api_key: str = field(repr=False)
+    server_args: Mapping[str, Any] = field(repr=False, default_factory=dict)
+
+
+def complete_server_args(server_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The caller's arguments with what we always add: loopback, random keys, our weight loader.
+
+    `tp` and `dp` style short names are not translated: these are the fields of SGLang's `ServerArgs`.
+    """
+    args = dict(server_args)
+    args["host"] = args.get("host") or "127.0.0.1"
+    args["api_key"] = args.get("api_key") or secrets.token_urlsafe(32)
+    args["admin_api_key"] = args.get("admin_api_key") or secrets.token_urlsafe(32)
+    loaders = args.get("custom_weight_loader") or []
+    args["custom_weight_loader"] = [*([loaders] if isinstance(loaders, str) else loaders), WEIGHT_LOADER]
+    return args
+
+
+def launch(server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str]) -> LaunchedServer:
+    """Spawn a server and wait until it is ready.
+
+    Raises StartupError, BadInputError (an argument that SGLang refuses) or DeadlineError; whatever was
+    started is ended first.
+    """
+    chosen_port = server_args.get("port")
+    for attempt in range(1, config.start_attempts + 1):
+        args = complete_server_args(server_args)
+        reservation = PortReservation(args["host"], chosen_port)
+        args["port"] = reservation.port
+        try:
+            return _start_once(args, config, env)
+        except StartupError as error:
+            words = str(error.details.get("log_tail", "")).lower()
+            taken = any(phrase in words for phrase in PORT_TAKEN)
+            if not taken or chosen_port is not None or attempt == config.start_attempts:
+                raise
+            logger.warning("port %d was taken by another program; trying another", reservation.port)
+        finally:
+            reservation.release()
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _start_once(args: dict[str, Any], config: AdapterConfig, env: Mapping[str, str]) -> LaunchedServer:
+    host = _connect_host(args["host"])
+    process = ServerProcess(args, env=env, log_dir=config.log_dir, deadline_s=config.timeouts.start_s)
+    try:
+        head = int(args.get("node_rank") or 0) == 0
+        paths = (api.READY.path, api.HEALTH.path) if head else (api.PING.path, api.HEALTH.path)
+        process.wait_ready(lambda: _answers(host, args["port"], paths), config.timeouts.start_s)
+    except BaseException:
+        process.stop(config.timeouts.stop_s)
+        raise
+    return LaunchedServer(
+        process=process,
+        base_url=f"http://{authority(host, args['port'])}",
+        api_key=args["api_key"],
+        admin_api_key=args["admin_api_key"],
+        server_args=args,
+    )
+
+
+def _connect_host(bind_host: str) -> str:
+    """Where to reach a server of this machine that binds `bind_host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind_host, bind_host)
+
+
+def _answers(host: str, port: int, paths: tuple[str, str]) -> bool:
+    """Whether the server is ready; the second path is asked where the first does not exist (old versions)."""
+    for path in paths:
+        connection = http.client.HTTPConnection(host, port, timeout=5.0)
+        try:
+            connection.request("GET", path)
+            status = connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+        if status != 404:
+            return status == 200
+    return False

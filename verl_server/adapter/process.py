@@ -1,0 +1,223 @@
+"""The trainer's end of a server process: start it, learn of its death, end it.
+
+The tree below is described in `warden.py`. Every `ServerProcess` owns one warden, one scratch folder and
+one port reservation, and gives them back in `stop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_server.adapter import warden as warden_script
+from verl_server.adapter.child import EXIT_BAD_ARGUMENT
+from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, StartupError
+
+logger = logging.getLogger(__name__)
+
+LOG_LIMIT_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a server ended. `code` is the exit code, negative for a signal; None when we ended it."""
+
+    reason: str
+    code: int | None
+    log_tail: str
+
+    def describe(self) -> str:
+        if self.code is None:
+            return self.reason
+        if self.code < 0:
+            return f"killed by {signal.Signals(-self.code).name}"
+        return f"exit code {self.code}"
+
+
+class ServerProcess:
+    """One supervised server tree.
+
+    `server_args` are the keyword arguments of SGLang's `ServerArgs`, as plain JSON values. They travel by
+    pipe; nothing secret stands on a command line, in the environment or in a file.
+    """
+
+    def __init__(
+        self,
+        server_args: Mapping[str, Any],
+        *,
+        env: Mapping[str, str],
+        log_dir: Path | None,
+        deadline_s: float,
+    ) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="verl-server-"))
+        scratch = self._folder / "tmp"
+        scratch.mkdir()
+        if log_dir is None:
+            self.log_path = self._folder / "server.log"
+        else:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            self.log_path = log_dir / f"{self._folder.name}.log"
+        self._exit: Exit | None = None
+        self._exited = threading.Event()
+        self._listeners: list[Callable[[Exit], None]] = []
+        self._lock = threading.Lock()
+        self.pid: int | None = None
+        spec = {
+            "argv": [sys.executable, "-m", "verl_server.adapter.child"],
+            "env": {**_scratch_env(scratch), **env},
+            "payload": _as_json(server_args) + "\n",
+            "scratch": str(scratch),
+            "log_path": str(self.log_path),
+            "log_limit": LOG_LIMIT_BYTES,
+            "trainer_pid": os.getpid(),
+            "deadline": time.monotonic() + deadline_s,
+        }
+        self._warden = subprocess.Popen(
+            [sys.executable, "-I", warden_script.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._warden.stdin is not None
+        self._warden.stdin.write(json.dumps(spec).encode() + b"\n")
+        self._warden.stdin.flush()
+        threading.Thread(target=self._listen, name="verl-server-warden", daemon=True).start()
+
+    def on_exit(self, listener: Callable[[Exit], None]) -> None:
+        """Call `listener` once, from another thread, when the server has ended; at once if it has."""
+        with self._lock:
+            if self._exit is None:
+                self._listeners.append(listener)
+                return
+        listener(self._exit)
+
+    @property
+    def exit(self) -> Exit | None:
+        """How the server ended, or None while it lives."""
+        return self._exit
+
+    def wait_exit(self, timeout_s: float) -> Exit | None:
+        """Wait until the server has ended; None if it lives on."""
+        self._exited.wait(timeout_s)
+        return self._exit
+
+    def died(self, url: str) -> ServerDiedError:
+        """The error for callers that needed the server. Call only when `exit` is set."""
+        assert self._exit is not None
+        return ServerDiedError(
+            f"the server at {url} ended ({self._exit.describe()}) while it was needed",
+            exit_code=self._exit.code,
+            log_tail=_last_words(self._exit.log_tail),
+            log_path=str(self.log_path),
+            url=url,
+        )
+
+    def wait_ready(self, probe: Callable[[], bool], deadline_s: float, poll_s: float = 0.05) -> None:
+        """Poll `probe` until it is true.
+
+        Raises StartupError with the server's last words when it ends first, BadInputError when SGLang
+        refuses an argument, DeadlineError when `deadline_s` seconds pass.
+        """
+        deadline = time.monotonic() + deadline_s
+        while not probe():
+            if self._exited.wait(poll_s):
+                assert self._exit is not None
+                words = _last_words(self._exit.log_tail)
+                kind = BadInputError if self._exit.code == EXIT_BAD_ARGUMENT else StartupError
+                raise kind(
+                    f"the server did not start ({self._exit.describe()})",
+                    exit_code=self._exit.code,
+                    log_tail=words,
+                    log_path=str(self.log_path),
+                )
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"the server was not ready after {deadline_s:g} s; its log is {self.log_path}. "
+                    "A cold disk cache or a large model needs a larger `timeouts.start_s`.",
+                    operation="start",
+                    seconds=deadline_s,
+                    log_path=str(self.log_path),
+                )
+
+    def stop(self, deadline_s: float = 10.0) -> None:
+        """End the whole tree and give everything back. Safe to call twice, and after a crash."""
+        crashed = self._exit is not None and self._exit.reason == "server gone"
+        if self._exit is None:
+            with contextlib.suppress(OSError):
+                assert self._warden.stdin is not None
+                self._warden.stdin.write(b"stop\n")
+                self._warden.stdin.flush()
+            if not self._exited.wait(deadline_s):
+                self._kill_session()
+        with contextlib.suppress(OSError):
+            assert self._warden.stdin is not None
+            self._warden.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._warden.wait(deadline_s)
+        if not crashed:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _listen(self) -> None:
+        """Read the warden's events until its pipe ends. Runs in its own thread."""
+        assert self._warden.stdout is not None
+        ended = Exit("warden killed", None, "")
+        for line in self._warden.stdout:
+            event = json.loads(line)
+            if event["event"] == "started":
+                self.pid = event["pid"]
+            else:
+                ended = Exit(event["reason"], event["code"], event["tail"])
+        self._kill_session()
+        self._warden.wait()
+        with self._lock:
+            self._exit = ended
+            listeners, self._listeners = self._listeners, []
+        self._exited.set()
+        logger.info("server %s ended: %s", self.pid, ended.describe())
+        for listener in listeners:
+            listener(ended)
+
+    def _kill_session(self) -> None:
+        """Last resort when the warden itself was killed: everything in its session."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._warden.pid, signal.SIGKILL)
+
+
+def _scratch_env(scratch: Path) -> dict[str, str]:
+    """Temporary files of the tree go where the warden removes them; compile caches stay shared."""
+    user_cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+    return {
+        "TMPDIR": str(scratch),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(user_cache)),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _as_json(server_args: Mapping[str, Any]) -> str:
+    for name, value in server_args.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise BadInputError(
+                f"server argument {name!r} must be a plain JSON value to travel to the server process, "
+                f"got {type(value).__name__}: {error}",
+                argument=name,
+            ) from error
+    return json.dumps(dict(server_args))
+
+
+def _last_words(tail: str, lines: int = 40) -> str:
+    return "\n".join(tail.strip().splitlines()[-lines:])

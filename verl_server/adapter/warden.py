@@ -1,0 +1,272 @@
+"""The warden: a small process that stands between a trainer and its server and outlives neither.
+
+    trainer --spawns--> warden --spawns--> SGLang main --spawns--> scheduler, detokenizer, ...
+
+It runs as a plain script on the standard library alone (about 10 MB, no thread), because it must still
+work when everything else is broken. Its duties:
+
+* the trainer is gone (its pidfd fires, or the lifeline on standard input ends): end the whole tree;
+* the server's main process is gone: end what it left behind, tell the trainer exit code and last words;
+* it is the sub-reaper of the tree, so an orphaned scheduler becomes its own child and cannot escape;
+* it drains the server's output into a bounded log file and keeps the tail;
+* afterwards it removes the scratch folder and the shared-memory files that the tree had open.
+
+Wire: one JSON line in (`Spec`), then commands (`stop`); JSON lines out (`started`, `exited`).
+It does not talk to the server and knows nothing of SGLang but the names of its shared-memory files.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import json
+import os
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+PR_SET_CHILD_SUBREAPER = 36
+TAIL_BYTES = 32 * 1024
+CLEANER_GRACE_S = 1.0
+SHM_SURVEY_S = 2.0
+PARENT_POLL_S = 0.5
+SHM_DIR = "/dev/shm/"
+#: Names that torch, SGLang and multiprocessing give to files in shared memory; nothing else is removed.
+SHM_NAMES = re.compile(r"^(torch_|sglang|sem\.mp-|psm_|mp-|nccl-|cuda)")
+
+
+class Log:
+    """A log file that never grows past twice `limit` bytes, and its tail in memory."""
+
+    def __init__(self, path: str, limit: int) -> None:
+        self._path, self._limit = path, limit
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - owned by this object, closed in close()
+        self._tail: collections.deque[bytes] = collections.deque()
+        self._tail_size = 0
+
+    def write(self, chunk: bytes) -> None:
+        self._tail.append(chunk)
+        self._tail_size += len(chunk)
+        while self._tail_size - len(self._tail[0]) >= TAIL_BYTES:
+            self._tail_size -= len(self._tail.popleft())
+        with contextlib.suppress(OSError):  # a full disk must not end the server
+            if self._file.tell() > self._limit:
+                self._file.close()
+                os.replace(self._path, self._path + ".1")
+                self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+            self._file.write(chunk)
+
+    def tail(self) -> str:
+        return b"".join(self._tail)[-TAIL_BYTES:].decode("utf-8", "replace")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def descendants(root: int) -> list[int]:
+    """Pids of the tree below `root`, parents first. Zombies are left out."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != b"Z":
+            children.setdefault(int(fields[1]), []).append(int(entry))
+    found, queue = [], [root]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def is_cleaner(pid: int) -> bool:
+    """Whether a process is one of the helpers that remove shared memory once its owner is gone."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            line = file.read()
+    except OSError:
+        return False
+    return b"resource_tracker" in line or b"torch_shm_manager" in line
+
+
+def shared_memory_of(pids: list[int]) -> set[str]:
+    """Files in shared memory that these processes have mapped."""
+    found = set()
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+                lines = [line for line in file if SHM_DIR in line]
+        except OSError:
+            continue
+        for line in lines:
+            name = line[line.index(SHM_DIR) + len(SHM_DIR) :].rstrip("\n").removesuffix(" (deleted)")
+            if SHM_NAMES.match(name):
+                found.add(name)
+    return found
+
+
+def remove_shared_memory(names: set[str], dead_pids: set[int]) -> None:
+    """Remove what the dead tree owned, unless a living process still maps it."""
+    owned = set(names)
+    for name in os.listdir(SHM_DIR) if os.path.isdir(SHM_DIR) else []:
+        numbers = {int(number) for number in re.findall(r"\d+", name)}
+        if SHM_NAMES.match(name) and numbers & dead_pids and not name.startswith("sem."):
+            owned.add(name)
+    if owned:
+        owned -= shared_memory_of([int(pid) for pid in os.listdir("/proc") if pid.isdigit()])
+    for name in owned:
+        with contextlib.suppress(OSError):
+            os.unlink(SHM_DIR + name)
+
+
+class Warden:
+    """One server tree, from spawn to the last file."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self._spec = spec
+        self._log = Log(spec["log_path"], spec["log_limit"])
+        self._selector = selectors.DefaultSelector()
+        self._shm: set[str] = set()
+        self._pids: set[int] = set()
+        self._next_survey = 0.0
+        self._server = subprocess.Popen(
+            spec["argv"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **spec["env"]},
+            cwd=spec["scratch"],
+        )
+        assert self._server.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died already: the loop reports its exit
+            self._server.stdin.write(spec["payload"].encode())
+            self._server.stdin.close()
+        self._emit({"event": "started", "pid": self._server.pid})
+
+    def _emit(self, event: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # nobody listens any more: the trainer is gone
+            os.write(1, json.dumps(event).encode() + b"\n")
+
+    def run(self) -> None:
+        """Serve until the server, the trainer or a `stop` ends it; then leave nothing behind."""
+        reason = "trainer gone"
+        try:
+            reason = self._watch()
+        finally:
+            self._end(reason)
+
+    def _watch(self) -> str:
+        assert self._server.stdout is not None
+        os.set_blocking(self._server.stdout.fileno(), False)
+        self._selector.register(self._server.stdout, selectors.EVENT_READ, "log")
+        self._selector.register(0, selectors.EVENT_READ, "lifeline")
+        for pid, name in ((self._server.pid, "server"), (self._spec["trainer_pid"], "trainer")):
+            try:
+                self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, name)
+            except ProcessLookupError:
+                return f"{name} gone"
+        while True:
+            for key, _ in self._selector.select(PARENT_POLL_S):
+                if key.data == "log":
+                    if not self._pump():
+                        self._selector.unregister(self._server.stdout)
+                elif key.data == "lifeline":
+                    command = os.read(0, 4096)
+                    if not command:
+                        return "trainer gone"
+                    if b"stop" in command:
+                        return "stop"
+                else:
+                    return f"{key.data} gone"
+            self._survey()
+
+    def _pump(self) -> bool:
+        """Move one piece of output to the log; False at its end."""
+        assert self._server.stdout is not None
+        try:
+            chunk = os.read(self._server.stdout.fileno(), 65536)
+        except BlockingIOError:
+            return False
+        self._log.write(chunk)
+        return bool(chunk)
+
+    def _survey(self) -> None:
+        """Note the tree's shared memory while it lives; often at first, rarely later."""
+        now = time.monotonic()
+        if now < self._next_survey:
+            return
+        pids = descendants(os.getpid())
+        self._pids.update(pids)
+        self._shm |= shared_memory_of(pids)
+        self._next_survey = now + (SHM_SURVEY_S if now < self._spec["deadline"] else 15 * SHM_SURVEY_S)
+
+    def _end(self, reason: str) -> None:
+        """End the tree and clean up; each step is done whatever happens to the others."""
+        code = self._server.poll() if reason == "server gone" else None
+        with contextlib.ExitStack() as steps:  # last in, first out
+            steps.callback(lambda: self._emit(self._exit_event(reason, code)))
+            steps.callback(self._log.close)
+            steps.callback(shutil.rmtree, self._spec["scratch"], ignore_errors=True)
+            steps.callback(lambda: remove_shared_memory(self._shm, self._pids))
+            steps.callback(self._drain)
+            steps.callback(self._kill_tree)
+            self._next_survey = 0.0
+            self._survey()
+
+    def _exit_event(self, reason: str, code: int | None) -> dict[str, Any]:
+        return {"event": "exited", "reason": reason, "code": code, "tail": self._log.tail()}
+
+    def _drain(self) -> None:
+        while self._pump():
+            pass
+
+    def _kill_tree(self) -> None:
+        """SIGKILL everything below, then give the cleaners a moment, then SIGKILL them too."""
+        patience = time.monotonic() + CLEANER_GRACE_S
+        while pids := descendants(os.getpid()):
+            self._pids.update(pids)
+            cleaners = [pid for pid in pids if is_cleaner(pid)]
+            doomed = pids if time.monotonic() > patience else [pid for pid in pids if pid not in cleaners]
+            for pid in doomed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._reap()
+            time.sleep(0.01)
+        self._reap()
+
+    def _reap(self) -> None:
+        self._server.poll()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the trainer decides, not its terminal
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`, so the tree goes too
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "cannot become the sub-reaper of the server's tree")
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = os.read(0, 65536)
+        if not chunk:
+            return  # the trainer died before it said what to start
+        line += chunk
+    Warden(json.loads(line)).run()
+
+
+if __name__ == "__main__":
+    main()

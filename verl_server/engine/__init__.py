@@ -1,0 +1,1 @@
+"""`VerlEngine`: one rollout engine for a group of trainer ranks."""

@@ -1,0 +1,97 @@
+"""What `VerlEngine` needs of an inference engine, and the server behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter.launch import WEIGHT_LOADER
+from verl_server.config import AdapterConfig, PauseMode
+from verl_server.errors import VerlServerError
+from verl_server.weights.loader import Descriptor, payload
+
+Json = dict[str, Any]
+
+
+class Backend(Protocol):
+    """One inference engine, in a server of its own or in this process. Calls raise `verl_server.errors`."""
+
+    def generate(self, **request: Any) -> Any: ...
+    async def async_generate(self, **request: Any) -> Any: ...
+    def generate_stream(self, **request: Any) -> Iterator[Json]: ...
+    def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]: ...
+    def flush_cache(self) -> None: ...
+    def hold(self) -> None:
+        """Stop generating; requests in flight wait and are recomputed later."""
+
+    def go_on(self) -> None: ...
+    def begin_weight_update(self) -> None: ...
+    def load_arena(self, descriptor: Descriptor, weight_version: str) -> None: ...
+    def end_weight_update(self) -> None: ...
+    def release_memory_occupation(self, tags: Sequence[str] | None) -> None: ...
+    def resume_memory_occupation(self, tags: Sequence[str] | None) -> None: ...
+    @property
+    def asleep(self) -> frozenset[str]:
+        """Memory tags that are released."""
+
+    def fail(self, error: VerlServerError) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+class ServerBackend:
+    """A separately spawned server behind the HTTP adapter."""
+
+    def __init__(self, server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str]) -> None:
+        self.adapter = HttpServerEngineAdapter(config=config, env=env, **server_args)
+        self._tp_size = int(server_args.get("tp_size") or 1)
+
+    def generate(self, **request: Any) -> Any:
+        return self.adapter.generate(**request)
+
+    async def async_generate(self, **request: Any) -> Any:
+        return await self.adapter.asynchronous.generate(**request)
+
+    def generate_stream(self, **request: Any) -> Iterator[Json]:
+        return self.adapter.generate_stream(**request)
+
+    def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]:
+        return self.adapter.asynchronous.generate_stream(**request)
+
+    def flush_cache(self) -> None:
+        self.adapter.flush_cache()
+
+    def hold(self) -> None:
+        if not self.asleep:
+            self.adapter.pause_generation(PauseMode.RETRACT)
+
+    def go_on(self) -> None:
+        if not self.asleep:
+            self.adapter.continue_generation()
+
+    def begin_weight_update(self) -> None:
+        self.adapter.begin_weight_update()
+
+    def load_arena(self, descriptor: Descriptor, weight_version: str) -> None:
+        self.adapter.update_weights_from_tensor(
+            [payload(descriptor)] * self._tp_size, load_format=WEIGHT_LOADER, weight_version=weight_version
+        )
+
+    def end_weight_update(self) -> None:
+        self.adapter.end_weight_update()
+
+    def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
+        self.adapter.release_memory_occupation(tags)
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None) -> None:
+        self.adapter.resume_memory_occupation(tags)
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        return self.adapter.asynchronous.asleep
+
+    def fail(self, error: VerlServerError) -> None:
+        self.adapter.asynchronous.fail(error)
+
+    def shutdown(self) -> None:
+        self.adapter.shutdown()

@@ -1,0 +1,211 @@
+"""How the ranks of one engine start: who spawns what, and the arenas that they share."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from verl_server.adapter.launch import complete_server_args
+from verl_server.adapter.ports import PortReservation, authority
+from verl_server.config import AdapterConfig
+from verl_server.engine.backend import Backend, ServerBackend
+from verl_server.engine.placement import Placement
+from verl_server.engine.push import Stage, check_reports, check_same_names, commit, digest
+from verl_server.errors import BadInputError, ServerDiedError, TornWeightsError, VerlServerError
+from verl_server.types import TensorSpec
+from verl_server.weights.arena import Arena
+from verl_server.weights.layout import Layout, plan
+from verl_server.weights.loader import Descriptor
+from verl_server.weights.manifest import Manifest, manifest_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from verl_server.engine.group import TpGroup
+
+Json = dict[str, Any]
+
+
+def share_over(mesh: DeviceMesh) -> Callable[[Any], Any]:
+    """A function that gives rank 0's value to all ranks of `mesh`: the one use of the trainer's group."""
+    import torch.distributed as dist
+
+    def share(value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=int(mesh.mesh.flatten()[0]), group=mesh.get_group())
+        return box[0]
+
+    return share
+
+
+def start_backend(
+    group: TpGroup,
+    placement: Placement,
+    launch_server: bool,
+    server_args: Mapping[str, Any],
+    config: AdapterConfig,
+    env: Mapping[str, str],
+    on_death: Callable[[ServerDiedError], None],
+) -> Backend | None:
+    """Start the server process of each node on the node's first rank, at the same time; None elsewhere.
+
+    If one does not start, all ranks raise its error and the others are ended.
+    """
+    args = _agree_on_args(group, placement, server_args)
+    backend: Backend | None = None
+    error: VerlServerError | None = None
+    if placement.is_node_leader:
+        try:
+            backend = _start(args, launch_server, placement, config, env, on_death)
+        except VerlServerError as failure:
+            error = failure
+    try:
+        call = group.next_call("start")
+        group.agree(call, lambda _: None, error=error, action_s=config.timeouts.start_s)
+    except BaseException:
+        if backend is not None:
+            backend.shutdown()
+        raise
+    return backend
+
+
+def _agree_on_args(group: TpGroup, placement: Placement, server_args: Mapping[str, Any]) -> Json:
+    """The server arguments, equal on all nodes but for the node's number: rank 0's count."""
+
+    def complete(_: list[Json]) -> Json:
+        args: Json = {**server_args, "tp_size": placement.tp_size}
+        args.setdefault("weight_version", "0")
+        if placement.nnodes > 1:
+            keyed = complete_server_args(args)
+            args.update({name: keyed[name] for name in ("api_key", "admin_api_key")})
+            if not args.get("dist_init_addr"):
+                host = socket.gethostbyname(socket.gethostname())
+                reservation = PortReservation(host)
+                reservation.release()
+                args["dist_init_addr"] = authority(host, reservation.port)
+        return args
+
+    args = dict(group.agree(group.next_call("arguments"), complete, action_s=10.0))
+    if placement.nnodes > 1:
+        args.update(nnodes=placement.nnodes, node_rank=placement.node_rank)
+        if placement.node_rank > 0:
+            args["port"] = None
+    return args
+
+
+def _start(
+    args: Json,
+    launch_server: bool,
+    placement: Placement,
+    config: AdapterConfig,
+    env: Mapping[str, str],
+    on_death: Callable[[ServerDiedError], None],
+) -> Backend:
+    if not launch_server:
+        from verl_server.engine.inprocess import InProcessBackend
+
+        return InProcessBackend(args)
+    backend = ServerBackend(args, config, env)
+    process = backend.adapter.asynchronous.process
+    assert process is not None
+    process.on_exit(lambda _: on_death(process.died(backend.adapter.base_url)))
+    return backend
+
+
+class WeightsSide:
+    """What one rank needs to push weights: the manifest, the layout and the arena that it writes."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        layout: Layout,
+        arena: Arena,
+        writers: frozenset[int],
+        paths: list[str],
+        placement: Placement,
+    ) -> None:
+        self._manifest, self._layout, self._arena = manifest, layout, arena
+        self._writers, self._paths, self._placement = writers, paths, placement
+        self._leads = placement.is_node_leader
+        self.asleep: frozenset[str] = frozenset()
+
+    def stage(self, group: TpGroup, deadline_s: float) -> Stage:
+        return Stage(self._arena, self._manifest, self._writers, self._leads, group, deadline_s)
+
+    def bring(self, names: list[str], sharded: bool) -> Json:
+        """What this rank tells of its part; node leaders also put the table into their arena."""
+        table_bytes = self._arena.write_table(names) if self._leads and names else 0
+        return {"tensors": len(names), "digest": digest(names), "sharded": sharded, "table_bytes": table_bytes}
+
+    def commit(
+        self,
+        backend: Backend,
+        brought: list[Json],
+        names: list[str],
+        version: str,
+        partial_is_fine: bool,
+    ) -> Json:
+        """On rank 0: check that the ranks brought the same, then make the server load it."""
+        check_same_names(brought)
+        missing = sorted(self._layout.slots.keys() - set(names))
+        if missing and not partial_is_fine:
+            raise TornWeightsError(
+                f"the served weights are torn and this update lacks {len(missing)} parameters, {missing[0]!r} "
+                "among them: push all of them"
+            )
+        descriptor = Descriptor(
+            self._paths, self._placement.ranks_per_node, self._layout.size, brought[0]["table_bytes"], uuid.uuid4().hex
+        )
+        result = commit(backend, self._arena, self._layout, names, descriptor, version)
+        return {"result": asdict(result), "descriptor": asdict(descriptor)}
+
+    def check(self, descriptor: Json) -> VerlServerError | None:
+        """On a node's leader: the error that a TP rank of this node reported, or None."""
+        try:
+            check_reports(self._arena, Descriptor(**descriptor), self._placement.node_rank)
+        except VerlServerError as error:
+            return error
+        return None
+
+    def close(self) -> None:
+        self._arena.close()
+
+
+def start_weights_side(
+    group: TpGroup, placement: Placement, server_args: Mapping[str, Any], ranks: frozenset[int]
+) -> WeightsSide:
+    """Make an arena on each node's leader; with one node, let every rank map it, if every rank can."""
+
+    def describe(_: list[Json]) -> Json:
+        if "model_path" not in server_args:
+            raise BadInputError("model_path is missing")
+        manifest = manifest_of(server_args)
+        tensors = {name: [list(spec.shape), spec.dtype] for name, spec in manifest.tensors.items()}
+        return {"tensors": tensors, "ignored": sorted(manifest.ignored)}
+
+    wire = group.agree(group.next_call("manifest"), describe, action_s=120.0)
+    tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in wire["tensors"].items()}
+    manifest = Manifest(tensors, frozenset(wire["ignored"]))
+    layout = plan(tensors)
+    arena = Arena.create(layout) if placement.is_node_leader else None
+    bring = {"path": arena.path if arena else None}
+    paths = group.agree(
+        group.next_call("arena"), lambda brought: [b["path"] for b in brought if b["path"]], bring=bring, action_s=10.0
+    )
+    mapped = arena is not None
+    if arena is None and placement.nnodes == 1:
+        try:
+            arena, mapped = Arena.open(paths[0], layout), True
+        except OSError:
+            arena = Arena.create(layout)  # on another machine: pages that are never written cost nothing
+    shared = group.agree(
+        group.next_call("mapped"),
+        lambda brought: all(b["mapped"] for b in brought),
+        bring={"mapped": mapped},
+        action_s=10.0,
+    )
+    writers = ranks if shared and placement.nnodes == 1 else frozenset()
+    return WeightsSide(manifest, layout, arena or Arena.create(layout), writers, list(paths), placement)

@@ -1,0 +1,119 @@
+"""Tiny models made on the spot: no download, a real checkpoint folder in a second.
+
+Used by the demo, the tests and the benchmarks. The weights are random, the architecture is the real
+one, so SGLang and Hugging Face both load the folder as they would load a released model.
+"""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Any
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+class Architecture(enum.Enum):
+    """Model families of the test matrix; the value is Hugging Face's `model_type`."""
+
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+    LLAMA = "llama"
+    QWEN3_MOE = "qwen3_moe"
+
+
+def make_tokenizer(folder: Path) -> Any:
+    """A byte-level tokenizer: ids 0 to 255 are bytes, then `SPECIAL_TOKENS`. Saved into `folder`."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    return fast
+
+
+def make_config(
+    architecture: Architecture | str,
+    *,
+    hidden_size: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    intermediate_size: int = 128,
+    vocab_size: int = 320,
+    context_length: int = 2048,
+    tie_word_embeddings: bool = False,
+    dtype: str = "float32",
+) -> Any:
+    """A Hugging Face config of the given family. Sizes are in elements; `head_dim` is 32 or what fits."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+    architecture = Architecture(architecture)
+    common: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate_size,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": context_length,
+        "tie_word_embeddings": tie_word_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": 258,
+        "pad_token_id": 256,
+        "dtype": dtype,
+    }
+    if architecture is Architecture.QWEN2:
+        return Qwen2Config(**common)
+    if architecture is Architecture.LLAMA:
+        return LlamaConfig(**common)
+    common["head_dim"] = max(hidden_size // heads, 16)
+    if architecture is Architecture.QWEN3:
+        return Qwen3Config(**common)
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": intermediate_size // 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    return Qwen3MoeConfig(**common, **experts)
+
+
+def make_model(
+    folder: Path | str, architecture: Architecture | str = Architecture.QWEN3, *, seed: int = 0, **sizes: Any
+) -> Path:
+    """Write a random model with its tokenizer into `folder` and return the folder.
+
+    `sizes` goes to `make_config`. Weights are drawn wider than Hugging Face's default (std 0.2), so that
+    greedy decoding of a random model has clear winners and does not hang on ties.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = make_config(architecture, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config).to(getattr(torch, sizes.get("dtype", "float32")))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.2)
+                elif name.endswith("bias"):
+                    parameter.normal_(0.0, 0.05)
+    model.save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder

@@ -1,0 +1,29 @@
+"""What crosses a boundary between rooms, processes or ranks. Nothing here imports torch, ray or sglang."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a checkpoint: full (unsharded) shape and dtype, by torch's name of it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class WeightUpdateResult:
+    """What a finished weight update was. Equal on every trainer rank."""
+
+    weight_version: str
+    """Requests that start from now on carry this version."""
+    tensors: int
+    bytes: int
+    missing: int
+    """Parameters of the model that this update did not contain (0 for a whole update)."""
+    gather_s: float
+    """Seconds in which the ranks copied their shards into the arena."""
+    load_s: float
+    """Seconds from the pause to the continuation of generation."""

@@ -1,0 +1,72 @@
+"""Staging memory that trainer ranks write and the server reads in place.
+
+An anonymous memory file (`memfd_create`): it has no name in /dev/shm, so nothing can be left behind when a
+process is killed, and a small /dev/shm (64 MB in a default container) does not limit it. Others of the same
+user open it as `/proc/PID/fd/N` while the owner lives; a mapping once made outlives the owner.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from typing import TYPE_CHECKING, Any
+
+from verl_server.errors import UnsupportedError, VerlServerError
+from verl_server.weights.layout import REPORT_BYTES, TABLE_OFFSET, Layout
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Arena:
+    """One mapping of the staging memory. `create` owns the file, `open` maps another process's."""
+
+    def __init__(self, fd: int, layout: Layout, path: str) -> None:
+        self._fd, self._layout, self.path = fd, layout, path
+        try:
+            self._memory = mmap.mmap(fd, layout.size)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise VerlServerError(f"cannot map {layout.size} bytes of staging memory: {error}") from error
+
+    @classmethod
+    def create(cls, layout: Layout) -> Arena:
+        """A new arena, owned by this process. Pages are taken from the machine when first written."""
+        if not hasattr(os, "memfd_create"):
+            raise UnsupportedError("weights travel through memfd_create, which needs Linux")
+        fd = os.memfd_create("verl_server_arena", os.MFD_CLOEXEC)
+        os.ftruncate(fd, layout.size)
+        return cls(fd, layout, f"/proc/{os.getpid()}/fd/{fd}")
+
+    @classmethod
+    def open(cls, path: str, layout: Layout) -> Arena:
+        """Map the arena that another process of this machine and user owns. Raises OSError if it cannot."""
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), layout, path)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor `name`, in place: writing it writes the arena."""
+        import torch
+
+        slot = self._layout.slots[name]
+        count = 1
+        for extent in slot.spec.shape:
+            count *= extent
+        flat = torch.frombuffer(self._memory, dtype=getattr(torch, slot.spec.dtype), count=count, offset=slot.offset)
+        return flat.view(slot.spec.shape)
+
+    def write_table(self, names: list[str]) -> int:
+        """Put the table of the current update; returns its length in bytes."""
+        table = self._layout.table(names)
+        self._memory[TABLE_OFFSET : TABLE_OFFSET + len(table)] = table
+        return len(table)
+
+    def report(self, slot: int) -> dict[str, Any] | None:
+        """What TP rank `slot` of the server reported last, or None."""
+        raw = bytes(self._memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES]).rstrip(b"\0")
+        return dict(json.loads(raw)) if raw else None
+
+    def close(self) -> None:
+        """Give the mapping and the file back. Tensors made from it must be gone."""
+        self._memory.close()
+        os.close(self._fd)
