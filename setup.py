@@ -27,7 +27,7 @@ setup(
     extras_require={
         "ray": ["ray>=2.40"],
         "gateway": ["fastapi", "uvicorn"],
-        "dev": ["pytest", "pytest-timeout", "ruff", "mypy", "hypothesis", "types-psutil"],
+        "dev": ["pytest", "pytest-timeout", "ruff", "mypy", "hypothesis", "types-psutil", "types-requests", "sglang-router"],
     },
     entry_points={
         "console_scripts": ["verl-server = verl_server.cli:main"],

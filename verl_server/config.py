@@ -64,7 +64,7 @@ class AdapterConfig:
     """Settings of one server adapter."""
 
     timeouts: Timeouts = field(default_factory=Timeouts)
-    log_dir: Path | None = None
+    log_dir: Path | str | None = None
     """Where the server's log is kept. None: in a temporary folder that a clean shutdown removes."""
     start_attempts: int = 3
     """How often a start is tried again on another port when the port was taken in between."""
@@ -75,5 +75,7 @@ class AdapterConfig:
     router_port: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.log_dir, str):
+            object.__setattr__(self, "log_dir", Path(self.log_dir))
         if (self.router_ip is None) != (self.router_port is None):
             raise BadInputError("router_ip and router_port go together: give both or neither")

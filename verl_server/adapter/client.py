@@ -264,15 +264,12 @@ class AsyncHttpServerEngineAdapter:
 
         `VerlEngine.update_weights_from_tensor` is the call for whole models; this one is the bare endpoint.
         """
-        if isinstance(serialized_named_tensors, str) or not all(
-            isinstance(item, str) for item in serialized_named_tensors
-        ):
-            raise BadInputError("serialized_named_tensors must be a list of base64 strings, one per TP rank")
-        ranks = int(self.server_args.get("tp_size") or 1)
-        if self.server_args and len(serialized_named_tensors) != ranks:
-            raise BadInputError(
-                f"{len(serialized_named_tensors)} payloads for {ranks} TP ranks; SGLang needs one for each"
-            )
+        api.check_tensor_payloads(
+            serialized_named_tensors,
+            int(self.server_args.get("tp_size") or 1) if self.server_args else None,
+            load_format,
+            self.server_args.get("custom_weight_loader") or (),
+        )
         body = api.update_from_tensor_payload(
             serialized_named_tensors,
             load_format=load_format,

@@ -28,6 +28,7 @@ from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, St
 
 logger = logging.getLogger(__name__)
 
+SECRET_ARGUMENTS = ("api_key", "admin_api_key")
 LOG_LIMIT_BYTES = 16 * 1024 * 1024
 
 
@@ -41,7 +42,7 @@ class Exit:
 
     def describe(self) -> str:
         if self.code is None:
-            return self.reason
+            return f"its {self.reason}" if self.reason.startswith("sglang::") else self.reason
         if self.code < 0:
             return f"killed by {signal.Signals(-self.code).name}"
         return f"exit code {self.code}"
@@ -68,8 +69,8 @@ class ServerProcess:
         if log_dir is None:
             self.log_path = self._folder / "server.log"
         else:
-            log_dir.mkdir(parents=True, exist_ok=True)
-            self.log_path = log_dir / f"{self._folder.name}.log"
+            Path(log_dir).mkdir(parents=True, exist_ok=True)
+            self.log_path = Path(log_dir) / f"{self._folder.name}.log"
         self._exit: Exit | None = None
         self._exited = threading.Event()
         self._listeners: list[Callable[[Exit], None]] = []
@@ -82,6 +83,7 @@ class ServerProcess:
             "scratch": str(scratch),
             "log_path": str(self.log_path),
             "log_limit": LOG_LIMIT_BYTES,
+            "secrets": [str(server_args[name]) for name in SECRET_ARGUMENTS if server_args.get(name)],
             "trainer_pid": os.getpid(),
             "deadline": time.monotonic() + deadline_s,
         }
@@ -154,7 +156,7 @@ class ServerProcess:
 
     def stop(self, deadline_s: float = 10.0) -> None:
         """End the whole tree and give everything back. Safe to call twice, and after a crash."""
-        crashed = self._exit is not None and self._exit.reason == "server gone"
+        crashed = self._exit is not None
         if self._exit is None:
             with contextlib.suppress(OSError):
                 assert self._warden.stdin is not None

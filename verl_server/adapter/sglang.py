@@ -8,7 +8,9 @@ One table and one set of pure functions, shared by the synchronous and the async
 from __future__ import annotations
 
 import array
+import base64
 import enum
+import pickletools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -198,10 +200,30 @@ def memory_tags(tags: Sequence[str] | None) -> list[str]:
     return found
 
 
+def check_tensor_payloads(serialized: Any, tp_size: int | None, load_format: str | None, loaders: Sequence[str]) -> None:
+    """Refuse what ends the server: too few payloads, undecodable ones, load formats that it does not know."""
+    _require(
+        isinstance(serialized, (list, tuple)) and all(isinstance(item, str) for item in serialized),
+        "serialized_named_tensors must be a list of base64 strings, one per TP rank",
+    )
+    _require(
+        tp_size is None or len(serialized) == tp_size,
+        f"{len(serialized)} payloads for {tp_size} TP ranks; SGLang needs one for each",
+    )
+    known = (None, "flattened_bucket", *loaders)
+    _require(load_format in known, f"load_format {load_format!r} would end this server; it takes {known}")
+    for rank, item in enumerate(serialized):
+        try:
+            for _ in pickletools.genops(base64.b64decode(item, validate=True)):
+                pass
+        except ValueError as error:
+            raise BadInputError(f"payload {rank} is no base64 of a pickle of tensors: {error}") from error
+
+
 def update_from_tensor_payload(
     serialized: Sequence[str], *, load_format: str | None, flush_cache: bool, weight_version: str | None
 ) -> Json:
-    """`serialized` holds one base64 payload per TP rank (SGLang dies when there are fewer)."""
+    """`serialized` holds one base64 payload per TP rank."""
     return _update({"serialized_named_tensors": list(serialized)}, load_format, flush_cache, weight_version)
 
 

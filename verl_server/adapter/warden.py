@@ -6,7 +6,7 @@ It runs as a plain script on the standard library alone (about 10 MB, no thread)
 work when everything else is broken. Its duties:
 
 * the trainer is gone (its pidfd fires, or the lifeline on standard input ends): end the whole tree;
-* the server's main process is gone: end what it left behind, tell the trainer exit code and last words;
+* the server's main process or one of its workers is gone (SGLang itself takes 5 s and more to notice): end what it left behind, tell the trainer exit code and last words;
 * it is the sub-reaper of the tree, so an orphaned scheduler becomes its own child and cannot escape;
 * it drains the server's output into a bounded log file and keeps the tail;
 * afterwards it removes the scratch folder and the shared-memory files that the tree had open.
@@ -42,15 +42,26 @@ SHM_NAMES = re.compile(r"^(torch_|sglang|sem\.mp-|psm_|mp-|nccl-|cuda)")
 
 
 class Log:
-    """A log file that never grows past twice `limit` bytes, and its tail in memory."""
+    """A log file that never grows past twice `limit` bytes, and its tail in memory. Hides `secrets`."""
 
-    def __init__(self, path: str, limit: int) -> None:
+    def __init__(self, path: str, limit: int, secrets: list[str]) -> None:
         self._path, self._limit = path, limit
+        self._secrets = [secret.encode() for secret in secrets]
+        self._partial = b""
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - owned by this object, closed in close()
         self._tail: collections.deque[bytes] = collections.deque()
         self._tail_size = 0
 
     def write(self, chunk: bytes) -> None:
+        """Take output as it comes; whole lines are written (SGLang logs its arguments, keys included)."""
+        whole, newline, self._partial = (self._partial + chunk).rpartition(b"\n")
+        if len(self._partial) > TAIL_BYTES:
+            whole, newline, self._partial = whole + newline + self._partial, b"", b""
+        self._write(whole + newline)
+
+    def _write(self, chunk: bytes) -> None:
+        for secret in self._secrets:
+            chunk = chunk.replace(secret, b"***")
         self._tail.append(chunk)
         self._tail_size += len(chunk)
         while self._tail_size - len(self._tail[0]) >= TAIL_BYTES:
@@ -66,6 +77,8 @@ class Log:
         return b"".join(self._tail)[-TAIL_BYTES:].decode("utf-8", "replace")
 
     def close(self) -> None:
+        self._write(self._partial)
+        self._partial = b""
         self._file.close()
 
 
@@ -90,14 +103,25 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def is_cleaner(pid: int) -> bool:
-    """Whether a process is one of the helpers that remove shared memory once its owner is gone."""
+def command_of(pid: int) -> bytes:
+    """The command line of a process; empty if it is gone."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            line = file.read()
+            return file.read()
     except OSError:
-        return False
+        return b""
+
+
+def is_cleaner(pid: int) -> bool:
+    """Whether a process is one of the helpers that remove shared memory once its owner is gone."""
+    line = command_of(pid)
     return b"resource_tracker" in line or b"torch_shm_manager" in line
+
+
+def worker_name(pid: int) -> str | None:
+    """`sglang::scheduler` and the like: workers without which the server is dead. None for others."""
+    name = command_of(pid).partition(b"\0")[0].decode("utf-8", "replace")
+    return name if name.startswith("sglang::") else None
 
 
 def shared_memory_of(pids: list[int]) -> set[str]:
@@ -135,10 +159,11 @@ class Warden:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._spec = spec
-        self._log = Log(spec["log_path"], spec["log_limit"])
+        self._log = Log(spec["log_path"], spec["log_limit"], spec["secrets"])
         self._selector = selectors.DefaultSelector()
         self._shm: set[str] = set()
         self._pids: set[int] = set()
+        self._workers: set[int] = set()
         self._next_survey = 0.0
         self._server = subprocess.Popen(
             spec["argv"],
@@ -209,11 +234,16 @@ class Warden:
         pids = descendants(os.getpid())
         self._pids.update(pids)
         self._shm |= shared_memory_of(pids)
+        for pid in set(pids) - self._workers:
+            if (name := worker_name(pid)) is not None:
+                self._workers.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, name)
         self._next_survey = now + (SHM_SURVEY_S if now < self._spec["deadline"] else 15 * SHM_SURVEY_S)
 
     def _end(self, reason: str) -> None:
         """End the tree and clean up; each step is done whatever happens to the others."""
-        code = self._server.poll() if reason == "server gone" else None
+        code = self._exit_code(reason)
         with contextlib.ExitStack() as steps:  # last in, first out
             steps.callback(lambda: self._emit(self._exit_event(reason, code)))
             steps.callback(self._log.close)
@@ -223,6 +253,12 @@ class Warden:
             steps.callback(self._kill_tree)
             self._next_survey = 0.0
             self._survey()
+
+    def _exit_code(self, reason: str) -> int | None:
+        """The main process's exit code, if it ended by itself (a worker's end often comes with its own)."""
+        if reason in ("stop", "trainer gone"):
+            return None
+        return self._server.poll()
 
     def _exit_event(self, reason: str, code: int | None) -> dict[str, Any]:
         return {"event": "exited", "reason": reason, "code": code, "tail": self._log.tail()}

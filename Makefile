@@ -1,0 +1,46 @@
+# Everything that a newcomer, a developer and CI type. `make setup` is called by all others first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+UV_VERSION := 0.13.8
+
+.PHONY: setup demo test check format doctor bench clean
+
+setup: $(READY)
+
+# Bytecode is compiled once here: where PYTHONDONTWRITEBYTECODE is set (most containers), every start of a
+# server would otherwise compile torch, transformers and SGLang again, in three processes.
+$(READY): requirements.lock setup.py
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "verl_server needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --requirement requirements.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	touch $(READY)
+
+demo: setup
+	$(BIN)/verl-server demo
+
+test: setup
+	$(BIN)/pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+doctor: setup
+	$(BIN)/verl-server doctor
+
+bench: setup
+	$(BIN)/python benchmarks/bench_generate.py
+	$(BIN)/python benchmarks/bench_startup.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

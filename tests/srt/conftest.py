@@ -1,0 +1,58 @@
+"""Shared servers: starting one costs most of a test's time, so tests that can share one do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from helpers import mesh_of
+
+from verl_server.tiny import make_model
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny("qwen3", **sizes)`: the folder of a tiny model, made once."""
+    root = tmp_path_factory.mktemp("models")
+    made: dict[str, Path] = {}
+
+    def make(architecture: str, **sizes: Any) -> Path:
+        key = architecture + "".join(f"-{name}{value}" for name, value in sorted(sizes.items()))
+        if key not in made:
+            made[key] = make_model(root / key, architecture, **sizes)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A process group of this process alone, and its mesh."""
+    torch.set_num_threads(1)
+    store = tmp_path_factory.mktemp("store") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield mesh_of(1)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def shared_engine(one_rank: Any, tiny: Callable[..., Path]) -> Iterator[Any]:
+    """A `VerlEngine` on one rank with a real server: Qwen3, float32. Leave it as you found it."""
+    from verl_server import VerlEngine
+
+    with VerlEngine(one_rank, model_path=str(tiny("qwen3")), dtype="float32", max_total_tokens=16384) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def adapter(shared_engine: Any) -> Any:
+    """The blocking adapter of the shared engine's server."""
+    return shared_engine.adapter

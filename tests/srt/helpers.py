@@ -1,0 +1,171 @@
+"""What several test modules need: reference tokens from Hugging Face, trainer ranks, process accounting."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+PROMPTS = [[1, 2, 3, 4, 5], [200, 17, 64], list(range(40, 75))]
+NEW_TOKENS = 12
+GREEDY = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+MARK = "VERL_SERVER_TEST_MARK"
+
+
+def reference_model(folder: Path | str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def greedy_with_logprobs(model: Any, prompt: list[int], new_tokens: int = NEW_TOKENS) -> tuple[list[int], list[float]]:
+    """Hugging Face `generate`, greedy, and the log probability of each of its tokens."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        whole = model.generate(ids, do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0)
+        logprobs = torch.log_softmax(model(whole).logits.float(), dim=-1)[0]
+    tokens = whole[0, len(prompt) :].tolist()
+    values = [float(logprobs[len(prompt) - 1 + i, token]) for i, token in enumerate(tokens)]
+    return tokens, values
+
+
+def assert_equals_reference(engine: Any, model: Any, tolerance: float = 1e-5) -> list[list[int]]:
+    """Greedy tokens of `engine` equal Hugging Face's, their logprobs within `tolerance`; returns the tokens."""
+    replies = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True)
+    gap = 0.0
+    for prompt, reply in zip(PROMPTS, replies, strict=True):
+        tokens, logprobs = greedy_with_logprobs(model, prompt)
+        assert reply["output_ids"] == tokens
+        got = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+        gap = max(gap, *(abs(a - b) for a, b in zip(got, logprobs, strict=True)))
+    assert gap < tolerance, f"largest logprob difference {gap}"
+    return [reply["output_ids"] for reply in replies]
+
+
+def change_weights(model: Any, seed: int, scale: float = 0.05) -> None:
+    """Move every parameter, reproducibly on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+# -- trainer ranks -----------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _rank_main(rank: int, world: int, port: int, results: Any, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=world)
+        results.put((rank, "ok", body(rank, world, *args)))
+    except BaseException:  # noqa: BLE001 - carried to the test, which fails with it
+        results.put((rank, "error", traceback.format_exc()))
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run_ranks(body: Callable[..., Any], world: int, *args: Any, timeout_s: float = 240.0, dying: int = 0) -> list[Any]:
+    """Run `body(rank, world, *args)` on spawned trainer ranks; returns what each returned, by rank.
+
+    `dying`: how many ranks end without a result on purpose (their entry is None).
+    """
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    port = free_port()
+    ranks = [
+        context.Process(target=_rank_main, args=(rank, world, port, results, body, args)) for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+    found: list[Any] = [None] * world
+    deadline = time.monotonic() + timeout_s
+    try:
+        for _ in range(world - dying):
+            rank, how, value = results.get(timeout=max(deadline - time.monotonic(), 0.1))
+            assert how == "ok", f"rank {rank} failed:\n{value}"
+            found[rank] = value
+    finally:
+        for rank in ranks:
+            rank.join(15.0)
+            if rank.is_alive():
+                rank.kill()
+    return found
+
+
+def mesh_of(world: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+
+
+# -- process accounting ------------------------------------------------------------------------------
+
+
+def marked_processes(mark: str) -> dict[int, str]:
+    """Living processes that inherited the environment variable MARK=`mark`, with their command lines."""
+    wanted = f"{MARK}={mark}".encode()
+    found = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                state = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()[0]
+                if state != b"Z":
+                    found[int(entry)] = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> float:
+    """Seconds until `condition` is true; fails after `timeout_s`."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < timeout_s, f"{what} after {timeout_s} s"
+        time.sleep(0.05)
+    return time.monotonic() - started
+
+
+def open_files(pid: int | str = "self") -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """Resident memory; anonymous pages only, so that shared staging memory is not counted twice."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def tree_of(pid: int) -> list[int]:
+    import psutil
+
+    process = psutil.Process(pid)
+    return [pid, *(child.pid for child in process.children(recursive=True))]
+
+
+@contextlib.contextmanager
+def no_new_shared_memory() -> Iterator[None]:
+    """The body leaves no file in /dev/shm (files of processes that live on do not count)."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    wait_until(
+        lambda: not (set(os.listdir("/dev/shm")) - before), 10.0, f"new in /dev/shm: {set(os.listdir('/dev/shm')) - before}"
+    )

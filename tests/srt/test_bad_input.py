@@ -1,0 +1,157 @@
+"""Bad input to every public method: a typed error that names the culprit, and the server serves on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import GREEDY, PROMPTS, reference_model
+
+from verl_server import Timeouts, VerlEngine
+from verl_server.config import AdapterConfig
+from verl_server.errors import BadInputError, PeerError, WeightManifestError
+
+
+@pytest.fixture
+def untouched(shared_engine: Any) -> Iterator[Any]:
+    """The shared engine; afterwards it must still serve the same tokens and the same weight version."""
+    before = shared_engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
+    yield shared_engine
+    after = shared_engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
+    assert [r["output_ids"] for r in after] == [r["output_ids"] for r in before]
+    versions = {r["meta_info"]["weight_version"] for r in before + after}
+    assert len(versions) == 1, "a refused update must not change the version"
+
+
+BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
+    ({}, "either `prompt` or `input_ids`"),
+    ({"prompt": "a", "input_ids": [1]}, "either `prompt` or `input_ids`"),
+    ({"input_ids": []}, "empty"),
+    ({"input_ids": [[1], []]}, r"input_ids\[1\] is empty"),
+    ({"input_ids": "abc"}, "must be a list"),
+    ({"input_ids": ["a", "b"]}, "whole numbers"),
+    ({"input_ids": [1.5]}, "whole numbers"),
+    ({"input_ids": [1, None]}, "whole numbers"),
+    ({"input_ids": [[1], 2]}, r"input_ids\[1\]"),
+    ({"input_ids": [-1]}, "negative token id -1"),
+    ({"input_ids": [5, 320]}, "token id 320.*ends at 319"),
+    ({"input_ids": [2**70]}, "whole numbers"),
+    ({"input_ids": [1] * 5000}, "5000 tokens"),
+    ({"prompt": ""}, "non-empty"),
+    ({"prompt": 5}, "non-empty string"),
+    ({"prompt": ["ok", None]}, r"prompt\[1\]"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": 2.5}}, "max_new_tokens"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": "3"}}, "max_new_tokens"),
+    ({"input_ids": [1], "sampling_params": {"temperature": -1.0}}, "temperature"),
+    ({"input_ids": [1], "sampling_params": {"top_p": 7.0}}, "top_p"),
+    ({"input_ids": [1], "sampling_params": {"top_k": 0}}, "top_k"),
+    ({"input_ids": [1], "sampling_params": {"no_such": 1}}, "no_such"),
+    ({"input_ids": [1], "sampling_params": 3}, "must be a dict"),
+    ({"input_ids": [1], "sampling_params": {3: 4}}, "keys are strings"),
+    ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "1 sampling_params for 2 prompts"),
+    ({"input_ids": [1], "sampling_params": {"regex": "["}}, "regex|grammar"),
+    ({"input_ids": [1], "sampling_params": {"json_schema": "{nonsense"}}, "grammar|json|JSON"),
+    ({"input_ids": [1], "rid": ""}, "rid"),
+    ({"input_ids": [1], "no_such_field": 1}, "no_such_field"),
+    ({"input_ids": [1], "lora_path": "nothing"}, "(?i)lora"),
+    ({"input_ids": [1], "logprob_start_len": 77, "return_logprob": True}, "logprob_start_len"),
+]
+
+
+@pytest.mark.parametrize(("request_", "culprit"), BAD_REQUESTS, ids=[repr(r)[:60] for r, _ in BAD_REQUESTS])
+def test_generate_refuses(untouched: Any, request_: dict[str, Any], culprit: str) -> None:
+    with pytest.raises(BadInputError, match=culprit):
+        untouched.generate(**request_)
+
+
+def _weights(engine_folder: Any) -> dict[str, torch.Tensor]:
+    return dict(reference_model(engine_folder).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "culprit"),
+    [
+        (lambda w: w | {"model.no_such.weight": torch.zeros(2)}, "no_such"),
+        (lambda w: w | {"model.norm.weight": torch.zeros(63)}, r"model.norm.weight.*\[63\].*\[64\]"),
+        (lambda w: w | {"model.norm.weight": torch.zeros(64, dtype=torch.int64)}, "model.norm.weight.*int64"),
+        (lambda w: w | {"model.norm.weight": torch.zeros(64, dtype=torch.float64)}, "model.norm.weight.*float64"),
+        (lambda w: w | {"model.norm.weight": [0.0]}, "model.norm.weight.*list"),
+        (lambda w: {}, "empty"),
+        (lambda w: iter(()), "empty"),
+        (lambda w: 5, "pairs of name and tensor"),
+        (lambda w: [5], "pairs of name and tensor"),
+        (lambda w: [(1, torch.zeros(2))], "pairs of name and tensor"),
+        (lambda w: [*w.items(), next(iter(w.items()))], "comes twice"),
+    ],
+)
+def test_weight_update_refuses_before_a_byte_moves(
+    untouched: Any, tiny: Callable[..., Any], spoil: Callable[[Any], Any], culprit: str
+) -> None:
+    with pytest.raises(BadInputError, match=culprit):
+        untouched.update_weights_from_tensor(spoil(_weights(tiny("qwen3"))))
+
+
+def test_failing_iterator_changes_nothing(untouched: Any, tiny: Callable[..., Any]) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(_weights(tiny("qwen3")).items())[:5]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(PeerError, match="the disk is gone"):
+        untouched.update_weights_from_tensor(broken())
+
+
+def test_manifest_errors_carry_the_facts(untouched: Any) -> None:
+    with pytest.raises(WeightManifestError) as caught:
+        untouched.update_weights_from_tensor([("model.norm.weight", torch.zeros(3, 3))])
+    assert caught.value.details == {"name": "model.norm.weight", "expected": [64], "got": [3, 3]}
+    with pytest.raises(WeightManifestError, match="did you mean 'model.norm.weight'"):
+        untouched.update_weights_from_tensor([("norm.weight", torch.zeros(64))])
+
+
+def test_control_calls_refuse(untouched: Any) -> None:
+    adapter = untouched.adapter
+    for call, culprit in [
+        (lambda: untouched.release_memory_occupation(["no_such"]), "no_such"),
+        (lambda: untouched.release_memory_occupation("weights"), "list"),
+        (lambda: untouched.release_memory_occupation([]), "empty"),
+        (lambda: untouched.release_memory_occupation(["weights", "weights"]), "twice"),
+        (lambda: untouched.resume_memory_occupation(["weights"]), "weights"),
+        (lambda: untouched.resume_memory_occupation(), "nothing"),
+        (lambda: adapter.pause_generation("no_such"), "pause mode"),
+        (lambda: adapter.abort_request(), "rid"),
+        (lambda: adapter.abort_request(""), "rid"),
+        (lambda: adapter.update_weights_from_tensor([]), "0 payloads for 1 TP ranks"),
+        (lambda: adapter.update_weights_from_tensor(["a", "b"]), "2 payloads"),
+        (lambda: adapter.update_weights_from_tensor("abc"), "list of base64"),
+        (lambda: adapter.update_weights_from_tensor([b"abc"]), "list of base64"),
+        (lambda: adapter.update_weights_from_tensor(["bm90IGEgcGlja2xl"]), "pickle"),
+        (lambda: adapter.update_weights_from_distributed([], [], []), "not none"),
+        (lambda: adapter.update_weights_from_distributed(["a"], ["float32"], []), "equally many"),
+        (lambda: adapter.update_weights_from_disk(""), "model_path"),
+        (lambda: adapter.weights_checker("no_such"), "no_such"),
+    ]:
+        with pytest.raises(BadInputError, match=culprit):
+            call()
+
+
+def test_constructors_refuse(one_rank: Any, tiny: Callable[..., Any]) -> None:
+    folder = str(tiny("qwen3"))
+    for arguments, culprit in [
+        ({"model_path": folder, "nnodes": 0}, "nnodes"),
+        ({"model_path": folder, "nnodes": 2}, "spread"),
+        ({"model_path": folder, "tp_size": 0}, "tp_size"),
+        ({"model_path": folder, "tp_size": "2"}, "tp_size"),
+        ({"model_path": folder, "router_ip": "127.0.0.1"}, "router_port"),
+        ({"model_path": folder, "attention_backend": {1, 2}}, "attention_backend"),
+        ({"model_path": "/no/such/folder"}, "/no/such/folder"),
+        ({}, "model_path"),
+    ]:
+        with pytest.raises(BadInputError, match=culprit):
+            VerlEngine(one_rank, **arguments)
+    with pytest.raises(BadInputError, match="control_s"):
+        Timeouts(control_s=0)
+    with pytest.raises(BadInputError, match="router_port"):
+        AdapterConfig(router_ip="127.0.0.1")

@@ -1,0 +1,178 @@
+"""Who dies, and what is left: real kills of real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import GREEDY, MARK, marked_processes, no_new_shared_memory, wait_until
+
+from verl_server import HttpServerEngineAdapter
+from verl_server.config import AdapterConfig, Timeouts
+from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, ShutDownError, StartupError
+
+HERE = Path(__file__).parent
+
+
+class Trainer:
+    """The killed trainer: a process of its own, with everything that it starts marked."""
+
+    def __init__(self, folder: Path, scratch: Path, tp_size: int) -> None:
+        self.mark, self.scratch = uuid.uuid4().hex, scratch
+        scratch.mkdir(exist_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "trainer_script.py"), str(folder), str(tp_size), str(scratch)],
+            env={**os.environ, MARK: self.mark},
+            stdout=(scratch / "out").open("wb"),
+            stderr=subprocess.STDOUT,
+        )
+
+    def wait_for(self, name: str) -> None:
+        wait_until(
+            lambda: (self.scratch / name).exists() or self.process.poll() is not None, 240, f"no {name}"
+        )
+        assert self.process.poll() is None, (self.scratch / "out").read_text()
+
+    def kill_and_expect_nothing(self) -> None:
+        address = self.scratch / "url"
+        port = int(address.read_text().split()[0].rpartition(":")[2]) if address.exists() else None
+        self.process.kill()
+        self.process.wait()
+        wait_until(
+            lambda: not marked_processes(self.mark), 10.0, f"left behind: {marked_processes(self.mark)}"
+        )
+        if port is not None:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), timeout=1.0)
+
+
+def test_killed_trainer_leaves_nothing(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """kill -9 while the server starts (at several moments) and in the middle of the work, TP 2."""
+    with no_new_shared_memory():
+        for moment, seconds in enumerate((0.05, 2.0, 8.0)):
+            trainer = Trainer(tiny("qwen3"), tmp_path / f"start{moment}", tp_size=2)
+            trainer.wait_for("starting")
+            time.sleep(seconds)
+            trainer.kill_and_expect_nothing()
+        trainer = Trainer(tiny("qwen3"), tmp_path / "work", tp_size=2)
+        trainer.wait_for("working")
+        time.sleep(1.0)
+        trainer.kill_and_expect_nothing()
+
+
+@pytest.fixture
+def own_adapter(tiny: Callable[..., Path], tmp_path: Path) -> Any:
+    with HttpServerEngineAdapter(
+        model_path=str(tiny("qwen3")),
+        dtype="float32",
+        max_total_tokens=8192,
+        config=AdapterConfig(log_dir=tmp_path / "logs", timeouts=Timeouts(control_s=5.0)),
+    ) as adapter:
+        yield adapter
+
+
+def test_killed_server_is_noticed_by_waiting_calls(own_adapter: Any, tmp_path: Path) -> None:
+    """A waiting generation raises within 2 s, with the exit code and the server's last words."""
+    process = own_adapter.asynchronous.process
+    caught: dict[str, Any] = {}
+
+    def generate() -> None:
+        try:
+            own_adapter.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 1500, "ignore_eos": True})
+        except ServerDiedError as error:
+            caught.update(error=error, at=time.monotonic())
+
+    waiting = threading.Thread(target=generate)
+    waiting.start()
+    time.sleep(0.5)
+    assert waiting.is_alive(), "the generation must still run when the server is killed"
+    killed_at = time.monotonic()
+    with no_new_shared_memory():
+        os.kill(process.pid, signal.SIGKILL)
+        waiting.join(5.0)
+        assert caught["at"] - killed_at < 2.0
+    error = caught["error"]
+    assert error.details["exit_code"] == -signal.SIGKILL
+    assert "SIGKILL" in str(error)
+    assert "last words" in str(error)
+    assert Path(error.details["log_path"]).is_file()
+    with pytest.raises(ServerDiedError):
+        own_adapter.flush_cache()
+    own_adapter.shutdown()
+    own_adapter.shutdown()
+    with pytest.raises(ShutDownError):
+        own_adapter.flush_cache()
+
+
+def test_killed_scheduler_and_wedged_server(own_adapter: Any) -> None:
+    """A stopped server misses its control deadline; a killed scheduler ends the server, which is noticed."""
+    process = own_adapter.asynchronous.process
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineError, match="did not answer within 5 s"):
+        own_adapter.get_model_info()
+    os.kill(process.pid, signal.SIGCONT)
+    own_adapter.get_model_info()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    scheduler = next(pid for pid in children if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(int(scheduler), signal.SIGKILL)
+    with pytest.raises(ServerDiedError):
+        while True:
+            own_adapter.generate(input_ids=[1, 2], sampling_params=GREEDY)
+
+
+def test_killed_warden_takes_the_server_along(own_adapter: Any) -> None:
+    process = own_adapter.asynchronous.process
+    os.kill(process._warden.pid, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{process.pid}").exists(), 5.0, "the server lives on")
+    with pytest.raises(ServerDiedError, match="warden"):
+        own_adapter.get_model_info()
+
+
+def test_start_up_failures_carry_the_reason(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="no_such_argument"):
+        HttpServerEngineAdapter(model_path=str(tiny("qwen3")), no_such_argument=1)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+    with pytest.raises(StartupError) as caught:
+        HttpServerEngineAdapter(model_path=str(broken))
+    assert "no_such_model" in str(caught.value), "the server's own words"
+    with pytest.raises(BadInputError, match="plain JSON"):
+        HttpServerEngineAdapter(model_path=tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(BadInputError, match="cannot bind"):
+        HttpServerEngineAdapter(model_path=str(tiny("qwen3")), port=taken.getsockname()[1])
+
+
+def test_start_deadline_ends_what_was_started(tiny: Callable[..., Path]) -> None:
+    with no_new_shared_memory(), pytest.raises(DeadlineError, match="not ready after 1"):
+        HttpServerEngineAdapter(
+            model_path=str(tiny("qwen3")), config=AdapterConfig(timeouts=Timeouts(start_s=1.0))
+        )
+
+
+def test_keys_show_nowhere(adapter: Any) -> None:
+    """Neither key stands on a command line or in the log, and doors are shut without them."""
+    import requests
+
+    keys = (adapter.asynchronous.api_key, adapter.asynchronous.admin_api_key)
+    process = adapter.asynchronous.process
+    log = process.log_path.read_text(errors="replace")
+    lines = [Path(f"/proc/{pid}/cmdline") for pid in os.listdir("/proc") if pid.isdigit()]
+    shown = "".join(path.read_text(errors="replace") for path in lines if path.exists())
+    assert not any(key in log or key in shown for key in keys)
+    assert requests.post(f"{adapter.base_url}/generate", json={"input_ids": [1]}, timeout=5).status_code == 401
+    only_api = {"Authorization": f"Bearer {keys[0]}"}
+    for path in ("flush_cache", "begin_weight_update", "release_memory_occupation", "abort_request"):
+        assert requests.post(f"{adapter.base_url}/{path}", json={}, headers=only_api, timeout=5).status_code == 401
+    assert not any(key in repr(adapter.get_server_info()) for key in keys)

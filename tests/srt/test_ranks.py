@@ -1,0 +1,209 @@
+"""Several trainer ranks: shards of every kind, failures on one rank, two nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import GREEDY, PROMPTS, assert_equals_reference, change_weights, mesh_of, reference_model, run_ranks
+
+from verl_server import Timeouts, VerlEngine
+from verl_server.errors import BadInputError, PeerError, VerlServerError, WeightManifestError
+
+
+def _raised(call: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        call()
+    except VerlServerError as error:
+        return type(error).__name__, error.message
+    return "nothing", ""
+
+
+def _failures(rank: int, world: int, folder: str) -> list[Any]:
+    """One engine, one failure after the other; after each it must serve on."""
+    model = reference_model(folder)
+    weights = model.state_dict()
+    engine = VerlEngine(
+        mesh_of(world),
+        model_path=folder,
+        tp_size=1,
+        dtype="float32",
+        max_total_tokens=8192,
+        timeouts=Timeouts(ranks_s=8.0),
+    )
+    with engine:
+        found: list[Any] = []
+        # a bad shape on rank 1 only
+        mine = weights | ({"model.norm.weight": torch.zeros(3)} if rank == 1 else {})
+        found.append(_raised(lambda: engine.update_weights_from_tensor(mine.items())))
+        # rank 1 brings other names
+        fewer = dict(list(weights.items())[: 5 if rank == 1 else 7])
+        found.append(_raised(lambda: engine.update_weights_from_tensor(fewer.items())))
+        # rank 1 does not come in time; it is told so when it comes
+        if rank == 1:
+            time.sleep(10.0)
+        started = time.monotonic()
+        found.append(_raised(lambda: engine.generate(input_ids=[1], sampling_params=GREEDY)))
+        assert time.monotonic() - started < 9.0
+        # bad input is the same error on both
+        found.append(_raised(lambda: engine.generate(input_ids=[-5], sampling_params=GREEDY)))
+        if rank == 1:
+            time.sleep(0.5)
+        assert_equals_reference(engine, model)
+        # rank 1 dies: rank 0 learns of it at once, even while it generates
+        if rank == 1:
+            time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        found.append(
+            _raised(lambda: [engine.generate(input_ids=[1], sampling_params=GREEDY) for _ in range(10**6)])
+        )
+        assert time.monotonic() - started < 5.0
+        found.append(_raised(engine.flush_cache))
+    return found
+
+
+def test_failures_are_the_same_on_all_ranks(tiny: Callable[..., Path]) -> None:
+    found, _ = run_ranks(_failures, 2, str(tiny("qwen2")), dying=1)
+    shape, names, late, bad, dead, after = found
+    assert shape[0] == WeightManifestError.__name__
+    assert "model.norm.weight" in shape[1]
+    assert names[0] == BadInputError.__name__
+    assert "rank 1 brought 5" in names[1]
+    assert late[0] == PeerError.__name__
+    assert "rank(s) [1] did not arrive" in late[1]
+    assert bad == (BadInputError.__name__, bad[1])
+    assert dead[0] == PeerError.__name__
+    assert "rank 1" in dead[1]
+    assert after == dead
+
+
+def _same_errors(rank: int, world: int, folder: str) -> list[tuple[str, str]]:
+    with VerlEngine(mesh_of(world), model_path=folder, tp_size=1, dtype="float32", max_total_tokens=8192) as engine:
+        weights = reference_model(folder).state_dict()
+        mine = weights | ({"model.norm.weight": torch.zeros(3)} if rank == 1 else {})
+        found = [
+            _raised(lambda: engine.update_weights_from_tensor(mine.items())),
+            _raised(lambda: engine.generate(input_ids=[-5], sampling_params=GREEDY)),
+            _raised(lambda: engine.release_memory_occupation(["no_such"])),
+        ]
+        # streams and concurrent asynchronous calls give every rank the same
+        import asyncio
+
+        events = list(engine.generate(input_ids=[1, 2], sampling_params=GREEDY, stream=True))
+
+        async def many() -> list[Any]:
+            calls = [engine.async_generate(input_ids=[i, 9], sampling_params=GREEDY) for i in range(8)]
+            return list(await asyncio.gather(*calls))
+
+        replies = asyncio.run(many())
+        found.append(("stream", str(events[-1]["output_ids"])))
+        found.append(("async", str([reply["output_ids"] for reply in replies])))
+        _two_dimensional(engine, folder, rank)
+        return found
+
+
+def _two_dimensional(engine: VerlEngine, folder: str, rank: int) -> None:
+    """Shards on rows, on columns, uneven, replicated, and a placement that needs a gather."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    model = reference_model(folder)
+    change_weights(model, seed=11)
+    flat = init_device_mesh("cpu", (2,))
+    square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    placed = {}
+    for i, (name, tensor) in enumerate(model.state_dict().items()):
+        choice = i % 4 if tensor.dim() == 2 else 3
+        if choice == 0:
+            placed[name] = distribute_tensor(tensor, flat, [Shard(0)])
+        elif choice == 1:
+            placed[name] = distribute_tensor(tensor, flat, [Shard(1)])
+        elif choice == 2:
+            placed[name] = distribute_tensor(tensor, square, [Shard(0), Shard(1)])
+        else:
+            placed[name] = distribute_tensor(tensor, flat, [Replicate()])
+    result = engine.update_weights_from_tensor(placed.items())
+    assert result.missing == 0
+    assert_equals_reference(engine, model)
+    # a sum that is still pending: each rank holds half
+    from torch.distributed.tensor import DTensor
+
+    name = "model.norm.weight"
+    half = model.state_dict()[name] / 2
+    pending = DTensor.from_local(half, flat, [Partial()])
+    engine.update_weights_from_tensor([(name, pending)])
+    assert_equals_reference(engine, model)
+
+
+def test_shards_of_every_kind_and_equal_results(tiny: Callable[..., Path]) -> None:
+    first, second = run_ranks(_same_errors, 2, str(tiny("qwen2")))
+    assert first == second
+    assert [kind for kind, _ in first[:3]] == ["WeightManifestError", "BadInputError", "BadInputError"]
+
+
+def _two_nodes(rank: int, world: int, folder: str) -> list[list[int]]:
+    model = reference_model(folder)
+    with VerlEngine(
+        mesh_of(world), nnodes=2, model_path=folder, dtype="float32", max_total_tokens=8192
+    ) as engine:
+        first = assert_equals_reference(engine, model)
+        change_weights(model, seed=2)
+        engine.update_weights_from_tensor(model.state_dict().items())
+        second = assert_equals_reference(engine, model)
+        assert first != second
+        process = engine._backend.adapter.asynchronous.process  # every node's first rank has its own server
+        assert process.pid
+        # the second node's server dies: the first rank learns of it
+        if rank == 1:
+            time.sleep(1.0)
+            os.kill(process.pid, signal.SIGKILL)
+        started = time.monotonic()
+        kind, message = _raised(
+            lambda: [engine.generate(input_ids=PROMPTS, sampling_params=GREEDY) for _ in range(10**6)]
+        )
+        assert kind == "ServerDiedError", message
+        assert time.monotonic() - started < 5.0
+        return second
+
+
+def test_two_nodes_on_this_machine(tiny: Callable[..., Path]) -> None:
+    first, second = run_ranks(_two_nodes, 2, str(tiny("qwen3")))
+    assert first == second
+
+
+@pytest.mark.parametrize("architecture", ["qwen3"])
+def test_in_process_engine_behind_the_same_protocol(architecture: str, tiny: Callable[..., Path]) -> None:
+    (tokens,) = run_ranks(_in_process, 1, str(tiny(architecture)))
+    first, second, third = tokens
+    assert first == third != second
+
+
+def _in_process(rank: int, world: int, folder: str) -> list[Any]:
+    import asyncio
+
+    model = reference_model(folder)
+    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with VerlEngine(
+        mesh_of(world), launch_server=False, model_path=folder, dtype="float32", max_total_tokens=8192
+    ) as engine:
+        first = assert_equals_reference(engine, model)
+        change_weights(model, seed=1)
+        engine.update_weights_from_tensor(model.state_dict().items())
+        second = assert_equals_reference(engine, model)
+        assert _raised(lambda: engine.generate(input_ids=[9999]))[0] == "BadInputError"
+        engine.release_memory_occupation()
+        assert _raised(lambda: engine.generate(input_ids=[1]))[0] == "NotReadyError"
+        engine.resume_memory_occupation()
+        engine.update_weights_from_tensor(old.items())
+        reply = asyncio.run(engine.async_generate(input_ids=PROMPTS[0], sampling_params=GREEDY))
+        assert reply["meta_info"]["weight_version"] == "2"
+        third = assert_equals_reference(engine, reference_model(folder))
+        assert third[0] == reply["output_ids"]
+    return [first, second, third]

@@ -1,0 +1,200 @@
+"""Pure parts: layout, shards, names, manifest, errors, the channel's handshake, the rule of imports."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import verl_server
+from verl_server import errors
+from verl_server.adapter.ports import PortReservation, authority
+from verl_server.adapter.warden import Log
+from verl_server.engine.channel import admit, join
+from verl_server.engine.placement import place
+from verl_server.types import TensorSpec
+from verl_server.weights.arena import Arena
+from verl_server.weights.gather import shard_slices
+from verl_server.weights.layout import ALIGNMENT, TABLE_OFFSET, nbytes, plan
+from verl_server.weights.manifest import manifest_of
+from verl_server.weights.names import unfused, unfused_spec
+
+PACKAGE = Path(verl_server.__file__).parent
+#: Rooms from top to bottom; imports go down only (ARCHITECTURE.md).
+ROOMS = ["cli", "demo", "doctor", "gateway", "agent", "trajectory", "rollout", "engine", "weights", "adapter", "platforms"]
+VOCABULARY = ["types", "config", "errors"]
+FREE = ["tiny", "__init__", "__main__"]
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("verl_server."):
+            found.add((node.module or "").split(".")[1])
+        elif isinstance(node, ast.Import):
+            found.update(alias.name.split(".")[1] for alias in node.names if alias.name.startswith("verl_server."))
+    return found
+
+
+def test_imports_go_one_way() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room in FREE:
+            continue
+        allowed = set(VOCABULARY + FREE)
+        if room in ROOMS:
+            allowed.update(ROOMS[ROOMS.index(room) :])
+        else:
+            assert room in VOCABULARY, f"{path}: a room that ARCHITECTURE.md does not name"
+        assert _imports(path) <= allowed, f"{path} imports upwards: {_imports(path) - allowed}"
+
+
+def test_importing_the_package_is_light() -> None:
+    code = (
+        "import sys, verl_server, verl_server.config, verl_server.errors, verl_server.types;"
+        "heavy = {'torch', 'sglang', 'ray', 'transformers', 'aiohttp', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_error_travels_between_ranks_whole() -> None:
+    tree = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.VerlServerError)]
+    assert len(tree) > 10
+    for cls in tree:
+        there = cls("what happened", url="http://x", log_tail="last words")
+        back = errors.from_wire(errors.to_wire(there))
+        assert type(back) is cls
+        assert (back.message, back.details) == (there.message, there.details)
+        assert "last words" in str(back)
+    foreign = errors.from_wire(errors.to_wire(OSError("disk")))
+    assert type(foreign) is errors.PeerError
+    assert "OSError: disk" in foreign.message
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_shards_cover_a_tensor_exactly_once(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    mesh = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    dims = [data.draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) for _ in mesh]
+    cover = torch.zeros(shape)
+    for coordinate in torch.cartesian_prod(*[torch.arange(n) for n in mesh]).reshape(-1, len(mesh)).tolist():
+        if all(index == 0 for index, dim in zip(coordinate, dims, strict=True) if dim is None):
+            cover[shard_slices(shape, mesh, coordinate, dims)] += 1
+    assert torch.equal(cover, torch.ones(shape))
+
+
+def test_shards_are_those_of_torch_chunk() -> None:
+    whole = torch.arange(7 * 5).reshape(7, 5)
+    for parts in (1, 2, 3, 4, 7):
+        for i, chunk in enumerate(whole.chunk(parts, dim=0)):
+            assert torch.equal(whole[shard_slices((7, 5), (parts,), (i,), (0,))], chunk)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=12))
+def test_layout_has_no_overlap(shapes: list[list[int]]) -> None:
+    tensors = {f"t{i}": TensorSpec(tuple(shape), "bfloat16") for i, shape in enumerate(shapes)}
+    layout = plan(tensors)
+    end = TABLE_OFFSET + len(layout.table(tensors))
+    for name, spec in tensors.items():
+        slot = layout.slots[name]
+        assert slot.offset >= end
+        assert slot.offset % ALIGNMENT == 0
+        end = slot.offset + nbytes(spec)
+    assert layout.size >= end
+
+
+def test_arena_is_one_memory_for_all_who_map_it() -> None:
+    layout = plan({"a": TensorSpec((3, 4), "float32"), "b": TensorSpec((), "bfloat16")})
+    mine = Arena.create(layout)
+    other = Arena.open(mine.path, layout)
+    mine.tensor("a").copy_(torch.arange(12.0).view(3, 4))
+    mine.tensor("b").fill_(2.5)
+    assert torch.equal(other.tensor("a"), torch.arange(12.0).view(3, 4))
+    assert other.tensor("b").item() == 2.5
+    assert mine.report(0) is None
+    other.close()
+    mine.close()
+
+
+def test_manifest_from_files_and_from_architecture_agree(tiny: Callable[..., Path]) -> None:
+    for architecture in ("qwen2", "qwen3", "llama", "qwen3_moe"):
+        arguments = {"model_path": str(tiny(architecture)), "dtype": "float32"}
+        from_files = manifest_of(arguments)
+        from_code = manifest_of({**arguments, "load_format": "dummy"})
+        assert dict(from_files.tensors) == dict(from_code.tensors)
+
+
+def test_tied_heads_are_left_out(tiny: Callable[..., Path]) -> None:
+    manifest = manifest_of({"model_path": str(tiny("llama", tie_word_embeddings=True))})
+    assert manifest.check("lm_head.weight", (320, 64), "float32") is None
+
+
+def test_fused_experts_are_views_of_the_checkpoint_names() -> None:
+    fused = torch.randn(3, 8, 5)
+    parts = dict(unfused("model.layers.0.mlp.experts.gate_up_proj", fused))
+    assert torch.equal(parts["model.layers.0.mlp.experts.1.up_proj.weight"], fused[1, 4:])
+    specs = unfused_spec("model.layers.0.mlp.experts.gate_up_proj", TensorSpec((3, 8, 5), "float32"))
+    assert {name: tuple(t.shape) for name, t in parts.items()} == {name: s.shape for name, s in specs.items()}
+
+
+def test_placement() -> None:
+    first, second = (place(rank, 2, 2, {}) for rank in (0, 1))
+    assert (first.node_rank, second.node_rank) == (0, 1)
+    assert first.is_node_leader
+    assert second.is_node_leader
+    assert place(1, 2, 1, {}).is_node_leader is False
+    assert place(1, 2, 1, {"tp_size": 1}).tp_size == 1
+    with pytest.raises(errors.BadInputError):
+        place(0, 3, 2, {})
+
+
+def test_channel_admits_only_who_knows_the_key() -> None:
+    def attempt(key: bytes) -> int | None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            thread = threading.Thread(target=join, args=(server.getsockname(), key, 3, 5.0))
+            thread.start()
+            connection, _ = server.accept()
+            rank = admit(connection, b"right")
+            connection.close()
+            thread.join()
+            return rank
+
+    assert attempt(b"right") == 3
+    assert attempt(b"wrong") is None
+
+
+def test_a_reserved_port_is_given_to_nobody_else_but_can_be_bound() -> None:
+    reservation = PortReservation("127.0.0.1")
+    with pytest.raises(OSError, match="in use"), socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", reservation.port))
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", reservation.port))
+        server.listen()
+    reservation.release()
+    assert authority("::1", 80) == "[::1]:80"
+
+
+def test_log_is_bounded_and_keeps_the_tail(tmp_path: Path) -> None:
+    log = Log(str(tmp_path / "log"), limit=100_000, secrets=["open sesame"])
+    log.write(b"key='open ses")
+    log.write(b"ame' and more\n")
+    assert log.tail() == "key='***' and more\n"
+    for i in range(20_000):
+        log.write(b"line %d\n" % i)
+    log.close()
+    assert log.tail().endswith("line 19999\n")
+    assert len(log.tail()) <= 32 * 1024
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 250_000

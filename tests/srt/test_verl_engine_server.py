@@ -1,0 +1,120 @@
+"""The main job on the real server: tokens, logprobs, pushed weights, on every rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    GREEDY,
+    PROMPTS,
+    assert_equals_reference,
+    change_weights,
+    greedy_with_logprobs,
+    mesh_of,
+    reference_model,
+    run_ranks,
+)
+
+from verl_server import VerlEngine
+
+ARCHITECTURES = ["qwen2", "qwen3", "llama", "qwen3_moe"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tp1_equals_hugging_face_before_and_after_updates(
+    architecture: str, one_rank: Any, tiny: Callable[..., Path]
+) -> None:
+    model = reference_model(tiny(architecture))
+    with VerlEngine(
+        one_rank, model_path=str(tiny(architecture)), dtype="float32", max_total_tokens=8192
+    ) as engine:
+        first = assert_equals_reference(engine, model)
+        old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        change_weights(model, seed=1)
+        result = engine.update_weights_from_tensor(iter(model.state_dict().items()))
+        assert (result.weight_version, result.missing) == ("1", 0)
+        assert assert_equals_reference(engine, model) != first
+        engine.update_weights_from_tensor(old.items())
+        again = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
+        assert [reply["output_ids"] for reply in again] == first
+        assert {reply["meta_info"]["weight_version"] for reply in again} == {"2"}
+
+
+def _tp2_rank(rank: int, world: int, folder: str) -> list[list[list[int]]]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = reference_model(folder)
+    mesh = mesh_of(world)
+    with VerlEngine(mesh, model_path=folder, dtype="float32", max_total_tokens=8192) as engine:
+        first = assert_equals_reference(engine, model)
+        change_weights(model, seed=1)
+        changed = reference_model(folder)
+        change_weights(changed, seed=1)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        result = engine.update_weights_from_tensor(model.state_dict().items())
+        assert (result.weight_version, result.missing) == ("1", 0)
+        second = assert_equals_reference(engine, changed)
+        # the old weights as a full state dict that only rank 0 holds, as FSDP1 offers it
+        old = reference_model(folder).state_dict() if rank == 0 else {}
+        engine.update_weights_from_tensor(old.items())
+        third = [r["output_ids"] for r in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
+    return [first, second, third]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tp2_with_two_fsdp2_ranks_equals_hugging_face(architecture: str, tiny: Callable[..., Path]) -> None:
+    ranks = run_ranks(_tp2_rank, 2, str(tiny(architecture)))
+    assert ranks[0] == ranks[1], "every rank gets the same result"
+    first, second, third = ranks[0]
+    assert first == third != second
+
+
+def test_bfloat16_serves_and_takes_float32_weights(one_rank: Any, tiny: Callable[..., Path]) -> None:
+    folder = tiny("llama", dtype="bfloat16", tie_word_embeddings=True)
+    model = reference_model(folder)
+    with VerlEngine(one_rank, model_path=str(folder), dtype="bfloat16", max_total_tokens=8192) as engine:
+        change_weights(model, seed=3)
+        engine.update_weights_from_tensor(model.state_dict().items())
+        model.to(torch.bfloat16)
+        reply = engine.generate(input_ids=PROMPTS[2], sampling_params=GREEDY, return_logprob=True)
+        tokens, logprobs = greedy_with_logprobs(model, PROMPTS[2])
+        assert reply["output_ids"][0] == tokens[0]
+        assert reply["meta_info"]["output_token_logprobs"][0][0] == pytest.approx(logprobs[0], abs=0.1)
+
+
+def test_prompt_of_text_and_batch_shapes(shared_engine: Any) -> None:
+    one = shared_engine.generate("hello", sampling_params=GREEDY)
+    many = shared_engine.generate(["hello", "you"], sampling_params=[GREEDY, {**GREEDY, "max_new_tokens": 3}])
+    assert isinstance(one, dict)
+    assert many[0]["output_ids"] == one["output_ids"]
+    assert len(many[1]["output_ids"]) == 3
+
+
+def test_streams_grow_to_the_whole_reply(shared_engine: Any) -> None:
+    whole = shared_engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)["output_ids"]
+    pieces = [event["output_ids"] for event in shared_engine.generate(
+        input_ids=PROMPTS[0], sampling_params=GREEDY, stream=True
+    )]
+    assert len(pieces) > 1
+    assert pieces[-1] == whole
+    assert all(whole[: len(piece)] == piece for piece in pieces)
+
+
+def test_async_generate_many_at_once(shared_engine: Any) -> None:
+    async def gather() -> list[Any]:
+        calls = [shared_engine.async_generate(input_ids=[i, i + 1], sampling_params=GREEDY) for i in range(20)]
+        replies = await asyncio.gather(*calls)
+        stream = await shared_engine.async_generate(input_ids=[3, 4], sampling_params=GREEDY, stream=True)
+        events = [event async for event in stream]
+        assert events[-1]["output_ids"] == replies[3]["output_ids"]
+        return replies
+
+    alone = [shared_engine.generate(input_ids=[i, i + 1], sampling_params=GREEDY) for i in range(20)]
+    assert [r["output_ids"] for r in asyncio.run(gather())] == [r["output_ids"] for r in alone]

@@ -1,0 +1,180 @@
+"""Many updates, memory release, and what a failed update means."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    GREEDY,
+    PROMPTS,
+    assert_equals_reference,
+    change_weights,
+    open_files,
+    reference_model,
+    resident_bytes,
+    tree_of,
+)
+
+from verl_server import VerlEngine
+from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, TornWeightsError
+
+UPDATES = 300
+
+
+def _footprint(server_pids: list[int]) -> dict[str, int]:
+    pids = [os.getpid(), *server_pids]
+    return {
+        "files": sum(open_files(pid) for pid in pids),
+        "shared": len(os.listdir("/dev/shm")),
+        "resident": sum(resident_bytes(pid) for pid in pids),
+    }
+
+
+def test_300_updates_interleaved_with_generations(shared_engine: Any, tiny: Callable[..., Path]) -> None:
+    """No hang, no leak, and every generation is one version's tokens or the other's, as it says."""
+    model = reference_model(tiny("qwen3"))
+    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    change_weights(model, seed=9)
+    weights = [original, model.state_dict()]
+    first_version = int(shared_engine.generate(input_ids=[1], sampling_params=GREEDY)["meta_info"]["weight_version"])
+    stop, failures, seen = threading.Event(), [], []
+
+    def generate() -> None:
+        while not stop.is_set():
+            try:
+                reply = shared_engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+            except Exception as error:  # noqa: BLE001 - counted and shown below
+                failures.append(error)
+                return
+            spans = reply["meta_info"].get("weight_versions") or [{"version": reply["meta_info"]["weight_version"]}]
+            if len(spans) == 1:
+                seen.append(((int(spans[0]["version"]) - first_version) % 2, tuple(reply["output_ids"])))
+
+    threads = [threading.Thread(target=generate) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    server = tree_of(shared_engine.adapter.asynchronous.process.pid)
+    warm: dict[str, int] = {}
+    try:
+        for i in range(1, UPDATES + 1):
+            shared_engine.update_weights_from_tensor(weights[i % 2].items())
+            if i == 20:
+                warm = _footprint(server)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60.0)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+    end = _footprint(server)
+    assert end["files"] <= warm["files"] + 8, (warm, end)
+    assert end["shared"] <= warm["shared"], (warm, end)
+    assert end["resident"] <= warm["resident"] + 48 * 2**20, (warm, end)
+    tokens = {which: {t for w, t in seen if w == which} for which in (0, 1)}
+    assert len(tokens[0]) == len(tokens[1]) == 1, "one version, one result: no torn weights, no stale prefix cache"
+    assert tokens[0] != tokens[1]
+    assert len(seen) > 30
+    print(f"{len(seen)} generations; at update 20 {warm}, at update {UPDATES} {end}")
+
+
+@pytest.fixture(scope="module")
+def large(tiny: Callable[..., Path]) -> Path:
+    """About 200 MB of float32 weights, so that released memory stands out."""
+    return tiny("qwen3", hidden_size=768, layers=6, heads=8, kv_heads=4, intermediate_size=2304, vocab_size=8000)
+
+
+def test_released_memory_goes_back_to_the_machine_and_returns(large: Path, one_rank: Any) -> None:
+    model = reference_model(large)
+    weights = sum(tensor.numel() * 4 for tensor in model.state_dict().values())
+    tokens = 32768
+    kv_cache = tokens * 2 * 6 * 4 * 96 * 4  # tokens, key and value, layers, heads, head size, bytes
+    with VerlEngine(
+        one_rank, model_path=str(large), dtype="float32", max_total_tokens=tokens, chunked_prefill_size=8192
+    ) as engine:
+        server = tree_of(engine.adapter.asynchronous.process.pid)
+
+        def resident() -> int:
+            return sum(resident_bytes(pid) for pid in server)
+
+        # touch every page of the cache, as a long run would
+        engine.generate(input_ids=[[i % 300 for i in range(2000)]] * 1, sampling_params=GREEDY)
+        assert_equals_reference(engine, model)
+        awake = resident()
+        engine.release_memory_occupation(["weights"])
+        fell = awake - resident()
+        assert fell >= 0.8 * weights, f"{fell / 2**20:.0f} of {weights / 2**20:.0f} MiB"
+        with pytest.raises(NotReadyError, match="weights"):
+            engine.generate(input_ids=[1], sampling_params=GREEDY)
+        with pytest.raises(BadInputError, match="resume_memory_occupation"):
+            engine.update_weights_from_tensor(model.state_dict().items())
+        with pytest.raises(BadInputError, match="released already"):
+            engine.release_memory_occupation(["weights"])
+        engine.release_memory_occupation(["kv_cache"])
+        asleep = resident()
+        engine.resume_memory_occupation(["weights"])
+        change_weights(model, seed=4, scale=0.02)
+        engine.update_weights_from_tensor(model.state_dict().items())  # still without KV cache, as trainers do
+        engine.resume_memory_occupation(["kv_cache"])
+        assert_equals_reference(engine, model)
+        assert resident() - asleep >= 0.8 * weights
+        for _ in range(3):
+            engine.release_memory_occupation()
+            engine.resume_memory_occupation()
+            engine.update_weights_from_tensor(model.state_dict().items())
+        assert_equals_reference(engine, model)
+        print(f"weights {weights >> 20} MiB, KV up to {kv_cache >> 20} MiB: awake {awake >> 20}, "
+              f"fell by {fell >> 20}, asleep {asleep >> 20}, again {resident() >> 20}")
+
+
+def test_release_while_requests_run_is_refused(shared_engine: Any) -> None:
+    long = {"max_new_tokens": 1200, "ignore_eos": True, "temperature": 0.0}
+    replies: list[Any] = []
+    running = threading.Thread(
+        target=lambda: replies.append(shared_engine.generate(input_ids=[7, 8], sampling_params=long))
+    )
+    running.start()
+    try:
+        threading.Event().wait(0.5)
+        assert running.is_alive()
+        with pytest.raises(ServerBusyError, match="requests run"):
+            shared_engine.release_memory_occupation()
+        with pytest.raises(ServerBusyError, match="requests are running"):
+            shared_engine.flush_cache()
+    finally:
+        running.join(60.0)
+    assert len(replies[0]["output_ids"]) == 1200, "the running request was not harmed"
+    shared_engine.flush_cache()
+
+
+def test_torn_update_serves_nothing_until_a_whole_one_lands(one_rank: Any, tiny: Callable[..., Path]) -> None:
+    """The server's own loader is made to fail half-way by a scheduler-side fault: a corrupted table."""
+    model = reference_model(tiny("qwen2"))
+    with VerlEngine(
+        one_rank, model_path=str(tiny("qwen2")), dtype="float32", max_total_tokens=8192
+    ) as engine:
+        first = assert_equals_reference(engine, model)
+        arena = engine._weights._arena
+        honest = arena.write_table
+
+        def corrupt(names: list[str]) -> int:
+            length = honest(names)
+            table = arena._layout.table(names).replace(b"model.norm.weight", b"model.nurm.weight")
+            arena._memory[262144 : 262144 + length] = table
+            return length
+
+        arena.write_table = corrupt
+        with pytest.raises(TornWeightsError, match="half-way"):
+            engine.update_weights_from_tensor(model.state_dict().items())
+        arena.write_table = honest
+        with pytest.raises(TornWeightsError):
+            engine.generate(input_ids=[1], sampling_params=GREEDY)
+        with pytest.raises(TornWeightsError, match="push all"):
+            engine.update_weights_from_tensor([("model.norm.weight", torch.ones(64))])
+        engine.update_weights_from_tensor(model.state_dict().items())
+        assert assert_equals_reference(engine, model) == first
