@@ -60,7 +60,7 @@ class ServerProcess:
         server_args: Mapping[str, Any],
         *,
         env: Mapping[str, str],
-        log_dir: Path | None,
+        log_dir: Path | str | None,
         deadline_s: float,
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="verl-server-"))

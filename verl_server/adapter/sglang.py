@@ -200,7 +200,9 @@ def memory_tags(tags: Sequence[str] | None) -> list[str]:
     return found
 
 
-def check_tensor_payloads(serialized: Any, tp_size: int | None, load_format: str | None, loaders: Sequence[str]) -> None:
+def check_tensor_payloads(
+    serialized: Any, tp_size: int | None, load_format: str | None, loaders: Sequence[str]
+) -> None:
     """Refuse what ends the server: too few payloads, undecodable ones, load formats that it does not know."""
     _require(
         isinstance(serialized, (list, tuple)) and all(isinstance(item, str) for item in serialized),

@@ -6,7 +6,8 @@ It runs as a plain script on the standard library alone (about 10 MB, no thread)
 work when everything else is broken. Its duties:
 
 * the trainer is gone (its pidfd fires, or the lifeline on standard input ends): end the whole tree;
-* the server's main process or one of its workers is gone (SGLang itself takes 5 s and more to notice): end what it left behind, tell the trainer exit code and last words;
+* the server's main process or one of its workers is gone (SGLang itself takes 5 s and more to notice the
+  latter): end what it left behind, tell the trainer exit code and last words;
 * it is the sub-reaper of the tree, so an orphaned scheduler becomes its own child and cannot escape;
 * it drains the server's output into a bounded log file and keeps the tail;
 * afterwards it removes the scratch folder and the shared-memory files that the tree had open.
