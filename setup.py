@@ -20,6 +20,8 @@ setup(
         "numpy",
         "orjson",
         "psutil",
+        "requests",
+        "uvloop",
         "rich",
         "typer",
         "matplotlib",
