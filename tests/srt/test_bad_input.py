@@ -55,7 +55,6 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "sampling_params": {"regex": "["}}, "regex|grammar"),
     ({"input_ids": [1], "sampling_params": {"json_schema": "{nonsense"}}, "grammar|json|JSON"),
     ({"input_ids": [1], "rid": ""}, "rid"),
-    ({"input_ids": [1], "no_such_field": 1}, "no_such_field"),
     ({"input_ids": [1], "lora_path": "nothing"}, "(?i)lora"),
     ({"input_ids": [1], "logprob_start_len": 77, "return_logprob": True}, "logprob_start_len"),
 ]

@@ -39,9 +39,7 @@ class Trainer:
         )
 
     def wait_for(self, name: str) -> None:
-        wait_until(
-            lambda: (self.scratch / name).exists() or self.process.poll() is not None, 240, f"no {name}"
-        )
+        wait_until(lambda: (self.scratch / name).exists() or self.process.poll() is not None, 240, f"no {name}")
         assert self.process.poll() is None, (self.scratch / "out").read_text()
 
     def kill_and_expect_nothing(self) -> None:
@@ -49,9 +47,7 @@ class Trainer:
         port = int(address.read_text().split()[0].rpartition(":")[2]) if address.exists() else None
         self.process.kill()
         self.process.wait()
-        wait_until(
-            lambda: not marked_processes(self.mark), 10.0, f"left behind: {marked_processes(self.mark)}"
-        )
+        wait_until(lambda: not marked_processes(self.mark), 10.0, f"left behind: {marked_processes(self.mark)}")
         if port is not None:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", port), timeout=1.0)
@@ -149,16 +145,14 @@ def test_start_up_failures_carry_the_reason(tiny: Callable[..., Path], tmp_path:
         HttpServerEngineAdapter(model_path=str(broken))
     assert "no_such_model" in str(caught.value), "the server's own words"
     with pytest.raises(BadInputError, match="plain JSON"):
-        HttpServerEngineAdapter(model_path=tmp_path)
+        HttpServerEngineAdapter(model_path=tiny("qwen3"), attention_backend=tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(BadInputError, match="cannot bind"):
         HttpServerEngineAdapter(model_path=str(tiny("qwen3")), port=taken.getsockname()[1])
 
 
 def test_start_deadline_ends_what_was_started(tiny: Callable[..., Path]) -> None:
     with no_new_shared_memory(), pytest.raises(DeadlineError, match="not ready after 1"):
-        HttpServerEngineAdapter(
-            model_path=str(tiny("qwen3")), config=AdapterConfig(timeouts=Timeouts(start_s=1.0))
-        )
+        HttpServerEngineAdapter(model_path=str(tiny("qwen3")), config=AdapterConfig(timeouts=Timeouts(start_s=1.0)))
 
 
 def test_keys_show_nowhere(adapter: Any) -> None:

@@ -61,9 +61,7 @@ def _failures(rank: int, world: int, folder: str) -> list[Any]:
             time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
         started = time.monotonic()
-        found.append(
-            _raised(lambda: [engine.generate(input_ids=[1], sampling_params=GREEDY) for _ in range(10**6)])
-        )
+        found.append(_raised(lambda: [engine.generate(input_ids=[1], sampling_params=GREEDY) for _ in range(10**6)]))
         assert time.monotonic() - started < 5.0
         found.append(_raised(engine.flush_cache))
     return found
@@ -150,9 +148,7 @@ def test_shards_of_every_kind_and_equal_results(tiny: Callable[..., Path]) -> No
 
 def _two_nodes(rank: int, world: int, folder: str) -> list[list[int]]:
     model = reference_model(folder)
-    with VerlEngine(
-        mesh_of(world), nnodes=2, model_path=folder, dtype="float32", max_total_tokens=8192
-    ) as engine:
+    with VerlEngine(mesh_of(world), nnodes=2, model_path=folder, dtype="float32", max_total_tokens=8192) as engine:
         first = assert_equals_reference(engine, model)
         change_weights(model, seed=2)
         engine.update_weights_from_tensor(model.state_dict().items())

@@ -23,15 +23,20 @@ from helpers import (
 
 from verl_server import VerlEngine
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, TornWeightsError
+from verl_server.weights.layout import TABLE_OFFSET
 
 UPDATES = 300
+
+
+def _mappings(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()
 
 
 def _footprint(server_pids: list[int]) -> dict[str, int]:
     pids = [os.getpid(), *server_pids]
     return {
         "files": sum(open_files(pid) for pid in pids),
-        "shared": len(os.listdir("/dev/shm")),
+        "shared": len({line.split()[-1] for pid in pids for line in _mappings(pid) if "/dev/shm/" in line}),
         "resident": sum(resident_bytes(pid) for pid in pids),
     }
 
@@ -104,7 +109,7 @@ def test_released_memory_goes_back_to_the_machine_and_returns(large: Path, one_r
 
         # touch every page of the cache, as a long run would
         engine.generate(input_ids=[[i % 300 for i in range(2000)]] * 1, sampling_params=GREEDY)
-        assert_equals_reference(engine, model)
+        assert_equals_reference(engine, model, tolerance=1e-4)  # larger sums than the tiny models'
         awake = resident()
         engine.release_memory_occupation(["weights"])
         fell = awake - resident()
@@ -121,19 +126,21 @@ def test_released_memory_goes_back_to_the_machine_and_returns(large: Path, one_r
         change_weights(model, seed=4, scale=0.02)
         engine.update_weights_from_tensor(model.state_dict().items())  # still without KV cache, as trainers do
         engine.resume_memory_occupation(["kv_cache"])
-        assert_equals_reference(engine, model)
+        assert_equals_reference(engine, model, tolerance=1e-4)
         assert resident() - asleep >= 0.8 * weights
         for _ in range(3):
             engine.release_memory_occupation()
             engine.resume_memory_occupation()
             engine.update_weights_from_tensor(model.state_dict().items())
-        assert_equals_reference(engine, model)
-        print(f"weights {weights >> 20} MiB, KV up to {kv_cache >> 20} MiB: awake {awake >> 20}, "
-              f"fell by {fell >> 20}, asleep {asleep >> 20}, again {resident() >> 20}")
+        assert_equals_reference(engine, model, tolerance=1e-4)
+        print(
+            f"weights {weights >> 20} MiB, KV up to {kv_cache >> 20} MiB: awake {awake >> 20}, "
+            f"fell by {fell >> 20}, asleep {asleep >> 20}, again {resident() >> 20}"
+        )
 
 
 def test_release_while_requests_run_is_refused(shared_engine: Any) -> None:
-    long = {"max_new_tokens": 1200, "ignore_eos": True, "temperature": 0.0}
+    long = {"max_new_tokens": 900, "ignore_eos": True, "temperature": 0.0}
     replies: list[Any] = []
     running = threading.Thread(
         target=lambda: replies.append(shared_engine.generate(input_ids=[7, 8], sampling_params=long))
@@ -147,25 +154,25 @@ def test_release_while_requests_run_is_refused(shared_engine: Any) -> None:
         with pytest.raises(ServerBusyError, match="requests are running"):
             shared_engine.flush_cache()
     finally:
-        running.join(60.0)
-    assert len(replies[0]["output_ids"]) == 1200, "the running request was not harmed"
+        running.join(200.0)
+    assert len(replies[0]["output_ids"]) == 900, "the running request was not harmed"
     shared_engine.flush_cache()
 
 
 def test_torn_update_serves_nothing_until_a_whole_one_lands(one_rank: Any, tiny: Callable[..., Path]) -> None:
-    """The server's own loader is made to fail half-way by a scheduler-side fault: a corrupted table."""
+    """A fault is injected into the shared memory itself: the table that the server reads is damaged."""
     model = reference_model(tiny("qwen2"))
-    with VerlEngine(
-        one_rank, model_path=str(tiny("qwen2")), dtype="float32", max_total_tokens=8192
-    ) as engine:
+    with VerlEngine(one_rank, model_path=str(tiny("qwen2")), dtype="float32", max_total_tokens=8192) as engine:
         first = assert_equals_reference(engine, model)
         arena = engine._weights._arena
         honest = arena.write_table
 
         def corrupt(names: list[str]) -> int:
             length = honest(names)
-            table = arena._layout.table(names).replace(b"model.norm.weight", b"model.nurm.weight")
-            arena._memory[262144 : 262144 + length] = table
+            table = arena._layout.table(names)
+            damaged = table.replace(b"[64, 64]", b"[32, 64]", 1).ljust(length)
+            assert damaged != table
+            arena._memory[TABLE_OFFSET : TABLE_OFFSET + length] = damaged
             return length
 
         arena.write_table = corrupt

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import http.client
+import json
 import logging
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from verl_server.adapter import sglang as api
 from verl_server.adapter.ports import PortReservation, authority
 from verl_server.adapter.process import ServerProcess
 from verl_server.config import AdapterConfig
-from verl_server.errors import StartupError
+from verl_server.errors import BadInputError, StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +41,39 @@ def complete_server_args(server_args: Mapping[str, Any]) -> dict[str, Any]:
 
     `tp` and `dp` style short names are not translated: these are the fields of SGLang's `ServerArgs`.
     """
-    args = dict(server_args)
+    args = checked_server_args(server_args)
     args["host"] = args.get("host") or "127.0.0.1"
     args["api_key"] = args.get("api_key") or secrets.token_urlsafe(32)
     args["admin_api_key"] = args.get("admin_api_key") or secrets.token_urlsafe(32)
     loaders = args.get("custom_weight_loader") or []
-    args["custom_weight_loader"] = [*([loaders] if isinstance(loaders, str) else loaders), WEIGHT_LOADER]
+    loaders = [loaders] if isinstance(loaders, str) else list(loaders)
+    args["custom_weight_loader"] = [*loaders, *([] if WEIGHT_LOADER in loaders else [WEIGHT_LOADER])]
     return args
+
+
+def checked_server_args(server_args: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in plain JSON values, as they travel to the server's process. Raises BadInputError otherwise."""
+    args = {**server_args, "model_path": _model_path(server_args.get("model_path"))}
+    for name, value in args.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise BadInputError(
+                f"server argument {name!r} must be a plain JSON value to travel to the server process, "
+                f"got {type(value).__name__}: {error}",
+                argument=name,
+            ) from error
+    return args
+
+
+def _model_path(given: Any) -> str:
+    """Refuse what is surely no model before a process is spawned. A name without a root may be a hub's."""
+    if not isinstance(given, (str, os.PathLike)) or not str(given):
+        raise BadInputError(f"model_path must name a folder or a model of a hub, got {given!r}")
+    path = str(given)
+    if path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
+        raise BadInputError(f"there is no model at {path}")
+    return path
 
 
 def launch(server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str]) -> LaunchedServer:

@@ -47,7 +47,14 @@ class Link:
     ) -> None:
         self.base_url = base_url
         self._headers = {False: _headers(api_key), True: _headers(admin_api_key or api_key)}
-        self._timeouts = timeouts
+        self._deadlines = {
+            kind: aiohttp.ClientTimeout(total=total, sock_connect=timeouts.connect_s)
+            for kind, total in (
+                (Kind.CONTROL, timeouts.control_s),
+                (Kind.WEIGHTS, timeouts.weights_s),
+                (Kind.GENERATION, timeouts.generation_s),
+            )
+        }
         self._repeats = repeats
         self._death = death
         self._fatal: VerlServerError | None = None
@@ -96,16 +103,10 @@ class Link:
     def _request(self, endpoint: Endpoint, payload: Any, timeout_s: float | None) -> _Request:
         if self._fatal is not None:
             raise self._fatal
-        seconds = timeout_s if timeout_s is not None else self._deadline(endpoint.kind)
-        return _Request(self._session(), self.base_url, endpoint, payload, self._headers[endpoint.admin], seconds)
-
-    def _deadline(self, kind: Kind) -> float | None:
-        by_kind = {
-            Kind.CONTROL: self._timeouts.control_s,
-            Kind.WEIGHTS: self._timeouts.weights_s,
-            Kind.GENERATION: self._timeouts.generation_s,
-        }
-        return by_kind[kind]
+        timeout = self._deadlines[endpoint.kind]
+        if timeout_s is not None:
+            timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=timeout.sock_connect)
+        return _Request(self._session(), self.base_url, endpoint, payload, self._headers[endpoint.admin], timeout)
 
     async def _explain(self, endpoint: Endpoint, error: Exception) -> VerlServerError:
         """What a broken connection means: the server died, a peer's failure, or the network."""
@@ -152,15 +153,15 @@ class _Request:
         endpoint: Endpoint,
         payload: Any,
         headers: dict[str, str],
-        seconds: float | None,
+        timeout: aiohttp.ClientTimeout,
     ) -> None:
-        self._endpoint, self._seconds = endpoint, seconds
+        self._endpoint, self._timeout = endpoint, timeout
         self._context = session.request(
             endpoint.method,
             base_url + endpoint.path,
             data=None if payload is None else orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY),
             headers=headers,
-            timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=seconds and min(5.0, seconds)),
+            timeout=timeout,
         )
         self._url = base_url + endpoint.path
 
@@ -176,11 +177,12 @@ class _Request:
             raise self._late() from error
 
     def _late(self) -> DeadlineError:
+        seconds = self._timeout.total or self._timeout.sock_connect
         return DeadlineError(
-            f"{self._url} did not answer within {self._seconds or 5:g} s. The server's process lives: it is "
+            f"{self._url} did not answer within {seconds:g} s. The server's process lives: it is "
             f"wedged, or the {self._endpoint.kind.value} deadline in `timeouts` is too short for this model.",
             operation=self._endpoint.path,
-            seconds=self._seconds,
+            seconds=seconds,
             url=self._url,
         )
 

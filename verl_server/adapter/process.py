@@ -29,6 +29,12 @@ from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, St
 logger = logging.getLogger(__name__)
 
 SECRET_ARGUMENTS = ("api_key", "admin_api_key")
+#: Variables of the trainer's own rendezvous. With torchrun's, SGLang's scheduler would look for the trainer's
+#: store instead of making its own (TORCHELASTIC_USE_AGENT_STORE), and run on one thread (OMP_NUM_THREADS=1).
+RENDEZVOUS_VARIABLES = (
+    "TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME",
+    "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "OMP_NUM_THREADS",
+)  # fmt: skip
 LOG_LIMIT_BYTES = 16 * 1024 * 1024
 
 
@@ -79,7 +85,8 @@ class ServerProcess:
         spec = {
             "argv": [sys.executable, "-m", "verl_server.adapter.child"],
             "env": {**_scratch_env(scratch), **env},
-            "payload": _as_json(server_args) + "\n",
+            "drop_env": [name for name in os.environ if name.startswith(RENDEZVOUS_VARIABLES)],
+            "payload": json.dumps(dict(server_args)) + "\n",
             "scratch": str(scratch),
             "log_path": str(self.log_path),
             "log_limit": LOG_LIMIT_BYTES,
@@ -94,8 +101,12 @@ class ServerProcess:
             start_new_session=True,
         )
         assert self._warden.stdin is not None
-        self._warden.stdin.write(json.dumps(spec).encode() + b"\n")
-        self._warden.stdin.flush()
+        try:
+            self._warden.stdin.write(json.dumps(spec).encode() + b"\n")
+            self._warden.stdin.flush()
+        except BrokenPipeError:
+            code = self._warden.wait()
+            raise StartupError(f"the warden process ended at once with exit code {code}", exit_code=code) from None
         threading.Thread(target=self._listen, name="verl-server-warden", daemon=True).start()
 
     def on_exit(self, listener: Callable[[Exit], None]) -> None:
@@ -206,19 +217,6 @@ def _scratch_env(scratch: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(user_cache)),
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def _as_json(server_args: Mapping[str, Any]) -> str:
-    for name, value in server_args.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise BadInputError(
-                f"server argument {name!r} must be a plain JSON value to travel to the server process, "
-                f"got {type(value).__name__}: {error}",
-                argument=name,
-            ) from error
-    return json.dumps(dict(server_args))
 
 
 def _last_words(tail: str, lines: int = 40) -> str:

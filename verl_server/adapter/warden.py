@@ -171,7 +171,7 @@ class Warden:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **spec["env"]},
+            env={name: value for name, value in os.environ.items() if name not in spec["drop_env"]} | spec["env"],
             cwd=spec["scratch"],
         )
         assert self._server.stdin is not None

@@ -17,7 +17,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from verl_server.engine.backend import Backend
-from verl_server.errors import BadInputError, DeadlineError, PeerError, TornWeightsError, VerlServerError
+from verl_server.errors import (
+    BadInputError,
+    DeadlineError,
+    PeerError,
+    ServerDiedError,
+    ShutDownError,
+    TornWeightsError,
+    VerlServerError,
+)
 from verl_server.types import WeightUpdateResult
 from verl_server.weights.arena import Arena
 from verl_server.weights.gather import copy_part, is_first_replica, own_part
@@ -178,6 +186,8 @@ def commit(
         finally:
             backend.end_weight_update()
         check_reports(arena, descriptor, node_rank=0)
+    except (ServerDiedError, ShutDownError):
+        raise  # there is no server left whose weights could be torn
     except VerlServerError as error:
         if not loading:
             with suppress(VerlServerError):

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from verl_server.adapter.launch import complete_server_args
+from verl_server.adapter.launch import checked_server_args, complete_server_args
 from verl_server.adapter.ports import PortReservation, authority
 from verl_server.config import AdapterConfig
 from verl_server.engine.backend import Backend, ServerBackend
 from verl_server.engine.placement import Placement
 from verl_server.engine.push import Stage, check_reports, check_same_names, commit, digest
-from verl_server.errors import BadInputError, ServerDiedError, TornWeightsError, VerlServerError
+from verl_server.errors import ServerDiedError, TornWeightsError, VerlServerError
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import Layout, plan
@@ -76,7 +76,7 @@ def _agree_on_args(group: TpGroup, placement: Placement, server_args: Mapping[st
     """The server arguments, equal on all nodes but for the node's number: rank 0's count."""
 
     def complete(_: list[Json]) -> Json:
-        args: Json = {**server_args, "tp_size": placement.tp_size}
+        args: Json = {**checked_server_args(server_args), "tp_size": placement.tp_size}
         args.setdefault("weight_version", "0")
         if placement.nnodes > 1:
             keyed = complete_server_args(args)
@@ -180,8 +180,6 @@ def start_weights_side(
     """Make an arena on each node's leader; with one node, let every rank map it, if every rank can."""
 
     def describe(_: list[Json]) -> Json:
-        if "model_path" not in server_args:
-            raise BadInputError("model_path is missing")
         manifest = manifest_of(server_args)
         tensors = {name: [list(spec.shape), spec.dtype] for name, spec in manifest.tensors.items()}
         return {"tensors": tensors, "ignored": sorted(manifest.ignored)}

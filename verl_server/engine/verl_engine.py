@@ -57,6 +57,10 @@ class VerlEngine:
         env: dict[str, str] | None = None,
         **server_args: Any,
     ) -> None:
+        if device_mesh_cpu.ndim != 1:
+            raise BadInputError(
+                f"device_mesh_cpu must have one dimension, the ranks of this engine; got {device_mesh_cpu}"
+            )
         self._timeouts = timeouts or Timeouts()
         self._config = AdapterConfig(
             timeouts=self._timeouts, log_dir=log_dir, router_ip=router_ip, router_port=router_port
