@@ -73,7 +73,7 @@ def _rank_main(rank: int, world: int, port: int, results: Any, body: Callable[..
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world)
         results.put((rank, "ok", body(rank, world, *args)))
-    except BaseException:  # noqa: BLE001 - carried to the test, which fails with it
+    except BaseException:  # carried to the test, which fails with it
         results.put((rank, "error", traceback.format_exc()))
         raise
     finally:
@@ -89,9 +89,7 @@ def run_ranks(body: Callable[..., Any], world: int, *args: Any, timeout_s: float
     context = mp.get_context("spawn")
     results = context.Queue()
     port = free_port()
-    ranks = [
-        context.Process(target=_rank_main, args=(rank, world, port, results, body, args)) for rank in range(world)
-    ]
+    ranks = [context.Process(target=_rank_main, args=(rank, world, port, results, body, args)) for rank in range(world)]
     for rank in ranks:
         rank.start()
     found: list[Any] = [None] * world
@@ -167,5 +165,7 @@ def no_new_shared_memory() -> Iterator[None]:
     before = set(os.listdir("/dev/shm"))
     yield
     wait_until(
-        lambda: not (set(os.listdir("/dev/shm")) - before), 10.0, f"new in /dev/shm: {set(os.listdir('/dev/shm')) - before}"
+        lambda: not (set(os.listdir("/dev/shm")) - before),
+        10.0,
+        f"new in /dev/shm: {set(os.listdir('/dev/shm')) - before}",
     )

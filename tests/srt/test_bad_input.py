@@ -106,7 +106,7 @@ def test_manifest_errors_carry_the_facts(untouched: Any) -> None:
     with pytest.raises(WeightManifestError) as caught:
         untouched.update_weights_from_tensor([("model.norm.weight", torch.zeros(3, 3))])
     assert caught.value.details == {"name": "model.norm.weight", "expected": [64], "got": [3, 3]}
-    with pytest.raises(WeightManifestError, match="did you mean 'model.norm.weight'"):
+    with pytest.raises(WeightManifestError, match=r"did you mean 'model\.norm\.weight'"):
         untouched.update_weights_from_tensor([("norm.weight", torch.zeros(64))])
 
 

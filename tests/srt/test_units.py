@@ -31,7 +31,19 @@ from verl_server.weights.names import unfused, unfused_spec
 
 PACKAGE = Path(verl_server.__file__).parent
 #: Rooms from top to bottom; imports go down only (ARCHITECTURE.md).
-ROOMS = ["cli", "demo", "doctor", "gateway", "agent", "trajectory", "rollout", "engine", "weights", "adapter", "platforms"]
+ROOMS = [
+    "cli",
+    "demo",
+    "doctor",
+    "gateway",
+    "agent",
+    "trajectory",
+    "rollout",
+    "engine",
+    "weights",
+    "adapter",
+    "platforms",
+]
 VOCABULARY = ["types", "config", "errors"]
 FREE = ["tiny", "__init__", "__main__"]
 
@@ -62,7 +74,8 @@ def test_imports_go_one_way() -> None:
 def test_importing_the_package_is_light() -> None:
     code = (
         "import sys, verl_server, verl_server.config, verl_server.errors, verl_server.types;"
-        "heavy = {'torch', 'sglang', 'ray', 'transformers', 'aiohttp', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+        "heavy = {'torch', 'sglang', 'ray', 'transformers', 'aiohttp', 'numpy'} & set(sys.modules);"
+        "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

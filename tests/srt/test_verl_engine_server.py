@@ -30,9 +30,7 @@ def test_tp1_equals_hugging_face_before_and_after_updates(
     architecture: str, one_rank: Any, tiny: Callable[..., Path]
 ) -> None:
     model = reference_model(tiny(architecture))
-    with VerlEngine(
-        one_rank, model_path=str(tiny(architecture)), dtype="float32", max_total_tokens=8192
-    ) as engine:
+    with VerlEngine(one_rank, model_path=str(tiny(architecture)), dtype="float32", max_total_tokens=8192) as engine:
         first = assert_equals_reference(engine, model)
         old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         change_weights(model, seed=1)
@@ -99,9 +97,10 @@ def test_prompt_of_text_and_batch_shapes(shared_engine: Any) -> None:
 
 def test_streams_grow_to_the_whole_reply(shared_engine: Any) -> None:
     whole = shared_engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)["output_ids"]
-    pieces = [event["output_ids"] for event in shared_engine.generate(
-        input_ids=PROMPTS[0], sampling_params=GREEDY, stream=True
-    )]
+    pieces = [
+        event["output_ids"]
+        for event in shared_engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY, stream=True)
+    ]
     assert len(pieces) > 1
     assert pieces[-1] == whole
     assert all(whole[: len(piece)] == piece for piece in pieces)

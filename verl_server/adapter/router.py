@@ -1,24 +1,25 @@
 """Registration of a server with an SGLang router (`sglang-router`), and its removal at the end.
 
-Routes of sglang-router 0.3: `POST /workers` with `{"url", "api_key"}`, `GET /workers`,
-`DELETE /workers/{id}`. Older routers: `POST /add_worker?url=`, `POST /remove_worker?url=`.
+Routes of sglang-router 0.3: `POST /workers` with `{"url", "api_key"}` answers "accepted" with a `worker_id` and
+checks the worker in the background; `GET /workers` lists those that passed; `DELETE /workers/{worker_id}` removes one.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any, Self
-from urllib.parse import quote
 
 import requests
 
 from verl_server.adapter.ports import authority
 from verl_server.config import AdapterConfig
-from verl_server.errors import ServerError
+from verl_server.errors import DeadlineError, ServerError
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
+POLL_S = 0.2
 
 
 class RouterRegistration:
@@ -26,46 +27,55 @@ class RouterRegistration:
 
     def __init__(self, router_url: str | None, worker_url: str) -> None:
         self._router, self._worker = router_url, worker_url
+        self._entry: str | None = None
 
     @classmethod
     def start(cls, config: AdapterConfig, worker_url: str, api_key: str | None) -> Self:
-        """Register if `config` names a router. Raises ServerError when the router refuses."""
+        """Register if `config` names a router, and wait until the router has taken the server in.
+
+        Raises ServerError when it refuses or cannot be reached, DeadlineError when it does not take it in.
+        """
         if config.router_ip is None or config.router_port is None:
             return cls(None, worker_url)
         self = cls(f"http://{authority(config.router_ip, config.router_port)}", worker_url)
-        reply = self._send("POST", "/workers", json={"url": worker_url, "api_key": api_key})
-        if reply.status_code == 404:
-            reply = self._send("POST", f"/add_worker?url={quote(worker_url, safe='')}")
+        try:
+            self._register(api_key, config.timeouts.control_s)
+        except requests.RequestException as error:
+            raise ServerError(f"the router {self._router} cannot be reached: {error}", url=self._router) from error
+        return self
+
+    def _register(self, api_key: str | None, deadline_s: float) -> None:
+        reply = self._send("POST", "/workers", json={"url": self._worker, "api_key": api_key})
         if reply.status_code >= 300:
             raise ServerError(
-                f"the router {self._router} refused {worker_url} ({reply.status_code}): {reply.text[:500]}",
+                f"the router {self._router} refused {self._worker} ({reply.status_code}): {reply.text[:500]}",
                 url=self._router,
                 status=reply.status_code,
             )
-        return self
+        self._entry = str(reply.json()["worker_id"])
+        deadline = time.monotonic() + deadline_s
+        while not any(worker.get("id") == self._entry for worker in self._send("GET", "/workers").json()["workers"]):
+            if time.monotonic() > deadline:
+                self.stop()
+                raise DeadlineError(
+                    f"the router {self._router} did not take {self._worker} in within {deadline_s:g} s: "
+                    "it must be able to reach this address",
+                    operation="register",
+                    seconds=deadline_s,
+                )
+            time.sleep(POLL_S)
 
     def stop(self) -> None:
         """Take the entry back. A router that is gone or refuses is only logged: the server goes anyway."""
-        if self._router is None:
+        if self._entry is None:
             return
         try:
-            entry = self._find()
-            if entry is None:
-                reply = self._send("POST", f"/remove_worker?url={quote(self._worker, safe='')}")
-            else:
-                reply = self._send("DELETE", f"/workers/{quote(entry, safe='')}")
+            reply = self._send("DELETE", f"/workers/{self._entry}")
             if reply.status_code >= 300:
                 logger.warning("router %s kept %s: %s", self._router, self._worker, reply.text[:200])
         except requests.RequestException as error:
             logger.warning("could not remove %s from router %s: %s", self._worker, self._router, error)
-        self._router = None
-
-    def _find(self) -> str | None:
-        reply = self._send("GET", "/workers")
-        if reply.status_code != 200:
-            return None
-        workers = reply.json().get("workers", [])
-        return next((str(worker["id"]) for worker in workers if worker.get("url") == self._worker), None)
+        self._entry = None
 
     def _send(self, method: str, path: str, **arguments: Any) -> requests.Response:
         with requests.Session() as session:

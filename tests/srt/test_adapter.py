@@ -1,0 +1,259 @@
+"""The adapters by themselves: both kinds, IPv6, a real router, pauses, disk and distributed updates."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+from helpers import (
+    GREEDY,
+    PROMPTS,
+    change_weights,
+    free_port,
+    greedy_with_logprobs,
+    reference_model,
+    wait_until,
+)
+
+from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, PauseMode
+from verl_server.adapter.launch import launch
+from verl_server.config import AdapterConfig
+from verl_server.errors import BadInputError, NotReadyError, ServerError
+
+LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A real `sglang-router`; its port."""
+    port, log = free_port(), tmp_path_factory.mktemp("router") / "log"
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--prometheus-port", str(free_port())], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        wait_until(lambda: _listens(port), 120, "the router does not listen")
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(scope="module")
+def on_ipv6(tiny: Callable[..., Path], router: int) -> Iterator[HttpServerEngineAdapter]:
+    """A server on the IPv6 loopback, registered with the router, with proxy variables that lead nowhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+            patch.setenv(name, "http://127.0.0.1:9")
+        with HttpServerEngineAdapter(
+            model_path=str(tiny("qwen3")),
+            dtype="float32",
+            max_total_tokens=8192,
+            host="::1",
+            config=AdapterConfig(router_ip="127.0.0.1", router_port=router),
+        ) as adapter:
+            yield adapter
+
+
+def test_ipv6_proxy_variables_and_router(on_ipv6: HttpServerEngineAdapter, router: int) -> None:
+    assert on_ipv6.base_url.startswith("http://[::1]:")
+    reply = on_ipv6.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+    workers = requests.get(f"http://127.0.0.1:{router}/workers", timeout=5).json()["workers"]
+    assert [worker["url"] for worker in workers] == [on_ipv6.base_url]
+    routed = requests.post(
+        f"http://127.0.0.1:{router}/generate",
+        json={"input_ids": PROMPTS[0], "sampling_params": GREEDY},
+        headers={"Authorization": f"Bearer {on_ipv6.asynchronous.api_key}"},
+        timeout=30,
+    )
+    assert routed.json()["output_ids"] == reply["output_ids"]
+
+
+def test_async_adapter_attached_to_the_same_server(adapter: HttpServerEngineAdapter) -> None:
+    """Both kinds give the same; two event loops one after the other are fine; leaving a stream aborts it."""
+
+    async def work() -> list[int]:
+        async with AsyncHttpServerEngineAdapter.attach(
+            adapter.base_url,
+            api_key=adapter.asynchronous.api_key,
+            admin_api_key=adapter.asynchronous.admin_api_key,
+        ) as other:
+            async for event in other.generate_stream(input_ids=PROMPTS[0], sampling_params=LONG):
+                if len(event["output_ids"]) > 3:
+                    break
+            info, loads = await other.get_model_info(), await other.get_loads()
+            assert info["model_type"] == "qwen3"
+            assert loads["loads"][0]["max_total_num_tokens"] > 0
+            assert await other.ping()
+            assert await other.is_ready()
+            assert await other.health()
+            return (await other.generate(input_ids=PROMPTS[0], sampling_params=GREEDY))["output_ids"]
+
+    expected = adapter.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)["output_ids"]
+    assert asyncio.run(work()) == asyncio.run(work()) == expected
+    assert adapter.ping(), "an attached adapter leaves the server running"
+
+
+def test_wrong_key_is_a_typed_error(adapter: HttpServerEngineAdapter) -> None:
+    with (
+        HttpServerEngineAdapter.attach(adapter.base_url, api_key="wrong") as stranger,
+        pytest.raises(ServerError, match="401"),
+    ):
+        stranger.get_model_info()
+
+
+def _start(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    time.sleep(0.3)
+    return thread, results
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+def test_pause_modes(adapter: HttpServerEngineAdapter, mode: PauseMode) -> None:
+    whole = adapter.generate(input_ids=PROMPTS[1], sampling_params=LONG)["output_ids"]
+    running, replies = _start(lambda: adapter.generate(input_ids=PROMPTS[1], sampling_params=LONG))
+    adapter.pause_generation(mode)
+    try:
+        assert not adapter.is_ready()
+        assert adapter.ping()
+        if mode is PauseMode.ABORT:
+            running.join(30.0)
+            assert replies[0]["meta_info"]["finish_reason"]["type"] == "abort"
+        else:
+            assert not replies
+    finally:
+        adapter.continue_generation()
+    running.join(60.0)
+    if mode is not PauseMode.ABORT:
+        assert replies[0]["output_ids"] == whole
+    assert adapter.is_ready()
+
+
+def test_abort_by_id(adapter: HttpServerEngineAdapter) -> None:
+    running, replies = _start(lambda: adapter.generate(input_ids=[5, 6], sampling_params=LONG, rid="only-this"))
+    adapter.abort_request("only-this")
+    running.join(30.0)
+    assert replies[0]["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_checksums_tell_weights_apart(on_ipv6: HttpServerEngineAdapter, tiny: Callable[..., Path]) -> None:
+    """Update from disk, and by broadcast over gloo: the served tokens and the checksums follow."""
+    model = reference_model(tiny("qwen3"))
+    before = on_ipv6.weights_checker()["ranks"]
+    folder = tiny("qwen3", tie_word_embeddings=False).parent / "changed"
+    change_weights(model, seed=21)
+    model.save_pretrained(folder)
+    on_ipv6.update_weights_from_disk(str(folder), weight_version="disk")
+    reply = on_ipv6.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+    assert reply["output_ids"] == greedy_with_logprobs(model, PROMPTS[0])[0]
+    assert reply["meta_info"]["weight_version"] == "disk"
+    assert on_ipv6.weights_checker()["ranks"] != before
+    original = reference_model(tiny("qwen3"))
+    _push_distributed(on_ipv6, original)
+    reply = on_ipv6.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+    assert reply["output_ids"] == greedy_with_logprobs(original, PROMPTS[0])[0]
+    assert on_ipv6.weights_checker()["ranks"] == before
+
+
+def _push_distributed(adapter: HttpServerEngineAdapter, model: Any) -> None:
+    """What a trainer's rank 0 does: join the group while the server joins, broadcast while it receives."""
+    from sglang.srt.utils import init_custom_process_group
+
+    port, weights = free_port(), model.state_dict()
+    joining, _ = _start(lambda: adapter.init_weights_update_group("127.0.0.1", port, 1, 2, "push", "gloo"))
+    group = init_custom_process_group(
+        backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=0, group_name="push"
+    )
+    joining.join(60.0)
+    adapter.pause_generation(PauseMode.RETRACT)
+    adapter.begin_weight_update()
+    receiving, replies = _start(
+        lambda: adapter.update_weights_from_distributed(
+            list(weights),
+            [tensor.dtype for tensor in weights.values()],
+            [tensor.shape for tensor in weights.values()],
+            group_name="push",
+            weight_version="broadcast",
+        )
+    )
+    for tensor in weights.values():
+        torch.distributed.broadcast(tensor, src=0, group=group)
+    receiving.join(60.0)
+    assert replies[0]["success"]
+    adapter.end_weight_update()
+    adapter.continue_generation()
+    adapter.destroy_weights_update_group("push")
+
+
+def test_a_session_that_a_dead_trainer_left_open_is_taken_over(adapter: HttpServerEngineAdapter) -> None:
+    adapter.begin_weight_update()
+    adapter.begin_weight_update()
+    adapter.end_weight_update()
+    with pytest.raises(ServerError, match="no weight-update session"):
+        adapter.end_weight_update()
+
+
+def test_continue_is_refused_while_asleep(on_ipv6: HttpServerEngineAdapter) -> None:
+    on_ipv6.release_memory_occupation(["kv_cache"])
+    with pytest.raises(NotReadyError, match="kv_cache"):
+        on_ipv6.continue_generation()
+    with pytest.raises(NotReadyError, match="kv_cache"):
+        on_ipv6.generate(input_ids=[1])
+    on_ipv6.resume_memory_occupation()
+    assert on_ipv6.generate(input_ids=[1], sampling_params=GREEDY)["output_ids"]
+
+
+def test_a_port_taken_in_between_is_retried(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program insists on the chosen port while the server loads: the start moves to another one."""
+    from verl_server.adapter import launch as module
+
+    thieves: list[socket.socket] = []
+    honest = module.PortReservation
+
+    class Snatched(honest):  # type: ignore[misc,valid-type]
+        def __init__(self, host: str, port: int | None = None) -> None:
+            super().__init__(host, port)
+            if not thieves:
+                self.release()
+                thieves.append(socket.create_server((host, self.port)))
+
+    monkeypatch.setattr(module, "PortReservation", Snatched)
+    server = launch({"model_path": str(tiny("qwen3")), "max_total_tokens": 4096}, AdapterConfig(), {})
+    try:
+        assert server.base_url != f"http://127.0.0.1:{thieves[0].getsockname()[1]}"
+        assert thieves
+    finally:
+        server.process.stop()
+        thieves[0].close()
+
+
+def test_forked_child_is_told(adapter: HttpServerEngineAdapter) -> None:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            adapter.ping()
+        except BadInputError:
+            os.write(write, b"told")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(read, 4) == b"told"

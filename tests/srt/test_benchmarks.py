@@ -1,0 +1,55 @@
+"""The benchmarks run: one tiny round of every way on the shared server, its tables, files and targets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_bench_generate_measures_every_way(
+    shared_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import bench_generate
+    from common import Options, environment
+    from ways import Ways
+
+    options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
+    plan = bench_generate.Plan(rounds=2, requests={1: 2, 4: 8})
+    ways = Ways(shared_engine)
+    try:
+        samples = bench_generate.measure(ways, plan)
+    finally:
+        ways.close()
+    bench_generate.report(options, environment(), plan, ways.all, samples)
+
+    text = options.json.read_text()
+    record = json.loads(text)
+    assert len(record["samples"]) == 6 * 2 * 2  # ways, concurrencies, rounds
+    assert all(len(one["latencies_ms"]) == plan.requests[one["in_flight"]] for one in record["samples"])
+    assert len(record["targets"]) == 4 * 2 * 2  # ways of ours, concurrencies, promises
+    assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", text)
+    assert str(Path.home()) not in text
+    assert options.png.read_bytes().startswith(b"\x89PNG")
+    assert shared_engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 1})["output_ids"]
+
+
+def test_statistics_and_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from common import Summary, Target, summarize
+
+    assert summarize([4.0]) == Summary(4.0, 4.0, 4.0, 1)
+    assert summarize([1.0, 2.0, 3.0, 4.0, 5.0]) == Summary(3.0, 2.0, 4.0, 5)
+    with pytest.raises(ValueError, match="no samples"):
+        summarize([])
+    assert Target("ratio", 0.95, 0.95, at_least=True).met
+    assert not Target("ratio", 0.94, 0.95, at_least=True).met
+    assert not Target("latency", 1.1, 1.0, at_least=False).met

@@ -1,0 +1,304 @@
+"""The doctor: values in, findings out; and the real command on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_server.doctor import Level, accelerator, checkpoint, leftovers, limits, memory, model, network, packages
+from verl_server.doctor import ranks as rank_checks
+from verl_server.doctor import weights as weight_checks
+from verl_server.doctor.finding import Finding
+from verl_server.doctor.hardware import Gpu, Hardware, parse_gpus, visible
+
+GIB = 2**30
+LAYOUT = model.ModelFacts(
+    "Qwen3ForCausalLM", layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, context=2048
+)
+
+
+def run_doctor(*args: str) -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, "-m", "verl_server.cli", "doctor", "--json", *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_real_machine_and_real_model(tiny: Callable[..., Path]) -> None:
+    code, report = run_doctor(str(tiny("qwen3")))
+    failed = [finding for finding in report["findings"] if finding["level"] == "fail"]
+    assert (code, report["ok"], failed) == (0, True, [])
+    titles = {finding["title"] for finding in report["findings"]}
+    assert {"SGLang", "SGLang platform", "Staging memory", "Open files", "Proxies", "Fits"} <= titles
+
+
+def test_ranks_that_do_not_fit_fail_and_name_the_fix(tiny: Callable[..., Path]) -> None:
+    code, report = run_doctor(str(tiny("qwen3")), "--tp", "3")
+    (failed,) = [finding for finding in report["findings"] if finding["level"] == "fail"]
+    assert code == 1
+    assert "4 attention heads" in failed["detail"]
+    assert failed["fix"].startswith("--tp 2")
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [
+        ("0.5.15", Level.OK),
+        ("0.5.23", Level.OK),
+        ("0.5.23.post1", Level.OK),
+        ("0.5.14", Level.WARN),
+        ("0.5.24", Level.WARN),
+        ("0.6.0rc1", Level.WARN),
+        (None, Level.FAIL),
+    ],
+)
+def test_sglang_versions(version: str | None, level: Level) -> None:
+    assert packages.check_sglang(version).level is level
+
+
+def test_packages_against_what_sglang_asks_for() -> None:
+    assert packages.check_package("torch", "2.14.1+cu130", "==2.14.1").level is Level.OK
+    assert packages.check_package("torch", "2.9.0", "==2.14.1").level is Level.WARN
+    assert packages.check_package("torch", None, "").level is Level.FAIL
+    assert packages.check_package("flashinfer-python", None, "", needed=False).level is Level.OK
+    assert packages.check_python((3, 10, 4)).level is Level.FAIL
+    assert "torch" in packages.wanted_by_sglang()
+
+
+def test_missing_bytecode_matters_only_when_it_stays_missing(tmp_path: Path) -> None:
+    assert packages.check_bytecode([], written=False, site_packages="x").level is Level.OK
+    assert packages.check_bytecode(["a.py"], written=True, site_packages="x").level is Level.OK
+    missing = packages.check_bytecode(["a.py"], written=False, site_packages="/some/folder")
+    assert missing.level is Level.WARN
+    assert "compileall" in missing.fix
+    assert missing.fix.endswith("/some/folder")
+    source = tmp_path / packages.SAMPLE_MODULES[0]
+    source.parent.mkdir(parents=True)
+    source.write_text("x = 1\n")
+    assert packages.uncompiled(tmp_path) == [packages.SAMPLE_MODULES[0]]
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(tmp_path)], check=True)
+    assert packages.uncompiled(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("hardware", "level", "word"),
+    [
+        (Hardware("cuda", devices=1, torch_cuda="13.0", driver_cuda=(13, 0)), Level.OK, "torch for 13.0"),
+        (Hardware(None, cores=8), Level.OK, "8 cores"),
+        (Hardware(None, cores=1), Level.WARN, "one CPU core"),
+        (Hardware(None, nvidia_device=True, hidden=True, cores=8), Level.OK, "CUDA_VISIBLE_DEVICES"),
+        (Hardware(None, nvidia_device=True), Level.FAIL, "without CUDA"),
+        (Hardware(None, nvidia_device=True, torch_cuda="13.0"), Level.FAIL, "libcuda"),
+        (Hardware(None, nvidia_device=True, torch_cuda="13.0", driver_cuda=(12, 4)), Level.FAIL, "CUDA 12.4"),
+        (Hardware(None, nvidia_device=True, torch_cuda="13.0", driver_cuda=(13, 1)), Level.FAIL, "cannot use"),
+    ],
+)
+def test_accelerators(hardware: Hardware, level: Level, word: str) -> None:
+    finding = accelerator.check_accelerator(hardware)
+    assert finding.level is level
+    assert word in finding.detail
+
+
+def test_gpu_memory_of_others() -> None:
+    gpus = parse_gpus("NVIDIA H200, 143771, 143000\nNVIDIA H200, 143771, 40000\nNVIDIA X, [N/A], [N/A]\n")
+    assert [gpu.name for gpu in gpus] == ["NVIDIA H200", "NVIDIA H200"]
+    (taken,) = accelerator.check_gpu_memory(gpus)
+    assert (taken.title, taken.level) == ("GPU 1", Level.WARN)
+    assert visible(gpus, "1") == (gpus[1],)
+    assert visible(gpus, None) == visible(gpus, "GPU-1234") == gpus
+
+
+@pytest.mark.parametrize(
+    ("registered", "selected", "cpu_engine", "device", "level"),
+    [
+        (("verl_server_cpu",), "", False, None, Level.OK),
+        (("verl_server_cpu",), "", False, "cuda", Level.OK),
+        (("verl_server_cpu",), "verl_server_cpu", False, None, Level.OK),
+        (("verl_server_cpu",), "verl_server_cpu", False, "cuda", Level.FAIL),
+        (("verl_server_cpu",), "verl_server_cpu", True, None, Level.FAIL),
+        (("verl_server_cpu",), "other", False, None, Level.FAIL),
+        (("verl_server_cpu",), "", True, None, Level.WARN),
+        (("other", "verl_server_cpu"), "", False, None, Level.WARN),
+        ((), "", False, None, Level.FAIL),
+        ((), "", False, "cuda", Level.OK),
+    ],
+)
+def test_platforms(
+    registered: tuple[str, ...], selected: str, cpu_engine: bool, device: str | None, level: Level
+) -> None:
+    finding = accelerator.check_platform(registered, selected=selected, cpu_engine=cpu_engine, accelerator=device)
+    assert finding.level is level
+
+
+def test_memory() -> None:
+    assert memory.check_memory(GIB).level is Level.FAIL
+    assert memory.check_memory(3 * GIB, 4 * GIB).level is Level.WARN
+    assert memory.check_memory(64 * GIB).level is Level.OK
+    assert memory.check_shared_memory(64 * 2**20, 64 * 2**20).level is Level.WARN
+    assert memory.check_shared_memory(64 * GIB, 1024).level is Level.FAIL
+    assert memory.check_shared_memory(64 * GIB, 60 * GIB).level is Level.OK
+    assert memory.available_memory() > 0
+
+
+def test_orphans_are_told_from_children_of_a_launcher() -> None:
+    def tree(init: str) -> list[leftovers.Process]:
+        return [
+            leftovers.Process(1, 0, init),
+            leftovers.Process(40, 1, "sglang::scheduler"),
+            leftovers.Process(50, 1, "python3.11"),
+            leftovers.Process(51, 50, "sglang::detokenizer"),
+        ]
+
+    orphaned = leftovers.check_orphans(tree("bash"))
+    assert (orphaned.level, orphaned.fix) == (Level.WARN, "kill -9 40")
+    assert leftovers.check_orphans(tree("python3")).level is Level.OK
+    assert any(process.pid == 1 for process in leftovers.processes())
+
+
+def test_leftover_files(tmp_path: Path) -> None:
+    for name in ("sglang_loads_x.shm", f"torch_{os.getpid()}_1", "torch_999999999_1", "somebody_else"):
+        (tmp_path / name).write_bytes(b"x" * 100)
+        os.utime(tmp_path / name, (time.time() - 3600,) * 2)
+    (tmp_path / "torch_999999999_2").write_bytes(b"young")
+    assert set(leftovers.leftovers(tmp_path)) == {"sglang_loads_x.shm", "torch_999999999_1"}
+    found = leftovers.check_leftovers({"torch_1": GIB, "torch_2": GIB})
+    assert (found.level, found.fix) == (Level.WARN, "rm /dev/shm/torch_1 /dev/shm/torch_2")
+    assert leftovers.check_leftovers({}).level is Level.OK
+
+
+def test_limits() -> None:
+    assert limits.check_open_files(1024).level is Level.FAIL
+    assert limits.check_open_files(20000, hard=1048576).fix == "ulimit -n 65536"
+    assert "20000" in limits.check_open_files(20000, hard=20000).fix
+    assert limits.check_open_files(65536).level is limits.check_open_files(limits.UNLIMITED).level is Level.OK
+    assert [limits.check_processes(count).level for count in (100, 1000, 96000)] == [Level.FAIL, Level.WARN, Level.OK]
+    assert limits.check_processes(limits.UNLIMITED).level is Level.OK
+    assert "pidfd_open" in limits.check_kernel("Linux", "5.2.0", memfd=True, pidfd=False).detail
+    assert limits.check_staging("Permission denied").level is Level.FAIL
+    assert limits.probe_staging() == ""
+
+
+@pytest.mark.parametrize(
+    ("env", "level"),
+    [
+        ({}, Level.OK),
+        ({"no_proxy": "localhost"}, Level.OK),
+        ({"http_proxy": "http://user:secret@proxy:3128"}, Level.WARN),
+        ({"HTTPS_PROXY": "http://proxy:3128", "no_proxy": "localhost"}, Level.WARN),
+        ({"http_proxy": "http://proxy:3128", "NO_PROXY": "localhost, 127.0.0.1,.local"}, Level.OK),
+        ({"all_proxy": "socks5://proxy", "no_proxy": "*"}, Level.OK),
+    ],
+)
+def test_proxies(env: dict[str, str], level: Level) -> None:
+    finding = network.check_proxies(env)
+    assert finding.level is level
+    assert "secret" not in str(finding)
+
+
+def test_network() -> None:
+    assert network.probe_loopback() == ""
+    assert network.check_loopback("Network is unreachable").level is Level.FAIL
+    assert network.check_ephemeral(60000, 60100).level is Level.WARN
+    assert network.check_ephemeral(32768, 60999).level is Level.OK
+    assert network.check_ipv6(False).level is Level.OK
+
+
+def levels(found: list[Finding]) -> list[Level]:
+    return [finding.level for finding in found]
+
+
+def test_ranks() -> None:
+    assert levels(rank_checks.check_ranks(LAYOUT, 1, on_cpu=False)) == [Level.OK]
+    assert "each on 2 ranks" in rank_checks.check_ranks(LAYOUT, 4, on_cpu=False)[0].detail
+    assert rank_checks.tp_choices(LAYOUT, 3, on_cpu=False) == [2, 4]
+    assert levels(rank_checks.check_ranks(LAYOUT, 4, on_cpu=True)) == [Level.FAIL]
+    assert rank_checks.tp_choices(LAYOUT, 4, on_cpu=True) == [2]
+    experts = model.ModelFacts("A", heads=8, kv_heads=8, moe_intermediate=96, experts=4, experts_per_token=8)
+    assert levels(rank_checks.check_ranks(experts, 1, on_cpu=False)) == [Level.FAIL]
+    latent = model.ModelFacts("A", heads=8, kv_heads=3, latent=48)
+    assert levels(rank_checks.check_ranks(latent, 8, on_cpu=True)) == [Level.OK]
+    too_many = rank_checks.check_devices(4, accelerator="cuda", devices=2, cores=64)
+    assert too_many is not None
+    assert too_many.level is Level.FAIL
+    assert rank_checks.check_devices(2, accelerator=None, devices=0, cores=2) is None
+
+
+def test_facts_of_every_family(tiny: Callable[..., Path]) -> None:
+    moe, readable = checkpoint.read_config(tiny("qwen3_moe"))
+    assert moe is not None
+    assert (moe.heads, moe.kv_heads, moe.experts, moe.experts_per_token) == (4, 2, 4, 2)
+    assert readable.level is Level.OK
+    assert model.known_to_sglang(moe.architecture)
+    assert not model.known_to_sglang("NobodysForCausalLM")
+    assert model.known_to_transformers("qwen3_moe")
+    vision = model.read_facts({"architectures": ["A"], "text_config": {"num_attention_heads": 8, "hidden_size": 64}})
+    assert (vision.heads, vision.kv_heads, vision.head_dim) == (8, 8, 8)
+    unknown = model.check_architecture(model.ModelFacts("NobodysForCausalLM"), in_sglang=False, in_transformers=False)
+    assert unknown.level is Level.FAIL
+
+
+def test_folders_that_are_no_models(tmp_path: Path) -> None:
+    assert checkpoint.check_missing("/no/such/folder").level is Level.FAIL
+    assert checkpoint.check_missing("nobody/no-such-model").level is Level.WARN
+    facts, finding = checkpoint.read_config(tmp_path)
+    assert (facts, finding.level) == (None, Level.FAIL)
+    (tmp_path / "config.json").write_text("{")
+    assert checkpoint.read_config(tmp_path)[1].level is Level.FAIL
+    assert model.check_tokenizer({"config.json"}).level is Level.WARN
+
+
+def test_weights_are_counted_from_the_headers(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny("qwen3")
+    expected = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    weights, problems = weight_checks.read_weights(folder)
+    assert weights is not None
+    assert (weights.elements, problems) == (expected, [])
+    assert weight_checks.served_bytes(weights, LAYOUT, 2) == 2 * expected
+    without = weight_checks.weights_of_config(folder)
+    assert without is not None
+    assert without.elements == expected
+
+    whole = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-10])
+    assert "should have" in weight_checks.read_weights(tmp_path)[1][0]
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    assert "git-lfs" in weight_checks.read_weights(tmp_path)[1][0]
+    (tmp_path / weight_checks.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors"}}))
+    assert "missing" in weight_checks.read_weights(tmp_path)[1][0]
+
+
+def test_what_fits() -> None:
+    def fit(weights: int, *, tp: int = 1, free: int, on_cpu: bool = False) -> Level:
+        return weight_checks.check_fit(weights, 1024, tp=tp, free=free, on_cpu=on_cpu, context=2048).level
+
+    assert fit(140 * GIB, free=130 * GIB) is Level.FAIL
+    assert fit(140 * GIB, tp=2, free=130 * GIB) is Level.OK
+    assert fit(120 * GIB, free=130 * GIB) is Level.WARN
+    assert fit(4 * GIB, free=5 * GIB, on_cpu=True) is Level.FAIL
+    assert fit(4 * GIB, free=16 * GIB, on_cpu=True) is Level.OK
+    assert weight_checks.kv_bytes_per_token(LAYOUT, 1, 2) == 2 * 2 * 2 * 16 * 2
+    assert weight_checks.kv_bytes_per_token(LAYOUT, 4, 2) == 2 * 2 * 1 * 16 * 2
+    assert weight_checks.serving_item_bytes(model.ModelFacts("A", dtype="float32"), "auto", on_cpu=False) == 2
+    assert weight_checks.serving_item_bytes(model.ModelFacts("A", dtype="float32"), "auto", on_cpu=True) == 4
+
+
+def test_every_problem_comes_with_symptom_and_fix() -> None:
+    problems = [
+        packages.check_sglang(None),
+        accelerator.check_accelerator(Hardware(None, nvidia_device=True)),
+        *accelerator.check_gpu_memory((Gpu("A", 100, 0),)),
+        memory.check_memory(0),
+        limits.check_open_files(10),
+        network.check_ephemeral(1, 2),
+        *rank_checks.check_ranks(LAYOUT, 3, on_cpu=False),
+    ]
+    assert all(problem.level is not Level.OK and problem.symptom and problem.fix for problem in problems)
