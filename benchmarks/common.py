@@ -1,0 +1,221 @@
+"""What every benchmark shares: options, the record of the machine, statistics, targets, result files.
+
+A benchmark measures and reports, it does not assert: its exit code is 0 unless it could not measure. Raw
+samples go into the JSON file, so that every figure can be computed again. Figures of different machines
+must not be mixed, so the file names carry the hardware. Host names and paths are kept out of the files.
+Plots are in `plots.py`, servers in `servers.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("verl-server", "sglang", "torch", "transformers", "aiohttp", "orjson", "uvloop")
+#: Wide enough for the tables when the output goes to a file (rich would fold them at 80 columns).
+CONSOLE = Console(width=None if os.isatty(1) else 120, highlight=False)
+
+Json = dict[str, Any]
+
+
+# -- options -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every benchmark takes; `extra` holds the benchmark's own options."""
+
+    quick: bool
+    json: Path
+    png: Path
+    extra: argparse.Namespace
+
+
+def parse_options(
+    name: str,
+    description: str,
+    add: Callable[[argparse.ArgumentParser], None] | None = None,
+    argv: Sequence[str] | None = None,
+) -> Options:
+    """Read the command line. Default files: `results/<name>-<hardware>.json` and `.png`, `-quick` if quick."""
+    parser = argparse.ArgumentParser(prog=name, description=description)
+    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; figures are only a hint")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="where the raw samples and figures go")
+    parser.add_argument("--png", type=Path, metavar="PATH", help="where the plot goes")
+    if add is not None:
+        add(parser)
+    found = parser.parse_args(argv)
+    stem = f"{name}-{hardware_slug()}" + ("-quick" if found.quick else "")
+    return Options(
+        quick=found.quick,
+        json=found.json or RESULTS / f"{stem}.json",
+        png=found.png or RESULTS / f"{stem}.png",
+        extra=found,
+    )
+
+
+# -- the machine -------------------------------------------------------------------------------------
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    """The processor's own name; virtual machines and ARM may only tell the architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def gpu_names() -> list[str]:
+    """One name for each CUDA device; none on a machine without."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def hardware_slug() -> str:
+    """Hardware as a part of a file name: `2cpu`, or `16cpu-1xh200` with accelerators."""
+    gpus = gpu_names()
+    cpus = f"{_usable_cores()}cpu"
+    if not gpus:
+        return cpus
+    model = re.sub(r"[^a-z0-9]+", "-", gpus[0].lower().removeprefix("nvidia ")).strip("-")
+    return f"{cpus}-{len(gpus)}x{model}"
+
+
+def environment() -> Json:
+    """What the figures depend on. `load_1min` above zero at the start means that others were at work."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "cpu": _cpu_model(),
+        "cores": _usable_cores(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": gpu_names(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "load_1min": round(os.getloadavg()[0], 2),
+        "versions": versions,
+    }
+
+
+# -- statistics --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median and quartiles of `count` samples, in the unit of the samples."""
+
+    median: float
+    q1: float
+    q3: float
+    count: int
+
+
+def summarize(samples: Sequence[float]) -> Summary:
+    """Raises ValueError without samples; one sample is its own quartiles."""
+    if not samples:
+        raise ValueError("no samples to summarize")
+    if len(samples) == 1:
+        return Summary(samples[0], samples[0], samples[0], 1)
+    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+    return Summary(median, q1, q3, len(samples))
+
+
+@dataclass(frozen=True)
+class Target:
+    """One promise and what was measured. `at_least`: the value must not be below the limit, else not above."""
+
+    name: str
+    value: float
+    limit: float
+    at_least: bool
+    unit: str = ""
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+# -- output ------------------------------------------------------------------------------------------
+
+
+def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; the first column is text, the others are figures."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    CONSOLE.print(table)
+
+
+def show_targets(targets: Sequence[Target]) -> None:
+    """Print PASS or MISS for each target."""
+    for target in targets:
+        word, colour = ("PASS", "green") if target.met else ("MISS", "red")
+        sign = ">=" if target.at_least else "<="
+        CONSOLE.print(
+            f"[{colour}]{word}[/{colour}]  {target.name}: {target.value:.3f}{target.unit} "
+            f"(target {sign} {target.limit:g}{target.unit})"
+        )
+
+
+def write_result(
+    options: Options,
+    name: str,
+    machine: Json,
+    *,
+    settings: Json,
+    figures: Any,
+    targets: Sequence[Target],
+    samples: Any,
+) -> None:
+    """Write the result file: `machine` (from `environment`, taken at the start), figures, raw samples."""
+    record = {
+        "benchmark": name,
+        "quick": options.quick,
+        "environment": machine,
+        "settings": settings,
+        "figures": figures,
+        "targets": [{**asdict(target), "met": target.met} for target in targets],
+        "samples": samples,
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(record, indent=1)
+    # Raw samples are long lists of numbers: one number a line would make the file unreadable.
+    text = re.sub(r"\[\s+((?:-?[\d.e+-]+,\s+)*-?[\d.e+-]+)\s+\]", lambda m: "[" + " ".join(m[1].split()) + "]", text)
+    options.json.write_text(text + "\n", encoding="utf-8")
+    CONSOLE.print(f"samples and figures: {shown(options.json)}")
+
+
+def shown(path: Path) -> str:
+    """A path as the reader types it, not where this machine keeps it."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
