@@ -1,12 +1,14 @@
 """Metadata of the distribution; tool settings live in pyproject.toml."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 setup(
     name="verl-server",
     version="0.1.0",
     description="The rollout engine for RL post-training: SGLang in its own process, driven from every trainer rank",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
@@ -29,7 +31,16 @@ setup(
     extras_require={
         "ray": ["ray>=2.40"],
         "gateway": ["fastapi", "uvicorn"],
-        "dev": ["pytest", "pytest-timeout", "ruff", "mypy", "hypothesis", "types-psutil", "types-requests", "sglang-router"],
+        "dev": [
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "mypy",
+            "hypothesis",
+            "types-psutil",
+            "types-requests",
+            "sglang-router",
+        ],
     },
     entry_points={
         "console_scripts": ["verl-server = verl_server.cli:main"],

@@ -125,5 +125,5 @@ class Ways:
         """Close what was opened in this object's loop, the adapters' connections too. The server lives on."""
         self._loop.run_until_complete(self._session.close())
         # `shutdown` would end the server, too; there is no public call for one loop's connections alone.
-        self._loop.run_until_complete(self._adapter.asynchronous._link.aclose())
+        self._loop.run_until_complete(self._adapter.asynchronous.close_connections())
         self._loop.close()

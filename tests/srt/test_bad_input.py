@@ -37,7 +37,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [[1], 2]}, r"input_ids\[1\]"),
     ({"input_ids": [-1]}, "negative token id -1"),
     ({"input_ids": [5, 320]}, "token id 320.*ends at 319"),
-    ({"input_ids": [2**70]}, "whole numbers"),
+    ({"input_ids": [2**70]}, "beyond any vocabulary"),
     ({"input_ids": [1] * 5000}, "5000 tokens"),
     ({"prompt": ""}, "non-empty"),
     ({"prompt": 5}, "non-empty string"),

@@ -33,6 +33,7 @@ PACKAGE = Path(verl_server.__file__).parent
 #: Rooms from top to bottom; imports go down only (ARCHITECTURE.md).
 ROOMS = [
     "cli",
+    "cli_arguments",
     "demo",
     "doctor",
     "gateway",

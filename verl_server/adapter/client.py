@@ -109,10 +109,14 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, WeightCalls):
         if self.process is not None:
             self.process.stop(self.config.timeouts.stop_s)
 
+    async def close_connections(self) -> None:
+        """Close the connections of the running event loop; the server and other loops are not touched."""
+        await self._link.aclose()
+
     async def shutdown(self) -> None:
         """End the server (unless attached) and close the connections. Safe to call twice."""
         await asyncio.to_thread(self.shutdown_process)
-        await self._link.aclose()
+        await self.close_connections()
 
     async def __aenter__(self) -> Self:
         return self

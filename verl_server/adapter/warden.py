@@ -39,7 +39,7 @@ SHM_SURVEY_S = 2.0
 PARENT_POLL_S = 0.5
 SHM_DIR = "/dev/shm/"
 #: Names that torch, SGLang and multiprocessing give to files in shared memory; nothing else is removed.
-SHM_NAMES = re.compile(r"^(torch_|sglang|sem\.mp-|psm_|mp-|nccl-|cuda)")
+SHM_NAMES = re.compile(r"^(torch_|sglang|sgl_|sem\.mp-|psm_|mp-|nccl-|cuda)")
 
 
 class Log:

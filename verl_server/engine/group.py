@@ -101,6 +101,9 @@ class TpGroup:
         `bring` is what this rank contributes (`action` gets all, by rank); with `error` the call fails on
         all ranks with it. `action_s` bounds the action as the other ranks see it.
         """
+        if self.size == 1:
+            self._check_alone(error)
+            return action([bring or {}])
         mine = _entry(bring, error)
         if self.rank != 0:
             outcome = self._arrive(call, mine)
@@ -115,10 +118,13 @@ class TpGroup:
         self, call: str, action: Callable[[list[Json]], Awaitable[Any]], *, error: VerlServerError | None = None
     ) -> Any:
         """`agree` for an event loop; many such calls may be under way at once."""
+        if self.size == 1:
+            self._check_alone(error)
+            return await action([{}])
         mine = _entry(None, error)
         if self.rank != 0:
             return _result(await asyncio.wrap_future(self._arrive(call, mine)))
-        brought = await asyncio.to_thread(self._gather, call, mine) if self.size > 1 else self._gather(call, mine)
+        brought = await asyncio.to_thread(self._gather, call, mine)
         with self._reporting(call) as report:
             report.result = await action(brought)
         return report.result
@@ -162,6 +168,11 @@ class TpGroup:
         return self._broken
 
     # -- inside -------------------------------------------------------------------------------------
+
+    def _check_alone(self, error: VerlServerError | None) -> None:
+        """A group of one agrees with itself."""
+        if self._broken is not None or error is not None:
+            raise self._broken or error  # type: ignore[misc]
 
     def _arrive(self, call: str, mine: Json) -> Future[Json]:
         outcome: Future[Json] = Future()
