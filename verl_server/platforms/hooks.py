@@ -1,0 +1,76 @@
+"""Which function of SGLang each hook sits on, and in which process.
+
+SGLang loads plugins in every process it starts. Registering a hook imports its target's module, so the
+detokenizer, which needs none of them, must not be made to import the whole scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+logger = logging.getLogger(__name__)
+
+_MANAGERS = "sglang.srt.managers"
+_UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
+_FRONT = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
+_SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+_SAMPLER = "sglang.srt.layers.sampler"
+
+
+def register() -> None:
+    """Register the hooks of this process. Called by `register_hooks` on the active CPU platform only."""
+    in_scheduler = f"{_MANAGERS}.scheduler" in sys.modules
+    if in_scheduler:
+        _register_scheduler()
+    # A worker process has imported its own manager, the launcher none of them or (Engine) all.
+    if in_scheduler == (f"{_MANAGERS}.detokenizer_manager" in sys.modules):
+        from verl_server.platforms import front_hooks
+
+        _add(f"{_FRONT}.release_memory_occupation", front_hooks.release, HookType.REPLACE)
+        _add(f"{_FRONT}.resume_memory_occupation", front_hooks.resume, HookType.REPLACE)
+
+
+def _register_scheduler() -> None:
+    from verl_server.platforms import idle, memory_hooks, seeds, threads
+
+    around = HookType.AROUND
+    _add(f"{_UPDATER}.release_memory_occupation", memory_hooks.release, around)
+    _add(f"{_UPDATER}.resume_memory_occupation", memory_hooks.resume, around)
+    _add(f"{_SCHEDULER}.handle_generate_request", memory_hooks.turn_away, around)
+    _add(f"{_SCHEDULER}.get_next_batch_to_run", memory_hooks.hold_back, around)
+    sessions = _exists(f"{_UPDATER}.end_weight_update")
+    pushes = ("update_weights_from_tensor", "update_weights_from_distributed")
+    for step in ("begin_weight_update", "check_weights", *(pushes if sessions else ())):
+        _add(f"{_UPDATER}.{step}", memory_hooks.guard_update, around)
+    whole = ("update_weights_from_disk", "update_weights_from_ipc", "end_weight_update")
+    for step in (*whole, *(() if sessions else pushes)):
+        _add(f"{_UPDATER}.{step}", memory_hooks.guard_last_update_step, around)
+    _add(f"{_SCHEDULER}.ingest_requests", idle.ingest_requests, around)
+    _add(f"{_SAMPLING_INFO}.from_schedule_batch", seeds.from_schedule_batch, HookType.AFTER)
+    _add(f"{_SAMPLING_INFO}.merge_batch", seeds.merge_batch, HookType.BEFORE)
+    _add(f"{_SAMPLER}.sampling_from_probs_torch", seeds.sample, around)
+    _add(f"{_SAMPLER}.top_k_top_p_min_p_sampling_from_probs_torch", seeds.sample_filtered, around)
+    _add("sglang.srt.distributed.bootstrap._init_cpu_threads_env", threads.bind_threads, HookType.REPLACE)
+
+
+def _add(target: str, hook: Callable[..., Any], kind: HookType) -> None:
+    """Register one hook where this version of SGLang has its target; say so where it does not."""
+    if _exists(target):
+        HookRegistry.register(target, hook, kind)
+    else:
+        logger.warning("This version of SGLang has no %s: %s is inactive", target, hook.__qualname__)
+
+
+def _exists(target: str) -> bool:
+    try:
+        resolve_name(target)
+    except (ImportError, AttributeError):
+        return False
+    return True
