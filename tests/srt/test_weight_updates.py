@@ -19,6 +19,7 @@ from helpers import (
     reference_model,
     resident_bytes,
     tree_of,
+    wait_until,
 )
 
 from verl_server import VerlEngine
@@ -48,7 +49,7 @@ def test_300_updates_interleaved_with_generations(shared_engine: Any, tiny: Call
     change_weights(model, seed=9)
     weights = [original, model.state_dict()]
     first_version = int(shared_engine.generate(input_ids=[1], sampling_params=GREEDY)["meta_info"]["weight_version"])
-    stop, failures, seen = threading.Event(), [], []
+    stop, failures, seen, finished = threading.Event(), [], [], []
 
     def generate() -> None:
         while not stop.is_set():
@@ -57,6 +58,7 @@ def test_300_updates_interleaved_with_generations(shared_engine: Any, tiny: Call
             except Exception as error:  # noqa: BLE001 - counted and shown below
                 failures.append(error)
                 return
+            finished.append(1)
             spans = reply["meta_info"].get("weight_versions") or [{"version": reply["meta_info"]["weight_version"]}]
             if len(spans) == 1:
                 seen.append(((int(spans[0]["version"]) - first_version) % 2, tuple(reply["output_ids"])))
@@ -69,6 +71,9 @@ def test_300_updates_interleaved_with_generations(shared_engine: Any, tiny: Call
     try:
         for i in range(1, UPDATES + 1):
             shared_engine.update_weights_from_tensor(weights[i % 2].items())
+            if i % 5 == 0:  # time for whole generations of this version, an odd and an even one in turn
+                settled = len(finished)
+                wait_until(lambda: len(finished) >= settled + 6 or failures, 60.0, "generation stands still")  # noqa: B023
             if i == 20:
                 warm = _footprint(server)
     finally:

@@ -1,0 +1,244 @@
+"""The demo: its pure parts against hand computations, and a few real steps through the real server."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_server.demo import grpo, run, task
+from verl_server.demo.display import clock, remaining, sparkline
+from verl_server.demo.launch import Ranks
+from verl_server.demo.outcome import Outcome
+from verl_server.demo.settings import Exam, Ready, Settings, StepMetrics
+from verl_server.errors import BadInputError, PeerError
+
+CLIP, ENTROPY = 0.2, 0.05
+
+# -- the task -------------------------------------------------------------------------------------------
+
+PROMPT = (5, 0, 9, 0, 3, task.SORT)
+RIGHT = (0, 0, 3, 5, 9, task.END)
+
+
+def test_only_the_right_answer_gets_the_whole_reward() -> None:
+    assert task.answer(PROMPT) == RIGHT
+    assert task.reward(PROMPT, RIGHT) == 1.0
+    assert task.reward(PROMPT, (0, 0, 3, 5, 9, 9)) == pytest.approx(5 / 6)
+    assert task.reward(PROMPT, ()) == 0.0
+
+
+@pytest.mark.parametrize("response", [RIGHT[:-1], RIGHT[:2], (*RIGHT, 0), (task.END, *RIGHT)])
+def test_stopping_early_or_late_costs_reward(response: tuple[int, ...]) -> None:
+    assert task.reward(PROMPT, response) < 1.0
+
+
+def test_no_policy_that_ignores_the_prompt_gets_far() -> None:
+    """Neither random tokens nor the best constant answer are near the start's 0.2 or the end's 0.8."""
+    rng = random.Random(0)
+    prompts = task.draw_prompts(rng, 4000)
+    rewards = [task.reward(p, [rng.randrange(task.VOCAB_SIZE) for _ in range(task.MAX_RESPONSE)]) for p in prompts]
+    assert sum(rewards) / len(rewards) < 0.1
+    columns = zip(*(task.answer(prompt) for prompt in prompts), strict=True)
+    constant = [max(set(column), key=column.count) for column in columns]
+    assert sum(task.reward(prompt, constant) for prompt in prompts) / len(prompts) < 0.5
+
+
+def test_prompts_vary_repeat_with_the_seed_and_spare_the_exam() -> None:
+    first = task.draw_prompts(random.Random(1), 300)
+    assert first == task.draw_prompts(random.Random(1), 300)
+    assert first != task.draw_prompts(random.Random(2), 300)
+    assert len(set(first)) > 290
+    assert not set(first) & set(task.draw_prompts(random.Random(1), 300, never=set(first)))
+    assert all(len(prompt) == task.PROMPT_LENGTH and prompt[-1] == task.SORT for prompt in first)
+
+
+# -- advantages and loss --------------------------------------------------------------------------------
+
+
+def test_advantages_are_normalised_in_each_group() -> None:
+    got = grpo.group_advantages([0.0, 1.0, 0.5, 0.5, 0.2, 0.2, 0.2, 0.2], group=4)
+    deviation = math.sqrt(2 * 0.25 / 3)
+    assert got[:4] == pytest.approx([-0.5 / deviation, 0.5 / deviation, 0.0, 0.0], rel=1e-3)
+    assert got[4:] == [0.0] * 4, "a group without a difference teaches nothing"
+
+
+def batch_of_three() -> grpo.Batch:
+    """Responses of different lengths, ratios on both sides of the clip range, advantages of both signs."""
+    samples = [
+        grpo.Sample((1, 2, 10), (4, 5, 11), (-1.0, -2.0, -0.5), 0.5, advantage=1.5),
+        grpo.Sample((3, 10), (6, 11), (-3.0, -2.5), 0.1, advantage=-0.7),
+        grpo.Sample((3, 9, 8, 10), (7,), (-2.4,), 0.0, advantage=-2.0),
+    ]
+    return grpo.make_batch(samples, pad=11)
+
+
+def logits_for(batch: grpo.Batch, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*batch.tokens.shape, task.VOCAB_SIZE, generator=generator, dtype=torch.float64)
+
+
+def loss_of(logits: torch.Tensor, batch: grpo.Batch, token_count: float) -> torch.Tensor:
+    logprobs, entropy = grpo.token_logprobs(logits, batch.tokens)
+    return grpo.policy_loss(logprobs, entropy, batch, clip=CLIP, entropy_weight=ENTROPY, token_count=token_count)
+
+
+def part_of(batch: grpo.Batch, rows: slice) -> grpo.Batch:
+    return grpo.Batch(batch.tokens[rows], batch.mask[rows], batch.rollout_logprobs[rows], batch.advantages[rows])
+
+
+def test_the_batch_holds_prompt_response_and_padding_in_their_places() -> None:
+    batch = batch_of_three()
+    assert batch.tokens.tolist() == [[1, 2, 10, 4, 5, 11], [3, 10, 6, 11, 11, 11], [3, 9, 8, 10, 7, 11]]
+    assert batch.mask.tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0]]
+    assert batch.rollout_logprobs[1].tolist() == [0, 0, -3.0, -2.5, 0, 0]
+
+
+def test_the_loss_is_what_the_papers_write() -> None:
+    """Token by token with plain arithmetic."""
+    batch = batch_of_three()
+    logits = logits_for(batch)
+    total, count = 0.0, 0
+    for row, sample_mask in enumerate(batch.mask.tolist()):
+        for column, is_response in enumerate(sample_mask):
+            if not is_response:
+                continue
+            scores = [math.exp(x) for x in logits[row, column - 1].tolist()]
+            probabilities = [score / sum(scores) for score in scores]
+            new = math.log(probabilities[batch.tokens[row, column]])
+            ratio = math.exp(new - float(batch.rollout_logprobs[row, column]))
+            advantage = float(batch.advantages[row])
+            clipped = min(max(ratio, 1 - CLIP), 1 + CLIP)
+            entropy = -sum(p * math.log(p) for p in probabilities)
+            total -= min(ratio * advantage, clipped * advantage) + ENTROPY * entropy
+            count += 1
+    assert count == 6
+    assert float(loss_of(logits, batch, token_count=count)) == pytest.approx(total / count, rel=1e-6)
+
+
+def test_only_predictions_of_response_tokens_are_trained() -> None:
+    """The gradient at a position is nonzero exactly where the next token is the policy's own.
+
+    A mask that is shifted by one, or that covers the prompt or the padding, fails here.
+    """
+    samples = [
+        grpo.Sample((1, 2, 10), (4, 5, 11), (-2.5, -2.5, -2.5), 0.5, advantage=1.0),
+        grpo.Sample((3, 10), (6, 11), (-2.5, -2.5), 0.1, advantage=-1.0),
+    ]
+    batch = grpo.make_batch(samples, pad=11)
+    logits = logits_for(batch).requires_grad_()
+    loss_of(logits, batch, token_count=5.0).backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None
+    trained = (logits.grad.abs().sum(dim=-1) > 0).int().tolist()
+    assert trained == [[0, 0, 1, 1, 1, 0], [0, 1, 1, 0, 0, 0]]
+
+
+def test_without_a_change_of_policy_the_gradient_is_the_policy_gradient() -> None:
+    """At ratio one: d loss / d logprob of a token = -advantage / count, on the mask and nowhere else."""
+    batch = batch_of_three()
+    logprobs = batch.rollout_logprobs.clone().requires_grad_()
+    flat = torch.zeros_like(logprobs)
+    loss = grpo.policy_loss(logprobs, flat, batch, clip=CLIP, entropy_weight=0.0, token_count=6.0)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(logprobs.grad, -batch.advantages[:, None] * batch.mask / 6.0)
+
+
+@pytest.mark.parametrize(("advantage", "shift", "trained"), [(1, 0.5, 0), (-1, -0.5, 0), (1, -0.5, 1), (-1, 0.5, 1)])
+def test_the_clip_stops_steps_that_went_far_enough(advantage: float, shift: float, trained: int) -> None:
+    batch = grpo.make_batch([grpo.Sample((10,), (4,), (-2.0,), 0.0, advantage=advantage)], pad=11)
+    logprobs = (batch.rollout_logprobs + shift).requires_grad_()
+    loss = grpo.policy_loss(logprobs, logprobs * 0, batch, clip=CLIP, entropy_weight=0.0, token_count=1.0)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    assert bool(logprobs.grad.abs().sum() > 0) == bool(trained)
+
+
+def test_averaged_ranks_get_the_gradient_of_the_whole_batch() -> None:
+    """Although their shares have different numbers of tokens."""
+    batch = batch_of_three()
+    tokens, ranks = float(batch.mask.sum()), 2
+    whole = logits_for(batch).requires_grad_()
+    loss_of(whole, batch, tokens).backward()  # type: ignore[no-untyped-call]
+    shared = logits_for(batch).requires_grad_()
+    for rows in (slice(0, 1), slice(1, 3)):
+        loss_of(shared[rows], part_of(batch, rows), tokens / ranks).backward()  # type: ignore[no-untyped-call]
+    assert whole.grad is not None
+    assert shared.grad is not None
+    torch.testing.assert_close(shared.grad / ranks, whole.grad)
+
+
+def test_the_gap_looks_at_response_tokens_only() -> None:
+    batch = batch_of_three()
+    logprobs = batch.rollout_logprobs + torch.where(batch.mask.bool(), 0.0, 9.0)
+    assert grpo.logprob_gap(logprobs, batch) == (0.0, 0.0)
+    logprobs[1, 3] += 0.25
+    assert grpo.logprob_gap(logprobs, batch) == (0.25, 0.25)
+
+
+# -- what the run amounts to ----------------------------------------------------------------------------
+
+STEP = StepMetrics(0, 0.9, 0.5, 6.0, 1e-6, 1e-7, 0.5, 0.3, 0.1, "0", "1 → 1 ■")
+
+
+def outcome(*steps: StepMetrics) -> Outcome:
+    exam = Exam(0.9, 0.8, 10, "1", ())
+    return Outcome(Settings(steps=len(steps)), Ready(1.0, 100), steps, exam, total_s=9.0)
+
+
+def test_a_run_passes_only_with_reward_and_agreement(tmp_path: Path) -> None:
+    assert outcome(STEP).passed
+    assert not outcome(replace(STEP, reward=0.79)).passed
+    assert not outcome(replace(STEP, reward=math.nan)).passed
+    assert not outcome(replace(STEP, gap_max=0.1), STEP).passed
+    assert not outcome(STEP, replace(STEP, gap_max=math.nan)).passed
+    assert "NOT PASSED" in outcome(replace(STEP, reward=0.1)).summary(tmp_path)
+    assert "NOT PASSED" not in outcome(STEP).summary(tmp_path)
+
+
+def test_progress_figures() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert len(sparkline([0.5] * 333, width=40)) == 40
+    assert remaining([STEP] * 3, total=13) == pytest.approx(9.0)
+    assert clock(125.4) == "2:05"
+
+
+def test_a_rank_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    nowhere = tmp_path / "missing"  # no place for the rank's log: it dies before it can say anything
+    with Ranks(Settings(), tmp_path, nowhere) as ranks, pytest.raises(PeerError, match=r"rank 0.*exit code 1"):
+        for _ in ranks.reports():
+            pass
+    assert not any(process.is_alive() for process in ranks.processes)
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(BadInputError, match="steps"):
+        run(steps=0)
+
+
+def test_importing_the_demo_imports_no_torch() -> None:
+    code = "import verl_server.demo, sys; sys.exit(bool({'torch', 'sglang', 'ray', 'matplotlib'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+# -- the real thing -------------------------------------------------------------------------------------
+
+
+def test_a_few_real_steps(tmp_path: Path) -> None:
+    """Two FSDP2 ranks, a real server: files, agreement on logprobs, a new weight version every step."""
+    steps = 6
+    assert run(seed=0, steps=steps, output_dir=tmp_path) == 1, "six steps are too few to learn it"
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert [step["weight_version"] for step in metrics["steps"]] == [str(i) for i in range(steps)]
+    assert metrics["exam"]["weight_version"] == str(steps)
+    assert all(0 < step["gap_max"] < 1e-4 for step in metrics["steps"])
+    assert all(step["gap_mean"] <= step["gap_max"] for step in metrics["steps"])
+    assert metrics["steps"][0]["reward"] < 0.2
+    assert not metrics["passed"]
