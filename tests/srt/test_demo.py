@@ -205,13 +205,13 @@ def test_a_run_passes_only_with_reward_and_agreement(tmp_path: Path) -> None:
 def test_progress_figures() -> None:
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert len(sparkline([0.5] * 333, width=40)) == 40
-    assert remaining([STEP] * 3, total=13) == pytest.approx(9.0)
-    assert clock(125.4) == "2:05"
+    assert remaining([replace(STEP, rollout_s=100.0), STEP, STEP], total=13) == pytest.approx(9.0)
+    assert (clock(125.4), clock(remaining([STEP], total=13))) == ("2:05", "?")
 
 
 def test_a_rank_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
     nowhere = tmp_path / "missing"  # no place for the rank's log: it dies before it can say anything
-    with Ranks(Settings(), tmp_path, nowhere) as ranks, pytest.raises(PeerError, match=r"rank 0.*exit code 1"):
+    with Ranks(Settings(), tmp_path, nowhere) as ranks, pytest.raises(PeerError, match=r"rank [01].*exit code 1"):
         for _ in ranks.reports():
             pass
     assert not any(process.is_alive() for process in ranks.processes)
@@ -232,8 +232,8 @@ def test_importing_the_demo_imports_no_torch() -> None:
 
 def test_a_few_real_steps(tmp_path: Path) -> None:
     """Two FSDP2 ranks, a real server: files, agreement on logprobs, a new weight version every step."""
-    steps = 6
-    assert run(seed=0, steps=steps, output_dir=tmp_path) == 1, "six steps are too few to learn it"
+    steps = 4
+    assert run(seed=0, steps=steps, output_dir=tmp_path) == 1, "four steps are too few to learn it"
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert [step["weight_version"] for step in metrics["steps"]] == [str(i) for i in range(steps)]

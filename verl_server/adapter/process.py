@@ -84,7 +84,7 @@ class ServerProcess:
         self.pid: int | None = None
         spec = {
             "argv": [sys.executable, "-m", "verl_server.adapter.child"],
-            "env": {**_scratch_env(scratch), **env},
+            "env": {**_scratch_env(scratch), **_no_proxy(str(server_args.get("host") or "127.0.0.1")), **env},
             "drop_env": [name for name in os.environ if name.startswith(RENDEZVOUS_VARIABLES)],
             "payload": json.dumps(dict(server_args)) + "\n",
             "scratch": str(scratch),
@@ -217,6 +217,13 @@ def _scratch_env(scratch: Path) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(user_cache)),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def _no_proxy(host: str) -> dict[str, str]:
+    """SGLang's warm-up calls its own server through `requests`, which would go through the machine's proxy."""
+    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    value = ",".join(filter(None, [known, "127.0.0.1", "localhost", "::1", host]))
+    return {"no_proxy": value, "NO_PROXY": value}
 
 
 def _last_words(tail: str, lines: int = 40) -> str:

@@ -1,0 +1,104 @@
+"""GRPO in pure functions: advantages, the training batch, log-probabilities, the loss.
+
+Shapes: `n` samples in the batch, `t` = length of the longest prompt + response. Sequences are padded on the right, so
+that causal attention never sees a pad. `mask[i, j]` is 1.0 where token j of sample i was written by the policy.
+
+Sources: group-normalised advantages, DeepSeekMath (arXiv 2402.03300) section 4.1.2; clipped ratio, PPO (arXiv
+1707.06347) equation 7; one mean over all tokens of the batch instead of one mean per sample, DAPO (arXiv 2503.14476)
+section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One rollout: what was asked, what came back, how sure the rollout engine was, what it was worth."""
+
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    logprobs: tuple[float, ...]  # one per response token, from the rollout engine
+    reward: float
+    advantage: float = 0.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples as tensors."""
+
+    tokens: torch.Tensor  # (n, t) int64
+    mask: torch.Tensor  # (n, t) float32, 1.0 on response tokens
+    rollout_logprobs: torch.Tensor  # (n, t) float32, 0.0 outside the mask
+    advantages: torch.Tensor  # (n,) float32
+
+
+def group_advantages(rewards: Sequence[float], group: int, eps: float = 1e-4) -> list[float]:
+    """(reward - mean of its group) / (deviation of its group). `group` neighbours answer the same prompt.
+
+    A group whose members all got the same reward teaches nothing: its advantages are zero.
+    """
+    grouped = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
+    centred = grouped - grouped.mean(dim=1, keepdim=True)
+    normalised: list[float] = (centred / (grouped.std(dim=1, keepdim=True) + eps)).flatten().tolist()
+    return normalised
+
+
+def make_batch(samples: Sequence[Sample], pad: int) -> Batch:
+    """Pad to one length on the right. `pad` may be any valid token id: the mask hides it."""
+    length = max(len(sample.prompt) + len(sample.response) for sample in samples)
+    tokens = torch.full((len(samples), length), pad, dtype=torch.int64)
+    mask = torch.zeros(len(samples), length)
+    logprobs = torch.zeros(len(samples), length)
+    for row, sample in enumerate(samples):
+        start, stop = len(sample.prompt), len(sample.prompt) + len(sample.response)
+        tokens[row, :stop] = torch.tensor((*sample.prompt, *sample.response))
+        mask[row, start:stop] = 1.0
+        logprobs[row, start:stop] = torch.tensor(sample.logprobs)
+    return Batch(tokens, mask, logprobs, torch.tensor([sample.advantage for sample in samples]))
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of every token given those before it, and the entropy it was drawn with; both (n, t).
+
+    `logits` is (n, t, vocabulary), as the model returns it: row j predicts token j + 1. Column 0 has no prediction and
+    is zero.
+    """
+    distribution = logits[:, :-1].log_softmax(dim=-1)
+    chosen = distribution.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    entropy = -(distribution.exp() * distribution).sum(dim=-1)
+    return _shift(chosen), _shift(entropy)
+
+
+def _shift(values: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (1, 0))
+
+
+def policy_loss(
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    batch: Batch,
+    *,
+    clip: float,
+    entropy_weight: float,
+    token_count: float,
+) -> torch.Tensor:
+    """Clipped policy gradient of `batch` minus the entropy bonus, summed over the mask, over `token_count`.
+
+    `token_count` is the number of response tokens that share one mean. With data-parallel ranks, whose gradients are
+    averaged, it is the count of all ranks divided by the number of ranks.
+    """
+    ratio = (logprobs - batch.rollout_logprobs).exp()
+    advantages = batch.advantages[:, None]
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
+    return -((gain + entropy_weight * entropy) * batch.mask).sum() / token_count
+
+
+def logprob_gap(logprobs: torch.Tensor, batch: Batch) -> tuple[float, float]:
+    """Largest and summed absolute difference of the trainer's and the rollout's logprobs on response tokens."""
+    gap = (logprobs - batch.rollout_logprobs).abs() * batch.mask
+    return float(gap.max()), float(gap.sum())
