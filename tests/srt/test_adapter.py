@@ -75,9 +75,11 @@ def on_ipv6(tiny: Callable[..., Path], router: int) -> Iterator[HttpServerEngine
 def test_ipv6_proxy_variables_and_router(on_ipv6: HttpServerEngineAdapter, router: int) -> None:
     assert on_ipv6.base_url.startswith("http://[::1]:")
     reply = on_ipv6.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
-    workers = requests.get(f"http://127.0.0.1:{router}/workers", timeout=5).json()["workers"]
+    direct = requests.Session()
+    direct.trust_env = False  # the fixture's proxy variables are still set
+    workers = direct.get(f"http://127.0.0.1:{router}/workers", timeout=5).json()["workers"]
     assert [worker["url"] for worker in workers] == [on_ipv6.base_url]
-    routed = requests.post(
+    routed = direct.post(
         f"http://127.0.0.1:{router}/generate",
         json={"input_ids": PROMPTS[0], "sampling_params": GREEDY},
         headers={"Authorization": f"Bearer {on_ipv6.asynchronous.api_key}"},

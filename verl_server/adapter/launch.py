@@ -106,7 +106,9 @@ def _start_once(args: dict[str, Any], config: AdapterConfig, env: Mapping[str, s
     try:
         head = int(args.get("node_rank") or 0) == 0
         paths = (api.READY.path, api.HEALTH.path) if head else (api.PING.path, api.HEALTH.path)
-        process.wait_ready(lambda: _answers(host, args["port"], paths), config.timeouts.start_s)
+        process.wait_ready(lambda: _answers(host, args["port"], paths), config.timeouts.start_s, PORT_TAKEN)
+        if head:
+            _require_our_own(host, args["port"], args["api_key"])
     except BaseException:
         process.stop(config.timeouts.stop_s)
         raise
@@ -119,6 +121,12 @@ def _start_once(args: dict[str, Any], config: AdapterConfig, env: Mapping[str, s
     )
 
 
+def _require_our_own(host: str, port: int, api_key: str) -> None:
+    """Raise StartupError when it is somebody else's server that answers: it does not know our key."""
+    if _status(host, port, api.MODEL_INFO.path, api_key) == 401:
+        raise StartupError("another server answers on this port", log_tail=PORT_TAKEN[0])
+
+
 def _connect_host(bind_host: str) -> str:
     """Where to reach a server of this machine that binds `bind_host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind_host, bind_host)
@@ -127,14 +135,19 @@ def _connect_host(bind_host: str) -> str:
 def _answers(host: str, port: int, paths: tuple[str, str]) -> bool:
     """Whether the server is ready; the second path is asked where the first does not exist (old versions)."""
     for path in paths:
-        connection = http.client.HTTPConnection(host, port, timeout=5.0)
-        try:
-            connection.request("GET", path)
-            status = connection.getresponse().status
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        status = _status(host, port, path)
         if status != 404:
             return status == 200
     return False
+
+
+def _status(host: str, port: int, path: str, api_key: str = "") -> int | None:
+    """The status of one GET, or None when nobody answers."""
+    connection = http.client.HTTPConnection(host, port, timeout=5.0)
+    try:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {api_key}"})
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()

@@ -138,8 +138,10 @@ class ServerProcess:
             url=url,
         )
 
-    def wait_ready(self, probe: Callable[[], bool], deadline_s: float, poll_s: float = 0.05) -> None:
-        """Poll `probe` until it is true.
+    def wait_ready(
+        self, probe: Callable[[], bool], deadline_s: float, fatal_words: tuple[str, ...] = (), poll_s: float = 0.05
+    ) -> None:
+        """Poll `probe` until it is true. `fatal_words` in the log end the wait: SGLang may live on for minutes.
 
         Raises StartupError with the server's last words when it ends first, BadInputError when SGLang
         refuses an argument, DeadlineError when `deadline_s` seconds pass.
@@ -155,6 +157,11 @@ class ServerProcess:
                     exit_code=self._exit.code,
                     log_tail=words,
                     log_path=str(self.log_path),
+                )
+            said = self._log_end().lower() if fatal_words else ""
+            if any(words in said for words in fatal_words):
+                raise StartupError(
+                    "the server cannot start", log_tail=_last_words(self._log_end()), log_path=str(self.log_path)
                 )
             if time.monotonic() > deadline:
                 raise DeadlineError(
@@ -182,6 +189,15 @@ class ServerProcess:
             self._warden.wait(deadline_s)
         if not crashed:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _log_end(self, size: int = 4096) -> str:
+        """The end of the log file as it is now."""
+        try:
+            with self.log_path.open("rb") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - size, 0))
+                return file.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
 
     def _listen(self) -> None:
         """Read the warden's events until its pipe ends. Runs in its own thread."""
@@ -216,6 +232,8 @@ def _scratch_env(scratch: Path) -> dict[str, str]:
         "TMPDIR": str(scratch),
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(user_cache)),
         "PYTHONUNBUFFERED": "1",
+        # idle OpenMP threads sleep instead of spinning on cores that the trainer needs
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
     }
 
 
