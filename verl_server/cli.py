@@ -128,7 +128,7 @@ def version() -> None:
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option(help="Seed of the model, the task and the sampling.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 80,
     output: Annotated[Path, typer.Option(help="Folder for what it writes.")] = Path("demo_output"),
     verbose: Verbose = False,
 ) -> None:
