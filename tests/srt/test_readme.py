@@ -15,7 +15,7 @@ def test_the_example_runs(tiny: Callable[..., Path], tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     script = tmp_path / "example.py"
     script.write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(script), str(tiny("qwen3"))], capture_output=True, text=True, timeout=240, check=False
     )

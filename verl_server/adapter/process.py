@@ -185,8 +185,10 @@ class ServerProcess:
         with contextlib.suppress(OSError):
             assert self._warden.stdin is not None
             self._warden.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self._warden.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self._kill_session()
         if not crashed:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -202,16 +204,21 @@ class ServerProcess:
     def _listen(self) -> None:
         """Read the warden's events until its pipe ends. Runs in its own thread."""
         assert self._warden.stdout is not None
-        ended = Exit("warden killed", None, "")
         for line in self._warden.stdout:
             event = json.loads(line)
             if event["event"] == "started":
                 self.pid = event["pid"]
             else:
-                ended = Exit(event["reason"], event["code"], event["tail"])
+                self._note_exit(Exit(event["reason"], event["code"], event["tail"]))
         self._kill_session()
         self._warden.wait()
+        self._note_exit(Exit("warden killed", None, ""))
+
+    def _note_exit(self, ended: Exit) -> None:
+        """Tell everybody who waits, once."""
         with self._lock:
+            if self._exit is not None:
+                return
             self._exit = ended
             listeners, self._listeners = self._listeners, []
         self._exited.set()

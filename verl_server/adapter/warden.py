@@ -246,14 +246,15 @@ class Warden:
         """End the tree and clean up; each step is done whatever happens to the others."""
         code = self._exit_code(reason)
         with contextlib.ExitStack() as steps:  # last in, first out
-            steps.callback(lambda: self._emit(self._exit_event(reason, code)))
             steps.callback(self._log.close)
             steps.callback(shutil.rmtree, self._spec["scratch"], ignore_errors=True)
             steps.callback(lambda: remove_shared_memory(self._shm, self._pids))
-            steps.callback(self._drain)
             steps.callback(self._kill_tree)
+            steps.callback(lambda: self._emit(self._exit_event(reason, code)))  # callers wait: before the cleaning
+            steps.callback(self._drain)
             self._next_survey = 0.0
             self._survey()
+            self._kill(CLEANER_GRACE_S)
 
     def _exit_code(self, reason: str) -> int | None:
         """The main process's exit code, if it ended by itself (a worker's end often comes with its own)."""
@@ -270,17 +271,20 @@ class Warden:
 
     def _kill_tree(self) -> None:
         """SIGKILL everything below, then give the cleaners a moment, then SIGKILL them too."""
-        patience = time.monotonic() + CLEANER_GRACE_S
-        while pids := descendants(os.getpid()):
-            self._pids.update(pids)
-            cleaners = [pid for pid in pids if is_cleaner(pid)]
-            doomed = pids if time.monotonic() > patience else [pid for pid in pids if pid not in cleaners]
-            for pid in doomed:
+        started = time.monotonic()
+        while self._kill(CLEANER_GRACE_S - (time.monotonic() - started)):
+            time.sleep(0.01)
+
+    def _kill(self, patience_s: float) -> bool:
+        """One sweep; while there is patience, the cleaners are spared. False when nobody is left."""
+        pids = descendants(os.getpid())
+        self._pids.update(pids)
+        for pid in pids:
+            if patience_s <= 0 or not is_cleaner(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self._reap()
-            time.sleep(0.01)
         self._reap()
+        return bool(pids)
 
     def _reap(self) -> None:
         self._server.poll()
