@@ -35,6 +35,7 @@ from typing import Any
 PR_SET_CHILD_SUBREAPER = 36
 TAIL_BYTES = 32 * 1024
 CLEANER_GRACE_S = 1.0
+MAIN_EXIT_S = 0.3
 SHM_SURVEY_S = 2.0
 PARENT_POLL_S = 0.5
 SHM_DIR = "/dev/shm/"
@@ -260,7 +261,10 @@ class Warden:
         """The main process's exit code, if it ended by itself (a worker's end often comes with its own)."""
         if reason in ("stop", "trainer gone"):
             return None
-        return self._server.poll()
+        try:  # its workers die with it and may be noticed first
+            return self._server.wait(MAIN_EXIT_S)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _exit_event(self, reason: str, code: int | None) -> dict[str, Any]:
         return {"event": "exited", "reason": reason, "code": code, "tail": self._log.tail()}
