@@ -8,7 +8,7 @@ from typing import Any
 from verl_server.adapter import sglang as api
 from verl_server.adapter.calls_generation import GenerationCalls
 from verl_server.config import PauseMode
-from verl_server.errors import BadInputError, ServerBusyError
+from verl_server.errors import BadInputError, ServerBusyError, ServerError
 
 Json = dict[str, Any]
 
@@ -34,8 +34,16 @@ class MemoryCalls(GenerationCalls):
                     url=self.base_url,
                 )
             await self._link.call(api.PAUSE, api.pause_payload(PauseMode.RETRACT))
+        before = frozenset(self._asleep)
         self._asleep.update(wanted)
-        await self._link.call(api.RELEASE_MEMORY, {"tags": wanted})
+        try:
+            await self._link.call(api.RELEASE_MEMORY, {"tags": wanted})
+        except (ServerError, BadInputError) as error:
+            if "status" in error.details:  # an answer, so a refusal: nothing was released, go on as before
+                self._asleep = set(before)
+                if not before and not self._paused:
+                    await self._link.call(api.CONTINUE, {})
+            raise
 
     @property
     def asleep(self) -> frozenset[str]:

@@ -21,6 +21,7 @@ from verl_server.config import MemoryTag, PauseMode
 from verl_server.errors import (
     BadInputError,
     NotReadyError,
+    ServerBusyError,
     ServerError,
     UnsupportedError,
     VerlServerError,
@@ -310,6 +311,8 @@ def error_of(status: int, url: str, body: Any) -> VerlServerError:
         return BadInputError(f"{url} refused the request ({status}): {words}", **details)
     if status == 404:
         return UnsupportedError(f"{url} does not exist in this version of the server", **details)
+    if status == 409:
+        return ServerBusyError(f"{url} refused for now ({status}): {words}", **details)
     if status == 503:
         return NotReadyError(f"{url} is not ready (503): {words}", **details)
     return ServerError(f"{url} failed ({status}): {words}", **details)
