@@ -32,7 +32,7 @@ class Plan:
     requests: dict[int, int]
 
 
-FULL = Plan(rounds=5, requests={1: 200, 16: 600, 64: 1200})
+FULL = Plan(rounds=15, requests={1: 40, 16: 240, 64: 512})
 QUICK = Plan(rounds=1, requests={1: 5, 16: 32, 64: 64})
 
 
@@ -79,6 +79,7 @@ def report(options: Options, machine: Json, plan: Plan, ways: tuple[Way, ...], s
                 "seconds": round(one.seconds, 6),
                 "cpu_s": round(one.cpu_s, 6),
                 "latencies_ms": [round(ms, 3) for ms in one.latencies_ms],
+                "client_ms": [round(ms, 3) for ms in one.client_ms],
             }
             for (name, level), rounds in samples.items()
             for number, one in enumerate(rounds)
@@ -89,7 +90,7 @@ def report(options: Options, machine: Json, plan: Plan, ways: tuple[Way, ...], s
 
 
 def _more_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all ways (default 5, quick 1)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all ways (default 15, quick 1)")
 
 
 def main() -> None:

@@ -25,12 +25,14 @@ class Figures:
     """Over all requests of all rounds."""
     cpu_ms: Summary
     """Client CPU per request."""
+    client_ms: Summary
+    """Over all requests of all rounds: the part of the latency that is not the server's own."""
     peer: str | None = None
     """The raw way that it is compared with: of those that are allowed, the faster one."""
     ratio: Summary | None = None
     """Throughput over the peer's in the same round."""
     added_ms: Summary | None = None
-    """Median latency minus the peer's in the same round."""
+    """Median of `client_ms` minus the peer's in the same round."""
 
 
 def figures_of(ways: tuple[Way, ...], samples: Samples, level: int) -> dict[str, Figures]:
@@ -43,6 +45,7 @@ def figures_of(ways: tuple[Way, ...], samples: Samples, level: int) -> dict[str,
             throughput=speed[way.name],
             latency_ms=summarize([ms for r in rounds for ms in r.latencies_ms]),
             cpu_ms=summarize([r.cpu_ms for r in rounds]),
+            client_ms=summarize([ms for r in rounds for ms in r.client_ms]),
         )
         found[way.name] = plain if not way.peers else _compared(plain, rounds, way, samples, speed, level)
     return found
@@ -57,14 +60,15 @@ def _compared(
         throughput=plain.throughput,
         latency_ms=plain.latency_ms,
         cpu_ms=plain.cpu_ms,
+        client_ms=plain.client_ms,
         peer=peer,
         ratio=summarize([ours.throughput / raw.throughput for ours, raw in pairs]),
-        added_ms=summarize([_median_ms(ours) - _median_ms(raw) for ours, raw in pairs]),
+        added_ms=summarize([_client_ms(ours) - _client_ms(raw) for ours, raw in pairs]),
     )
 
 
-def _median_ms(one: Round) -> float:
-    return summarize(one.latencies_ms).median
+def _client_ms(one: Round) -> float:
+    return summarize(one.client_ms).median
 
 
 def targets_of(figures: dict[int, dict[str, Figures]]) -> list[Target]:
@@ -82,7 +86,15 @@ def targets_of(figures: dict[int, dict[str, Figures]]) -> list[Target]:
 
 def show(figures: dict[int, dict[str, Figures]]) -> None:
     """One table for each concurrency."""
-    columns = ["way", "requests/s", "latency ms (quartiles)", "client CPU ms", "of raw (quartiles)", "added ms"]
+    columns = [
+        "way",
+        "requests/s",
+        "latency ms (quartiles)",
+        "client ms",
+        "client CPU ms",
+        "of raw (quartiles)",
+        "added ms",
+    ]
     for level, ways in figures.items():
         rows = [_row(name, figure) for name, figure in ways.items()]
         show_table(f"{level} in flight", columns, rows)
@@ -94,6 +106,7 @@ def _row(name: str, figure: Figures) -> list[str]:
         name,
         f"{figure.throughput.median:.1f}",
         f"{wait.median:.2f} ({wait.q1:.2f} to {wait.q3:.2f})",
+        f"{figure.client_ms.median:.2f}",
         f"{figure.cpu_ms.median:.3f}",
     ]
     if figure.ratio is None or figure.added_ms is None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Json = dict[str, Any]
+#: Milliseconds of one request: the whole latency, and the part that is not the server's own.
+Times = tuple[float, float]
 #: Sends request number i and returns the decoded reply.
 Send = Callable[[int], Json]
 AsyncSend = Callable[[int], Awaitable[Json]]
@@ -30,7 +32,10 @@ class Round:
     seconds: float
     """From the first request to the last reply."""
     latencies_ms: list[float]
-    """One for each request, in no particular order."""
+    """One for each request, in the order in which they were answered."""
+    client_ms: list[float]
+    """The part of each latency that is not the server's own (`meta_info.e2e_latency`, from SGLang's receipt of a
+    request to its last token): HTTP on both sides and the client."""
     cpu_s: float
     """CPU time of the client process, all threads. It does not depend on what else runs on the machine."""
 
@@ -49,14 +54,14 @@ def run_threads(open_send: OpenSend, in_flight: int, requests: int, check: Calla
     """`requests` requests from `in_flight` threads. The first error of any thread is raised."""
     numbers = iter(range(requests))  # shared: `next` on it is atomic
     ready = threading.Barrier(in_flight + 1)
-    latencies: list[float] = []
+    times: list[Times] = []
 
     def work() -> None:
         try:
             with open_send() as send:
                 check(send(0))
                 ready.wait()
-                _work_off(send, numbers, latencies, check)
+                _work_off(send, numbers, times, check)
         except BaseException:
             ready.abort()
             raise
@@ -69,15 +74,23 @@ def run_threads(open_send: OpenSend, in_flight: int, requests: int, check: Calla
             _raise_first(workers)
         cpu, started = time.process_time(), time.perf_counter()
         _raise_first(workers)
-        return Round(time.perf_counter() - started, latencies, time.process_time() - cpu)
+        return _round(time.perf_counter() - started, times, time.process_time() - cpu)
 
 
-def _work_off(send: Send, numbers: Iterator[int], latencies: list[float], check: Callable[[Json], None]) -> None:
+def _work_off(send: Send, numbers: Iterator[int], times: list[Times], check: Callable[[Json], None]) -> None:
     for number in numbers:
         started = time.perf_counter()
         reply = send(number)
-        latencies.append((time.perf_counter() - started) * 1e3)
+        times.append(_times(time.perf_counter() - started, reply))
         check(reply)
+
+
+def _times(seconds: float, reply: Json) -> Times:
+    return seconds * 1e3, (seconds - reply["meta_info"]["e2e_latency"]) * 1e3
+
+
+def _round(seconds: float, times: list[Times], cpu_s: float) -> Round:
+    return Round(seconds, [whole for whole, _ in times], [client for _, client in times], cpu_s)
 
 
 def _raise_first(workers: list[Any]) -> None:
@@ -93,15 +106,15 @@ async def run_tasks(send: AsyncSend, in_flight: int, requests: int, check: Calla
     for reply in await asyncio.gather(*(send(0) for _ in range(in_flight))):
         check(reply)
     numbers = iter(range(requests))
-    latencies: list[float] = []
+    times: list[Times] = []
 
     async def work() -> None:
         for number in numbers:
             started = time.perf_counter()
             reply = await send(number)
-            latencies.append((time.perf_counter() - started) * 1e3)
+            times.append(_times(time.perf_counter() - started, reply))
             check(reply)
 
     cpu, started = time.process_time(), time.perf_counter()
     await asyncio.gather(*(work() for _ in range(in_flight)))
-    return Round(time.perf_counter() - started, latencies, time.process_time() - cpu)
+    return _round(time.perf_counter() - started, times, time.process_time() - cpu)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from helpers import mesh_of
+from helpers import Ranks, mesh_of, trainer_ranks
 
 from verl_server.tiny import make_model
 
@@ -41,6 +41,13 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield mesh_of(1)
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two trainer ranks for all tests in which none of them dies."""
+    with trainer_ranks(2) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import time
 import traceback
@@ -67,44 +68,88 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _rank_main(rank: int, world: int, port: int, results: Any, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(rank: int, world: int, port: int, bodies: Any, results: Any) -> None:
+    """A trainer rank: runs one body after the other until it is told None."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world)
-        results.put((rank, "ok", body(rank, world, *args)))
-    except BaseException:  # carried to the test, which fails with it
-        results.put((rank, "error", traceback.format_exc()))
-        raise
+        while (task := bodies.get()) is not None:
+            body, args = task
+            try:
+                results.put((rank, "ok", body(rank, world, *args)))
+            except BaseException:  # noqa: BLE001 - carried to the test, which fails with it
+                results.put((rank, "error", traceback.format_exc()))
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
-def run_ranks(body: Callable[..., Any], world: int, *args: Any, timeout_s: float = 240.0, dying: int = 0) -> list[Any]:
-    """Run `body(rank, world, *args)` on spawned trainer ranks; returns what each returned, by rank.
+class Ranks:
+    """`world` spawned trainer ranks in one process group."""
 
-    `dying`: how many ranks end without a result on purpose (their entry is None).
-    """
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    port = free_port()
-    ranks = [context.Process(target=_rank_main, args=(rank, world, port, results, body, args)) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
-    found: list[Any] = [None] * world
-    deadline = time.monotonic() + timeout_s
-    try:
-        for _ in range(world - dying):
-            rank, how, value = results.get(timeout=max(deadline - time.monotonic(), 0.1))
-            assert how == "ok", f"rank {rank} failed:\n{value}"
-            found[rank] = value
-    finally:
-        for rank in ranks:
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._start()
+
+    def _start(self) -> None:
+        context, port = mp.get_context("spawn"), free_port()
+        self._results = context.Queue()
+        self._bodies = [context.Queue() for _ in range(self.world)]
+        self._ranks = [
+            context.Process(target=_rank_main, args=(rank, self.world, port, bodies, self._results))
+            for rank, bodies in enumerate(self._bodies)
+        ]
+        for rank in self._ranks:
+            rank.start()
+
+    def run(self, body: Callable[..., Any], *args: Any, timeout_s: float = 240.0, dying: int = 0) -> list[Any]:
+        """Run `body(rank, world, *args)` on every rank; returns what each returned, by rank.
+
+        `dying`: how many ranks end without a result on purpose (their entry is None).
+        """
+        if not all(rank.is_alive() for rank in self._ranks):  # an earlier test failed in the middle
+            self.close()
+            self._start()
+        for bodies in self._bodies:
+            bodies.put((body, args))
+        found: list[Any] = [None] * self.world
+        deadline = time.monotonic() + timeout_s
+        try:
+            for _ in range(self.world - dying):
+                rank, how, value = self._next_result(deadline, dying)
+                assert how == "ok", f"rank {rank} failed:\n{value}"
+                found[rank] = value
+        except BaseException:
+            for one in self._ranks:
+                one.kill()
+            raise
+        return found
+
+    def _next_result(self, deadline: float, dying: int) -> Any:
+        while True:
+            try:
+                return self._results.get(timeout=1.0)
+            except queue.Empty:
+                dead = [one.exitcode for one in self._ranks if not one.is_alive()]
+                assert len(dead) <= dying, f"{len(dead)} trainer ranks ended by themselves, exit codes {dead}"
+                assert time.monotonic() < deadline, "the trainer ranks did not finish in time"
+
+    def close(self) -> None:
+        for bodies in self._bodies:
+            bodies.put(None)
+        for rank in self._ranks:
             rank.join(15.0)
             if rank.is_alive():
                 rank.kill()
-    return found
+
+
+@contextlib.contextmanager
+def trainer_ranks(world: int) -> Iterator[Ranks]:
+    ranks = Ranks(world)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
 
 
 def mesh_of(world: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -106,7 +107,7 @@ def test_async_adapter_attached_to_the_same_server(adapter: HttpServerEngineAdap
             assert await other.ping()
             assert await other.is_ready()
             assert await other.health()
-            return (await other.generate(input_ids=PROMPTS[0], sampling_params=GREEDY))["output_ids"]
+            return list((await other.generate(input_ids=PROMPTS[0], sampling_params=GREEDY))["output_ids"])
 
     expected = adapter.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)["output_ids"]
     assert asyncio.run(work()) == asyncio.run(work()) == expected
@@ -224,28 +225,34 @@ def test_continue_is_refused_while_asleep(on_ipv6: HttpServerEngineAdapter) -> N
     assert on_ipv6.generate(input_ids=[1], sampling_params=GREEDY)["output_ids"]
 
 
-def test_a_port_taken_in_between_is_retried(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def _steal_the_next_reserved_port(thieves: list[socket.socket], known: set[int], stop: threading.Event) -> None:
+    """What a program that insists on a number does: listen on the port that this process has just reserved."""
+    while not stop.wait(0.001):
+        for entry in set(os.listdir("/proc/self/fd")) - {str(fd) for fd in known}:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as found:
+                listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if found.family == socket.AF_INET and found.getsockname()[1] and not listens:
+                    thieves.append(socket.create_server(found.getsockname()))
+                    return
+
+
+def test_a_port_taken_in_between_is_retried(tiny: Callable[..., Path]) -> None:
     """Another program insists on the chosen port while the server loads: the start moves to another one."""
-    from verl_server.adapter import launch as module
-
     thieves: list[socket.socket] = []
-    honest = module.PortReservation
-
-    class Snatched(honest):  # type: ignore[misc,valid-type]
-        def __init__(self, host: str, port: int | None = None) -> None:
-            super().__init__(host, port)
-            if not thieves:
-                self.release()
-                thieves.append(socket.create_server((host, self.port)))
-
-    monkeypatch.setattr(module, "PortReservation", Snatched)
-    server = launch({"model_path": str(tiny("qwen3")), "max_total_tokens": 4096}, AdapterConfig(), {})
+    stop = threading.Event()
+    known = {int(fd) for fd in os.listdir("/proc/self/fd")}
+    thief = threading.Thread(target=_steal_the_next_reserved_port, args=(thieves, known, stop))
+    thief.start()
     try:
-        assert server.base_url != f"http://127.0.0.1:{thieves[0].getsockname()[1]}"
-        assert thieves
-    finally:
+        server = launch({"model_path": str(tiny("qwen3")), "max_total_tokens": 4096}, AdapterConfig(), {})
         server.process.stop()
-        thieves[0].close()
+        assert thieves
+        assert server.base_url != f"http://127.0.0.1:{thieves[0].getsockname()[1]}"
+    finally:
+        stop.set()
+        thief.join()
+        for one in thieves:
+            one.close()
 
 
 def test_forked_child_is_told(adapter: HttpServerEngineAdapter) -> None:

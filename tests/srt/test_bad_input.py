@@ -112,7 +112,7 @@ def test_manifest_errors_carry_the_facts(untouched: Any) -> None:
 
 def test_control_calls_refuse(untouched: Any) -> None:
     adapter = untouched.adapter
-    for call, culprit in [
+    refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: untouched.release_memory_occupation(["no_such"]), "no_such"),
         (lambda: untouched.release_memory_occupation("weights"), "list"),
         (lambda: untouched.release_memory_occupation([]), "empty"),
@@ -131,14 +131,15 @@ def test_control_calls_refuse(untouched: Any) -> None:
         (lambda: adapter.update_weights_from_distributed(["a"], ["float32"], []), "equally many"),
         (lambda: adapter.update_weights_from_disk(""), "model_path"),
         (lambda: adapter.weights_checker("no_such"), "no_such"),
-    ]:
+    ]
+    for call, culprit in refused:
         with pytest.raises(BadInputError, match=culprit):
             call()
 
 
 def test_constructors_refuse(one_rank: Any, tiny: Callable[..., Any]) -> None:
     folder = str(tiny("qwen3"))
-    for arguments, culprit in [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"model_path": folder, "nnodes": 0}, "nnodes"),
         ({"model_path": folder, "nnodes": 2}, "spread"),
         ({"model_path": folder, "tp_size": 0}, "tp_size"),
@@ -147,7 +148,8 @@ def test_constructors_refuse(one_rank: Any, tiny: Callable[..., Any]) -> None:
         ({"model_path": folder, "attention_backend": {1, 2}}, "attention_backend"),
         ({"model_path": "/no/such/folder"}, "/no/such/folder"),
         ({}, "model_path"),
-    ]:
+    ]
+    for arguments, culprit in refused:
         with pytest.raises(BadInputError, match=culprit):
             VerlEngine(one_rank, **arguments)
     with pytest.raises(BadInputError, match="control_s"):

@@ -110,7 +110,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for all other tests, big enough to weigh, started with nothing but its rank count."""
     folder = tmp_path_factory.mktemp("platform")
-    sizes = {"hidden_size": 512, "layers": 8, "heads": 8, "kv_heads": 4, "intermediate_size": 2048}
+    sizes: dict[str, Any] = {"hidden_size": 512, "layers": 8, "heads": 8, "kv_heads": 4, "intermediate_size": 2048}
     model = make_model(folder / "model", tie_word_embeddings=True, **sizes)
     with launch(model, folder / "log", "--tp", "2") as running:
         yield running

@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import GREEDY, PROMPTS, assert_equals_reference, change_weights, mesh_of, reference_model, run_ranks
+from helpers import (
+    GREEDY,
+    PROMPTS,
+    Ranks,
+    assert_equals_reference,
+    change_weights,
+    mesh_of,
+    reference_model,
+    trainer_ranks,
+)
 
 from verl_server import Timeouts, VerlEngine
 from verl_server.errors import BadInputError, PeerError, VerlServerError, WeightManifestError
@@ -68,7 +77,8 @@ def _failures(rank: int, world: int, folder: str) -> list[Any]:
 
 
 def test_failures_are_the_same_on_all_ranks(tiny: Callable[..., Path]) -> None:
-    found, _ = run_ranks(_failures, 2, str(tiny("qwen2")), dying=1)
+    with trainer_ranks(2) as ranks:
+        found, _ = ranks.run(_failures, str(tiny("qwen2")), dying=1)
     shape, names, late, bad, dead, after = found
     assert shape[0] == WeightManifestError.__name__
     assert "model.norm.weight" in shape[1]
@@ -140,8 +150,8 @@ def _two_dimensional(engine: VerlEngine, folder: str, rank: int) -> None:
     assert_equals_reference(engine, model)
 
 
-def test_shards_of_every_kind_and_equal_results(tiny: Callable[..., Path]) -> None:
-    first, second = run_ranks(_same_errors, 2, str(tiny("qwen2")))
+def test_shards_of_every_kind_and_equal_results(two_ranks: Ranks, tiny: Callable[..., Path]) -> None:
+    first, second = two_ranks.run(_same_errors, str(tiny("qwen2")))
     assert first == second
     assert [kind for kind, _ in first[:3]] == ["WeightManifestError", "BadInputError", "BadInputError"]
 
@@ -154,7 +164,8 @@ def _two_nodes(rank: int, world: int, folder: str) -> list[list[int]]:
         engine.update_weights_from_tensor(model.state_dict().items())
         second = assert_equals_reference(engine, model)
         assert first != second
-        process = engine._backend.adapter.asynchronous.process  # every node's first rank has its own server
+        backend: Any = engine._backend
+        process = backend.adapter.asynchronous.process  # every node's first rank has its own server
         assert process.pid
         # the second node's server dies: the first rank learns of it
         if rank == 1:
@@ -169,14 +180,15 @@ def _two_nodes(rank: int, world: int, folder: str) -> list[list[int]]:
         return second
 
 
-def test_two_nodes_on_this_machine(tiny: Callable[..., Path]) -> None:
-    first, second = run_ranks(_two_nodes, 2, str(tiny("qwen3")))
+def test_two_nodes_on_this_machine(two_ranks: Ranks, tiny: Callable[..., Path]) -> None:
+    first, second = two_ranks.run(_two_nodes, str(tiny("qwen3")))
     assert first == second
 
 
 @pytest.mark.parametrize("architecture", ["qwen3"])
 def test_in_process_engine_behind_the_same_protocol(architecture: str, tiny: Callable[..., Path]) -> None:
-    (tokens,) = run_ranks(_in_process, 1, str(tiny(architecture)))
+    with trainer_ranks(1) as ranks:  # of its own: SGLang leaves its marks on the process it runs in
+        (tokens,) = ranks.run(_in_process, str(tiny(architecture)))
     first, second, third = tokens
     assert first == third != second
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 from helpers import (
     GREEDY,
     PROMPTS,
+    Ranks,
     assert_equals_reference,
     change_weights,
     greedy_with_logprobs,
     mesh_of,
     reference_model,
-    run_ranks,
 )
 
 from verl_server import VerlEngine
@@ -25,22 +25,33 @@ from verl_server import VerlEngine
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "qwen3_moe"]
 
 
+@pytest.fixture
+def tp1_engine(architecture: str, request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Iterator[Any]:
+    """An engine with this model; Qwen3 is what all tests share."""
+    if architecture == "qwen3":
+        yield request.getfixturevalue("shared_engine")
+    else:
+        mesh = request.getfixturevalue("one_rank")
+        with VerlEngine(mesh, model_path=str(tiny(architecture)), dtype="float32", max_total_tokens=8192) as engine:
+            yield engine
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tp1_equals_hugging_face_before_and_after_updates(
-    architecture: str, one_rank: Any, tiny: Callable[..., Path]
+    architecture: str, tp1_engine: Any, tiny: Callable[..., Path]
 ) -> None:
     model = reference_model(tiny(architecture))
-    with VerlEngine(one_rank, model_path=str(tiny(architecture)), dtype="float32", max_total_tokens=8192) as engine:
-        first = assert_equals_reference(engine, model)
-        old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        change_weights(model, seed=1)
-        result = engine.update_weights_from_tensor(iter(model.state_dict().items()))
-        assert (result.weight_version, result.missing) == ("1", 0)
-        assert assert_equals_reference(engine, model) != first
-        engine.update_weights_from_tensor(old.items())
-        again = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
-        assert [reply["output_ids"] for reply in again] == first
-        assert {reply["meta_info"]["weight_version"] for reply in again} == {"2"}
+    first = assert_equals_reference(tp1_engine, model)
+    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    change_weights(model, seed=1)
+    changed = tp1_engine.update_weights_from_tensor(iter(model.state_dict().items()))
+    assert changed.missing == 0
+    assert assert_equals_reference(tp1_engine, model) != first
+    restored = tp1_engine.update_weights_from_tensor(old.items())
+    assert int(restored.weight_version) == int(changed.weight_version) + 1
+    again = tp1_engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
+    assert [reply["output_ids"] for reply in again] == first
+    assert {reply["meta_info"]["weight_version"] for reply in again} == {restored.weight_version}
 
 
 def _tp2_rank(rank: int, world: int, folder: str) -> list[list[list[int]]]:
@@ -67,8 +78,10 @@ def _tp2_rank(rank: int, world: int, folder: str) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_tp2_with_two_fsdp2_ranks_equals_hugging_face(architecture: str, tiny: Callable[..., Path]) -> None:
-    ranks = run_ranks(_tp2_rank, 2, str(tiny(architecture)))
+def test_tp2_with_two_fsdp2_ranks_equals_hugging_face(
+    architecture: str, two_ranks: Ranks, tiny: Callable[..., Path]
+) -> None:
+    ranks = two_ranks.run(_tp2_rank, str(tiny(architecture)))
     assert ranks[0] == ranks[1], "every rank gets the same result"
     first, second, third = ranks[0]
     assert first == third != second

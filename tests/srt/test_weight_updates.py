@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from helpers import (
@@ -24,7 +26,6 @@ from helpers import (
 
 from verl_server import VerlEngine
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, TornWeightsError
-from verl_server.weights.layout import TABLE_OFFSET
 
 UPDATES = 300
 
@@ -164,26 +165,27 @@ def test_release_while_requests_run_is_refused(shared_engine: Any) -> None:
     shared_engine.flush_cache()
 
 
+@contextlib.contextmanager
+def no_more_files(pid: int) -> Iterator[None]:
+    """That process cannot open another file (EMFILE), as on a machine with a low limit."""
+    process = psutil.Process(pid)
+    usual = process.rlimit(psutil.RLIMIT_NOFILE)
+    process.rlimit(psutil.RLIMIT_NOFILE, (open_files(pid), usual[1]))
+    try:
+        yield
+    finally:
+        process.rlimit(psutil.RLIMIT_NOFILE, usual)
+
+
 def test_torn_update_serves_nothing_until_a_whole_one_lands(one_rank: Any, tiny: Callable[..., Path]) -> None:
-    """A fault is injected into the shared memory itself: the table that the server reads is damaged."""
+    """The scheduler cannot open the staged weights: nothing is served until a whole update has landed."""
     model = reference_model(tiny("qwen2"))
     with VerlEngine(one_rank, model_path=str(tiny("qwen2")), dtype="float32", max_total_tokens=8192) as engine:
         first = assert_equals_reference(engine, model)
-        arena = engine._weights._arena
-        honest = arena.write_table
-
-        def corrupt(names: list[str]) -> int:
-            length = honest(names)
-            table = arena._layout.table(names)
-            damaged = table.replace(b"[64, 64]", b"[32, 64]", 1).ljust(length)
-            assert damaged != table
-            arena._memory[TABLE_OFFSET : TABLE_OFFSET + length] = damaged
-            return length
-
-        arena.write_table = corrupt
-        with pytest.raises(TornWeightsError, match="half-way"):
+        tree = tree_of(engine.adapter.asynchronous.process.pid)
+        (scheduler,) = (pid for pid in tree if "scheduler" in psutil.Process(pid).cmdline()[0])
+        with no_more_files(scheduler), pytest.raises(TornWeightsError, match=r"half-way.*did not report"):
             engine.update_weights_from_tensor(model.state_dict().items())
-        arena.write_table = honest
         with pytest.raises(TornWeightsError):
             engine.generate(input_ids=[1], sampling_params=GREEDY)
         with pytest.raises(TornWeightsError, match="push all"):

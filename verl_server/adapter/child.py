@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import signal
 import sys
 
@@ -22,6 +23,8 @@ def main() -> None:
     """Run until killed. Dies with its warden (the kernel sees to it)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     server_args = json.loads(sys.stdin.buffer.readline())
+    if platform.machine() == "x86_64":  # numpy's BLAS threads are of no use to a server (torch has its own BLAS
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # here) and would rule out `platforms/workers.py`
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
 

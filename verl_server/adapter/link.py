@@ -122,8 +122,7 @@ class Link:
         loop = asyncio.get_running_loop()
         session = self._sessions.get(loop)
         if session is None or session.closed:
-            for old in [known for known in self._sessions if known.is_closed()]:
-                del self._sessions[old]
+            self._forget_closed_loops()
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=2**20)
             self._sessions[loop] = session
@@ -132,9 +131,17 @@ class Link:
     def fail(self, error: VerlServerError) -> None:
         """Break every call in flight and refuse all later ones with `error`. From any thread."""
         self._fatal = self._fatal or error
+        self._forget_closed_loops()
         for loop, session in list(self._sessions.items()):
             if not loop.is_closed() and session.connector is not None:
                 loop.call_soon_threadsafe(_close_connections, session.connector)
+
+    def _forget_closed_loops(self) -> None:
+        """Their connections died with them (`asyncio.run` has ended, say); mark the pools closed, too."""
+        for loop in [known for known in self._sessions if known.is_closed()]:
+            session = self._sessions.pop(loop, None)
+            if session is not None and session.connector is not None:
+                session.connector.close().__await__()  # there is no loop left to wait in, and nothing to wait for
 
     async def aclose(self) -> None:
         """Close the pool of the running loop."""

@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import queue
-import secrets
-import socket
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -23,7 +19,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_server.engine.channel import Channel, Json, admit, join
+from verl_server.engine.channel import Channel, Json
+from verl_server.engine.rendezvous import connect
 from verl_server.errors import DeadlineError, PeerError, ShutDownError, VerlServerError, from_wire, to_wire
 
 #: How long after the hub's own deadline a spoke still waits for the hub to say so.
@@ -64,20 +61,7 @@ class TpGroup:
         `reachable`: ranks may be on other machines, so the hub listens on an address that they can reach.
         Raises DeadlineError naming the ranks that did not come within `ranks_s` seconds.
         """
-        if size == 1:
-            return cls(rank, size, {}, ranks_s)
-        if rank == 0:
-            host = _own_address() if reachable else "127.0.0.1"
-            key = secrets.token_bytes(32)
-            with socket.create_server((host, 0), backlog=size) as listener:
-                share([host, listener.getsockname()[1], key.hex()])
-                return cls(rank, size, _admit_all(listener, key, size, ranks_s), ranks_s)
-        host, port, key_hex = share(None)
-        try:
-            channel = join((host, port), bytes.fromhex(key_hex), rank, ranks_s)
-        except OSError as error:
-            raise PeerError(f"rank {rank} cannot reach rank 0 at {host}:{port}: {error}", ranks=[0]) from error
-        return cls(rank, size, {0: channel}, ranks_s)
+        return cls(rank, size, connect(rank, size, share, reachable, ranks_s), ranks_s)
 
     # -- one call -----------------------------------------------------------------------------------
 
@@ -321,35 +305,3 @@ def _result(outcome: Json) -> Any:
     if "error" in outcome:
         raise from_wire(outcome["error"])
     return outcome["result"]
-
-
-def _admit_all(listener: socket.socket, key: bytes, size: int, ranks_s: float) -> dict[int, Channel]:
-    channels: dict[int, Channel] = {}
-    deadline = time.monotonic() + ranks_s
-    while len(channels) < size - 1:
-        listener.settimeout(max(deadline - time.monotonic(), 0.001))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            missing = sorted(set(range(1, size)) - channels.keys())
-            for channel in channels.values():
-                channel.close()
-            raise PeerError(
-                f"rank(s) {missing} did not connect to rank 0 within {ranks_s:g} s", ranks=missing
-            ) from None
-        rank = admit(connection, key)
-        if rank is None or rank in channels or not 0 < rank < size:
-            connection.close()
-        else:
-            channels[rank] = Channel(connection, rank)
-    return channels
-
-
-def _own_address() -> str:
-    """The address of this machine on the way to the trainer's rendezvous host (no packet is sent)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])

@@ -215,7 +215,10 @@ def check_reports(arena: Arena, descriptor: Descriptor, node_rank: int) -> None:
     for rank in range(node_rank * descriptor.ranks_per_node, (node_rank + 1) * descriptor.ranks_per_node):
         report = arena.report(rank)
         if report is None or report["update_id"] != descriptor.update_id:
-            raise VerlServerError(f"TP rank {rank} of the server did not report on the update")
+            raise VerlServerError(
+                f"TP rank {rank} of the server did not report on the update: it could not reach the staged "
+                "weights; the server's log says why"
+            )
         if not report["ok"]:
             raise VerlServerError(
                 f"TP rank {rank} of the server could not load the weights: {report['error']}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from verl_server.config import AdapterConfig, Timeouts
@@ -12,6 +12,7 @@ from verl_server.engine.backend import Backend
 from verl_server.engine.group import TpGroup
 from verl_server.engine.placement import place
 from verl_server.engine.start import WeightsSide, share_over, start_backend, start_weights_side
+from verl_server.engine.streams import async_stream_of, stream_of
 from verl_server.errors import (
     BadInputError,
     PeerError,
@@ -19,8 +20,6 @@ from verl_server.errors import (
     ShutDownError,
     TornWeightsError,
     VerlServerError,
-    from_wire,
-    to_wire,
 )
 from verl_server.types import WeightUpdateResult
 
@@ -110,7 +109,7 @@ class VerlEngine:
         """
         request = _request(locals(), fields)
         if stream:
-            return self._stream(request)
+            return stream_of(self._group, self._head, request, self._refusal())
         call = self._group.next_call("generate")
         limit = self._timeouts.generation_s
         return self._group.agree(
@@ -135,47 +134,11 @@ class VerlEngine:
         """`generate` for an event loop; any number may be under way. With `stream=True` an async iterator."""
         request = _request(locals(), fields)
         if stream:
-            return self._async_stream(request)
+            return async_stream_of(self._group, self._head, request, self._refusal())
         call = self._group.next_call("async_generate")
         return await self._group.agree_async(
             call, lambda _: self._head().async_generate(**request), error=self._refusal()
         )
-
-    def _stream(self, request: Json) -> Iterator[Json]:
-        call = self._group.next_call("stream")
-        events = self._group.open_stream(call)
-        try:
-            self._group.agree(call, lambda _: None, error=self._refusal())
-            if self._tp_rank == 0:
-                with _EndOfStream(self._group, call):
-                    for event in self._head().generate_stream(**request):
-                        self._group.publish(call, event)
-                        yield event
-            else:
-                while "end" not in (event := events.get()):
-                    yield event
-                _raise_end(event)
-        finally:
-            self._group.close_stream(call)
-
-    async def _async_stream(self, request: Json) -> AsyncIterator[Json]:
-        import asyncio
-
-        call = self._group.next_call("async_stream")
-        events = self._group.open_stream(call)
-        try:
-            await self._group.agree_async(call, _nothing, error=self._refusal())
-            if self._tp_rank == 0:
-                with _EndOfStream(self._group, call):
-                    async for event in self._head().async_generate_stream(**request):
-                        self._group.publish(call, event)
-                        yield event
-            else:
-                while "end" not in (event := await asyncio.to_thread(events.get)):
-                    yield event
-                _raise_end(event)
-        finally:
-            self._group.close_stream(call)
 
     # -- weights ------------------------------------------------------------------------------------
 
@@ -346,29 +309,6 @@ class VerlEngine:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-
-async def _nothing(_: list[Json]) -> None:
-    """The action of a call that only waits for all ranks."""
-
-
-class _EndOfStream:
-    """Tells the other ranks how a stream ended, whatever ended it."""
-
-    def __init__(self, group: TpGroup, call: str) -> None:
-        self._group, self._call = group, call
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        failed = error is not None and not isinstance(error, GeneratorExit)
-        self._group.publish(self._call, {"end": to_wire(error) if failed and error is not None else None})
-
-
-def _raise_end(event: Json) -> None:
-    if event["end"] is not None:
-        raise from_wire(event["end"])
 
 
 def _request(arguments: Json, fields: Json) -> Json:

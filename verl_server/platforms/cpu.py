@@ -39,6 +39,10 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        """Inductor would compile C++ for ten seconds in the first forward of TP 2, for one masked lookup."""
+        return "eager"
+
     def get_dispatch_key_name(self) -> str:
         return "native"
 

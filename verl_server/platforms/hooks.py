@@ -7,6 +7,7 @@ detokenizer, which needs none of them, must not be made to import the whole sche
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pkgutil import resolve_name
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 _MANAGERS = "sglang.srt.managers"
 _UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
+_ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _FRONT = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
 _SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler"
@@ -27,14 +29,23 @@ _SAMPLER = "sglang.srt.layers.sampler"
 def register() -> None:
     """Register the hooks of this process. Called by `register_hooks` on the active CPU platform only."""
     in_scheduler = f"{_MANAGERS}.scheduler" in sys.modules
-    if in_scheduler:
+    in_detokenizer = f"{_MANAGERS}.detokenizer_manager" in sys.modules
+    # A spawned worker has imported its own manager, the launcher none of them or (Engine) all.
+    in_launcher = in_scheduler == in_detokenizer
+    if in_launcher:
+        _register_launcher()
+    if in_launcher or in_scheduler:  # the launcher's workers may be its forks
         _register_scheduler()
-    # A worker process has imported its own manager, the launcher none of them or (Engine) all.
-    if in_scheduler == (f"{_MANAGERS}.detokenizer_manager" in sys.modules):
-        from verl_server.platforms import front_hooks
 
-        _add(f"{_FRONT}.release_memory_occupation", front_hooks.release, HookType.REPLACE)
-        _add(f"{_FRONT}.resume_memory_occupation", front_hooks.resume, HookType.REPLACE)
+
+def _register_launcher() -> None:
+    from verl_server.platforms import front_hooks, workers
+
+    _add(f"{_FRONT}.release_memory_occupation", front_hooks.release, HookType.REPLACE)
+    _add(f"{_FRONT}.resume_memory_occupation", front_hooks.resume, HookType.REPLACE)
+    for step in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
+        _add(f"{_ENGINE}.{step}", workers.launch, HookType.AROUND)
+    os.register_at_fork(after_in_child=workers.become_a_worker)
 
 
 def _register_scheduler() -> None:

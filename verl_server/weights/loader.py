@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import mmap
 import os
 import pickle
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 
 from verl_server.weights.layout import REPORT_BYTES, TABLE_OFFSET
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,15 @@ def _tensors(view: memoryview, table: list[Any]) -> Iterator[tuple[str, torch.Te
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
     """SGLang's custom weight loader: `fn(model, named_tensors)`. Never raises."""
+    try:
+        _load(model, Descriptor(**json.loads(named_tensors[0][0])))
+    except Exception:  # raising would end the server; the trainer misses the report and looks into the log
+        logger.exception("the staged weights could not be reached")
+
+
+def _load(model: Any, descriptor: Descriptor) -> None:
     from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
 
-    descriptor = Descriptor(**json.loads(named_tensors[0][0]))
     rank = get_tensor_model_parallel_rank()
     memory = _mapping.get(descriptor.paths[rank // descriptor.ranks_per_node], descriptor.size)
     report: dict[str, Any] = {"update_id": descriptor.update_id, "ok": False}
@@ -93,7 +102,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
         model.load_weights(_tensors(view, table))
         view.release()  # BufferError if the model kept a tensor: it would change under its feet
         report = {"update_id": descriptor.update_id, "ok": True, "tensors": len(table)}
-    except Exception as error:  # noqa: BLE001 - the isolation boundary named above: raising ends the server
+    except Exception as error:  # noqa: BLE001 - it goes into the report
         report["error"] = f"{type(error).__name__}: {error}"
         report["trace"] = traceback.format_exc()[-2000:]
     raw = json.dumps(report).encode()[:REPORT_BYTES]
