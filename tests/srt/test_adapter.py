@@ -225,23 +225,29 @@ def test_continue_is_refused_while_asleep(on_ipv6: HttpServerEngineAdapter) -> N
     assert on_ipv6.generate(input_ids=[1], sampling_params=GREEDY)["output_ids"]
 
 
-def _steal_the_next_reserved_port(thieves: list[socket.socket], known: set[int], stop: threading.Event) -> None:
+def _own_sockets() -> set[str]:
+    """This process's open sockets, by number of file descriptor and inode."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(f"{entry} {os.readlink(f'/proc/self/fd/{entry}')}")
+    return {one for one in found if "socket:" in one}
+
+
+def _steal_the_next_reserved_port(thieves: list[socket.socket], known: set[str], stop: threading.Event) -> None:
     """What a program that insists on a number does: listen on the port that this process has just reserved."""
-    while not stop.wait(0.001):
-        for entry in set(os.listdir("/proc/self/fd")) - {str(fd) for fd in known}:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as found:
-                listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if found.family == socket.AF_INET and found.getsockname()[1] and not listens:
+    while not thieves and not stop.wait(0.001):
+        for one in _own_sockets() - known:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(one.split()[0]))) as found:
+                if found.family == socket.AF_INET and found.getsockname()[1]:
                     thieves.append(socket.create_server(found.getsockname()))
-                    return
 
 
 def test_a_port_taken_in_between_is_retried(tiny: Callable[..., Path]) -> None:
     """Another program insists on the chosen port while the server loads: the start moves to another one."""
     thieves: list[socket.socket] = []
     stop = threading.Event()
-    known = {int(fd) for fd in os.listdir("/proc/self/fd")}
-    thief = threading.Thread(target=_steal_the_next_reserved_port, args=(thieves, known, stop))
+    thief = threading.Thread(target=_steal_the_next_reserved_port, args=(thieves, _own_sockets(), stop))
     thief.start()
     try:
         server = launch({"model_path": str(tiny("qwen3")), "max_total_tokens": 4096}, AdapterConfig(), {})
