@@ -75,7 +75,7 @@ class Ways:
         )
 
     async def _open_session(self) -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)  # SGLang closes idle connections after 5 s
         return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
     def _tasks(self, name: str, send: AsyncSend, peers: tuple[str, ...] = ()) -> Way:

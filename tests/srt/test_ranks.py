@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import (
     GREEDY,
     PROMPTS,
@@ -23,7 +25,7 @@ from helpers import (
 )
 
 from verl_server import Timeouts, VerlEngine
-from verl_server.errors import BadInputError, PeerError, VerlServerError, WeightManifestError
+from verl_server.errors import BadInputError, PeerError, VerlServerError
 
 
 def _raised(call: Callable[[], Any]) -> tuple[str, str]:
@@ -34,8 +36,8 @@ def _raised(call: Callable[[], Any]) -> tuple[str, str]:
     return "nothing", ""
 
 
-def _failures(rank: int, world: int, folder: str) -> list[Any]:
-    """One engine, one failure after the other; after each it must serve on."""
+def _one_engine(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any]]:
+    """Shards of every kind, then one failure after the other; after each the engine must serve on."""
     model = reference_model(folder)
     weights = model.state_dict()
     engine = VerlEngine(
@@ -47,10 +49,9 @@ def _failures(rank: int, world: int, folder: str) -> list[Any]:
         timeouts=Timeouts(ranks_s=8.0),
     )
     with engine:
+        same = _same_results(engine, folder, rank)
+        engine.update_weights_from_tensor(weights.items())
         found: list[Any] = []
-        # a bad shape on rank 1 only
-        mine = weights | ({"model.norm.weight": torch.zeros(3)} if rank == 1 else {})
-        found.append(_raised(lambda: engine.update_weights_from_tensor(mine.items())))
         # rank 1 brings other names
         fewer = dict(list(weights.items())[: 5 if rank == 1 else 7])
         found.append(_raised(lambda: engine.update_weights_from_tensor(fewer.items())))
@@ -73,15 +74,16 @@ def _failures(rank: int, world: int, folder: str) -> list[Any]:
         found.append(_raised(lambda: [engine.generate(input_ids=[1], sampling_params=GREEDY) for _ in range(10**6)]))
         assert time.monotonic() - started < 5.0
         found.append(_raised(engine.flush_cache))
-    return found
+    return same, found
 
 
-def test_failures_are_the_same_on_all_ranks(tiny: Callable[..., Path]) -> None:
+def test_shards_of_every_kind_and_failures_on_one_rank(tiny: Callable[..., Path]) -> None:
     with trainer_ranks(2) as ranks:
-        found, _ = ranks.run(_failures, str(tiny("qwen2")), dying=1)
-    shape, names, late, bad, dead, after = found
-    assert shape[0] == WeightManifestError.__name__
-    assert "model.norm.weight" in shape[1]
+        (same, found), _ = ranks.run(_one_engine, str(tiny("qwen2")), dying=1)
+    assert same[0] == same[1], "every rank gets the same results and errors"
+    assert [kind for kind, _ in same[0][:3]] == ["WeightManifestError", "BadInputError", "BadInputError"]
+    assert "model.norm.weight" in same[0][0][1]
+    names, late, bad, dead, after = found
     assert names[0] == BadInputError.__name__
     assert "rank 1 brought 5" in names[1]
     assert late[0] == PeerError.__name__
@@ -92,29 +94,28 @@ def test_failures_are_the_same_on_all_ranks(tiny: Callable[..., Path]) -> None:
     assert after == dead
 
 
-def _same_errors(rank: int, world: int, folder: str) -> list[tuple[str, str]]:
-    with VerlEngine(mesh_of(world), model_path=folder, tp_size=1, dtype="float32", max_total_tokens=8192) as engine:
-        weights = reference_model(folder).state_dict()
-        mine = weights | ({"model.norm.weight": torch.zeros(3)} if rank == 1 else {})
-        found = [
-            _raised(lambda: engine.update_weights_from_tensor(mine.items())),
-            _raised(lambda: engine.generate(input_ids=[-5], sampling_params=GREEDY)),
-            _raised(lambda: engine.release_memory_occupation(["no_such"])),
-        ]
-        # streams and concurrent asynchronous calls give every rank the same
-        import asyncio
+def _same_results(engine: VerlEngine, folder: str, rank: int) -> list[Any]:
+    """What each of the ranks gets, errors and results."""
+    weights = reference_model(folder).state_dict()
+    mine = weights | ({"model.norm.weight": torch.zeros(3)} if rank == 1 else {})
+    found = [
+        _raised(lambda: engine.update_weights_from_tensor(mine.items())),
+        _raised(lambda: engine.generate(input_ids=[-5], sampling_params=GREEDY)),
+        _raised(lambda: engine.release_memory_occupation(["no_such"])),
+    ]
+    events = list(engine.generate(input_ids=[1, 2], sampling_params=GREEDY, stream=True))
 
-        events = list(engine.generate(input_ids=[1, 2], sampling_params=GREEDY, stream=True))
+    async def many() -> list[Any]:
+        calls = [engine.async_generate(input_ids=[i, 9], sampling_params=GREEDY) for i in range(8)]
+        return list(await asyncio.gather(*calls))
 
-        async def many() -> list[Any]:
-            calls = [engine.async_generate(input_ids=[i, 9], sampling_params=GREEDY) for i in range(8)]
-            return list(await asyncio.gather(*calls))
-
-        replies = asyncio.run(many())
-        found.append(("stream", str(events[-1]["output_ids"])))
-        found.append(("async", str([reply["output_ids"] for reply in replies])))
-        _two_dimensional(engine, folder, rank)
-        return found
+    replies = asyncio.run(many())
+    found.append(("stream", str(events[-1]["output_ids"])))
+    found.append(("async", str([reply["output_ids"] for reply in replies])))
+    _two_dimensional(engine, folder, rank)
+    everybody: list[Any] = [None, None]
+    dist.all_gather_object(everybody, found)
+    return everybody
 
 
 def _two_dimensional(engine: VerlEngine, folder: str, rank: int) -> None:
@@ -150,12 +151,6 @@ def _two_dimensional(engine: VerlEngine, folder: str, rank: int) -> None:
     assert_equals_reference(engine, model)
 
 
-def test_shards_of_every_kind_and_equal_results(two_ranks: Ranks, tiny: Callable[..., Path]) -> None:
-    first, second = two_ranks.run(_same_errors, str(tiny("qwen2")))
-    assert first == second
-    assert [kind for kind, _ in first[:3]] == ["WeightManifestError", "BadInputError", "BadInputError"]
-
-
 def _two_nodes(rank: int, world: int, folder: str) -> list[list[int]]:
     model = reference_model(folder)
     with VerlEngine(mesh_of(world), nnodes=2, model_path=folder, dtype="float32", max_total_tokens=8192) as engine:
@@ -185,6 +180,21 @@ def test_two_nodes_on_this_machine(two_ranks: Ranks, tiny: Callable[..., Path]) 
     assert first == second
 
 
+def _one_node_fails(rank: int, world: int, folder: str) -> tuple[str, str]:
+    env = {"SGLANG_PLATFORM": "no_such_platform"} if rank == 1 else {}
+    started = time.monotonic()
+    found = _raised(lambda: VerlEngine(mesh_of(world), nnodes=2, model_path=folder, env=env))
+    assert time.monotonic() - started < 60.0
+    return found
+
+
+def test_a_node_that_does_not_start_is_an_error_on_all_at_once(two_ranks: Ranks, tiny: Callable[..., Path]) -> None:
+    """The first node's server would wait ten minutes for the second's."""
+    first, second = two_ranks.run(_one_node_fails, str(tiny("qwen3")))
+    assert first == second
+    assert first[0] == "StartupError"
+
+
 @pytest.mark.parametrize("architecture", ["qwen3"])
 def test_in_process_engine_behind_the_same_protocol(architecture: str, tiny: Callable[..., Path]) -> None:
     with trainer_ranks(1) as ranks:  # of its own: SGLang leaves its marks on the process it runs in
@@ -194,8 +204,6 @@ def test_in_process_engine_behind_the_same_protocol(architecture: str, tiny: Cal
 
 
 def _in_process(rank: int, world: int, folder: str) -> list[Any]:
-    import asyncio
-
     model = reference_model(folder)
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with VerlEngine(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +27,34 @@ from verl_server import VerlEngine
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "qwen3_moe"]
 
 
-@pytest.fixture
-def tp1_engine(architecture: str, request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Iterator[Any]:
-    """An engine with this model; Qwen3 is what all tests share."""
-    if architecture == "qwen3":
-        yield request.getfixturevalue("shared_engine")
-    else:
-        mesh = request.getfixturevalue("one_rank")
-        with VerlEngine(mesh, model_path=str(tiny(architecture)), dtype="float32", max_total_tokens=8192) as engine:
-            yield engine
+@pytest.fixture(scope="module")
+def engines(one_rank: Any, shared_engine: Any, tiny: Callable[..., Path]) -> Iterator[dict[str, Any]]:
+    """An engine for each architecture; Qwen3's is what all tests share. The others start at the same time."""
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+
+        def start(architecture: str) -> Any:
+            engine = VerlEngine(one_rank, model_path=str(tiny(architecture)), dtype="float32", max_total_tokens=8192)
+            return stack.enter_context(engine)
+
+        others = [architecture for architecture in ARCHITECTURES if architecture != "qwen3"]
+        yield {"qwen3": shared_engine, **dict(zip(others, pool.map(start, others), strict=True))}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tp1_equals_hugging_face_before_and_after_updates(
-    architecture: str, tp1_engine: Any, tiny: Callable[..., Path]
+    architecture: str, engines: dict[str, Any], tiny: Callable[..., Path]
 ) -> None:
+    engine = engines[architecture]
     model = reference_model(tiny(architecture))
-    first = assert_equals_reference(tp1_engine, model)
+    first = assert_equals_reference(engine, model)
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     change_weights(model, seed=1)
-    changed = tp1_engine.update_weights_from_tensor(iter(model.state_dict().items()))
+    changed = engine.update_weights_from_tensor(iter(model.state_dict().items()))
     assert changed.missing == 0
-    assert assert_equals_reference(tp1_engine, model) != first
-    restored = tp1_engine.update_weights_from_tensor(old.items())
+    assert assert_equals_reference(engine, model) != first
+    restored = engine.update_weights_from_tensor(old.items())
     assert int(restored.weight_version) == int(changed.weight_version) + 1
-    again = tp1_engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
+    again = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
     assert [reply["output_ids"] for reply in again] == first
     assert {reply["meta_info"]["weight_version"] for reply in again} == {restored.weight_version}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -165,12 +166,26 @@ def test_release_while_requests_run_is_refused(shared_engine: Any) -> None:
     shared_engine.flush_cache()
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator's server does not refuse this")
+def test_a_release_that_the_server_refuses_leaves_it_serving(adapter: Any) -> None:
+    adapter.begin_weight_update()
+    try:
+        with pytest.raises(ServerBusyError, match="weight update"):
+            adapter.release_memory_occupation(["weights"])
+        assert not adapter.asynchronous.asleep
+    finally:
+        adapter.end_weight_update()
+    assert adapter.generate(input_ids=[1], sampling_params=GREEDY)["output_ids"]
+
+
 @contextlib.contextmanager
-def no_more_files(pid: int) -> Iterator[None]:
-    """That process cannot open another file (EMFILE), as on a machine with a low limit."""
+def one_more_file(pid: int) -> Iterator[None]:
+    """That process can open one more file at a time: SGLang can work, a new mapping (two at once) fails."""
     process = psutil.Process(pid)
     usual = process.rlimit(psutil.RLIMIT_NOFILE)
-    process.rlimit(psutil.RLIMIT_NOFILE, (open_files(pid), usual[1]))
+    used = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
+    _, second_free = itertools.islice((number for number in itertools.count() if number not in used), 2)
+    process.rlimit(psutil.RLIMIT_NOFILE, (second_free, usual[1]))
     try:
         yield
     finally:
@@ -178,13 +193,13 @@ def no_more_files(pid: int) -> Iterator[None]:
 
 
 def test_torn_update_serves_nothing_until_a_whole_one_lands(one_rank: Any, tiny: Callable[..., Path]) -> None:
-    """The scheduler cannot open the staged weights: nothing is served until a whole update has landed."""
+    """The scheduler cannot map the staged weights: nothing is served until a whole update has landed."""
     model = reference_model(tiny("qwen2"))
     with VerlEngine(one_rank, model_path=str(tiny("qwen2")), dtype="float32", max_total_tokens=8192) as engine:
         first = assert_equals_reference(engine, model)
         tree = tree_of(engine.adapter.asynchronous.process.pid)
         (scheduler,) = (pid for pid in tree if "scheduler" in psutil.Process(pid).cmdline()[0])
-        with no_more_files(scheduler), pytest.raises(TornWeightsError, match=r"half-way.*did not report"):
+        with one_more_file(scheduler), pytest.raises(TornWeightsError, match=r"half-way.*did not report"):
             engine.update_weights_from_tensor(model.state_dict().items())
         with pytest.raises(TornWeightsError):
             engine.generate(input_ids=[1], sampling_params=GREEDY)

@@ -10,7 +10,7 @@ from verl_server.adapter.calls_memory import MemoryCalls
 from verl_server.adapter.calls_weights import WeightCalls
 from verl_server.adapter.launch import launch
 from verl_server.adapter.link import Link
-from verl_server.adapter.process import Exit, ServerProcess
+from verl_server.adapter.process import Exit, GiveUp, ServerProcess, never
 from verl_server.adapter.router import RouterRegistration
 from verl_server.config import AdapterConfig
 from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError
@@ -21,7 +21,8 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, WeightCalls):
 
     `AsyncHttpServerEngineAdapter(model_path=..., **server_args)` blocks until the server is ready (inside
     an event loop use `await AsyncHttpServerEngineAdapter.launch(...)`); `attach` drives a server that
-    somebody else started. Server arguments are the fields of SGLang's `ServerArgs`, passed on verbatim.
+    somebody else started. `give_up` is asked while the server starts: an error that it returns ends the
+    start and is raised. Server arguments are the fields of SGLang's `ServerArgs`, passed on verbatim.
     Every method raises the errors of `verl_server.errors`; none is swallowed.
     """
 
@@ -30,10 +31,11 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, WeightCalls):
         *,
         config: AdapterConfig | None = None,
         env: Mapping[str, str] | None = None,
+        give_up: GiveUp = never,
         **server_args: Any,
     ) -> None:
         config = config or AdapterConfig()
-        server = launch(server_args, config, env or {})
+        server = launch(server_args, config, env or {}, give_up)
         try:
             self._setup(config, server.base_url, server.api_key, server.admin_api_key, server.process)
         except BaseException:

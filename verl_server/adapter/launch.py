@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_server.adapter import sglang as api
 from verl_server.adapter.ports import PortReservation, authority
-from verl_server.adapter.process import ServerProcess
+from verl_server.adapter.process import GiveUp, ServerProcess, never
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, StartupError
 
@@ -76,8 +76,10 @@ def _model_path(given: Any) -> str:
     return path
 
 
-def launch(server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str]) -> LaunchedServer:
-    """Spawn a server and wait until it is ready.
+def launch(
+    server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], give_up: GiveUp = never
+) -> LaunchedServer:
+    """Spawn a server and wait until it is ready, or until `give_up` returns an error, which is raised.
 
     Raises StartupError, BadInputError (an argument that SGLang refuses) or DeadlineError; whatever was
     started is ended first.
@@ -88,7 +90,7 @@ def launch(server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[s
         reservation = PortReservation(args["host"], chosen_port)
         args["port"] = reservation.port
         try:
-            return _start_once(args, config, env)
+            return _start_once(args, config, env, give_up)
         except StartupError as error:
             words = str(error.details.get("log_tail", "")).lower()
             taken = any(phrase in words for phrase in PORT_TAKEN)
@@ -100,13 +102,18 @@ def launch(server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[s
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _start_once(args: dict[str, Any], config: AdapterConfig, env: Mapping[str, str]) -> LaunchedServer:
+def _start_once(args: dict[str, Any], config: AdapterConfig, env: Mapping[str, str], give_up: GiveUp) -> LaunchedServer:
     host = _connect_host(args["host"])
     process = ServerProcess(args, env=env, log_dir=config.log_dir, deadline_s=config.timeouts.start_s)
     try:
         head = int(args.get("node_rank") or 0) == 0
         paths = (api.READY.path, api.HEALTH.path) if head else (api.PING.path, api.HEALTH.path)
-        process.wait_ready(lambda: _answers(host, args["port"], paths), config.timeouts.start_s, PORT_TAKEN)
+        process.wait_ready(
+            lambda: _answers(host, args["port"], paths),
+            config.timeouts.start_s,
+            fatal_words=PORT_TAKEN,
+            give_up=give_up,
+        )
         if head:
             _require_our_own(host, args["port"], args["api_key"])
     except BaseException:

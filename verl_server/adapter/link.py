@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -141,7 +142,10 @@ class Link:
         for loop in [known for known in self._sessions if known.is_closed()]:
             session = self._sessions.pop(loop, None)
             if session is not None and session.connector is not None:
-                session.connector.close().__await__()  # there is no loop left to wait in, and nothing to wait for
+                closing = session.connector.close().__await__()
+                with suppress(StopIteration):
+                    next(closing)  # there is no loop left to wait in, and nothing to wait for
+                closing.close()
 
     async def aclose(self) -> None:
         """Close the pool of the running loop."""

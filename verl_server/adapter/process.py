@@ -24,7 +24,7 @@ from typing import Any
 
 from verl_server.adapter import warden as warden_script
 from verl_server.adapter.child import EXIT_BAD_ARGUMENT
-from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, StartupError
+from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, StartupError, VerlServerError
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,12 @@ RENDEZVOUS_VARIABLES = (
     "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "OMP_NUM_THREADS",
 )  # fmt: skip
 LOG_LIMIT_BYTES = 16 * 1024 * 1024
+#: Asked while a server starts: the error to end the start with (another node has failed, say), or None.
+GiveUp = Callable[[], VerlServerError | None]
+
+
+def never() -> None:
+    """The `GiveUp` of a server that depends on nothing else."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +145,18 @@ class ServerProcess:
         )
 
     def wait_ready(
-        self, probe: Callable[[], bool], deadline_s: float, fatal_words: tuple[str, ...] = (), poll_s: float = 0.05
+        self,
+        probe: Callable[[], bool],
+        deadline_s: float,
+        *,
+        fatal_words: tuple[str, ...] = (),
+        give_up: GiveUp = never,
+        poll_s: float = 0.05,
     ) -> None:
         """Poll `probe` until it is true. `fatal_words` in the log end the wait: SGLang may live on for minutes.
 
         Raises StartupError with the server's last words when it ends first, BadInputError when SGLang
-        refuses an argument, DeadlineError when `deadline_s` seconds pass.
+        refuses an argument, DeadlineError when `deadline_s` seconds pass, and what `give_up` returns.
         """
         deadline = time.monotonic() + deadline_s
         while not probe():
@@ -158,6 +170,8 @@ class ServerProcess:
                     log_tail=words,
                     log_path=str(self.log_path),
                 )
+            if (reason := give_up()) is not None:
+                raise reason
             said = self._log_end().lower() if fatal_words else ""
             if any(words in said for words in fatal_words):
                 raise StartupError(

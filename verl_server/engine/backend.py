@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.launch import WEIGHT_LOADER
+from verl_server.adapter.process import GiveUp
 from verl_server.config import AdapterConfig, PauseMode
 from verl_server.errors import VerlServerError
 from verl_server.weights.loader import Descriptor, payload
@@ -42,8 +43,10 @@ class Backend(Protocol):
 class ServerBackend:
     """A separately spawned server behind the HTTP adapter."""
 
-    def __init__(self, server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str]) -> None:
-        self.adapter = HttpServerEngineAdapter(config=config, env=env, **server_args)
+    def __init__(
+        self, server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], give_up: GiveUp
+    ) -> None:
+        self.adapter = HttpServerEngineAdapter(config=config, env=env, give_up=give_up, **server_args)
         self._tp_size = int(server_args.get("tp_size") or 1)
 
     def generate(self, **request: Any) -> Any:

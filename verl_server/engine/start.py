@@ -52,19 +52,18 @@ def start_backend(
 ) -> Backend | None:
     """Start the server process of each node on the node's first rank, at the same time; None elsewhere.
 
-    If one does not start, all ranks raise its error and the others are ended.
+    If one does not start, all ranks raise its error at once and the others are ended.
     """
     args = _agree_on_args(group, placement, server_args)
     backend: Backend | None = None
-    error: VerlServerError | None = None
     if placement.is_node_leader:
         try:
-            backend = _start(args, launch_server, placement, config, env, on_death)
+            backend = _start(group, args, launch_server, config, env, on_death)
         except VerlServerError as failure:
-            error = failure
+            group.fault(failure)  # the servers of other nodes wait for this one: end them now
+            raise
     try:
-        call = group.next_call("start")
-        group.agree(call, lambda _: None, error=error, action_s=config.timeouts.start_s)
+        group.agree(group.next_call("start"), lambda _: None, action_s=config.timeouts.start_s)
     except BaseException:
         if backend is not None:
             backend.shutdown()
@@ -97,9 +96,9 @@ def _agree_on_args(group: TpGroup, placement: Placement, server_args: Mapping[st
 
 
 def _start(
+    group: TpGroup,
     args: Json,
     launch_server: bool,
-    placement: Placement,
     config: AdapterConfig,
     env: Mapping[str, str],
     on_death: Callable[[ServerDiedError], None],
@@ -108,7 +107,7 @@ def _start(
         from verl_server.engine.inprocess import InProcessBackend
 
         return InProcessBackend(args)
-    backend = ServerBackend(args, config, env)
+    backend = ServerBackend(args, config, env, give_up=lambda: group.broken)
     process = backend.adapter.asynchronous.process
     assert process is not None
     process.on_exit(lambda _: on_death(process.died(backend.adapter.base_url)))
