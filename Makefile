@@ -41,6 +41,7 @@ doctor: setup
 bench: setup
 	$(BIN)/python benchmarks/bench_generate.py
 	$(BIN)/python benchmarks/bench_startup.py
+	$(BIN)/python benchmarks/bench_weight_sync.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -4,9 +4,9 @@ Prompts: one fixed set of 64 prompts, the same for every way, all sent once befo
 server's prefix cache then answers every way alike, and it does the least work that it can, so the client's
 cost weighs the most. (With a new prompt for each request the cache would fill up and the rounds differ.)
 
-Fairness: client and server share the machine, as they do in a trainer on one node. The ways take turns,
-in another order each round, so that drift of the machine hits all alike; a way is compared with the raw
-way of the same round, and the median over the rounds counts.
+Fairness: client and server share the machine, as they do in a trainer on one node. The ways take turns in
+short bursts, in another order each round, so that drift of the machine hits all alike; a way is compared
+with the raw way of the same round, and the median over the rounds counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Plan:
     requests: dict[int, int]
 
 
-FULL = Plan(rounds=15, requests={1: 40, 16: 240, 64: 512})
+FULL = Plan(rounds=60, requests={1: 10, 16: 64, 64: 128})
 QUICK = Plan(rounds=1, requests={1: 5, 16: 32, 64: 64})
 
 
@@ -90,7 +90,7 @@ def report(options: Options, machine: Json, plan: Plan, ways: tuple[Way, ...], s
 
 
 def _more_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all ways (default 15, quick 1)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all ways (default 60, quick 1)")
 
 
 def main() -> None:

@@ -72,7 +72,8 @@ def parse_options(
 # -- the machine -------------------------------------------------------------------------------------
 
 
-def _usable_cores() -> int:
+def cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -99,7 +100,7 @@ def gpu_names() -> list[str]:
 def hardware_slug() -> str:
     """Hardware as a part of a file name: `2cpu`, or `16cpu-1xh200` with accelerators."""
     gpus = gpu_names()
-    cpus = f"{_usable_cores()}cpu"
+    cpus = f"{cores()}cpu"
     if not gpus:
         return cpus
     model = re.sub(r"[^a-z0-9]+", "-", gpus[0].lower().removeprefix("nvidia ")).strip("-")
@@ -117,7 +118,7 @@ def environment() -> Json:
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "cpu": _cpu_model(),
-        "cores": _usable_cores(),
+        "cores": cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": gpu_names(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -89,12 +89,17 @@ class Watch:
             raise RuntimeError(f"processes outlived their server: {[process.pid for process in left]}")
 
 
+def free_port() -> int:
+    """A port of the loopback that nobody has now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 class BareServer:
     """`python -m sglang.launch_server` with these arguments, as anybody would start it. Loopback, no keys."""
 
     def __init__(self, server_args: Mapping[str, Any]) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         flags = [part for name, value in server_args.items() for part in (f"--{name.replace('_', '-')}", str(value))]
         self._log = tempfile.TemporaryFile(prefix="verl-bench-")  # noqa: SIM115 - closed in stop()
         self._process = subprocess.Popen(

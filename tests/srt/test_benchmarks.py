@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,32 @@ def test_bench_generate_measures_every_way(
     assert str(Path.home()) not in text
     assert options.png.read_bytes().startswith(b"\x89PNG")
     assert shared_engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 1})["output_ids"]
+
+
+def test_bench_weight_sync_measures_our_ways(
+    shared_engine: Any,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import bench_weight_sync as bench
+    from common import Options, environment
+    from weight_ways import memcpy_way, our_ways
+
+    greedy = {"max_new_tokens": 4, "temperature": 0.0}
+    before = shared_engine.generate(input_ids=[1, 2], sampling_params=greedy)["output_ids"]
+    weights = bench.weights_of(tiny("qwen3"))
+    size = sum(tensor.nbytes for tensor in weights.values())
+    samples = bench.take_turns([memcpy_way(size), *our_ways(shared_engine, weights)], rounds=2)
+    options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
+    bench.report(options, environment(), [bench.Configuration("0.5 B", 1, size, samples)], rounds=2)
+    record = json.loads(options.json.read_text())
+    assert {way: len(found) for way, found in record["samples"][0]["samples"].items()} == dict.fromkeys(samples, 2)
+    assert len(record["targets"]) == 3  # of the promises for 0.5 B, those that were measured
+    assert options.png.read_bytes().startswith(b"\x89PNG")
+    assert shared_engine.generate(input_ids=[1, 2], sampling_params=greedy)["output_ids"] == before
 
 
 def test_statistics_and_targets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from verl_server.engine.channel import admit, join
 from verl_server.engine.placement import place
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
+from verl_server.weights.checksum import checksum
+from verl_server.weights.coverage import Coverage
 from verl_server.weights.gather import shard_slices
 from verl_server.weights.layout import ALIGNMENT, TABLE_OFFSET, nbytes, plan
 from verl_server.weights.manifest import manifest_of
@@ -212,3 +215,27 @@ def test_log_is_bounded_and_keeps_the_tail(tmp_path: Path) -> None:
     assert log.tail().endswith("line 19999\n")
     assert len(log.tail()) <= 32 * 1024
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 250_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 2, 7])
+def test_coverage_names_what_was_not_written_and_puts_it_back(dtype: torch.dtype, width: int) -> None:
+    model: Any = torch.nn.ModuleDict({"whole": torch.nn.Linear(width, 3), "rows": torch.nn.Linear(width, 3)}).to(dtype)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    coverage = Coverage(model)
+    with torch.no_grad():
+        model["whole"].weight.copy_(torch.ones(3, width))
+        model["whole"].bias.copy_(torch.ones(3))
+        model["rows"].weight[:2].copy_(torch.ones(2, width))
+    assert coverage.unwritten() == ["rows.weight", "rows.bias"]
+    assert torch.equal(model["whole"].weight.data, torch.ones(3, width, dtype=dtype))
+    assert torch.equal(model["rows"].weight.data[2], before["rows.weight"][2])
+    assert torch.equal(model["rows"].bias.data, before["rows.bias"])
+
+
+def test_checksums_tell_one_changed_bit() -> None:
+    memory = memoryview(bytearray(range(64)) * 2)
+    first = checksum(memory, 64, 61)
+    memory[64 + 13] ^= 1
+    assert checksum(memory, 64, 61) != first
+    assert checksum(memory, 0, 0) == 0

@@ -178,6 +178,50 @@ def test_a_release_that_the_server_refuses_leaves_it_serving(adapter: Any) -> No
     assert adapter.generate(input_ids=[1], sampling_params=GREEDY)["output_ids"]
 
 
+def test_parameters_may_live_in_the_staging_memory(shared_engine: Any, tiny: Callable[..., Path]) -> None:
+    model = reference_model(tiny("qwen3"))
+    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first = assert_equals_reference(shared_engine, model)
+    places = shared_engine.staging_tensors()
+    for name, parameter in model.named_parameters():
+        places[name].copy_(parameter.data)
+        parameter.data = places[name]
+    change_weights(model, seed=21)  # the optimizer step happens where the server reads
+    assert shared_engine.update_weights_from_tensor(model.state_dict().items()).missing == 0
+    assert assert_equals_reference(shared_engine, model) != first
+    shared_engine.update_weights_from_tensor(original.items())
+    assert [r["output_ids"] for r in shared_engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)] == first
+
+
+def test_weights_that_change_while_they_are_pushed_are_noticed(shared_engine: Any, tiny: Callable[..., Path]) -> None:
+    """Somebody writes the staging memory without pause: the checksums of trainer and server differ."""
+    model = reference_model(tiny("qwen3"))
+    places, stop = shared_engine.staging_tensors(), threading.Event()
+
+    def scribble() -> None:
+        while not stop.is_set():
+            for place in places.values():
+                place.view(-1)[0] += 1.0
+
+    writer = threading.Thread(target=scribble)
+    writer.start()
+
+    def push_often() -> None:
+        for _ in range(20):
+            shared_engine.update_weights_from_tensor(model.state_dict().items())
+
+    try:
+        with pytest.raises(TornWeightsError, match="differ from what was staged"):
+            push_often()
+    finally:
+        stop.set()
+        writer.join()
+    with pytest.raises(TornWeightsError):
+        shared_engine.generate(input_ids=[1], sampling_params=GREEDY)
+    shared_engine.update_weights_from_tensor(model.state_dict().items())
+    assert_equals_reference(shared_engine, model)
+
+
 @contextlib.contextmanager
 def one_more_file(pid: int) -> Iterator[None]:
     """That process can open one more file at a time: SGLang can work, a new mapping (two at once) fails."""

@@ -8,9 +8,12 @@ weights are torn and nothing is generated until a whole update has landed.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
 import threading
 import time
+import uuid
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
@@ -28,7 +31,7 @@ from verl_server.errors import (
 )
 from verl_server.types import WeightUpdateResult
 from verl_server.weights.arena import Arena
-from verl_server.weights.gather import copy_part, is_first_replica, own_part
+from verl_server.weights.gather import copy_part, copy_unless_there, is_first_replica, own_part
 from verl_server.weights.layout import Layout, nbytes
 from verl_server.weights.loader import Descriptor
 from verl_server.weights.manifest import Manifest
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     import torch
 
     from verl_server.engine.group import TpGroup
+
+logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
@@ -82,7 +87,7 @@ class Stage:
         self.sharded = self.sharded or isinstance(tensor, DTensor)
         if not isinstance(tensor, DTensor):
             if self._leads:
-                target.copy_(tensor.detach())
+                copy_unless_there(target, tensor.detach())
         elif (part := own_part(tensor, self._writers)) is not None:
             if is_first_replica(tensor):
                 copy_part(target, part, tensor.to_local())
@@ -164,28 +169,45 @@ def check_same_names(brought: list[Json]) -> None:
 
 
 def commit(
-    backend: Backend,
-    arena: Arena,
-    layout: Layout,
-    names: list[str],
-    descriptor: Descriptor,
-    weight_version: str,
-) -> WeightUpdateResult:
+    backend: Backend, arena: Arena, layout: Layout, names: list[str], descriptor: Descriptor, weight_version: str
+) -> tuple[WeightUpdateResult, Descriptor]:
     """On rank 0, after staging: make the server take the arenas; `arena` is that of the first node.
 
-    Raises TornWeightsError when the server may hold parts of the update; then it stays paused.
+    A failure half-way is repaired once, as the arena still holds everything. Raises TornWeightsError when the
+    server may hold parts of the update all the same; then it stays paused.
     """
     started = time.monotonic()
     backend.hold()
+    try:
+        _take(backend, arena, names, descriptor, weight_version)
+    except TornWeightsError as error:
+        logger.warning("%s Trying once more.", error.message)
+        descriptor = dataclasses.replace(descriptor, update_id=uuid.uuid4().hex)
+        _take(backend, arena, names, descriptor, weight_version)
+    backend.go_on()
+    result = WeightUpdateResult(
+        weight_version=weight_version,
+        tensors=len(names),
+        bytes=sum(nbytes(layout.slots[name].spec) for name in names),
+        missing=len(layout.slots) - len(names),
+        gather_s=math.nan,
+        load_s=time.monotonic() - started,
+    )
+    return result, descriptor
+
+
+def _take(backend: Backend, arena: Arena, names: list[str], descriptor: Descriptor, weight_version: str) -> None:
+    """One session: begin, load, end, look at what every TP rank reports."""
     loading = False
     try:
         backend.begin_weight_update()
         loading = True
         try:
-            backend.load_arena(descriptor, weight_version)
+            with Expected(arena, names if descriptor.verify else []) as expected:
+                backend.load_arena(descriptor, weight_version)
         finally:
             backend.end_weight_update()
-        check_reports(arena, descriptor, node_rank=0)
+        check_reports(arena, descriptor, names, expected.sums, node_rank=0)
     except (ServerDiedError, ShutDownError):
         raise  # there is no server left whose weights could be torn
     except VerlServerError as error:
@@ -199,28 +221,47 @@ def commit(
             cause=type(error).__name__,
             **error.details,
         ) from error
-    backend.go_on()
-    return WeightUpdateResult(
-        weight_version=weight_version,
-        tensors=len(names),
-        bytes=sum(nbytes(layout.slots[name].spec) for name in names),
-        missing=len(layout.slots) - len(names),
-        gather_s=math.nan,
-        load_s=time.monotonic() - started,
-    )
 
 
-def check_reports(arena: Arena, descriptor: Descriptor, node_rank: int) -> None:
-    """Every TP rank of a node must have reported into its arena that it loaded this update."""
+class Expected:
+    """The checksums of what is staged, computed in a thread while the server loads it."""
+
+    def __init__(self, arena: Arena, names: list[str]) -> None:
+        self.sums: list[int] = []
+        self._thread = threading.Thread(
+            target=lambda: self.sums.extend(arena.checksum(name) for name in names), name="verl-server-checksum"
+        )
+
+    def __enter__(self) -> Expected:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()  # it reads memory, so it ends
+
+
+def check_reports(arena: Arena, descriptor: Descriptor, names: list[str], sums: list[int], node_rank: int) -> None:
+    """Every TP rank of a node must have reported into its arena that it loaded this update, and what it read."""
     for rank in range(node_rank * descriptor.ranks_per_node, (node_rank + 1) * descriptor.ranks_per_node):
+        who = f"TP rank {rank} of the server"
         report = arena.report(rank)
         if report is None or report["update_id"] != descriptor.update_id:
             raise VerlServerError(
-                f"TP rank {rank} of the server did not report on the update: it could not reach the staged "
-                "weights; the server's log says why"
+                f"{who} did not report on the update: it could not reach the staged weights; the server's log says why"
             )
         if not report["ok"]:
+            raise VerlServerError(f"{who} could not load the weights: {report['error']}", log_tail=report.get("trace"))
+        if not descriptor.verify:
+            continue
+        received = arena.checksums_of(rank, len(names))
+        wrong = [name for name, ours, theirs in zip(names, sums, received, strict=True) if ours != theirs]
+        if wrong or report["tensors"] != len(names):
             raise VerlServerError(
-                f"TP rank {rank} of the server could not load the weights: {report['error']}",
-                log_tail=report.get("trace"),
+                f"{who} read {len(wrong)} tensors that differ from what was staged, {wrong[:1]} first: "
+                "were the weights written while they were pushed?"
+            )
+        if report["unwritten_count"] and len(names) == descriptor.slots:
+            raise VerlServerError(
+                f"{who} did not write {report['unwritten_count']} of its parameters in a whole update, "
+                f"{report['unwritten'][0]!r} among them; its model class passes over some names (verify=False lets it)"
             )

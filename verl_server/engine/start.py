@@ -22,6 +22,7 @@ from verl_server.weights.loader import Descriptor
 from verl_server.weights.manifest import Manifest, manifest_of
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from verl_server.engine.group import TpGroup
@@ -146,6 +147,7 @@ class WeightsSide:
         names: list[str],
         version: str,
         partial_is_fine: bool,
+        verify: bool,
     ) -> Json:
         """On rank 0: check that the ranks brought the same, then make the server load it."""
         check_same_names(brought)
@@ -156,18 +158,31 @@ class WeightsSide:
                 "among them: push all of them"
             )
         descriptor = Descriptor(
-            self._paths, self._placement.ranks_per_node, self._layout.size, brought[0]["table_bytes"], uuid.uuid4().hex
+            paths=self._paths,
+            ranks_per_node=self._placement.ranks_per_node,
+            size=self._layout.size,
+            table_bytes=brought[0]["table_bytes"],
+            sums_at=self._layout.sums_at,
+            slots=len(self._layout.slots),
+            verify=verify,
+            update_id=uuid.uuid4().hex,
         )
-        result = commit(backend, self._arena, self._layout, names, descriptor, version)
+        result, descriptor = commit(backend, self._arena, self._layout, names, descriptor, version)
         return {"result": asdict(result), "descriptor": asdict(descriptor)}
 
-    def check(self, descriptor: Json) -> VerlServerError | None:
+    def check(self, wire: Json, names: list[str]) -> VerlServerError | None:
         """On a node's leader: the error that a TP rank of this node reported, or None."""
+        descriptor = Descriptor(**wire)
+        sums = [self._arena.checksum(name) for name in names] if descriptor.verify else []
         try:
-            check_reports(self._arena, Descriptor(**descriptor), self._placement.node_rank)
+            check_reports(self._arena, descriptor, names, sums, self._placement.node_rank)
         except VerlServerError as error:
             return error
         return None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the model in place, by name."""
+        return {name: self._arena.tensor(name) for name in self._layout.slots}
 
     def close(self) -> None:
         self._arena.close()

@@ -148,6 +148,7 @@ class VerlEngine:
         load_format: str | None = None,
         *,
         weight_version: str | None = None,
+        verify: bool = True,
     ) -> WeightUpdateResult:
         """Make the server serve `named_tensors`: pairs of Hugging Face parameter name and tensor.
 
@@ -155,6 +156,8 @@ class VerlEngine:
         ranks may bring nothing). A generator is consumed one tensor at a time. Shapes are checked, float
         types are cast to the server's. A subset updates only that subset; `missing` in the result says how
         many parameters it left out. The prefix cache is flushed; requests in flight are recomputed.
+        With `verify` every TP rank's checksums of what it read are compared with what was staged, and a whole
+        update must have written every parameter of the server.
 
         Raises WeightManifestError or BadInputError before the server hears of it (old weights are served
         on), TornWeightsError when it failed half-way (push again), PeerError, ServerDiedError.
@@ -167,14 +170,14 @@ class VerlEngine:
         bring = weights.bring(names, sharded)
         wire = self._group.agree(
             call,
-            lambda brought: self._commit(brought, names, weight_version),
+            lambda brought: self._commit(brought, names, weight_version, verify),
             bring=bring,
             error=error,
             action_s=4 * self._timeouts.weights_s,
         )
         self._version = int(wire["count"])
         self._torn = None if wire["torn"] is None else TornWeightsError(**wire["torn"])
-        self._confirm(weights, wire)
+        self._confirm(weights, wire, names)
         if self._torn is not None:
             raise self._torn
         return dataclasses.replace(WeightUpdateResult(**wire["result"]), gather_s=gather_s)
@@ -205,26 +208,35 @@ class VerlEngine:
             wrapped.__cause__ = error
             return [], wrapped, stage.sharded
 
-    def _commit(self, brought: list[Json], names: list[str], weight_version: str | None) -> Json:
+    def _commit(self, brought: list[Json], names: list[str], weight_version: str | None, verify: bool) -> Json:
         count = self._version + 1
         version = str(weight_version) if weight_version is not None else str(count)
         try:
             partial_is_fine = self._torn is None
-            result = self._weights_side().commit(self._head(), brought, names, version, partial_is_fine)
+            result = self._weights_side().commit(self._head(), brought, names, version, partial_is_fine, verify)
         except TornWeightsError as error:
             torn = {"message": error.message, **error.details}
             return {"count": count, "torn": torn, "result": None, "descriptor": None}
         return {"count": count, "torn": None, **result}
 
-    def _confirm(self, weights: WeightsSide, wire: Json) -> None:
+    def _confirm(self, weights: WeightsSide, wire: Json, names: list[str]) -> None:
         """With several nodes: every node's leader looks at the reports of its own node."""
         if self._placement.nnodes == 1 or wire["descriptor"] is None:
             return
-        error = weights.check(wire["descriptor"]) if self._placement.is_node_leader else None
+        error = weights.check(wire["descriptor"], names) if self._placement.is_node_leader else None
         try:
             self._group.agree(self._group.next_call("confirm"), lambda _: None, error=error, action_s=10.0)
         except VerlServerError as failure:
             self._torn = TornWeightsError(f"the weight update failed on a node: {failure.message}", **failure.details)
+
+    def staging_tensors(self) -> dict[str, torch.Tensor]:
+        """The staging memory as CPU tensors, by Hugging Face name, full shapes, in the server's dtypes.
+
+        Keep parameters in it (`parameter.data = tensors[name]`, or a rank's own slice for a shard) and pushing
+        them copies nothing. All ranks of one machine share it: write your own part only, and not during a push.
+        What is in it before the first push is undefined.
+        """
+        return self._weights_side().tensors()
 
     # -- control ------------------------------------------------------------------------------------
 

@@ -7,13 +7,15 @@ user open it as `/proc/PID/fd/N` while the owner lives; a mapping once made outl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import UnsupportedError, VerlServerError
-from verl_server.weights.layout import REPORT_BYTES, TABLE_OFFSET, Layout
+from verl_server.weights.checksum import checksum, get
+from verl_server.weights.layout import REPORT_BYTES, TABLE_OFFSET, Layout, nbytes
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +68,17 @@ class Arena:
         raw = bytes(self._memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES]).rstrip(b"\0")
         return dict(json.loads(raw)) if raw else None
 
+    def checksum(self, name: str) -> int:
+        """Of the tensor `name` as it stands now."""
+        slot = self._layout.slots[name]
+        return checksum(self._memory, slot.offset, nbytes(slot.spec))
+
+    def checksums_of(self, rank: int, count: int) -> list[int]:
+        """Those that TP rank `rank` of the server wrote, in the order of the table."""
+        return get(self._memory, self._layout.sums_offset(rank), count)
+
     def close(self) -> None:
-        """Give the mapping and the file back. Tensors made from it must be gone."""
-        self._memory.close()
+        """Give the file back, and the mapping once no tensor lives in it any more (a trainer may keep its there)."""
+        with contextlib.suppress(BufferError):
+            self._memory.close()
         os.close(self._fd)

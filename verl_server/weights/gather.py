@@ -76,4 +76,13 @@ def is_first_replica(tensor: DTensor) -> bool:
 def copy_part(target: torch.Tensor, part: tuple[slice, ...], local: torch.Tensor) -> None:
     """Copy a shard to its place, casting if the dtypes differ."""
     if local.numel():
-        target[part].copy_(local.detach())
+        copy_unless_there(target[part], local.detach())
+
+
+def copy_unless_there(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, unless `source` is `target`: a trainer may keep its parameters in the arena."""
+    same = (
+        target.data_ptr() == source.data_ptr() and target.stride() == source.stride() and target.dtype == source.dtype
+    )
+    if not same:
+        target.copy_(source)

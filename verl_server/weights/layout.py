@@ -2,6 +2,7 @@
 
 0                    one report of REPORT_BYTES for each TP rank of the server (JSON, zero-padded)
 TABLE_OFFSET         the table of the current update (JSON: name, offset, shape, dtype)
+sums_offset(rank)    what TP rank `rank` of the server read: a checksum for each row of the table
 data_offset          the tensors, each at a multiple of ALIGNMENT
 """
 
@@ -19,6 +20,7 @@ MAX_TP_RANKS = 64
 TABLE_OFFSET = REPORT_BYTES * MAX_TP_RANKS
 ALIGNMENT = 64
 PAGE = 4096
+WORD_BYTES = 8
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
     "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -47,8 +49,14 @@ class Layout:
     """Places of all tensors of one model."""
 
     slots: Mapping[str, Slot]
+    sums_at: int
+    """Where the checksums of the server's TP ranks begin."""
     size: int
     """Bytes of the whole arena."""
+
+    def sums_offset(self, rank: int) -> int:
+        """Where TP rank `rank` of the server writes its checksums."""
+        return self.sums_at + rank * len(self.slots) * WORD_BYTES
 
     def table(self, names: Iterable[str]) -> bytes:
         """What the server reads to find the tensors `names`."""
@@ -60,10 +68,11 @@ class Layout:
 
 def plan(tensors: Mapping[str, TensorSpec]) -> Layout:
     """The layout for a manifest's tensors, in their order."""
-    empty = Layout({name: Slot(2**53, spec) for name, spec in tensors.items()}, 0)
-    offset = aligned(TABLE_OFFSET + len(empty.table(tensors)), PAGE)
+    empty = Layout({name: Slot(2**53, spec) for name, spec in tensors.items()}, 0, 0)
+    sums_at = aligned(TABLE_OFFSET + len(empty.table(tensors)), PAGE)
+    offset = aligned(sums_at + MAX_TP_RANKS * len(tensors) * WORD_BYTES, PAGE)
     slots = {}
     for name, spec in tensors.items():
         slots[name] = Slot(offset, spec)
         offset = aligned(offset + nbytes(spec), ALIGNMENT)
-    return Layout(slots, aligned(offset, PAGE))
+    return Layout(slots, sums_at, aligned(offset, PAGE))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import math
 import mmap
 import os
 import pickle
@@ -20,9 +21,14 @@ from typing import Any
 
 import torch
 
-from verl_server.weights.layout import REPORT_BYTES, TABLE_OFFSET
+from verl_server.weights.checksum import checksum, put
+from verl_server.weights.coverage import Coverage
+from verl_server.weights.layout import REPORT_BYTES, TABLE_OFFSET, WORD_BYTES
 
 logger = logging.getLogger(__name__)
+
+#: How much of an error, and how many names, fit into a report.
+WORDS, NAMED = 1500, 5
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,10 @@ class Descriptor:
     ranks_per_node: int
     size: int
     table_bytes: int
+    sums_at: int
+    slots: int
+    """Tensors of the whole model, which is the room that each rank has for its checksums."""
+    verify: bool
     update_id: str
 
 
@@ -73,13 +83,14 @@ class _Mapping:
 _mapping = _Mapping()
 
 
-def _tensors(view: memoryview, table: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(view: memoryview, table: list[Any], sums: list[int] | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in place. With `sums`, the checksum of each, taken when its bytes are about to be needed."""
     for name, offset, shape, dtype in table:
-        count = 1
-        for extent in shape:
-            count *= extent
-        flat = torch.frombuffer(view, dtype=getattr(torch, dtype), count=count, offset=offset)
-        yield name, flat.view(shape)
+        kind = getattr(torch, dtype)
+        count = math.prod(shape)
+        if sums is not None:
+            sums.append(checksum(view, offset, count * kind.itemsize))
+        yield name, torch.frombuffer(view, dtype=kind, count=count, offset=offset).view(shape)
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
@@ -97,14 +108,27 @@ def _load(model: Any, descriptor: Descriptor) -> None:
     memory = _mapping.get(descriptor.paths[rank // descriptor.ranks_per_node], descriptor.size)
     report: dict[str, Any] = {"update_id": descriptor.update_id, "ok": False}
     try:
-        table = json.loads(memory[TABLE_OFFSET : TABLE_OFFSET + descriptor.table_bytes])
-        view = memoryview(memory)
-        model.load_weights(_tensors(view, table))
-        view.release()  # BufferError if the model kept a tensor: it would change under its feet
-        report = {"update_id": descriptor.update_id, "ok": True, "tensors": len(table)}
+        report = {**report, "ok": True, **_load_from(memory, model, descriptor, rank)}
     except Exception as error:  # noqa: BLE001 - it goes into the report
-        report["error"] = f"{type(error).__name__}: {error}"
-        report["trace"] = traceback.format_exc()[-2000:]
-    raw = json.dumps(report).encode()[:REPORT_BYTES]
+        report["error"] = f"{type(error).__name__}: {error}"[:WORDS]
+        report["trace"] = traceback.format_exc()[-WORDS:]
+    raw = json.dumps(report).encode()
+    if len(raw) > REPORT_BYTES:  # words that JSON escapes
+        raw = json.dumps({**report, "error": "see the server's log", "trace": None, "unwritten": []}).encode()
     start = rank * REPORT_BYTES
     memory[start : start + REPORT_BYTES] = raw.ljust(REPORT_BYTES, b"\0")
+
+
+def _load_from(memory: mmap.mmap, model: Any, descriptor: Descriptor, rank: int) -> dict[str, Any]:
+    """Load what the table says; with `verify`, leave checksums in the arena and tell what was not written."""
+    table = json.loads(memory[TABLE_OFFSET : TABLE_OFFSET + descriptor.table_bytes])
+    coverage = Coverage(model) if descriptor.verify else None
+    sums: list[int] | None = [] if descriptor.verify else None
+    view = memoryview(memory)
+    model.load_weights(_tensors(view, table, sums))
+    view.release()  # BufferError if the model kept a tensor: it would change under its feet
+    if coverage is None or sums is None:
+        return {"tensors": len(table), "unwritten": [], "unwritten_count": 0}
+    put(memory, descriptor.sums_at + rank * descriptor.slots * WORD_BYTES, sums)
+    unwritten = coverage.unwritten()
+    return {"tensors": len(sums), "unwritten": unwritten[:NAMED], "unwritten_count": len(unwritten)}
