@@ -32,7 +32,7 @@ class Plan:
     requests: dict[int, int]
 
 
-FULL = Plan(rounds=60, requests={1: 10, 16: 64, 64: 128})
+FULL = Plan(rounds=25, requests={1: 10, 16: 64, 64: 128})
 QUICK = Plan(rounds=1, requests={1: 5, 16: 32, 64: 64})
 
 
@@ -90,7 +90,7 @@ def report(options: Options, machine: Json, plan: Plan, ways: tuple[Way, ...], s
 
 
 def _more_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all ways (default 60, quick 1)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all ways (default 25, quick 1)")
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,13 @@ def trainer_ranks(world: int) -> Iterator[Ranks]:
         yield ranks
     finally:
         ranks.close()
+
+
+@contextlib.contextmanager
+def all_at_once(*starts: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[list[Any]]:
+    """Enter contexts (servers, mostly) in threads at the same time; leave them in turn."""
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(starts)) as pool:
+        yield list(pool.map(lambda start: stack.enter_context(start()), starts))
 
 
 def mesh_of(world: int) -> Any:

@@ -11,16 +11,24 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import GREEDY, MARK, marked_processes, no_new_shared_memory, wait_until
+from helpers import GREEDY, MARK, all_at_once, marked_processes, no_new_shared_memory, wait_until
 
 from verl_server import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig, Timeouts
-from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, ShutDownError, StartupError
+from verl_server.errors import (
+    BadInputError,
+    DeadlineError,
+    ServerDiedError,
+    ShutDownError,
+    StartupError,
+    VerlServerError,
+)
 
 HERE = Path(__file__).parent
 
@@ -55,30 +63,45 @@ class Trainer:
 
 def test_killed_trainer_leaves_nothing(tiny: Callable[..., Path], tmp_path: Path) -> None:
     """kill -9 while the server starts (at several moments) and in the middle of the work, TP 2."""
+    folder = tiny("qwen3")
+
+    def kill_after(seconds: float) -> None:
+        trainer = Trainer(folder, tmp_path / f"start-{seconds}", tp_size=2)
+        trainer.wait_for("starting")
+        time.sleep(seconds)
+        trainer.kill_and_expect_nothing()
+
     with no_new_shared_memory():
-        for moment, seconds in enumerate((0.05, 2.0, 8.0)):
-            trainer = Trainer(tiny("qwen3"), tmp_path / f"start{moment}", tp_size=2)
-            trainer.wait_for("starting")
-            time.sleep(seconds)
-            trainer.kill_and_expect_nothing()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(kill_after, (0.05, 2.0, 8.0)))
         trainer = Trainer(tiny("qwen3"), tmp_path / "work", tp_size=2)
         trainer.wait_for("working")
         time.sleep(1.0)
         trainer.kill_and_expect_nothing()
 
 
+@pytest.fixture(scope="module")
+def doomed(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Any]]:
+    """Servers to kill, one for each test that does."""
+
+    def start() -> Any:
+        return HttpServerEngineAdapter(
+            model_path=str(tiny("qwen3")),
+            dtype="float32",
+            max_total_tokens=8192,
+            config=AdapterConfig(log_dir=tmp_path_factory.mktemp("logs"), timeouts=Timeouts(control_s=5.0)),
+        )
+
+    with all_at_once(start, start, start) as started:
+        yield iter(started)
+
+
 @pytest.fixture
-def own_adapter(tiny: Callable[..., Path], tmp_path: Path) -> Any:
-    with HttpServerEngineAdapter(
-        model_path=str(tiny("qwen3")),
-        dtype="float32",
-        max_total_tokens=8192,
-        config=AdapterConfig(log_dir=tmp_path / "logs", timeouts=Timeouts(control_s=5.0)),
-    ) as adapter:
-        yield adapter
+def own_adapter(doomed: Iterator[Any]) -> Any:
+    return next(doomed)
 
 
-def test_killed_server_is_noticed_by_waiting_calls(own_adapter: Any, tmp_path: Path) -> None:
+def test_killed_server_is_noticed_by_waiting_calls(own_adapter: Any) -> None:
     """A waiting generation raises within 2 s, with the exit code and the server's last words."""
     process = own_adapter.asynchronous.process
     caught: dict[str, Any] = {}
@@ -137,14 +160,22 @@ def test_killed_warden_takes_the_server_along(own_adapter: Any) -> None:
 
 
 def test_start_up_failures_carry_the_reason(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match="no_such_argument"):
-        HttpServerEngineAdapter(model_path=str(tiny("qwen3")), no_such_argument=1)
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
-    with pytest.raises(StartupError) as caught:
-        HttpServerEngineAdapter(model_path=str(broken))
-    assert "no_such_model" in str(caught.value), "the server's own words"
+
+    def failure(server_args: dict[str, Any]) -> Exception:
+        with pytest.raises(VerlServerError) as caught:
+            HttpServerEngineAdapter(**server_args)
+        return caught.value
+
+    attempts = [{"model_path": str(tiny("qwen3")), "no_such_argument": 1}, {"model_path": str(broken)}]
+    with ThreadPoolExecutor() as pool:
+        argument, model = pool.map(failure, attempts)
+    assert isinstance(argument, BadInputError)
+    assert "no_such_argument" in str(argument)
+    assert isinstance(model, StartupError)
+    assert "no_such_model" in str(model), "the server's own words"
     with pytest.raises(BadInputError, match="plain JSON"):
         HttpServerEngineAdapter(model_path=tiny("qwen3"), attention_backend=tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(BadInputError, match="cannot bind"):

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import requests
 import torch
+from helpers import all_at_once
 
 from verl_server.tiny import make_model
 
@@ -103,21 +104,31 @@ def _shared_memory_of(pid: int) -> set[Path]:
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Started with no flag but model and port. Tiny, so that float32 rounding stays below the bound."""
-    folder = tmp_path_factory.mktemp("bare")
-    with launch(make_model(folder / "model"), folder / "log") as running:
-        yield running
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """Two servers, started at the same time.
 
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all other tests, big enough to weigh, started with nothing but its rank count."""
+    One with no flag but model and port, and tiny, so that float32 rounding stays below the bound. One for all
+    other tests, big enough to weigh, with nothing but its rank count (and one BLAS thread: workers are forked).
+    """
     folder = tmp_path_factory.mktemp("platform")
     sizes: dict[str, Any] = {"hidden_size": 512, "layers": 8, "heads": 8, "kv_heads": 4, "intermediate_size": 2048}
-    model = make_model(folder / "model", tie_word_embeddings=True, **sizes)
-    with launch(model, folder / "log", "--tp", "2", OPENBLAS_NUM_THREADS="1") as running:  # so workers are forked
-        yield running
+    small = make_model(folder / "small")
+    large = make_model(folder / "large", tie_word_embeddings=True, **sizes)
+    with all_at_once(
+        lambda: launch(small, folder / "small.log"),
+        lambda: launch(large, folder / "large.log", "--tp", "2", OPENBLAS_NUM_THREADS="1"),
+    ) as started:
+        yield started
+
+
+@pytest.fixture
+def bare(servers: list[Server]) -> Server:
+    return servers[0]
+
+
+@pytest.fixture
+def server(servers: list[Server]) -> Server:
+    return servers[1]
 
 
 def test_a_bare_start_gives_hugging_faces_tokens(bare: Server) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from helpers import (
     GREEDY,
     PROMPTS,
     Ranks,
+    all_at_once,
     assert_equals_reference,
     change_weights,
     greedy_with_logprobs,
@@ -29,15 +28,15 @@ ARCHITECTURES = ["qwen2", "qwen3", "llama", "qwen3_moe"]
 
 @pytest.fixture(scope="module")
 def engines(one_rank: Any, shared_engine: Any, tiny: Callable[..., Path]) -> Iterator[dict[str, Any]]:
-    """An engine for each architecture; Qwen3's is what all tests share. The others start at the same time."""
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+    """An engine for each architecture, and one in bfloat16. Qwen3's is the shared one; the others start at once."""
+    models = {name: (tiny(name), "float32") for name in ARCHITECTURES if name != "qwen3"}
+    models["bfloat16"] = (tiny("llama", dtype="bfloat16", tie_word_embeddings=True), "bfloat16")
 
-        def start(architecture: str) -> Any:
-            engine = VerlEngine(one_rank, model_path=str(tiny(architecture)), dtype="float32", max_total_tokens=8192)
-            return stack.enter_context(engine)
+    def start(folder: Path, dtype: str) -> Callable[[], Any]:
+        return lambda: VerlEngine(one_rank, model_path=str(folder), dtype=dtype, max_total_tokens=8192)
 
-        others = [architecture for architecture in ARCHITECTURES if architecture != "qwen3"]
-        yield {"qwen3": shared_engine, **dict(zip(others, pool.map(start, others), strict=True))}
+    with all_at_once(*(start(*model) for model in models.values())) as started:
+        yield {"qwen3": shared_engine, **dict(zip(models, started, strict=True))}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -92,17 +91,15 @@ def test_tp2_with_two_fsdp2_ranks_equals_hugging_face(
     assert first == third != second
 
 
-def test_bfloat16_serves_and_takes_float32_weights(one_rank: Any, tiny: Callable[..., Path]) -> None:
-    folder = tiny("llama", dtype="bfloat16", tie_word_embeddings=True)
-    model = reference_model(folder)
-    with VerlEngine(one_rank, model_path=str(folder), dtype="bfloat16", max_total_tokens=8192) as engine:
-        change_weights(model, seed=3)
-        engine.update_weights_from_tensor(model.state_dict().items())
-        model.to(torch.bfloat16)
-        reply = engine.generate(input_ids=PROMPTS[2], sampling_params=GREEDY, return_logprob=True)
-        tokens, logprobs = greedy_with_logprobs(model, PROMPTS[2])
-        assert reply["output_ids"][0] == tokens[0]
-        assert reply["meta_info"]["output_token_logprobs"][0][0] == pytest.approx(logprobs[0], abs=0.1)
+def test_bfloat16_serves_and_takes_float32_weights(engines: dict[str, Any], tiny: Callable[..., Path]) -> None:
+    model = reference_model(tiny("llama", dtype="bfloat16", tie_word_embeddings=True))
+    change_weights(model, seed=3)
+    engines["bfloat16"].update_weights_from_tensor(model.state_dict().items())
+    model.to(torch.bfloat16)
+    reply = engines["bfloat16"].generate(input_ids=PROMPTS[2], sampling_params=GREEDY, return_logprob=True)
+    tokens, logprobs = greedy_with_logprobs(model, PROMPTS[2])
+    assert reply["output_ids"][0] == tokens[0]
+    assert reply["meta_info"]["output_token_logprobs"][0][0] == pytest.approx(logprobs[0], abs=0.1)
 
 
 def test_prompt_of_text_and_batch_shapes(shared_engine: Any) -> None:
