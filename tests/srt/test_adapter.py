@@ -23,6 +23,7 @@ from helpers import (
     change_weights,
     free_port,
     greedy_with_logprobs,
+    no_new_shared_memory,
     reference_model,
     wait_until,
 )
@@ -250,8 +251,9 @@ def test_a_port_taken_in_between_is_retried(tiny: Callable[..., Path]) -> None:
     thief = threading.Thread(target=_steal_the_next_reserved_port, args=(thieves, _own_sockets(), stop))
     thief.start()
     try:
-        server = launch({"model_path": str(tiny("qwen3")), "max_total_tokens": 4096}, AdapterConfig(), {})
-        server.process.stop()
+        with no_new_shared_memory():
+            server = launch({"model_path": str(tiny("qwen3")), "max_total_tokens": 4096}, AdapterConfig(), {})
+            server.process.stop()
         assert thieves
         assert server.base_url != f"http://127.0.0.1:{thieves[0].getsockname()[1]}"
     finally:

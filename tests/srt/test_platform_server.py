@@ -23,6 +23,7 @@ import requests
 import torch
 from helpers import all_at_once
 
+from verl_server.adapter.warden import remove_shared_memory, shared_memory_of
 from verl_server.tiny import make_model
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is present")
@@ -84,23 +85,12 @@ def launch(model: Path, log: Path, *arguments: str, **env: str) -> Iterator[Serv
             pytest.fail(f"not ready: {log.read_text()[-3000:]}")
         yield server
     finally:
-        leftovers = _shared_memory_of(process.pid)
+        pids = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+        leftovers = shared_memory_of(pids)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=30)
-        for path in leftovers:
-            path.unlink(missing_ok=True)
-
-
-def _shared_memory_of(pid: int) -> set[Path]:
-    """Files in /dev/shm that this server's processes have mapped; a killed server cannot remove them."""
-    found: set[Path] = set()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        for process in [root, *root.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found.update(Path(m.path) for m in process.memory_maps() if m.path.startswith("/dev/shm/"))
-    return found
+        remove_shared_memory(leftovers, set(pids))
 
 
 @pytest.fixture(scope="module")

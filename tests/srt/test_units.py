@@ -29,6 +29,7 @@ from verl_server.weights.checksum import checksum
 from verl_server.weights.coverage import Coverage
 from verl_server.weights.gather import shard_slices
 from verl_server.weights.layout import ALIGNMENT, TABLE_OFFSET, nbytes, plan
+from verl_server.weights.loader import Descriptor, _load_from, _mapping
 from verl_server.weights.manifest import manifest_of
 from verl_server.weights.names import unfused, unfused_spec
 
@@ -231,6 +232,29 @@ def test_coverage_names_what_was_not_written_and_puts_it_back(dtype: torch.dtype
     assert torch.equal(model["whole"].weight.data, torch.ones(3, width, dtype=dtype))
     assert torch.equal(model["rows"].weight.data[2], before["rows.weight"][2])
     assert torch.equal(model["rows"].bias.data, before["rows.bias"])
+
+
+class _Breaks(torch.nn.Linear):
+    """Takes the first tensor, then fails, as a model class does that meets a shape it cannot load."""
+
+    def load_weights(self, tensors: Any) -> None:
+        _, first = next(iter(tensors))
+        self.weight.data.copy_(first)
+        raise ValueError("cannot take the second")
+
+
+def test_a_load_that_fails_leaves_no_mark_in_the_model() -> None:
+    layout = plan({"weight": TensorSpec((3, 4), "float32"), "bias": TensorSpec((3,), "float32")})
+    arena = Arena.create(layout)
+    arena.tensor("weight").fill_(2.0)
+    model, size = _Breaks(4, 3), arena.write_table(["weight", "bias"])
+    bias = model.bias.data.clone()
+    descriptor = Descriptor([arena.path], 1, layout.size, size, layout.sums_at, len(layout.slots), True, "x")
+    with pytest.raises(ValueError, match="the second"):
+        _load_from(_mapping.get(arena.path, layout.size), model, descriptor, rank=0)
+    assert torch.equal(model.weight.data, torch.full((3, 4), 2.0))
+    assert torch.equal(model.bias.data, bias)
+    arena.close()
 
 
 def test_checksums_tell_one_changed_bit() -> None:

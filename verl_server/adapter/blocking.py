@@ -9,6 +9,7 @@ process".)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import threading
@@ -111,7 +112,8 @@ class _Call(Generic[R]):
         try:
             self._done.acquire()
         except BaseException:
-            self._loop.call_soon_threadsafe(self._cancel)
+            with contextlib.suppress(RuntimeError):  # closed meanwhile: then it is cancelled already
+                self._loop.call_soon_threadsafe(self._cancel)
             raise
         error, self._error = self._error, None
         if isinstance(error, asyncio.CancelledError):

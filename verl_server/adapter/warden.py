@@ -127,18 +127,18 @@ def worker_name(pid: int) -> str | None:
 
 
 def shared_memory_of(pids: list[int]) -> set[str]:
-    """Files in shared memory that these processes have mapped."""
-    found = set()
+    """Files in shared memory that these processes have mapped.
+
+    Told by inode: glibc maps a named semaphore under a temporary name before it links the final one.
+    """
+    inodes: set[int] = set()
     for pid in pids:
-        try:
-            with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
-                lines = [line for line in file if SHM_DIR in line]
-        except OSError:
-            continue
-        for line in lines:
-            name = line[line.index(SHM_DIR) + len(SHM_DIR) :].rstrip("\n").removesuffix(" (deleted)")
-            if SHM_NAMES.match(name):
-                found.add(name)
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+            inodes.update(int(line.split()[4]) for line in file if SHM_DIR in line)
+    found = set()
+    for entry in os.scandir(SHM_DIR) if os.path.isdir(SHM_DIR) else []:
+        if entry.inode() in inodes and SHM_NAMES.match(entry.name):
+            found.add(entry.name)
     return found
 
 

@@ -16,6 +16,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -169,21 +170,38 @@ def check_same_names(brought: list[Json]) -> None:
 
 
 def commit(
-    backend: Backend, arena: Arena, layout: Layout, names: list[str], descriptor: Descriptor, weight_version: str
+    backend: Backend,
+    arena: Arena,
+    layout: Layout,
+    names: list[str],
+    descriptor: Descriptor,
+    weight_version: str,
+    torn: bool,
 ) -> tuple[WeightUpdateResult, Descriptor]:
     """On rank 0, after staging: make the server take the arenas; `arena` is that of the first node.
 
     A failure half-way is repaired once, as the arena still holds everything. Raises TornWeightsError when the
-    server may hold parts of the update all the same; then it stays paused.
+    server may hold parts of the update all the same. It goes on only with whole weights: after a success, or
+    when nothing was loaded and the weights were not `torn` before.
     """
     started = time.monotonic()
     backend.hold()
     try:
-        _take(backend, arena, names, descriptor, weight_version)
-    except TornWeightsError as error:
-        logger.warning("%s Trying once more.", error.message)
-        descriptor = dataclasses.replace(descriptor, update_id=uuid.uuid4().hex)
-        _take(backend, arena, names, descriptor, weight_version)
+        try:
+            _take(backend, arena, names, descriptor, weight_version)
+        except TornWeightsError as error:
+            torn = True
+            logger.warning("%s Trying once more.", error.message)
+            descriptor = dataclasses.replace(descriptor, update_id=uuid.uuid4().hex)
+            _take(backend, arena, names, descriptor, weight_version)
+    except (TornWeightsError, ServerDiedError, ShutDownError):
+        raise
+    except VerlServerError as error:  # the session did not open
+        if torn:
+            raise _torn_by(error, weight_version) from error
+        with suppress(VerlServerError):
+            backend.go_on()
+        raise
     backend.go_on()
     result = WeightUpdateResult(
         weight_version=weight_version,
@@ -197,47 +215,29 @@ def commit(
 
 
 def _take(backend: Backend, arena: Arena, names: list[str], descriptor: Descriptor, weight_version: str) -> None:
-    """One session: begin, load, end, look at what every TP rank reports."""
-    loading = False
+    """One session: begin, load, end, look at what every TP rank reports. TornWeightsError once it has begun."""
+    backend.begin_weight_update()
     try:
-        backend.begin_weight_update()
-        loading = True
-        try:
-            with Expected(arena, names if descriptor.verify else []) as expected:
+        with ThreadPoolExecutor(1) as pool:  # the trainer sums what is staged while the server loads it
+            expected = pool.submit(lambda: [arena.checksum(name) for name in names] if descriptor.verify else [])
+            try:
                 backend.load_arena(descriptor, weight_version)
-        finally:
-            backend.end_weight_update()
-        check_reports(arena, descriptor, names, expected.sums, node_rank=0)
+            finally:
+                backend.end_weight_update()
+            check_reports(arena, descriptor, names, expected.result(), node_rank=0)
     except (ServerDiedError, ShutDownError):
         raise  # there is no server left whose weights could be torn
     except VerlServerError as error:
-        if not loading:
-            with suppress(VerlServerError):
-                backend.go_on()
-            raise
-        raise TornWeightsError(
-            f"the weight update {weight_version} failed half-way: {error.message}. "
-            "Nothing is generated until a whole update has landed.",
-            cause=type(error).__name__,
-            **error.details,
-        ) from error
+        raise _torn_by(error, weight_version) from error
 
 
-class Expected:
-    """The checksums of what is staged, computed in a thread while the server loads it."""
-
-    def __init__(self, arena: Arena, names: list[str]) -> None:
-        self.sums: list[int] = []
-        self._thread = threading.Thread(
-            target=lambda: self.sums.extend(arena.checksum(name) for name in names), name="verl-server-checksum"
-        )
-
-    def __enter__(self) -> Expected:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join()  # it reads memory, so it ends
+def _torn_by(error: VerlServerError, weight_version: str) -> TornWeightsError:
+    return TornWeightsError(
+        f"the weight update {weight_version} failed half-way: {error.message}. "
+        "Nothing is generated until a whole update has landed.",
+        cause=type(error).__name__,
+        **error.details,
+    )
 
 
 def check_reports(arena: Arena, descriptor: Descriptor, names: list[str], sums: list[int], node_rank: int) -> None:
@@ -255,9 +255,9 @@ def check_reports(arena: Arena, descriptor: Descriptor, names: list[str], sums: 
             continue
         received = arena.checksums_of(rank, len(names))
         wrong = [name for name, ours, theirs in zip(names, sums, received, strict=True) if ours != theirs]
-        if wrong or report["tensors"] != len(names):
+        if wrong:
             raise VerlServerError(
-                f"{who} read {len(wrong)} tensors that differ from what was staged, {wrong[:1]} first: "
+                f"{who} read {len(wrong)} tensors that differ from what was staged, {wrong[0]!r} first: "
                 "were the weights written while they were pushed?"
             )
         if report["unwritten_count"] and len(names) == descriptor.slots:

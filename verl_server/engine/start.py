@@ -146,13 +146,13 @@ class WeightsSide:
         brought: list[Json],
         names: list[str],
         version: str,
-        partial_is_fine: bool,
+        torn: bool,
         verify: bool,
     ) -> Json:
         """On rank 0: check that the ranks brought the same, then make the server load it."""
         check_same_names(brought)
         missing = sorted(self._layout.slots.keys() - set(names))
-        if missing and not partial_is_fine:
+        if missing and torn:
             raise TornWeightsError(
                 f"the served weights are torn and this update lacks {len(missing)} parameters, {missing[0]!r} "
                 "among them: push all of them"
@@ -167,7 +167,7 @@ class WeightsSide:
             verify=verify,
             update_id=uuid.uuid4().hex,
         )
-        result, descriptor = commit(backend, self._arena, self._layout, names, descriptor, version)
+        result, descriptor = commit(backend, self._arena, self._layout, names, descriptor, version, torn)
         return {"result": asdict(result), "descriptor": asdict(descriptor)}
 
     def check(self, wire: Json, names: list[str]) -> VerlServerError | None:

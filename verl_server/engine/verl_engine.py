@@ -212,11 +212,11 @@ class VerlEngine:
         count = self._version + 1
         version = str(weight_version) if weight_version is not None else str(count)
         try:
-            partial_is_fine = self._torn is None
-            result = self._weights_side().commit(self._head(), brought, names, version, partial_is_fine, verify)
+            torn = self._torn is not None
+            result = self._weights_side().commit(self._head(), brought, names, version, torn, verify)
         except TornWeightsError as error:
-            torn = {"message": error.message, **error.details}
-            return {"count": count, "torn": torn, "result": None, "descriptor": None}
+            wire = {"message": error.message, **error.details}
+            return {"count": count, "torn": wire, "result": None, "descriptor": None}
         return {"count": count, "torn": None, **result}
 
     def _confirm(self, weights: WeightsSide, wire: Json, names: list[str]) -> None:

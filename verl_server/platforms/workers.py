@@ -13,16 +13,21 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+_launching = False
+
 
 def launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around the functions of `Engine` that start the schedulers and the detokenizer."""
     if not _is_single_threaded():
         return original(*args, **kwargs)
+    global _launching
     usual = multiprocessing.get_start_method()
     multiprocessing.set_start_method("fork", force=True)
+    _launching = True
     try:
         return original(*args, **kwargs)
     finally:
+        _launching = False
         multiprocessing.set_start_method(usual, force=True)
 
 
@@ -34,7 +39,9 @@ def _is_single_threaded() -> bool:
 
 
 def become_a_worker() -> None:
-    """In a forked child: what a spawned one would have. It may start threads, so it spawns in its turn."""
-    if multiprocessing.get_start_method() == "fork":
+    """After any fork; in a worker: what a spawned one would have. It may start threads, so it spawns in its turn."""
+    global _launching
+    if _launching:
+        _launching = False
         multiprocessing.set_start_method("spawn", force=True)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # SGLang's handler there ends the whole server

@@ -6,14 +6,11 @@ shifted and overwritten bytes; it is no protection from somebody who means harm.
 
 from __future__ import annotations
 
+import array
 import mmap
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from verl_server.weights.layout import WORD_BYTES, aligned
-
-if TYPE_CHECKING:
-    import torch
 
 
 def checksum(memory: mmap.mmap | memoryview, offset: int, size: int) -> int:
@@ -28,18 +25,10 @@ def checksum(memory: mmap.mmap | memoryview, offset: int, size: int) -> int:
 
 def put(memory: mmap.mmap, offset: int, sums: Iterable[int]) -> None:
     """Write checksums one after the other."""
-    values = _int64(list(sums))
-    memory[offset : offset + values.numel() * WORD_BYTES] = values.numpy().tobytes()
+    raw = array.array("q", sums).tobytes()
+    memory[offset : offset + len(raw)] = raw
 
 
 def get(memory: mmap.mmap, offset: int, count: int) -> list[int]:
     """Read `count` checksums."""
-    import torch
-
-    return torch.frombuffer(bytearray(memory[offset : offset + count * WORD_BYTES]), dtype=torch.int64).tolist()
-
-
-def _int64(values: list[int]) -> torch.Tensor:
-    import torch
-
-    return torch.tensor(values, dtype=torch.int64)
+    return list(array.array("q", memory[offset : offset + count * WORD_BYTES]))

@@ -32,9 +32,14 @@ class Coverage:
     """Marks on all float parameters of `model`."""
 
     def __init__(self, model: Any) -> None:
-        self._marked = [
-            marked for name, parameter in model.named_parameters() if (marked := _mark(name, parameter)) is not None
-        ]
+        self._marked: list[_Marked] = []
+        try:
+            for name, parameter in model.named_parameters():
+                if (marked := _mark(name, parameter)) is not None:
+                    self._marked.append(marked)
+        except BaseException:
+            self.unwritten()
+            raise
 
     def unwritten(self) -> list[str]:
         """Take the marks away; returns the parameters of which some row was not written, by the server's names."""

@@ -125,10 +125,13 @@ def _load_from(memory: mmap.mmap, model: Any, descriptor: Descriptor, rank: int)
     coverage = Coverage(model) if descriptor.verify else None
     sums: list[int] | None = [] if descriptor.verify else None
     view = memoryview(memory)
-    model.load_weights(_tensors(view, table, sums))
+    unwritten: list[str] = []
+    try:
+        model.load_weights(_tensors(view, table, sums))
+    finally:
+        if coverage is not None:
+            unwritten = coverage.unwritten()  # takes the marks away: none may stay when the load fails
     view.release()  # BufferError if the model kept a tensor: it would change under its feet
-    if coverage is None or sums is None:
-        return {"tensors": len(table), "unwritten": [], "unwritten_count": 0}
-    put(memory, descriptor.sums_at + rank * descriptor.slots * WORD_BYTES, sums)
-    unwritten = coverage.unwritten()
-    return {"tensors": len(sums), "unwritten": unwritten[:NAMED], "unwritten_count": len(unwritten)}
+    if sums is not None:
+        put(memory, descriptor.sums_at + rank * descriptor.slots * WORD_BYTES, sums)
+    return {"unwritten": unwritten[:NAMED], "unwritten_count": len(unwritten)}
