@@ -20,6 +20,7 @@ import pytest
 from helpers import GREEDY, MARK, all_at_once, marked_processes, no_new_shared_memory, wait_until
 
 from verl_server import HttpServerEngineAdapter
+from verl_server.adapter.warden import descendants, shared_memory_of
 from verl_server.config import AdapterConfig, Timeouts
 from verl_server.errors import (
     BadInputError,
@@ -31,6 +32,14 @@ from verl_server.errors import (
 )
 
 HERE = Path(__file__).parent
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 class Trainer:
@@ -57,8 +66,7 @@ class Trainer:
         self.process.wait()
         wait_until(lambda: not marked_processes(self.mark), 10.0, f"left behind: {marked_processes(self.mark)}")
         if port is not None:
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.1", port), timeout=1.0)
+            wait_until(lambda: not _listens(port), 10.0, f"port {port} is still open")
 
 
 def test_killed_trainer_leaves_nothing(tiny: Callable[..., Path], tmp_path: Path) -> None:
@@ -153,10 +161,13 @@ def test_killed_scheduler_and_wedged_server(own_adapter: Any) -> None:
 
 def test_killed_warden_takes_the_server_along(own_adapter: Any) -> None:
     process = own_adapter.asynchronous.process
+    owned = shared_memory_of(descendants(process._warden.pid))
     os.kill(process._warden.pid, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{process.pid}").exists(), 5.0, "the server lives on")
     with pytest.raises(ServerDiedError, match="warden"):
         own_adapter.get_model_info()
+    assert owned
+    wait_until(lambda: not owned.intersection(os.listdir("/dev/shm")), 10.0, f"left in /dev/shm: {owned}")
 
 
 def test_start_up_failures_carry_the_reason(tiny: Callable[..., Path], tmp_path: Path) -> None:

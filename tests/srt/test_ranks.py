@@ -20,6 +20,7 @@ from helpers import (
     assert_equals_reference,
     change_weights,
     mesh_of,
+    no_new_shared_memory,
     reference_model,
     trainer_ranks,
 )
@@ -206,9 +207,12 @@ def test_in_process_engine_behind_the_same_protocol(architecture: str, tiny: Cal
 def _in_process(rank: int, world: int, folder: str) -> list[Any]:
     model = reference_model(folder)
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with VerlEngine(
-        mesh_of(world), launch_server=False, model_path=folder, dtype="float32", max_total_tokens=8192
-    ) as engine:
+    with (
+        no_new_shared_memory(),
+        VerlEngine(
+            mesh_of(world), launch_server=False, model_path=folder, dtype="float32", max_total_tokens=8192
+        ) as engine,
+    ):
         first = assert_equals_reference(engine, model)
         change_weights(model, seed=1)
         engine.update_weights_from_tensor(model.state_dict().items())

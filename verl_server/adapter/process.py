@@ -218,15 +218,20 @@ class ServerProcess:
     def _listen(self) -> None:
         """Read the warden's events until its pipe ends. Runs in its own thread."""
         assert self._warden.stdout is not None
+        owned: set[str] = set()
         for line in self._warden.stdout:
             event = json.loads(line)
             if event["event"] == "started":
                 self.pid = event["pid"]
+            elif event["event"] == "owns":
+                owned.update(event["shared_memory"])
             else:
                 self._note_exit(Exit(event["reason"], event["code"], event["tail"]))
         self._kill_session()
         self._warden.wait()
-        self._note_exit(Exit("warden killed", None, ""))
+        if self._exit is None:
+            self._note_exit(Exit("warden killed", None, ""))
+            self._remove(owned)
 
     def _note_exit(self, ended: Exit) -> None:
         """Tell everybody who waits, once."""
@@ -239,6 +244,16 @@ class ServerProcess:
         logger.info("server %s ended: %s", self.pid, ended.describe())
         for listener in listeners:
             listener(ended)
+
+    @staticmethod
+    def _remove(shared_memory: set[str], patience_s: float = 5.0) -> None:
+        """In the killed warden's place, once the killed tree does not map it any more."""
+        deadline = time.monotonic() + patience_s
+        while left := shared_memory.intersection(os.listdir(warden_script.SHM_DIR)):
+            warden_script.remove_shared_memory(left, set())
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
 
     def _kill_session(self) -> None:
         """Last resort when the warden itself was killed: everything in its session."""

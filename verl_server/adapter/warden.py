@@ -142,15 +142,15 @@ def shared_memory_of(pids: list[int]) -> set[str]:
     return found
 
 
-def remove_shared_memory(names: set[str], dead_pids: set[int]) -> None:
-    """Remove what the dead tree owned, unless a living process still maps it."""
+def remove_shared_memory(names: set[str], dead_pids: set[int], reader: int | None = None) -> None:
+    """Remove what the dead tree owned, unless a living process still maps it (other than its `reader`)."""
     owned = set(names)
     for name in os.listdir(SHM_DIR) if os.path.isdir(SHM_DIR) else []:
         numbers = {int(number) for number in re.findall(r"\d+", name)}
         if SHM_NAMES.match(name) and numbers & dead_pids and not name.startswith("sem."):
             owned.add(name)
     if owned:
-        owned -= shared_memory_of([int(pid) for pid in os.listdir("/proc") if pid.isdigit()])
+        owned -= shared_memory_of([int(pid) for pid in os.listdir("/proc") if pid.isdigit() and int(pid) != reader])
     for name in owned:
         with contextlib.suppress(OSError):
             os.unlink(SHM_DIR + name)
@@ -235,7 +235,9 @@ class Warden:
             return
         pids = descendants(os.getpid())
         self._pids.update(pids)
-        self._shm |= shared_memory_of(pids)
+        if found := shared_memory_of(pids) - self._shm:
+            self._shm |= found
+            self._emit({"event": "owns", "shared_memory": sorted(found)})  # for the trainer, should this process die
         for pid in set(pids) - self._workers:
             if (name := worker_name(pid)) is not None:
                 self._workers.add(pid)

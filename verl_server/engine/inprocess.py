@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from verl_server.adapter import sglang as api
 from verl_server.adapter.launch import WEIGHT_LOADER
 from verl_server.adapter.model_files import read_model_config
+from verl_server.adapter.warden import descendants, remove_shared_memory, shared_memory_of
 from verl_server.errors import BadInputError, NotReadyError, ServerError, ShutDownError, StartupError, VerlServerError
 from verl_server.weights.loader import Descriptor, named_tensors_of
 
@@ -126,10 +127,13 @@ class InProcessBackend:
         self._fatal = self._fatal or error
 
     def shutdown(self) -> None:
-        if not isinstance(self._fatal, ShutDownError):
-            self._fatal = ShutDownError("the engine was shut down")
-            self._executor.submit(self._engine.shutdown).result()
+        self.fail(ShutDownError("the engine was shut down"))
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            owned = shared_memory_of(descendants(os.getpid()))  # SGLang ends its workers with SIGKILL
+            self._executor.submit(engine.shutdown).result()
             self._executor.shutdown()
+            remove_shared_memory(owned, set(), reader=os.getpid())
 
 
 def _make(server_args: Json) -> Any:
