@@ -79,3 +79,31 @@ class AdapterConfig:
             object.__setattr__(self, "log_dir", Path(self.log_dir))
         if (self.router_ip is None) != (self.router_port is None):
             raise BadInputError("router_ip and router_port go together: give both or neither")
+
+
+@dataclass(frozen=True)
+class RemoteServer:
+    """A server that runs already, started by `verl-server launch` or by another engine."""
+
+    base_url: str
+    api_key: str | None = field(default=None, repr=False)
+    admin_api_key: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    """How weights get to the servers."""
+
+    transport: str = "auto"
+    """A file of `verl_server/weights/transports/`. "auto": `shared_memory` on one machine, else `distributed`."""
+    folder: Path | str | None = None
+    """For `disk`: a folder that trainer and servers share."""
+    host: str | None = None
+    """For `distributed` and `delta`: the trainer's address as the servers reach it. None: found out."""
+    max_staging_bytes: int | None = None
+    """Refuse to start when staging memory, one copy of the weights, would be larger. None: no limit."""
+
+    def __post_init__(self) -> None:
+        limit = self.max_staging_bytes
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0):
+            raise BadInputError(f"max_staging_bytes must be a positive number of bytes, got {limit!r}")

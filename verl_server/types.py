@@ -23,6 +23,10 @@ class WeightUpdateResult:
     bytes: int
     missing: int
     """Parameters of the model that this update did not contain (0 for a whole update)."""
+    transport: str
+    """How the tensors came to the servers: a file of `verl_server/weights/transports/`."""
+    sent_bytes: int
+    """Bytes of tensors that went over a network or into a file (0: the servers read them in place)."""
     gather_s: float
     """Seconds in which the ranks copied their shards into the arena."""
     load_s: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,15 +25,19 @@ from verl_server.adapter.ports import PortReservation, authority
 from verl_server.adapter.warden import Log
 from verl_server.engine.channel import admit, join
 from verl_server.engine.placement import place
+from verl_server.engine.stage import require_finite
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
-from verl_server.weights.checksum import checksum
+from verl_server.weights.checksum import checksum_of
 from verl_server.weights.coverage import Coverage
 from verl_server.weights.gather import shard_slices
 from verl_server.weights.layout import ALIGNMENT, TABLE_OFFSET, nbytes, plan
-from verl_server.weights.loader import Descriptor, _load_from, _mapping
+from verl_server.weights.loader import load_from
 from verl_server.weights.manifest import manifest_of
 from verl_server.weights.names import unfused, unfused_spec
+from verl_server.weights.transports import patches, shared_memory
+from verl_server.weights.transports.base import Settings, Update
+from verl_server.weights.transports.group import Members, chunks
 
 PACKAGE = Path(verl_server.__file__).parent
 #: Rooms from top to bottom; imports go down only (ARCHITECTURE.md).
@@ -247,19 +253,76 @@ def test_a_load_that_fails_leaves_no_mark_in_the_model() -> None:
     layout = plan({"weight": TensorSpec((3, 4), "float32"), "bias": TensorSpec((3,), "float32")})
     arena = Arena.create(layout)
     arena.tensor("weight").fill_(2.0)
-    model, size = _Breaks(4, 3), arena.write_table(["weight", "bias"])
+    arena.write_table(["weight", "bias"])
+    model, update = _Breaks(4, 3), Update("x", ["weight", "bias"], True)
     bias = model.bias.data.clone()
-    descriptor = Descriptor([arena.path], 1, layout.size, size, layout.sums_at, len(layout.slots), True, "x")
-    with pytest.raises(ValueError, match="the second"):
-        _load_from(_mapping.get(arena.path, layout.size), model, descriptor, rank=0)
+    sender = shared_memory.Sender(Settings(arena, layout, [1], 1.0))
+    report, _ = load_from(shared_memory.Receiver(sender.wire(update, 0), 0), model, "x", verify=True)
+    assert not report.ok
+    assert "the second" in str(report.error)
     assert torch.equal(model.weight.data, torch.full((3, 4), 2.0))
     assert torch.equal(model.bias.data, bias)
     arena.close()
 
 
-def test_checksums_tell_one_changed_bit() -> None:
-    memory = memoryview(bytearray(range(64)) * 2)
-    first = checksum(memory, 64, 61)
-    memory[64 + 13] ^= 1
-    assert checksum(memory, 64, 61) != first
-    assert checksum(memory, 0, 0) == 0
+@given(st.binary(min_size=0, max_size=70), st.integers(0, 7))
+def test_checksums_tell_one_changed_bit(data: bytes, bit: int) -> None:
+    tensor = torch.tensor(list(data), dtype=torch.uint8)
+    first = checksum_of(tensor)
+    assert checksum_of(torch.cat([torch.zeros(3, dtype=torch.uint8), tensor])[3:]) == first, "wherever it stands"
+    for at in range(len(data)):
+        other = tensor.clone()
+        other[at] ^= 1 << bit
+        assert checksum_of(other) != first
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 100)), max_size=8), st.integers(1, 64))
+def test_chunks_cover_every_span_and_nothing_twice(gaps_and_sizes: list[tuple[int, int]], limit: int) -> None:
+    spans, at = [], 0
+    for gap, size in gaps_and_sizes:
+        spans.append((at + gap, at + gap + size))
+        at += gap + size
+    found = chunks(spans, limit)
+    assert all(0 < stop - start <= limit for start, stop in found)
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(found))
+    covered = {byte for start, stop in found for byte in range(start, stop)}
+    assert covered >= {byte for start, stop in spans for byte in range(start, stop)}
+
+
+@given(
+    st.sampled_from([np.uint8, np.uint16, np.uint32]),
+    st.integers(1, 200_000),
+    st.lists(st.floats(0, 1, exclude_max=True), max_size=5),
+)
+def test_patches_bring_the_old_to_the_new(kind: Any, size: int, places: list[float]) -> None:
+    old = np.arange(size).astype(kind)
+    new = old.copy()
+    for share in places:
+        new[int(share * size)] += 1
+    item_bytes = old.itemsize
+    target = bytearray(old.tobytes())
+    patch = patches.encode([(memoryview(old.tobytes()), memoryview(new.tobytes()), item_bytes)] * 2, limit=10**9)
+    assert patch is not None
+    assert len(patch) <= 2 * (8 + len(places) * (4 + item_bytes))
+    other = bytearray(target)
+    patches.apply(memoryview(patch), [(memoryview(target), item_bytes), (memoryview(other), item_bytes)])
+    assert bytes(target) == bytes(other) == new.tobytes()
+    with pytest.raises(ValueError, match="patch"):
+        patches.apply(memoryview(patch + b"x"), [(memoryview(target), item_bytes), (memoryview(other), item_bytes)])
+    assert patches.encode([(memoryview(old.tobytes()), memoryview((new + 1).tobytes()), item_bytes)], limit=8) is None
+
+
+def test_one_receiver_leads_on_each_machine() -> None:
+    members = Members(["a", "b", "a", "b", "c"])
+    assert members.size == 4
+    assert [members.rank_of(receiver) for receiver in range(5)] == [1, 2, None, None, 3]
+    assert [members.leader_of(receiver) for receiver in range(5)] == [0, 1, 0, 1, 4]
+
+
+def test_not_finite_values_are_refused() -> None:
+    for value in (float("nan"), float("inf"), float("-inf")):
+        tensor = torch.ones(3, 4, dtype=torch.bfloat16)
+        require_finite("x", tensor)
+        tensor[1, 2] = value
+        with pytest.raises(errors.WeightManifestError, match="'x' has values that are not finite"):
+            require_finite("x", tensor)

@@ -46,9 +46,11 @@ class WeightCalls(InformationCalls):
 
         `VerlEngine.update_weights_from_tensor` is the call for whole models; this one is the bare endpoint.
         """
+        if not self.server_args:
+            self.server_args = await self.get_server_info()
         api.check_tensor_payloads(
             serialized_named_tensors,
-            int(self.server_args.get("tp_size") or 1) if self.server_args else None,
+            int(self.server_args.get("tp_size") or 1),
             load_format,
             self.server_args.get("custom_weight_loader") or (),
         )

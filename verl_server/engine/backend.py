@@ -10,25 +10,39 @@ from verl_server.adapter.launch import WEIGHT_LOADER
 from verl_server.adapter.process import GiveUp
 from verl_server.config import AdapterConfig, PauseMode
 from verl_server.errors import VerlServerError
-from verl_server.weights.loader import Descriptor, payload
+from verl_server.weights.loader import payload
 
 Json = dict[str, Any]
 
 
 class Backend(Protocol):
-    """One inference engine, in a server of its own or in this process. Calls raise `verl_server.errors`."""
+    """One or more inference engines, in servers or in this process. Calls raise `verl_server.errors`."""
+
+    @property
+    def tp_sizes(self) -> Sequence[int]:
+        """TP ranks of each."""
+
+    @property
+    def nearest_transport(self) -> str:
+        """The cheapest weight transport that reaches all of them."""
+
+    @property
+    def trainer_host(self) -> str:
+        """This machine's address as they reach it."""
 
     def generate(self, **request: Any) -> Any: ...
     async def async_generate(self, **request: Any) -> Any: ...
     def generate_stream(self, **request: Any) -> Iterator[Json]: ...
     def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]: ...
     def flush_cache(self) -> None: ...
-    def hold(self) -> None:
-        """Stop generating; requests in flight wait and are recomputed later."""
+    def hold(self, mode: PauseMode) -> None:
+        """Stop generating; `mode` says what becomes of requests in flight."""
 
     def go_on(self) -> None: ...
     def begin_weight_update(self) -> None: ...
-    def load_arena(self, descriptor: Descriptor, weight_version: str) -> None: ...
+    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
+        """Make each server's TP ranks call the loader; `wires` has what it is told, by server."""
+
     def end_weight_update(self) -> None: ...
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None: ...
     def resume_memory_occupation(self, tags: Sequence[str] | None) -> None: ...
@@ -43,11 +57,13 @@ class Backend(Protocol):
 class ServerBackend:
     """A separately spawned server behind the HTTP adapter."""
 
+    nearest_transport, trainer_host = "shared_memory", "127.0.0.1"
+
     def __init__(
         self, server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], give_up: GiveUp
     ) -> None:
         self.adapter = HttpServerEngineAdapter(config=config, env=env, give_up=give_up, **server_args)
-        self._tp_size = int(server_args.get("tp_size") or 1)
+        self.tp_sizes = [int(server_args.get("tp_size") or 1)]
 
     def generate(self, **request: Any) -> Any:
         return self.adapter.generate(**request)
@@ -64,9 +80,9 @@ class ServerBackend:
     def flush_cache(self) -> None:
         self.adapter.flush_cache()
 
-    def hold(self) -> None:
+    def hold(self, mode: PauseMode) -> None:
         if not self.asleep:
-            self.adapter.pause_generation(PauseMode.RETRACT)
+            self.adapter.pause_generation(mode)
 
     def go_on(self) -> None:
         if not self.asleep:
@@ -75,10 +91,9 @@ class ServerBackend:
     def begin_weight_update(self) -> None:
         self.adapter.begin_weight_update()
 
-    def load_arena(self, descriptor: Descriptor, weight_version: str) -> None:
-        self.adapter.update_weights_from_tensor(
-            [payload(descriptor)] * self._tp_size, load_format=WEIGHT_LOADER, weight_version=weight_version
-        )
+    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
+        (wire,) = wires
+        load_over(self.adapter, self.tp_sizes[0], wire, weight_version, flush_cache)
 
     def end_weight_update(self) -> None:
         self.adapter.end_weight_update()
@@ -98,3 +113,12 @@ class ServerBackend:
 
     def shutdown(self) -> None:
         self.adapter.shutdown()
+
+
+def load_over(
+    adapter: HttpServerEngineAdapter, tp_size: int, wire: Json, weight_version: str, flush_cache: bool
+) -> None:
+    """Make one server's TP ranks call the loader with `wire`."""
+    adapter.update_weights_from_tensor(
+        [payload(wire)] * tp_size, load_format=WEIGHT_LOADER, weight_version=weight_version, flush_cache=flush_cache
+    )

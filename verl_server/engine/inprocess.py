@@ -18,8 +18,9 @@ from verl_server.adapter import sglang as api
 from verl_server.adapter.launch import WEIGHT_LOADER
 from verl_server.adapter.model_files import read_model_config
 from verl_server.adapter.warden import descendants, remove_shared_memory, shared_memory_of
+from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, NotReadyError, ServerError, ShutDownError, StartupError, VerlServerError
-from verl_server.weights.loader import Descriptor, named_tensors_of
+from verl_server.weights.loader import named_tensors_of
 
 Json = dict[str, Any]
 R = TypeVar("R")
@@ -28,8 +29,11 @@ R = TypeVar("R")
 class InProcessBackend:
     """One `sglang.Engine`, made and used by one thread."""
 
+    nearest_transport, trainer_host = "shared_memory", "127.0.0.1"
+
     def __init__(self, server_args: Mapping[str, Any]) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="verl-server-engine")
+        self.tp_sizes = [int(server_args.get("tp_size") or 1)]
         self._asleep: set[str] = set()
         self._fatal: VerlServerError | None = None
         self._version = str(server_args.get("weight_version", "default"))
@@ -86,7 +90,7 @@ class InProcessBackend:
     def flush_cache(self) -> None:
         self._run(lambda: self._engine.flush_cache())
 
-    def hold(self) -> None:
+    def hold(self, mode: PauseMode) -> None:
         """Nothing to hold: no other call can be under way."""
 
     def go_on(self) -> None:
@@ -96,9 +100,14 @@ class InProcessBackend:
         if self._sessions:
             self._run(lambda: _require(self._engine.begin_weight_update()))
 
-    def load_arena(self, descriptor: Descriptor, weight_version: str) -> None:
-        tensors = named_tensors_of(descriptor)
-        self._run(lambda: _require(self._engine.update_weights_from_tensor(tensors, load_format=WEIGHT_LOADER)))
+    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
+        (wire,) = wires
+        tensors = named_tensors_of(wire)
+        self._run(
+            lambda: _require(
+                self._engine.update_weights_from_tensor(tensors, load_format=WEIGHT_LOADER, flush_cache=flush_cache)
+            )
+        )
         self._version = weight_version
 
     def end_weight_update(self) -> None:

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import socket
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from verl_server.adapter.launch import checked_server_args, complete_server_args
 from verl_server.adapter.ports import PortReservation, authority
-from verl_server.config import AdapterConfig
+from verl_server.config import AdapterConfig, RemoteServer, WeightsConfig
 from verl_server.engine.backend import Backend, ServerBackend
+from verl_server.engine.commit import Order, check_reports, checksums, commit
 from verl_server.engine.placement import Placement
-from verl_server.engine.push import Stage, check_reports, check_same_names, commit, digest
-from verl_server.errors import ServerDiedError, TornWeightsError, VerlServerError
+from verl_server.engine.remote import RemoteBackend
+from verl_server.engine.stage import Stage, check_same_names, digest
+from verl_server.errors import BadInputError, ServerDiedError, TornWeightsError, VerlServerError
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import Layout, plan
-from verl_server.weights.loader import Descriptor
 from verl_server.weights.manifest import Manifest, manifest_of
+from verl_server.weights.transports import end_of
+from verl_server.weights.transports.base import Sender, Settings, Update, in_layout_order
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from verl_server.engine.group import TpGroup
+
+logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
@@ -46,6 +51,7 @@ def start_backend(
     group: TpGroup,
     placement: Placement,
     launch_server: bool,
+    servers: Sequence[RemoteServer],
     server_args: Mapping[str, Any],
     config: AdapterConfig,
     env: Mapping[str, str],
@@ -53,13 +59,18 @@ def start_backend(
 ) -> Backend | None:
     """Start the server process of each node on the node's first rank, at the same time; None elsewhere.
 
+    With `servers`, which run already, only connect to them, on rank 0.
+
     If one does not start, all ranks raise its error at once and the others are ended.
     """
     args = _agree_on_args(group, placement, server_args)
     backend: Backend | None = None
     if placement.is_node_leader:
         try:
-            backend = _start(group, args, launch_server, config, env, on_death)
+            if servers:
+                backend = RemoteBackend(servers, config)
+            else:
+                backend = _start(group, args, launch_server, config, env, on_death)
         except VerlServerError as failure:
             group.fault(failure)  # the servers of other nodes wait for this one: end them now
             raise
@@ -116,7 +127,7 @@ def _start(
 
 
 class WeightsSide:
-    """What one rank needs to push weights: the manifest, the layout and the arena that it writes."""
+    """What one rank needs to push weights: the manifest, the layout, the arena that it writes, and the sender."""
 
     def __init__(
         self,
@@ -124,32 +135,25 @@ class WeightsSide:
         layout: Layout,
         arena: Arena,
         writers: frozenset[int],
-        paths: list[str],
         placement: Placement,
+        sender: Sender | None,
     ) -> None:
         self._manifest, self._layout, self._arena = manifest, layout, arena
-        self._writers, self._paths, self._placement = writers, paths, placement
+        self._writers, self._placement, self._sender = writers, placement, sender
         self._leads = placement.is_node_leader
         self.asleep: frozenset[str] = frozenset()
 
-    def stage(self, group: TpGroup, deadline_s: float) -> Stage:
-        return Stage(self._arena, self._manifest, self._writers, self._leads, group, deadline_s)
+    def stage(self, group: TpGroup, deadline_s: float, finite: bool) -> Stage:
+        return Stage(self._arena, self._manifest, self._writers, self._leads, group, deadline_s, finite)
 
     def bring(self, names: list[str], sharded: bool) -> Json:
         """What this rank tells of its part; node leaders also put the table into their arena."""
-        table_bytes = self._arena.write_table(names) if self._leads and names else 0
-        return {"tensors": len(names), "digest": digest(names), "sharded": sharded, "table_bytes": table_bytes}
+        if self._leads and names:
+            self._arena.write_table(in_layout_order(self._layout, names))
+        return {"tensors": len(names), "digest": digest(names), "sharded": sharded}
 
-    def commit(
-        self,
-        backend: Backend,
-        brought: list[Json],
-        names: list[str],
-        version: str,
-        torn: bool,
-        verify: bool,
-    ) -> Json:
-        """On rank 0: check that the ranks brought the same, then make the server load it."""
+    def commit(self, backend: Backend, brought: list[Json], names: list[str], order: Order, torn: bool) -> Json:
+        """On rank 0: check that the ranks brought the same, then make the servers load it."""
         check_same_names(brought)
         missing = sorted(self._layout.slots.keys() - set(names))
         if missing and torn:
@@ -157,25 +161,16 @@ class WeightsSide:
                 f"the served weights are torn and this update lacks {len(missing)} parameters, {missing[0]!r} "
                 "among them: push all of them"
             )
-        descriptor = Descriptor(
-            paths=self._paths,
-            ranks_per_node=self._placement.ranks_per_node,
-            size=self._layout.size,
-            table_bytes=brought[0]["table_bytes"],
-            sums_at=self._layout.sums_at,
-            slots=len(self._layout.slots),
-            verify=verify,
-            update_id=uuid.uuid4().hex,
-        )
-        result, descriptor = commit(backend, self._arena, self._layout, names, descriptor, version, torn)
-        return {"result": asdict(result), "descriptor": asdict(descriptor)}
+        assert self._sender is not None
+        result, update = commit(backend, self._sender, names, order, torn)
+        return {"result": asdict(result), "update_id": update.id, "verify": update.verify}
 
-    def check(self, wire: Json, names: list[str]) -> VerlServerError | None:
+    def check(self, update_id: str, verify: bool, names: list[str]) -> VerlServerError | None:
         """On a node's leader: the error that a TP rank of this node reported, or None."""
-        descriptor = Descriptor(**wire)
-        sums = [self._arena.checksum(name) for name in names] if descriptor.verify else []
+        update = Update(update_id, in_layout_order(self._layout, names), verify)
+        assert self._sender is not None
         try:
-            check_reports(self._arena, descriptor, names, sums, self._placement.node_rank)
+            check_reports(self._sender.reports(update), update, checksums(self._arena, update), len(self._layout.slots))
         except VerlServerError as error:
             return error
         return None
@@ -185,23 +180,28 @@ class WeightsSide:
         return {name: self._arena.tensor(name) for name in self._layout.slots}
 
     def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
         self._arena.close()
 
 
 def start_weights_side(
-    group: TpGroup, placement: Placement, server_args: Mapping[str, Any], ranks: frozenset[int]
+    group: TpGroup,
+    placement: Placement,
+    server_args: Mapping[str, Any],
+    ranks: frozenset[int],
+    backend: Backend | None,
+    config: WeightsConfig,
+    timeout_s: float,
 ) -> WeightsSide:
     """Make an arena on each node's leader; with one node, let every rank map it, if every rank can."""
-
-    def describe(_: list[Json]) -> Json:
-        manifest = manifest_of(server_args)
-        tensors = {name: [list(spec.shape), spec.dtype] for name, spec in manifest.tensors.items()}
-        return {"tensors": tensors, "ignored": sorted(manifest.ignored)}
-
-    wire = group.agree(group.next_call("manifest"), describe, action_s=120.0)
-    tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in wire["tensors"].items()}
-    manifest = Manifest(tensors, frozenset(wire["ignored"]))
-    layout = plan(tensors)
+    manifest = _agree_on_manifest(group, server_args)
+    layout = plan(manifest.tensors)
+    if config.max_staging_bytes is not None and layout.size > config.max_staging_bytes:
+        raise BadInputError(
+            f"staging this model takes {layout.size} bytes of memory, more than "
+            f"max_staging_bytes={config.max_staging_bytes}"
+        )
     arena = Arena.create(layout) if placement.is_node_leader else None
     bring = {"path": arena.path if arena else None}
     paths = group.agree(
@@ -220,4 +220,46 @@ def start_weights_side(
         action_s=10.0,
     )
     writers = ranks if shared and placement.nnodes == 1 else frozenset()
-    return WeightsSide(manifest, layout, arena or Arena.create(layout), writers, list(paths), placement)
+    arena = arena or Arena.create(layout)
+    sender = None if backend is None else _sender(arena, layout, paths, placement, backend, config, timeout_s)
+    return WeightsSide(manifest, layout, arena, writers, placement, sender)
+
+
+def _agree_on_manifest(group: TpGroup, server_args: Mapping[str, Any]) -> Manifest:
+    def describe(_: list[Json]) -> Json:
+        manifest = manifest_of(server_args)
+        tensors = {name: [list(spec.shape), spec.dtype] for name, spec in manifest.tensors.items()}
+        return {"tensors": tensors, "ignored": sorted(manifest.ignored)}
+
+    wire = group.agree(group.next_call("manifest"), describe, action_s=120.0)
+    tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in wire["tensors"].items()}
+    return Manifest(tensors, frozenset(wire["ignored"]))
+
+
+def _sender(
+    arena: Arena,
+    layout: Layout,
+    paths: list[str],
+    placement: Placement,
+    backend: Backend,
+    config: WeightsConfig,
+    timeout_s: float,
+) -> Sender:
+    """On each node's leader: its end of the transport."""
+    transport = backend.nearest_transport if config.transport == "auto" else config.transport
+    if placement.nnodes > 1 and transport != "shared_memory":
+        raise BadInputError(f"weight transport {transport!r} does not go with nnodes={placement.nnodes}: leave it out")
+    settings = Settings(
+        arena=arena,
+        layout=layout,
+        tp_sizes=backend.tp_sizes,
+        timeout_s=timeout_s,
+        paths=paths,
+        ranks_per_node=placement.ranks_per_node if placement.nnodes > 1 else 0,
+        node_rank=placement.node_rank,
+        folder=None if config.folder is None else str(config.folder),
+        host=config.host or backend.trainer_host,
+    )
+    logger.info("weights are staged in %.1f MB of memory and go by %s", layout.size / 1e6, transport)
+    sender: Sender = end_of(transport, "Sender")(settings)
+    return sender

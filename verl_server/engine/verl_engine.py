@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from verl_server.config import AdapterConfig, Timeouts
+from verl_server.config import AdapterConfig, PauseMode, RemoteServer, Timeouts, WeightsConfig
 from verl_server.engine.backend import Backend
+from verl_server.engine.commit import Order
 from verl_server.engine.group import TpGroup
 from verl_server.engine.placement import place
 from verl_server.engine.start import WeightsSide, share_over, start_backend, start_weights_side
@@ -34,10 +35,11 @@ class VerlEngine:
     """One rollout engine for the trainer ranks of `device_mesh_cpu`, made on all of them.
 
     `launch_server=True` (the default) runs SGLang in a server process of its own, driven over HTTP by rank 0
-    of the mesh; `launch_server=False` runs SGLang's in-process `Engine` there. Other keyword arguments are
+    of the mesh; `launch_server=False` runs SGLang's in-process `Engine` there; with `servers` nothing is
+    started, weights go to all of these and prompts to one after the other. Other keyword arguments are
     SGLang's `ServerArgs`, passed on verbatim; `tp_size` is the size of the mesh unless given. `timeouts`,
     `log_dir`, `router_ip`, `router_port` are settings of the adapter (`AdapterConfig`), `env` adds to the
-    server's environment.
+    server's environment, `weights` says how weights travel.
 
     Every method except `shutdown` is a call of all ranks of the mesh, in the same order; all get the same
     result, or raise the same error. When a rank has died or a server has ended, every later call says so.
@@ -49,6 +51,8 @@ class VerlEngine:
         nnodes: int = 1,
         *,
         launch_server: bool = True,
+        servers: Sequence[RemoteServer] = (),
+        weights: WeightsConfig | None = None,
         timeouts: Timeouts | None = None,
         log_dir: Any = None,
         router_ip: str | None = None,
@@ -68,16 +72,24 @@ class VerlEngine:
         self._placement = place(self._tp_rank, size, nnodes, server_args)
         self._backend: Backend | None = None
         self._weights: WeightsSide | None = None
-        self._version = 0
+        self._version = _first_version(server_args)
         self._torn: TornWeightsError | None = None
         self._group = TpGroup.form(self._tp_rank, size, share_over(device_mesh_cpu), nnodes > 1, self._timeouts.ranks_s)
         try:
             self._backend = start_backend(
-                self._group, self._placement, launch_server, server_args, self._config, env or {}, self._fault
+                self._group, self._placement, launch_server, servers, server_args, self._config, env or {}, self._fault
             )
             self._group.on_broken = self._on_broken
             ranks = frozenset(device_mesh_cpu.mesh.flatten().tolist())
-            self._weights = start_weights_side(self._group, self._placement, server_args, ranks)
+            self._weights = start_weights_side(
+                self._group,
+                self._placement,
+                server_args,
+                ranks,
+                self._backend,
+                weights or WeightsConfig(),
+                self._timeouts.weights_s,
+            )
         except BaseException:
             self.shutdown()
             raise
@@ -147,30 +159,37 @@ class VerlEngine:
         named_tensors: Iterable[tuple[str, torch.Tensor]],
         load_format: str | None = None,
         *,
-        weight_version: str | None = None,
+        weight_version: int | str | None = None,
         verify: bool = True,
+        check_finite: bool = False,
+        pause_mode: PauseMode | str = PauseMode.RETRACT,
+        flush_cache: bool = True,
     ) -> WeightUpdateResult:
         """Make the server serve `named_tensors`: pairs of Hugging Face parameter name and tensor.
 
         Tensors are DTensors (any FSDP2 or TP placement), or plain full ones (then rank 0's count, and other
         ranks may bring nothing). A generator is consumed one tensor at a time. Shapes are checked, float
         types are cast to the server's. A subset updates only that subset; `missing` in the result says how
-        many parameters it left out. The prefix cache is flushed; requests in flight are recomputed.
-        With `verify` every TP rank's checksums of what it read are compared with what was staged, and a whole
-        update must have written every parameter of the server.
+        many parameters it left out. With `verify` every TP rank's checksums of what it read are compared with
+        what was staged, and a whole update must have written every parameter of the server. `check_finite`
+        refuses NaN and infinity. `pause_mode` is what becomes of requests in flight; `in_place` keeps their KV
+        cache of the old weights, so it needs `flush_cache=False`. `weight_version` is a number that only grows;
+        without it the next one is taken.
 
         Raises WeightManifestError or BadInputError before the server hears of it (old weights are served
         on), TornWeightsError when it failed half-way (push again), PeerError, ServerDiedError.
         """
         started = time.monotonic()
         call = self._group.next_call("update_weights")
-        names, error, sharded = self._stage(named_tensors, load_format)
+        names, error, sharded = self._stage(named_tensors, load_format, check_finite)
         gather_s = time.monotonic() - started
         weights = self._weights_side()
         bring = weights.bring(names, sharded)
         wire = self._group.agree(
             call,
-            lambda brought: self._commit(brought, names, weight_version, verify),
+            lambda brought: self._commit(
+                brought, names, _order(self._version, weight_version, verify, pause_mode, flush_cache)
+            ),
             bring=bring,
             error=error,
             action_s=4 * self._timeouts.weights_s,
@@ -183,7 +202,7 @@ class VerlEngine:
         return dataclasses.replace(WeightUpdateResult(**wire["result"]), gather_s=gather_s)
 
     def _stage(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], load_format: str | None
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], load_format: str | None, finite: bool
     ) -> tuple[list[str], VerlServerError | None, bool]:
         """This rank's part; any failure is carried to the agreement, so that all ranks learn of it."""
         refusal = self._refusal(allow_torn=True)
@@ -195,7 +214,7 @@ class VerlEngine:
             refusal = BadInputError("the server's weights are released: resume_memory_occupation(['weights']) first")
         if refusal is not None:
             return [], refusal, False
-        stage = self._weights_side().stage(self._group, self._timeouts.weights_s)
+        stage = self._weights_side().stage(self._group, self._timeouts.weights_s, finite)
         try:
             return stage.write(named_tensors), None, stage.sharded
         except VerlServerError as error:
@@ -208,22 +227,20 @@ class VerlEngine:
             wrapped.__cause__ = error
             return [], wrapped, stage.sharded
 
-    def _commit(self, brought: list[Json], names: list[str], weight_version: str | None, verify: bool) -> Json:
-        count = self._version + 1
-        version = str(weight_version) if weight_version is not None else str(count)
+    def _commit(self, brought: list[Json], names: list[str], order: Order) -> Json:
+        count = int(order.weight_version)
         try:
-            torn = self._torn is not None
-            result = self._weights_side().commit(self._head(), brought, names, version, torn, verify)
+            result = self._weights_side().commit(self._head(), brought, names, order, self._torn is not None)
         except TornWeightsError as error:
             wire = {"message": error.message, **error.details}
-            return {"count": count, "torn": wire, "result": None, "descriptor": None}
+            return {"count": count, "torn": wire, "result": None, "update_id": None}
         return {"count": count, "torn": None, **result}
 
     def _confirm(self, weights: WeightsSide, wire: Json, names: list[str]) -> None:
         """With several nodes: every node's leader looks at the reports of its own node."""
-        if self._placement.nnodes == 1 or wire["descriptor"] is None:
+        if self._placement.nnodes == 1 or wire["update_id"] is None:
             return
-        error = weights.check(wire["descriptor"], names) if self._placement.is_node_leader else None
+        error = weights.check(wire["update_id"], wire["verify"], names) if self._placement.is_node_leader else None
         try:
             self._group.agree(self._group.next_call("confirm"), lambda _: None, error=error, action_s=10.0)
         except VerlServerError as failure:
@@ -321,6 +338,25 @@ class VerlEngine:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _first_version(server_args: Json) -> int:
+    """The version that the server starts with."""
+    given = str(server_args.get("weight_version", "0"))
+    return int(given) if given.isdecimal() else 0
+
+
+def _order(
+    current: int, weight_version: int | str | None, verify: bool, pause_mode: PauseMode | str, flush_cache: bool
+) -> Order:
+    version = str(current + 1) if weight_version is None else str(weight_version)
+    if not version.isdecimal() or int(version) <= current:
+        raise BadInputError(f"weight_version must be a number above {current}, got {weight_version!r}")
+    if pause_mode not in list(PauseMode):
+        raise BadInputError(f"pause_mode {pause_mode!r} is none of {[mode.value for mode in PauseMode]}")
+    if pause_mode == PauseMode.IN_PLACE and flush_cache:
+        raise BadInputError("pause_mode 'in_place' keeps the KV cache of running requests: it needs flush_cache=False")
+    return Order(str(int(version)), verify, PauseMode(pause_mode), flush_cache)
 
 
 def _request(arguments: Json, fields: Json) -> Json:

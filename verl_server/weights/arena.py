@@ -14,8 +14,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import UnsupportedError, VerlServerError
-from verl_server.weights.checksum import checksum, get
-from verl_server.weights.layout import REPORT_BYTES, TABLE_OFFSET, Layout, nbytes
+from verl_server.weights.checksum import checksum_of, get
+from verl_server.weights.layout import REPORT_BYTES, TABLE_OFFSET, Layout
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +70,12 @@ class Arena:
 
     def checksum(self, name: str) -> int:
         """Of the tensor `name` as it stands now."""
-        slot = self._layout.slots[name]
-        return checksum(self._memory, slot.offset, nbytes(slot.spec))
+        return checksum_of(self.tensor(name))
+
+    @property
+    def memory(self) -> memoryview:
+        """All of it."""
+        return memoryview(self._memory)
 
     def checksums_of(self, rank: int, count: int) -> list[int]:
         """Those that TP rank `rank` of the server wrote, in the order of the table."""

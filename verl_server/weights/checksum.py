@@ -1,4 +1,4 @@
-"""A checksum as fast as reading: the sum of a tensor's 8-byte words in the arena, modulo 2**64.
+"""A checksum as fast as reading: the sum of a tensor's 8-byte words, modulo 2**64.
 
 Both sides compute it from what they see, the trainer and every TP rank of the server. It tells lost, stale,
 shifted and overwritten bytes; it is no protection from somebody who means harm.
@@ -9,18 +9,25 @@ from __future__ import annotations
 import array
 import mmap
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from verl_server.weights.layout import WORD_BYTES, aligned
+from verl_server.weights.layout import WORD_BYTES
 
-
-def checksum(memory: mmap.mmap | memoryview, offset: int, size: int) -> int:
-    """Of the `size` bytes at `offset`, which is a multiple of the alignment; the gap up to the next word is zero."""
+if TYPE_CHECKING:
     import torch
 
-    if not size:
-        return 0
-    words = torch.frombuffer(memory, dtype=torch.int64, count=aligned(size, WORD_BYTES) // WORD_BYTES, offset=offset)
-    return int(words.sum())
+
+def checksum_of(tensor: torch.Tensor) -> int:
+    """Of a contiguous tensor on any device; the last word is filled up with zeros."""
+    import torch
+
+    data = tensor.reshape(-1).view(torch.uint8)
+    if data.storage_offset() % WORD_BYTES:
+        data = data.clone()  # torch has no unaligned views
+    whole = data.numel() // WORD_BYTES * WORD_BYTES
+    total = int(data[:whole].view(torch.int64).sum()) if whole else 0
+    total += int.from_bytes(bytes(data[whole:].tolist()), "little", signed=False)
+    return (total + 2**63) % 2**64 - 2**63
 
 
 def put(memory: mmap.mmap, offset: int, sums: Iterable[int]) -> None:

@@ -18,7 +18,7 @@ from verl_server.types import TensorSpec
 
 #: Float types that a trainer may hold a parameter in. Other floats are cast on the way, as SGLang does.
 CASTABLE = frozenset({"float32", "bfloat16", "float16"})
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
@@ -114,7 +114,7 @@ def _header_of(file: Path) -> dict[str, TensorSpec]:
         header = json.loads(stream.read(length))
     header.pop("__metadata__", None)
     return {
-        name: TensorSpec(tuple(entry["shape"]), _SAFETENSORS_DTYPES.get(entry["dtype"], entry["dtype"]))
+        name: TensorSpec(tuple(entry["shape"]), SAFETENSORS_DTYPES.get(entry["dtype"], entry["dtype"]))
         for name, entry in header.items()
     }
 

@@ -1,0 +1,37 @@
+"""A trainer whose /dev/shm is full once its server runs. Run in a mount namespace of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from helpers import assert_equals_reference, change_weights, mesh_of, reference_model
+
+from verl_server import VerlEngine
+
+FILLER = Path("/dev/shm/filler")
+
+
+def main(folder: str, scratch: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{scratch}/rendezvous", rank=0, world_size=1)
+    model = reference_model(folder)
+    with VerlEngine(mesh_of(1), model_path=folder, dtype="float32", max_total_tokens=8192) as engine:
+        room = os.statvfs("/dev/shm")
+        with FILLER.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+        assert os.statvfs("/dev/shm").f_bavail == 0
+        for seed in range(3):
+            change_weights(model, seed=seed)
+            engine.update_weights_from_tensor(model.state_dict().items())
+            assert_equals_reference(engine, model)
+    FILLER.unlink()
+    assert not list(Path("/dev/shm").iterdir())
+    print("served, nothing left", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

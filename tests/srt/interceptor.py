@@ -1,0 +1,59 @@
+"""A TCP forwarder in front of a server, so that a test can act at an exact step of the protocol: kill, for one."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+from collections.abc import Callable
+from typing import Self
+from urllib.parse import urlsplit
+
+REQUEST = re.compile(rb"^(?:GET|POST|OPTIONS) (\S+) HTTP/1")
+
+
+class Interceptor:
+    """Forwards everything to `url`; calls `before(path)` when a request begins, before the server sees it."""
+
+    def __init__(self, url: str, before: Callable[[str], None]) -> None:
+        self._target = (str(urlsplit(url).hostname), urlsplit(url).port)
+        self._before = before
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = []
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(near,), daemon=True).start()
+
+    def _serve(self, near: socket.socket) -> None:
+        try:
+            far = socket.create_connection(self._target)
+        except OSError:
+            near.close()
+            return
+        self._open += [near, far]
+        threading.Thread(target=self._pump, args=(far, near), daemon=True).start()
+        self._pump(near, far, watch=True)
+
+    def _pump(self, source: socket.socket, sink: socket.socket, watch: bool = False) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if watch and (found := REQUEST.match(data)) is not None:
+                    self._before(found[1].decode())
+                sink.sendall(data)
+        for one in (source, sink):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        for one in self._open:
+            one.close()

@@ -1,0 +1,291 @@
+"""Weight updates in which something dies or breaks at an exact step: typed errors, nothing torn served, recovery."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import (
+    PROMPTS,
+    Ranks,
+    all_at_once,
+    assert_equals_reference,
+    change_weights,
+    mesh_of,
+    no_new_shared_memory,
+    reference_model,
+    tree_of,
+    wait_until,
+)
+from interceptor import Interceptor
+
+from verl_server import HttpServerEngineAdapter, Timeouts, VerlEngine
+from verl_server.config import AdapterConfig, RemoteServer, WeightsConfig
+from verl_server.errors import DeadlineError, PeerError, TornWeightsError, VerlServerError
+
+HERE = Path(__file__).parent
+STEPS = [
+    "/pause_generation",
+    "/begin_weight_update",
+    "/update_weights_from_tensor",
+    "/end_weight_update",
+    "/continue_generation",
+]
+#: From here on the server may hold parts of an update.
+TEARING = STEPS[2:4]
+
+
+@pytest.fixture(scope="module")
+def started(tiny: Callable[..., Path]) -> Iterator[Iterator[Any]]:
+    """Servers: the first stays, the others are killed, one for each step."""
+    folder = str(tiny("qwen3"))
+
+    def start() -> Any:
+        config = AdapterConfig(timeouts=Timeouts(control_s=5.0))
+        return HttpServerEngineAdapter(model_path=folder, dtype="float32", max_total_tokens=8192, config=config)
+
+    with all_at_once(*[start] * 4) as servers:
+        yield iter(servers)
+
+
+@pytest.fixture(scope="module")
+def server(started: Iterator[Any]) -> Any:
+    return next(started)
+
+
+def keys_of(adapter: Any) -> tuple[str, str]:
+    args = adapter.asynchronous.server_args
+    return args["api_key"], args["admin_api_key"]
+
+
+def push_all(adapter: Any, mesh: Any, folder: Path) -> None:
+    """What a new trainer does: attach, push a whole update, and the server serves it."""
+    model = reference_model(folder)
+    with VerlEngine(
+        mesh, servers=[RemoteServer(adapter.base_url, *keys_of(adapter))], model_path=str(folder), dtype="float32"
+    ) as engine:
+        assert engine.update_weights_from_tensor(model.state_dict().items()).missing == 0
+        assert_equals_reference(engine, model)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_trainer_killed_at_each_step(
+    step: str, transport: str, server: Any, one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The server serves whole weights or nothing; the next trainer takes over, open session or not."""
+    model = reference_model(tiny("qwen3"))
+    old = assert_equals_reference(server, model)
+    change_weights(model, seed=77)
+    process: Any = None
+    killed = threading.Event()
+
+    def kill(path: str) -> None:
+        if path == step and not killed.is_set():
+            process.kill()
+            killed.set()
+
+    with no_new_shared_memory(), Interceptor(server.base_url, kill) as front:
+        arguments = [str(tiny("qwen3")), str(tmp_path), transport, front.url]
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "pushing_trainer.py"), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        said, _ = process.communicate(" ".join(keys_of(server)), timeout=120)
+        assert killed.is_set()
+        assert process.returncode == -signal.SIGKILL
+        assert "pushed" not in said
+    time.sleep(0.2)
+    whole = [old, [list(r["output_ids"]) for r in _generate_or_nothing(server)]]
+    if whole[1]:  # it serves: then the old weights, or the new ones whole
+        assert step not in TEARING or whole[1] == old
+        if whole[1] != old:
+            assert_equals_reference(server, model)
+    push_all(server, one_rank, tiny("qwen3"))
+
+
+def _generate_or_nothing(server: Any) -> list[Any]:
+    """Replies, or nothing where the server is paused (then the requests are taken back)."""
+    found: list[Any] = []
+    sampling = {"max_new_tokens": 8, "temperature": 0.0}
+
+    def ask() -> None:
+        try:
+            found.append(server.generate(input_ids=PROMPTS, sampling_params=sampling))
+        except VerlServerError:
+            found.append([])
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join(2.0)
+    if asking.is_alive():
+        server.abort_request(abort_all=True)
+        server.continue_generation()
+        asking.join(20.0)
+        assert not asking.is_alive()
+        return []
+    return list(found[0])
+
+
+@pytest.mark.parametrize("step", ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"])
+def test_a_server_killed_at_each_step(
+    step: str, server: Any, started: Iterator[Any], one_rank: Any, tiny: Callable[..., Path]
+) -> None:
+    """The push fails with a typed error, soon; the other server of the engine is served by the next push."""
+    victim = next(started)
+    model = reference_model(tiny("qwen3"))
+    change_weights(model, seed=5)
+
+    def kill(path: str) -> None:
+        if path == step:
+            os.kill(victim.asynchronous.process.pid, signal.SIGKILL)
+
+    with no_new_shared_memory(), Interceptor(victim.base_url, kill) as front:
+        remotes = [RemoteServer(server.base_url, *keys_of(server)), RemoteServer(front.url, *keys_of(victim))]
+        started_at = time.monotonic()
+        with VerlEngine(
+            one_rank, servers=remotes, model_path=str(tiny("qwen3")), dtype="float32",
+            weights=WeightsConfig(transport="distributed"), timeouts=Timeouts(weights_s=20.0, control_s=5.0),
+        ) as engine:  # fmt: skip
+            with pytest.raises(VerlServerError):
+                engine.update_weights_from_tensor(model.state_dict().items())
+            assert time.monotonic() - started_at < 60.0
+            with pytest.raises(VerlServerError):
+                engine.update_weights_from_tensor(model.state_dict().items())
+        victim.shutdown()
+    push_all(server, one_rank, tiny("qwen3"))
+
+
+def _rank_with_a_dying_peer(rank: int, world: int, folder: str, url: str, keys: tuple[str, str], step: str) -> str:
+    pids: list[Any] = [None] * world
+    dist.all_gather_object(pids, os.getpid())
+    model = reference_model(folder)
+    change_weights(model, seed=8)
+
+    def kill(path: str) -> None:
+        if path == step:
+            os.kill(pids[1], signal.SIGKILL)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(model.state_dict().items()):
+            if rank == 1 and step == "staging" and number == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
+
+    with Interceptor(url, kill) as front:
+        target = front.url if rank == 0 else url
+        with VerlEngine(
+            mesh_of(world), servers=[RemoteServer(target, *keys)], model_path=folder, dtype="float32",
+            timeouts=Timeouts(weights_s=20.0, control_s=5.0, ranks_s=20.0),
+        ) as engine:  # fmt: skip
+            started = time.monotonic()
+            try:
+                engine.update_weights_from_tensor(tensors())
+                wait_until(lambda: not Path(f"/proc/{pids[1]}").exists() or _is_zombie(pids[1]), 5.0, "not killed")
+                engine.update_weights_from_tensor(tensors())
+            except (PeerError, TornWeightsError) as error:
+                assert time.monotonic() - started < 30.0
+                return type(error).__name__
+    return "nothing was raised"
+
+
+def _is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("step", ["staging", *STEPS])
+def test_a_trainer_rank_killed_at_each_step(
+    step: str, server: Any, two_ranks: Ranks, one_rank: Any, tiny: Callable[..., Path]
+) -> None:
+    with no_new_shared_memory():
+        said, _ = two_ranks.run(
+            _rank_with_a_dying_peer, str(tiny("qwen3")), server.base_url, keys_of(server), step, dying=1
+        )
+    assert said in ("PeerError", "TornWeightsError")
+    push_all(server, one_rank, tiny("qwen3"))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_wrong_checksum(times: int, server: Any, one_rank: Any, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """One bit of the file turns over on the way: once, and the engine repairs it; twice, and nothing is served."""
+    model = reference_model(tiny("qwen3"))
+    change_weights(model, seed=6)
+    turned: list[Path] = []
+
+    def turn_a_bit(path: str) -> None:
+        if path == "/update_weights_from_tensor" and len(turned) < times:
+            (file,) = tmp_path.glob("*.safetensors")
+            with file.open("r+b") as stream:
+                stream.seek(-100, os.SEEK_END)
+                byte = stream.read(1)[0]
+                stream.seek(-1, os.SEEK_CUR)
+                stream.write(bytes([byte ^ 4]))
+            turned.append(file)
+
+    with Interceptor(server.base_url, turn_a_bit) as front, VerlEngine(
+        one_rank, servers=[RemoteServer(front.url, *keys_of(server))], model_path=str(tiny("qwen3")), dtype="float32",
+        weights=WeightsConfig(transport="disk", folder=tmp_path),
+    ) as engine:  # fmt: skip
+        if times == 2:
+            with pytest.raises(TornWeightsError, match="read 1 tensors that differ"):
+                engine.update_weights_from_tensor(model.state_dict().items())
+            with pytest.raises(TornWeightsError):
+                engine.generate(input_ids=[1])
+        engine.update_weights_from_tensor(model.state_dict().items())
+        assert_equals_reference(engine, model)
+    assert len(turned) == times
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wedged_server_misses_the_deadline(server: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
+    """The scheduler stands still during the load: DeadlineError or torn by it, and it recovers."""
+    (scheduler,) = (
+        pid
+        for pid in tree_of(server.asynchronous.process.pid)
+        if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    model = reference_model(tiny("qwen3"))
+
+    def stop(path: str) -> None:
+        if path == "/update_weights_from_tensor":
+            os.kill(scheduler, signal.SIGSTOP)
+
+    with Interceptor(server.base_url, stop) as front, VerlEngine(
+        one_rank, servers=[RemoteServer(front.url, *keys_of(server))], model_path=str(tiny("qwen3")), dtype="float32",
+        timeouts=Timeouts(weights_s=3.0, control_s=3.0),
+    ) as engine:  # fmt: skip
+        try:
+            with pytest.raises((TornWeightsError, DeadlineError)):
+                engine.update_weights_from_tensor(model.state_dict().items())
+            with pytest.raises(TornWeightsError):
+                engine.generate(input_ids=[1])
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+    push_all(server, one_rank, tiny("qwen3"))
+
+
+def test_a_full_shared_memory_folder(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """/dev/shm of a default container, filled to the last byte after the start: updates do not need it."""
+    script = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    command = [sys.executable, str(HERE / "full_shm_trainer.py"), str(tiny("qwen3")), str(tmp_path)]
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "served, nothing left"

@@ -1,0 +1,141 @@
+"""Weights by every transport into two real servers, one of them TP 2, and what happens when one dies on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import all_at_once, assert_equals_reference, change_weights, reference_model
+
+from verl_server import HttpServerEngineAdapter, VerlEngine
+from verl_server.config import RemoteServer, WeightsConfig
+from verl_server.errors import BadInputError, VerlServerError, WeightManifestError
+
+TRANSPORTS = ["shared_memory", "distributed", "delta", "disk"]
+
+
+@pytest.fixture(scope="module")
+def servers(tiny: Callable[..., Path]) -> Iterator[list[Any]]:
+    """Two servers that other programs might have started: TP 1 and TP 2."""
+
+    folder = str(tiny("qwen3"))
+
+    def start(tp_size: int) -> Any:
+        return HttpServerEngineAdapter(model_path=folder, dtype="float32", max_total_tokens=8192, tp_size=tp_size)
+
+    with all_at_once(lambda: start(1), lambda: start(2)) as started:
+        yield started
+
+
+def remote(adapter: Any) -> RemoteServer:
+    """How another trainer would name this server."""
+    args = adapter.asynchronous.server_args
+    return RemoteServer(adapter.base_url, args["api_key"], args["admin_api_key"])
+
+
+def engine_for(servers: list[Any], mesh: Any, model: Path, **weights: Any) -> VerlEngine:
+    return VerlEngine(
+        mesh,
+        servers=[remote(one) for one in servers],
+        model_path=str(model),
+        dtype="float32",
+        weights=WeightsConfig(**weights),
+    )
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_server_gets_the_weights(
+    transport: str, servers: list[Any], one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = reference_model(tiny("qwen3"))
+    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    size = sum(tensor.nbytes for tensor in original.values())
+    with engine_for(servers, one_rank, tiny("qwen3"), transport=transport, folder=tmp_path) as engine:
+        first = engine.update_weights_from_tensor(original.items())
+        assert (first.transport, first.missing) == (transport, 0)
+        assert (first.sent_bytes > 0) is (transport != "shared_memory")
+        before = [assert_equals_reference(one, model) for one in servers]
+        assert before[0] == before[1]
+
+        change_weights(model, seed=5)
+        assert engine.update_weights_from_tensor(model.state_dict().items()).missing == 0
+        changed = [assert_equals_reference(one, model) for one in servers]
+        assert changed[0] == changed[1] != before[0]
+
+        norm = {"model.norm.weight": torch.full((64,), 0.5)}
+        part = engine.update_weights_from_tensor(norm.items())
+        assert part.tensors == 1
+        model.load_state_dict(norm, strict=False)
+        assert_equals_reference(servers[1], model)
+
+        engine.update_weights_from_tensor(original.items(), weight_version=20)
+        assert [assert_equals_reference(one, model_of(original, model)) for one in servers] == before
+        replies = [one.generate(input_ids=[1], sampling_params={"max_new_tokens": 1}) for one in servers]
+        assert {reply["meta_info"]["weight_version"] for reply in replies} == {"20"}
+    assert first.bytes == size
+    assert not list(tmp_path.iterdir()), "nothing is left in the folder"
+
+
+def model_of(weights: dict[str, torch.Tensor], model: Any) -> Any:
+    model.load_state_dict(weights)
+    return model
+
+
+def test_delta_sends_what_changed(servers: list[Any], one_rank: Any, tiny: Callable[..., Path]) -> None:
+    """1 % of the elements changed: under 5 % of the bytes, and bit-equal on every TP rank."""
+    model = reference_model(tiny("qwen3"))
+    generator = torch.Generator().manual_seed(3)
+    with engine_for(servers, one_rank, tiny("qwen3"), transport="delta") as engine:
+        whole = engine.update_weights_from_tensor(model.state_dict().items())
+        assert whole.sent_bytes >= whole.bytes
+        with torch.no_grad():
+            for parameter in model.parameters():
+                chosen = torch.rand(parameter.shape, generator=generator) < 0.01
+                parameter[chosen] += 0.05
+        part = engine.update_weights_from_tensor(model.state_dict().items())  # checksums of all that is served
+        assert 0 < part.sent_bytes < 0.05 * part.bytes
+        for one in servers:
+            assert_equals_reference(one, model)
+        nothing = engine.update_weights_from_tensor(model.state_dict().items())
+        assert nothing.sent_bytes < 0.01 * part.bytes
+
+
+def test_bad_settings_are_refused(servers: list[Any], one_rank: Any, tiny: Callable[..., Path]) -> None:
+    folder = tiny("qwen3")
+    with pytest.raises(BadInputError, match="carrier_pigeon"):
+        engine_for(servers, one_rank, folder, transport="carrier_pigeon")
+    with pytest.raises(BadInputError, match="needs weight_folder"):
+        engine_for(servers, one_rank, folder, transport="disk")
+    with pytest.raises(BadInputError, match="max_staging_bytes=1000"):
+        engine_for(servers, one_rank, folder, max_staging_bytes=1000)
+    model = reference_model(folder)
+    with engine_for(servers, one_rank, folder) as engine:
+        weights = model.state_dict()
+        engine.update_weights_from_tensor(weights.items())
+        for given in ("new", 1, -3, 0.5):
+            with pytest.raises(BadInputError, match="weight_version"):
+                engine.update_weights_from_tensor(weights.items(), weight_version=given)  # type: ignore[arg-type]
+        with pytest.raises(BadInputError, match="flush_cache=False"):
+            engine.update_weights_from_tensor(weights.items(), pause_mode="in_place")
+        with pytest.raises(BadInputError, match="pause_mode 'nap'"):
+            engine.update_weights_from_tensor(weights.items(), pause_mode="nap")
+        poisoned = {**weights, "model.norm.weight": torch.full((64,), float("nan"))}
+        with pytest.raises(WeightManifestError, match=r"'model.norm.weight' has values that are not finite"):
+            engine.update_weights_from_tensor(poisoned.items(), check_finite=True)
+        assert_equals_reference(servers[0], model)
+
+
+def test_a_folder_that_cannot_be_written_changes_nothing(
+    servers: list[Any], one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = reference_model(tiny("qwen3"))
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    with engine_for(servers, one_rank, tiny("qwen3"), transport="disk", folder=blocked) as engine:
+        with pytest.raises(VerlServerError, match="cannot write the weights"):
+            engine.update_weights_from_tensor(model.state_dict().items())
+        for one in servers:
+            assert one.generate(input_ids=[1], sampling_params={"max_new_tokens": 1})["output_ids"]

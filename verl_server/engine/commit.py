@@ -1,0 +1,165 @@
+"""The protocol of one weight update, on rank 0, once everything is staged.
+
+Prepare -> pause -> begin -> load (while the transport delivers) -> end -> look at what every TP rank of every
+server reports -> continue. Until the load begins a failure does no harm. After that the served weights are
+torn when it fails, it is tried once more with what is staged, and then nothing is generated until a whole
+update has landed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from verl_server.config import PauseMode
+from verl_server.engine.backend import Backend
+from verl_server.errors import ServerDiedError, ShutDownError, TornWeightsError, VerlServerError
+from verl_server.types import WeightUpdateResult
+from verl_server.weights.arena import Arena
+from verl_server.weights.layout import nbytes
+from verl_server.weights.transports.base import Received, Sender, Update, in_layout_order
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the caller wants of an update."""
+
+    weight_version: str
+    verify: bool
+    pause_mode: PauseMode
+    flush_cache: bool
+
+
+def commit(
+    backend: Backend, sender: Sender, names: Sequence[str], order: Order, torn: bool
+) -> tuple[WeightUpdateResult, Update]:
+    """Make the servers take what is staged for `names`. `torn`: whether the served weights are torn before.
+
+    Raises TornWeightsError when a server may hold parts of the update. It goes on only with whole weights:
+    after a success, or when nothing was loaded and the weights were not torn before.
+    """
+    slots = sender.layout.slots
+    update = Update(uuid.uuid4().hex, in_layout_order(sender.layout, names), order.verify)
+    sender.prepare(update)
+    started = time.monotonic()
+    try:
+        backend.hold(order.pause_mode)
+        update = _take_at_most_twice(backend, sender, update, order)
+    except (TornWeightsError, ServerDiedError, ShutDownError):
+        sender.settle(update, whole=False)
+        raise
+    except VerlServerError as error:  # no session was opened
+        sender.settle(update, whole=False)
+        if torn:
+            raise _torn_by(error, order) from error
+        with suppress(VerlServerError):
+            backend.go_on()
+        raise
+    sender.settle(update, whole=True)
+    backend.go_on()
+    result = WeightUpdateResult(
+        weight_version=order.weight_version,
+        tensors=len(names),
+        bytes=sum(nbytes(slots[name].spec) for name in names),
+        missing=len(slots) - len(names),
+        transport=sender.name,
+        sent_bytes=sender.sent_bytes,
+        gather_s=math.nan,
+        load_s=time.monotonic() - started,
+    )
+    return result, update
+
+
+def _take_at_most_twice(backend: Backend, sender: Sender, update: Update, order: Order) -> Update:
+    try:
+        _take(backend, sender, update, order)
+    except TornWeightsError as error:
+        logger.warning("%s Trying once more.", error.message)
+    else:
+        return update
+    try:
+        sender.settle(update, whole=False)
+        update = dataclasses.replace(update, id=uuid.uuid4().hex)
+        sender.prepare(update)
+        _take(backend, sender, update, order)
+    except (TornWeightsError, ServerDiedError, ShutDownError):
+        raise
+    except VerlServerError as error:
+        raise _torn_by(error, order) from error
+    return update
+
+
+def _take(backend: Backend, sender: Sender, update: Update, order: Order) -> None:
+    """One session: begin, load, end, look at the reports. TornWeightsError for any failure once it has begun."""
+    backend.begin_weight_update()
+    wires = [
+        {"transport": sender.name, "update_id": update.id, "verify": update.verify, **sender.wire(update, server)}
+        for server in range(len(sender.settings.tp_sizes))
+    ]
+    try:
+        with ThreadPoolExecutor(2, thread_name_prefix="verl-server-commit") as pool:
+            expected = pool.submit(checksums, sender.arena, update)  # while the servers load
+            loading = pool.submit(backend.load, wires, order.weight_version, order.flush_cache)
+            try:
+                sender.deliver(update, loading=lambda: not loading.done())
+            finally:
+                try:
+                    loading.result()  # a server's own words say more than a broken transport's
+                finally:
+                    backend.end_weight_update()
+            check_reports(sender.reports(update), update, expected.result(), len(sender.layout.slots))
+    except (ServerDiedError, ShutDownError):
+        raise  # there is no server left whose weights could be torn
+    except VerlServerError as error:
+        raise _torn_by(error, order) from error
+
+
+def checksums(arena: Arena, update: Update) -> list[int]:
+    """Of what is staged, for the servers' to be compared with."""
+    return [arena.checksum(name) for name in update.names] if update.verify else []
+
+
+def check_reports(reports: Mapping[str, Received | None], update: Update, sums: list[int], slots: int) -> None:
+    """Every TP rank must say that it loaded this update, and have read what was staged. Raises VerlServerError."""
+    for who, received in reports.items():
+        if received is None:
+            raise VerlServerError(
+                f"{who} did not report on the update: it could not reach the staged weights; the server's log says why"
+            )
+        report = received.report
+        if not report.ok:
+            raise VerlServerError(f"{who} could not load the weights: {report.error}", log_tail=report.trace)
+        if not update.verify:
+            continue
+        wrong = [name for name, ours, theirs in zip(update.names, sums, received.sums, strict=True) if ours != theirs]
+        if wrong:
+            raise VerlServerError(
+                f"{who} read {len(wrong)} tensors that differ from what was staged, {wrong[0]!r} first: "
+                "were the weights written while they were pushed?"
+            )
+        if report.unwritten_count and len(update.names) == slots:
+            raise VerlServerError(
+                f"{who} did not write {report.unwritten_count} of its parameters in a whole update, "
+                f"{report.unwritten[0]!r} among them; its model class passes over some names (verify=False lets it)"
+            )
+
+
+def _torn_by(error: VerlServerError, order: Order) -> TornWeightsError:
+    return TornWeightsError(
+        f"the weight update {order.weight_version} failed half-way: {error.message}. "
+        "Nothing is generated until a whole update has landed.",
+        cause=type(error).__name__,
+        **error.details,
+    )

@@ -1,0 +1,199 @@
+"""The trainer and one receiver on each of the servers' machines, as a group that broadcasts.
+
+However many TP ranks and servers a machine has, the bytes travel to it once: the first of them (its leader)
+receives into a mirror of the trainer's arena, and all others on the machine map that mirror. Who is where is
+found through a key-value store that the trainer serves; the group is made once and used for every update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import json
+import mmap
+import os
+import socket
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl_server.errors import DeadlineError, ServerError
+from verl_server.weights.layout import PAGE
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroupGloo
+
+CHUNK_BYTES = 32 << 20
+POLL_S = 0.0005
+#: How long the members may take to find each other.
+FORMING_S = 60.0
+
+
+def machine_id() -> str:
+    """Equal for processes that can open each other's files in /proc: one boot, one pid namespace, one user."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{boot}:{os.readlink('/proc/self/ns/pid')}:{os.getuid()}"
+
+
+def own_address(peer: str) -> str:
+    """This machine's address on the way to `peer`; a datagram socket is connected, nothing is sent."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])
+
+
+def open_store(host: str, timeout_s: float) -> Any:
+    """On the trainer: a store that listens on `host` alone."""
+    import torch.distributed as dist
+
+    numeric = socket.getaddrinfo(host, None)[0][4][0]
+    family = socket.AF_INET6 if ipaddress.ip_address(numeric).version == 6 else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((numeric, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        str(numeric),
+        port,
+        is_master=True,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )
+
+
+def join_store(host: str, port: int, timeout_s: float) -> Any:
+    """On a server: the trainer's store."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s)
+    )
+
+
+def form(store: Any, name: str, rank: int, size: int, address: str) -> ProcessGroupGloo:
+    """A gloo group apart from torch's default one, so that it disturbs nobody's."""
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = datetime.timedelta(seconds=FORMING_S)
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)  # type: ignore[attr-defined]
+
+
+def broadcast(group: ProcessGroupGloo, memory: memoryview, timeout_s: float) -> None:
+    """The bytes of rank 0 into everybody's `memory`. Raises RuntimeError when a member dies or the time is over."""
+    import torch
+    import torch.distributed as dist
+
+    options = dist.BroadcastOptions()
+    options.timeout = datetime.timedelta(seconds=timeout_s)
+    group.broadcast([torch.frombuffer(memory, dtype=torch.uint8)], options).wait()  # type: ignore[attr-defined]
+
+
+def chunks(spans: Sequence[tuple[int, int]], limit: int = CHUNK_BYTES, gap: int = 64) -> list[tuple[int, int]]:
+    """Byte ranges of at most `limit` that cover the `spans` (sorted), neighbours closer than `gap` together."""
+    merged: list[list[int]] = []
+    for start, stop in spans:
+        if merged and start - merged[-1][1] < gap:
+            merged[-1][1] = stop
+        else:
+            merged.append([start, stop])
+    return [(at, min(at + limit, stop)) for start, stop in merged for at in range(start, stop, limit)]
+
+
+class Members:
+    """Who the receivers are and on which machine each runs. All of them compute the same from the store."""
+
+    def __init__(self, machines: Sequence[str]) -> None:
+        self._machines = machines
+        self._hosts = list(dict.fromkeys(machines))
+
+    @property
+    def size(self) -> int:
+        """Members of the group: the trainer and one leader for each machine."""
+        return 1 + len(self._hosts)
+
+    def rank_of(self, receiver: int) -> int | None:
+        """The group rank of a receiver, or None if it follows another one."""
+        machine = self._machines[receiver]
+        return 1 + self._hosts.index(machine) if self._machines.index(machine) == receiver else None
+
+    def leader_of(self, receiver: int) -> int:
+        """The receiver whose mirror this one maps."""
+        return self._machines.index(self._machines[receiver])
+
+
+def here_key(name: str, receiver: int) -> str:
+    return f"{name}/here/{receiver}"
+
+
+def wait_for_members(
+    store: Any, name: str, receivers: int, alive: Callable[[], bool], limit_s: float = FORMING_S
+) -> Members:
+    """Wait until every receiver has said where it is. Raises DeadlineError, or ServerError when `alive` is false."""
+    keys = [here_key(name, receiver) for receiver in range(receivers)]
+    deadline = time.monotonic() + limit_s
+    while not store.check(keys):
+        if not alive():
+            raise ServerError("the servers ended the update before they were ready to receive")
+        if time.monotonic() > deadline:
+            missing = [receiver for receiver, key in enumerate(keys) if not store.check([key])]
+            raise DeadlineError(
+                f"receivers {missing} of {receivers} did not come to the broadcast within {limit_s:g} s",
+                operation="broadcast",
+                seconds=limit_s,
+            )
+        time.sleep(POLL_S)
+    return Members([store.get(key).decode() for key in keys])
+
+
+class Mirror:
+    """A copy of the trainer's arena on a server's machine, and how far it has come."""
+
+    def __init__(self, fd: int, size: int, path: str) -> None:
+        self._fd, self.path = fd, path
+        self.memory = mmap.mmap(fd, size + PAGE)
+        self.view = memoryview(self.memory)[:size]
+        self._progress = memoryview(self.memory)[size : size + 8].cast("Q")
+
+    @classmethod
+    def create(cls, size: int) -> Mirror:
+        fd = os.memfd_create("verl_server_mirror", os.MFD_CLOEXEC)
+        os.ftruncate(fd, size + PAGE)
+        return cls(fd, size, f"/proc/{os.getpid()}/fd/{fd}")
+
+    @classmethod
+    def open(cls, path: str, size: int) -> Mirror:
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), size, path)
+
+    FAILED = 0xFFFFFFFF
+
+    def advance(self, update_id: str, done: int) -> None:
+        """`done` chunks of this update are there. One word, written at once: readers never see half of it."""
+        self._progress[0] = zlib.crc32(update_id.encode()) << 32 | done
+
+    def progress(self, update_id: str) -> int:
+        """Chunks of this update that are there."""
+        word = self._progress[0]
+        return word & 0xFFFFFFFF if word >> 32 == zlib.crc32(update_id.encode()) else 0
+
+    def close(self) -> None:
+        self._progress.release()
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self.memory.close()
+        os.close(self._fd)
+
+
+def to_store(store: Any, key: str, value: Any) -> None:
+    store.set(key, json.dumps(value))
+
+
+def from_store(store: Any, key: str) -> Any:
+    return json.loads(store.get(key))
