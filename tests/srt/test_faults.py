@@ -30,7 +30,7 @@ from helpers import (
 from interceptor import Interceptor
 
 from verl_server import HttpServerEngineAdapter, Timeouts, VerlEngine
-from verl_server.config import AdapterConfig, RemoteServer, WeightsConfig
+from verl_server.config import RemoteServer, WeightsConfig
 from verl_server.errors import DeadlineError, PeerError, TornWeightsError, VerlServerError
 
 HERE = Path(__file__).parent
@@ -51,8 +51,7 @@ def started(tiny: Callable[..., Path]) -> Iterator[Iterator[Any]]:
     folder = str(tiny("qwen3"))
 
     def start() -> Any:
-        config = AdapterConfig(timeouts=Timeouts(control_s=5.0))
-        return HttpServerEngineAdapter(model_path=folder, dtype="float32", max_total_tokens=8192, config=config)
+        return HttpServerEngineAdapter(model_path=folder, dtype="float32", max_total_tokens=8192)
 
     with all_at_once(*[start] * 4) as servers:
         yield iter(servers)
@@ -161,7 +160,7 @@ def test_a_server_killed_at_each_step(
         ) as engine:  # fmt: skip
             with pytest.raises(VerlServerError):
                 engine.update_weights_from_tensor(model.state_dict().items())
-            assert time.monotonic() - started_at < 60.0
+            assert time.monotonic() - started_at < 30.0
             with pytest.raises(VerlServerError):
                 engine.update_weights_from_tensor(model.state_dict().items())
         victim.shutdown()
@@ -209,7 +208,7 @@ def _is_zombie(pid: int) -> bool:
 def test_a_trainer_rank_killed_at_each_step(
     step: str, server: Any, two_ranks: Ranks, one_rank: Any, tiny: Callable[..., Path]
 ) -> None:
-    with no_new_shared_memory():
+    with no_new_shared_memory(but="sem."):  # the ranks' own progress bars have semaphores
         said, _ = two_ranks.run(
             _rank_with_a_dying_peer, str(tiny("qwen3")), server.base_url, keys_of(server), step, dying=1
         )

@@ -34,7 +34,6 @@ CASES: list[tuple[dict[str, object], str]] = [
     ({"enable_hierarchical_cache": True}, "hierarchical"),
     ({"enable_deterministic_inference": True}, "sampling_seed"),
     ({"rl_on_policy_target": "fsdp"}, "sampling_seed"),
-    ({"enable_lora": True}, "merge the adapter"),
     ({}, "accepted"),
     ({"attention_backend": "fa3", "enable_memory_saver": True, "page_size": 16}, "accepted"),
 ]

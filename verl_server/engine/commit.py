@@ -13,9 +13,9 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,23 +52,24 @@ def commit(
     """
     slots = sender.layout.slots
     update = Update(uuid.uuid4().hex, in_layout_order(sender.layout, names), order.verify)
-    sender.prepare(update)
     started = time.monotonic()
     try:
-        backend.hold(order.pause_mode)
-        update = _take_at_most_twice(backend, sender, update, order)
-    except (TornWeightsError, ServerDiedError, ShutDownError):
-        sender.settle(update, whole=False)
+        with _prepared(sender, update):
+            started = time.monotonic()
+            backend.hold(order.pause_mode)
+            _take(backend, sender, update, order)
+            backend.go_on()
+    except TornWeightsError as error:
+        logger.warning("%s Trying once more.", error.message)
+        update = _once_more(backend, sender, update, order)
+    except (ServerDiedError, ShutDownError):
         raise
     except VerlServerError as error:  # no session was opened
-        sender.settle(update, whole=False)
         if torn:
             raise _torn_by(error, order) from error
         with suppress(VerlServerError):
             backend.go_on()
         raise
-    sender.settle(update, whole=True)
-    backend.go_on()
     result = WeightUpdateResult(
         weight_version=order.weight_version,
         tensors=len(names),
@@ -82,18 +83,25 @@ def commit(
     return result, update
 
 
-def _take_at_most_twice(backend: Backend, sender: Sender, update: Update, order: Order) -> Update:
+@contextmanager
+def _prepared(sender: Sender, update: Update) -> Iterator[None]:
+    """Prepare an update before the body and settle it after it, whatever happens."""
     try:
-        _take(backend, sender, update, order)
-    except TornWeightsError as error:
-        logger.warning("%s Trying once more.", error.message)
-    else:
-        return update
-    try:
-        sender.settle(update, whole=False)
-        update = dataclasses.replace(update, id=uuid.uuid4().hex)
         sender.prepare(update)
-        _take(backend, sender, update, order)
+        yield
+    except BaseException:
+        sender.settle(update, whole=False)
+        raise
+    sender.settle(update, whole=True)
+
+
+def _once_more(backend: Backend, sender: Sender, update: Update, order: Order) -> Update:
+    """The same again, from the arena, to servers that are paused."""
+    update = dataclasses.replace(update, id=uuid.uuid4().hex)
+    try:
+        with _prepared(sender, update):
+            _take(backend, sender, update, order)
+            backend.go_on()
     except (TornWeightsError, ServerDiedError, ShutDownError):
         raise
     except VerlServerError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,7 +29,7 @@ class RemoteBackend:
             )
             for one in servers
         ]
-        self._pool = ThreadPoolExecutor(len(servers), thread_name_prefix="verl-server-remote")
+        self._pool = ThreadPoolExecutor(2 * len(servers), thread_name_prefix="verl-server-remote")
         self._turn = itertools.cycle(self._adapters)
         try:
             self.tp_sizes = [_tp_size(adapter, info) for adapter, info in self._each(lambda a: a.get_server_info())]
@@ -84,13 +84,13 @@ class RemoteBackend:
         self._each(lambda adapter: adapter.begin_weight_update())
 
     def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
-        order = {id(adapter): number for number, adapter in enumerate(self._adapters)}
-
-        def load(adapter: HttpServerEngineAdapter) -> None:
-            number = order[id(adapter)]
-            load_over(adapter, self.tp_sizes[number], wires[number], weight_version, flush_cache)
-
-        self._each(load)
+        """Raises as soon as one server fails: a transport may have to tell the others."""
+        loads = [
+            self._pool.submit(load_over, adapter, tp_size, wire, weight_version, flush_cache)
+            for adapter, tp_size, wire in zip(self._adapters, self.tp_sizes, wires, strict=True)
+        ]
+        for load in as_completed(loads):
+            load.result()
 
     def end_weight_update(self) -> None:
         self._each(lambda adapter: adapter.end_weight_update())

@@ -37,6 +37,8 @@ def apply_defaults(args: Any) -> None:
     args.enable_memory_saver = False
     # Without it an idle scheduler spins on one core. A request wakes it at once (zmq poll).
     args.sleep_on_idle = True
+    if args.enable_lora or args.lora_paths:
+        args.lora_backend = "torch_native"
     _disable_graphs(args)
     _keep_float32(args)
     if args.chunked_prefill_size is None:

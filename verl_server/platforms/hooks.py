@@ -49,7 +49,7 @@ def _register_launcher() -> None:
 
 
 def _register_scheduler() -> None:
-    from verl_server.platforms import idle, memory_hooks, seeds, threads
+    from verl_server.platforms import idle, memory_hooks, seeds, threads, unpinned
 
     around = HookType.AROUND
     _add(f"{_UPDATER}.release_memory_occupation", memory_hooks.release, around)
@@ -68,6 +68,13 @@ def _register_scheduler() -> None:
     _add(f"{_SAMPLING_INFO}.merge_batch", seeds.merge_batch, HookType.BEFORE)
     _add(f"{_SAMPLER}.sampling_from_probs_torch", seeds.sample, around)
     _add(f"{_SAMPLER}.top_k_top_p_min_p_sampling_from_probs_torch", seeds.sample_filtered, around)
+    for target in (
+        "lora.LoRAAdapter.pin_weights_in_cpu",
+        "lora_manager.LoRAManager.init_state",
+        "lora_manager.LoRAManager.update_lora_info",
+        "backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
+    ):
+        _add(f"sglang.srt.lora.{target}", unpinned.without_pinned_memory, around)
     _add("sglang.srt.distributed.bootstrap._init_cpu_threads_env", threads.bind_threads, HookType.REPLACE)
 
 

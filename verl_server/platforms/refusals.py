@@ -38,8 +38,6 @@ def argument_refusal(args: Any) -> str | None:
             "The hierarchical cache moves KV cache from a GPU to host memory, and a CPU has nothing to move: "
             "leave enable_hierarchical_cache unset and raise max_total_tokens instead."
         )
-    if args.enable_lora or args.lora_paths:
-        return "LoRA adapters need a GPU (even the torch_native backend pins memory for one): merge the adapter."
     if args.enable_deterministic_inference or args.rl_on_policy_target is not None:
         return (
             "enable_deterministic_inference and rl_on_policy_target need GPU kernels: leave them unset; "

@@ -71,7 +71,11 @@ class Sender(base.Sender):
                 members = group.wait_for_members(self._store, self._group_name, sum(self.settings.tp_sizes), loading)
                 self._group = group.form(self._store, self._group_name, 0, members.size, self.settings.host)
             self._send(update)
-        except RuntimeError as error:
+        except (RuntimeError, VerlServerError) as error:
+            self._group = None  # closes its connections, so that no receiver waits on
+            self._store.set(group.cancel_key(self._group_name), "")
+            if isinstance(error, VerlServerError):
+                raise
             raise VerlServerError(f"the broadcast of the weights failed: {error}") from error
 
     def _send(self, update: Update) -> None:
@@ -113,9 +117,12 @@ class Seat:
     def __init__(self, wire: Json, rank: int) -> None:
         self.name, self.index = wire["group"], wire["first"] + rank
         host, port = wire["store"]
-        self.store = group.join_store(host, port, wire["timeout_s"])
+        self.store = group.join_store(host, port)
         self.store.set(group.here_key(self.name, self.index), group.machine_id())
-        members = group.wait_for_members(self.store, self.name, wire["receivers"], alive=lambda: True)
+        cancel = [group.cancel_key(self.name)]
+        members = group.wait_for_members(
+            self.store, self.name, wire["receivers"], alive=lambda: not self.store.check(cancel)
+        )
         number, leader = members.rank_of(self.index), members.leader_of(self.index)
         key = f"{self.name}/mirror/{leader}"
         self.group: Any = None

@@ -29,6 +29,8 @@ CHUNK_BYTES = 32 << 20
 POLL_S = 0.0005
 #: How long the members may take to find each other.
 FORMING_S = 60.0
+#: A trainer that has just called this server answers at once, unless it died. The server stands still meanwhile.
+TRAINER_ANSWERS_S = 10.0
 
 
 def machine_id() -> str:
@@ -67,13 +69,14 @@ def open_store(host: str, timeout_s: float) -> Any:
     )
 
 
-def join_store(host: str, port: int, timeout_s: float) -> Any:
-    """On a server: the trainer's store."""
+def join_store(host: str, port: int) -> Any:
+    """On a server: the trainer's store. Raises within `TRAINER_ANSWERS_S` when the trainer has gone."""
     import torch.distributed as dist
 
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s)
-    )
+    limit = datetime.timedelta(seconds=TRAINER_ANSWERS_S)
+    store = dist.TCPStore(host, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+    store.set_timeout(datetime.timedelta(seconds=FORMING_S))
+    return store
 
 
 def form(store: Any, name: str, rank: int, size: int, address: str) -> ProcessGroupGloo:
@@ -133,6 +136,11 @@ def here_key(name: str, receiver: int) -> str:
     return f"{name}/here/{receiver}"
 
 
+def cancel_key(name: str) -> str:
+    """Set when the trainer gives this group up."""
+    return f"{name}/cancelled"
+
+
 def wait_for_members(
     store: Any, name: str, receivers: int, alive: Callable[[], bool], limit_s: float = FORMING_S
 ) -> Members:
@@ -141,7 +149,7 @@ def wait_for_members(
     deadline = time.monotonic() + limit_s
     while not store.check(keys):
         if not alive():
-            raise ServerError("the servers ended the update before they were ready to receive")
+            raise ServerError("the update was given up before all servers were ready to receive")
         if time.monotonic() > deadline:
             missing = [receiver for receiver, key in enumerate(keys) if not store.check([key])]
             raise DeadlineError(
