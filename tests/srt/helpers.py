@@ -91,6 +91,14 @@ def _rank_main(rank: int, world: int, port: int, bodies: Any, results: Any) -> N
         dist.destroy_process_group()
 
 
+def processes() -> Any:
+    """A context whose processes are forked from one that has imported everything: a second instead of ten."""
+    context = mp.get_context("forkserver")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    context.set_forkserver_preload(["helpers", "verl_server.engine.verl_engine", "transformers.models.auto"])
+    return context
+
+
 class Ranks:
     """`world` spawned trainer ranks in one process group."""
 
@@ -99,7 +107,7 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        context, port = mp.get_context("spawn"), free_port()
+        context, port = processes(), free_port()
         self._results = context.Queue()
         self._bodies = [context.Queue() for _ in range(self.world)]
         self._ranks = [

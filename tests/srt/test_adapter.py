@@ -31,7 +31,7 @@ from helpers import (
 from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, PauseMode
 from verl_server.adapter.launch import launch
 from verl_server.config import AdapterConfig
-from verl_server.errors import BadInputError, NotReadyError, ServerError
+from verl_server.errors import BadInputError, NotReadyError, PeerError, ServerError
 
 LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
 
@@ -261,6 +261,28 @@ def test_a_port_taken_in_between_is_retried(tiny: Callable[..., Path]) -> None:
         thief.join()
         for one in thieves:
             one.close()
+
+
+def test_a_reader_in_the_middle_of_a_reply_is_told_of_a_failure(adapter: HttpServerEngineAdapter) -> None:
+    args = adapter.asynchronous.server_args
+    other = HttpServerEngineAdapter.attach(
+        adapter.base_url, api_key=args["api_key"], admin_api_key=args["admin_api_key"]
+    )
+    failing = threading.Timer(0.5, lambda: other.asynchronous.fail(PeerError("a rank died")))
+
+    def read_all() -> int:
+        return sum(1 for _ in other.generate_stream(input_ids=[1, 2], sampling_params=long))
+
+    long = {"max_new_tokens": 2000, "ignore_eos": True}
+    failing.start()
+    started = time.monotonic()
+    try:
+        with pytest.raises(PeerError, match="a rank died"):
+            read_all()
+        assert time.monotonic() - started < 5.0
+    finally:
+        failing.join()
+        other.shutdown()
 
 
 def test_forked_child_is_told(adapter: HttpServerEngineAdapter) -> None:

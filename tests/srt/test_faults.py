@@ -23,11 +23,13 @@ from helpers import (
     change_weights,
     mesh_of,
     no_new_shared_memory,
+    processes,
     reference_model,
     tree_of,
     wait_until,
 )
 from interceptor import Interceptor
+from pushing_trainer import push_once
 
 from verl_server import HttpServerEngineAdapter, Timeouts, VerlEngine
 from verl_server.config import RemoteServer, WeightsConfig
@@ -77,8 +79,10 @@ def push_all(adapter: Any, mesh: Any, folder: Path) -> None:
         assert_equals_reference(engine, model)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("step", "transport"),
+    [*((step, "shared_memory") for step in STEPS), *((step, "distributed") for step in TEARING)],
+)
 def test_a_trainer_killed_at_each_step(
     step: str, transport: str, server: Any, one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -94,18 +98,14 @@ def test_a_trainer_killed_at_each_step(
             process.kill()
             killed.set()
 
-    with no_new_shared_memory(), Interceptor(server.base_url, kill) as front:
-        arguments = [str(tiny("qwen3")), str(tmp_path), transport, front.url]
-        process = subprocess.Popen(
-            [sys.executable, str(HERE / "pushing_trainer.py"), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        said, _ = process.communicate(" ".join(keys_of(server)), timeout=120)
-        assert killed.is_set()
-        assert process.returncode == -signal.SIGKILL
-        assert "pushed" not in said
+    with no_new_shared_memory(but="sem."), Interceptor(server.base_url, kill) as front:
+        arguments = (str(tiny("qwen3")), tmp_path, transport, RemoteServer(front.url, *keys_of(server)))
+        process = processes().Process(target=push_once, args=arguments)
+        process.start()
+        process.join(120)
+    assert killed.is_set()
+    assert process.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "pushed").exists()
     time.sleep(0.2)
     whole = [old, [list(r["output_ids"]) for r in _generate_or_nothing(server)]]
     if whole[1]:  # it serves: then the old weights, or the new ones whole

@@ -175,6 +175,8 @@ class HttpServerEngineAdapter:
     update_weights_from_distributed = _blocking(AsyncHttpServerEngineAdapter.update_weights_from_distributed)
     update_weights_from_disk = _blocking(AsyncHttpServerEngineAdapter.update_weights_from_disk)
     update_weight_version = _blocking(AsyncHttpServerEngineAdapter.update_weight_version)
+    load_lora_adapter_from_tensors = _blocking(AsyncHttpServerEngineAdapter.load_lora_adapter_from_tensors)
+    unload_lora_adapter = _blocking(AsyncHttpServerEngineAdapter.unload_lora_adapter)
     weights_checker = _blocking(AsyncHttpServerEngineAdapter.weights_checker)
     release_memory_occupation = _blocking(AsyncHttpServerEngineAdapter.release_memory_occupation)
     resume_memory_occupation = _blocking(AsyncHttpServerEngineAdapter.resume_memory_occupation)

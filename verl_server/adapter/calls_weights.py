@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_server.adapter import sglang as api
@@ -46,13 +46,12 @@ class WeightCalls(InformationCalls):
 
         `VerlEngine.update_weights_from_tensor` is the call for whole models; this one is the bare endpoint.
         """
-        if not self.server_args:
-            self.server_args = await self.get_server_info()
+        args = await self._arguments()
         api.check_tensor_payloads(
             serialized_named_tensors,
-            int(self.server_args.get("tp_size") or 1),
+            int(args.get("tp_size") or 1),
             load_format,
-            self.server_args.get("custom_weight_loader") or (),
+            args.get("custom_weight_loader") or (),
         )
         body = api.update_from_tensor_payload(
             serialized_named_tensors,
@@ -129,6 +128,12 @@ class WeightCalls(InformationCalls):
     async def weights_checker(self, action: str = "checksum") -> Json:
         """Hash (`checksum`), remember (`snapshot`) or compare the weights inside the server."""
         return await self._weights_call(api.WEIGHTS_CHECKER, api.checker_payload(action))
+
+    async def _arguments(self) -> Mapping[str, Any]:
+        """The server's arguments, asked for once where somebody else started it."""
+        if not self.server_args:
+            self.server_args = await self.get_server_info()
+        return self.server_args
 
     async def _weights_call(self, endpoint: api.Endpoint, body: Json) -> Json:
         reply = await self._link.call(endpoint, body)

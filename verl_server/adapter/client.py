@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, Self
 
+from verl_server.adapter.calls_lora import LoraCalls
 from verl_server.adapter.calls_memory import MemoryCalls
-from verl_server.adapter.calls_weights import WeightCalls
 from verl_server.adapter.launch import launch
 from verl_server.adapter.link import Link
 from verl_server.adapter.process import Exit, GiveUp, ServerProcess, never
@@ -16,7 +16,7 @@ from verl_server.config import AdapterConfig
 from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError
 
 
-class AsyncHttpServerEngineAdapter(MemoryCalls, WeightCalls):
+class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
     """One SGLang server, started in its own process and driven over HTTP.
 
     `AsyncHttpServerEngineAdapter(model_path=..., **server_args)` blocks until the server is ready (inside

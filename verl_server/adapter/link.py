@@ -60,6 +60,7 @@ class Link:
         self._death = death
         self._fatal: VerlServerError | None = None
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        self._responses: dict[asyncio.AbstractEventLoop, set[aiohttp.ClientResponse]] = {}
 
     async def call(self, endpoint: Endpoint, payload: Any = None, *, timeout_s: float | None = None) -> Any:
         """Send one request and return the decoded reply (JSON, or text where there is no JSON).
@@ -107,7 +108,7 @@ class Link:
         timeout = self._deadlines[endpoint.kind]
         if timeout_s is not None:
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=timeout.sock_connect)
-        return _Request(self._session(), self.base_url, endpoint, payload, self._headers[endpoint.admin], timeout)
+        return _Request(self, endpoint, payload, timeout)
 
     async def _explain(self, endpoint: Endpoint, error: Exception) -> VerlServerError:
         """What a broken connection means: the server died, a peer's failure, or the network."""
@@ -119,6 +120,25 @@ class Link:
         url = self.base_url + endpoint.path
         return ServerError(f"the connection to {url} broke ({type(error).__name__}: {error})", url=url)
 
+    def open_request(self, endpoint: Endpoint, payload: Any, timeout: aiohttp.ClientTimeout) -> Any:
+        """aiohttp's context manager for one request in the running loop."""
+        return self._session().request(
+            endpoint.method,
+            self.base_url + endpoint.path,
+            data=None if payload is None else orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY),
+            headers=self._headers[endpoint.admin],
+            timeout=timeout,
+        )
+
+    def opened(self, response: aiohttp.ClientResponse) -> None:
+        """Its body is about to be read. Raises the error of `fail`, if that was called meanwhile."""
+        self._responses[asyncio.get_running_loop()].add(response)
+        if self._fatal is not None:
+            raise self._fatal
+
+    def finished(self, response: aiohttp.ClientResponse) -> None:
+        self._responses[asyncio.get_running_loop()].discard(response)
+
     def _session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
         session = self._sessions.get(loop)
@@ -127,6 +147,7 @@ class Link:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=2**20)
             self._sessions[loop] = session
+            self._responses[loop] = set()
         return session
 
     def fail(self, error: VerlServerError) -> None:
@@ -135,12 +156,13 @@ class Link:
         self._forget_closed_loops()
         for loop, session in list(self._sessions.items()):
             if not loop.is_closed() and session.connector is not None:
-                loop.call_soon_threadsafe(_close_connections, session.connector)
+                loop.call_soon_threadsafe(_close_connections, session.connector, self._responses[loop])
 
     def _forget_closed_loops(self) -> None:
         """Their connections died with them (`asyncio.run` has ended, say); mark the pools closed, too."""
         for loop in [known for known in self._sessions if known.is_closed()]:
             session = self._sessions.pop(loop, None)
+            self._responses.pop(loop, None)
             if session is not None and session.connector is not None:
                 closing = session.connector.close().__await__()
                 with suppress(StopIteration):
@@ -157,32 +179,28 @@ class Link:
 class _Request:
     """`async with` around one request that turns a time-out into DeadlineError."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        base_url: str,
-        endpoint: Endpoint,
-        payload: Any,
-        headers: dict[str, str],
-        timeout: aiohttp.ClientTimeout,
-    ) -> None:
-        self._endpoint, self._timeout = endpoint, timeout
-        self._context = session.request(
-            endpoint.method,
-            base_url + endpoint.path,
-            data=None if payload is None else orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY),
-            headers=headers,
-            timeout=timeout,
-        )
-        self._url = base_url + endpoint.path
+    def __init__(self, link: Link, endpoint: Endpoint, payload: Any, timeout: aiohttp.ClientTimeout) -> None:
+        self._link, self._endpoint, self._timeout = link, endpoint, timeout
+        self._context = link.open_request(endpoint, payload, timeout)
+        self._response: aiohttp.ClientResponse | None = None
+        self._url = link.base_url + endpoint.path
 
     async def __aenter__(self) -> aiohttp.ClientResponse:
         try:
-            return await self._context.__aenter__()
+            response: aiohttp.ClientResponse = await self._context.__aenter__()
         except TimeoutError as error:
             raise self._late() from error
+        self._response = response
+        try:
+            self._link.opened(response)
+        except VerlServerError as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return response
 
     async def __aexit__(self, kind: Any, error: Any, trace: Any) -> None:
+        assert self._response is not None
+        self._link.finished(self._response)
         await self._context.__aexit__(kind, error, trace)
         if isinstance(error, TimeoutError) and not isinstance(error, VerlServerError):
             raise self._late() from error
@@ -210,8 +228,13 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]
             yield orjson.loads(data)
 
 
-def _close_connections(connector: aiohttp.BaseConnector) -> None:
-    """Close all transports at once: whoever waits on them wakes with a connection error."""
+def _close_connections(connector: aiohttp.BaseConnector, responses: set[aiohttp.ClientResponse]) -> None:
+    """Close everything at once: whoever waits wakes with a connection error.
+
+    The connector alone wakes those who wait for an answer to begin; who reads a body must be told by its response.
+    """
+    for response in responses:
+        response.close()
     task = asyncio.ensure_future(connector.close())
     task.add_done_callback(lambda done: done.exception())
 

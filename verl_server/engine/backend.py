@@ -44,6 +44,8 @@ class Backend(Protocol):
         """Make each server's TP ranks call the loader; `wires` has what it is told, by server."""
 
     def end_weight_update(self) -> None: ...
+    def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None: ...
+    def unload_lora(self, name: str) -> None: ...
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None: ...
     def resume_memory_occupation(self, tags: Sequence[str] | None) -> None: ...
     @property
@@ -97,6 +99,12 @@ class ServerBackend:
 
     def end_weight_update(self) -> None:
         self.adapter.end_weight_update()
+
+    def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
+        self.adapter.load_lora_adapter_from_tensors(name, tensors, config)
+
+    def unload_lora(self, name: str) -> None:
+        self.adapter.unload_lora_adapter(name)
 
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
         self.adapter.release_memory_occupation(tags)

@@ -21,7 +21,7 @@ from typing import Any
 
 from verl_server.config import PauseMode
 from verl_server.engine.backend import Backend
-from verl_server.errors import ServerDiedError, ShutDownError, TornWeightsError, VerlServerError
+from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, TornWeightsError, VerlServerError
 from verl_server.types import WeightUpdateResult
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import nbytes
@@ -40,6 +40,26 @@ class Order:
     verify: bool
     pause_mode: PauseMode
     flush_cache: bool
+
+
+def first_version(server_args: Json) -> int:
+    """The version that the server starts with."""
+    given = str(server_args.get("weight_version", "0"))
+    return int(given) if given.isdecimal() else 0
+
+
+def order_of(
+    current: int, weight_version: int | str | None, verify: bool, pause_mode: PauseMode | str, flush_cache: bool
+) -> Order:
+    """Raises BadInputError for what cannot be had. `current` is the version that is served."""
+    version = str(current + 1) if weight_version is None else str(weight_version)
+    if not version.isdecimal() or int(version) <= current:
+        raise BadInputError(f"weight_version must be a number above {current}, got {weight_version!r}")
+    if pause_mode not in list(PauseMode):
+        raise BadInputError(f"pause_mode {pause_mode!r} is none of {[mode.value for mode in PauseMode]}")
+    if pause_mode == PauseMode.IN_PLACE and flush_cache:
+        raise BadInputError("pause_mode 'in_place' keeps the KV cache of running requests: it needs flush_cache=False")
+    return Order(str(int(version)), verify, PauseMode(pause_mode), flush_cache)
 
 
 def commit(

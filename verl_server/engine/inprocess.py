@@ -114,6 +114,12 @@ class InProcessBackend:
         if self._sessions:
             self._run(lambda: _require(self._engine.end_weight_update()))
 
+    def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
+        self._run(lambda: _require_lora(self._engine.load_lora_adapter_from_tensors(name, dict(tensors), config)))
+
+    def unload_lora(self, name: str) -> None:
+        self._run(lambda: _require_lora(self._engine.unload_lora_adapter(name)))
+
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
         wanted = api.memory_tags(tags)
         if self._asleep.intersection(wanted):
@@ -159,6 +165,11 @@ def _make(server_args: Json) -> Any:
 
 def _limits(engine: Any, model_path: str) -> api.Limits:
     return api.limits_of(engine.get_server_info(), read_model_config(model_path))
+
+
+def _require_lora(reply: Any) -> None:
+    if not reply.success:
+        raise BadInputError(f"the in-process engine refused the adapter: {reply.error_message}")
 
 
 def _require(reply: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 from urllib.parse import urlsplit
@@ -94,6 +94,12 @@ class RemoteBackend:
 
     def end_weight_update(self) -> None:
         self._each(lambda adapter: adapter.end_weight_update())
+
+    def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
+        self._each(lambda adapter: adapter.load_lora_adapter_from_tensors(name, tensors, config))
+
+    def unload_lora(self, name: str) -> None:
+        self._each(lambda adapter: adapter.unload_lora_adapter(name))
 
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
         self._each(lambda adapter: adapter.release_memory_occupation(tags))

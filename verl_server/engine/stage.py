@@ -84,6 +84,15 @@ class Stage:
                 target.copy_(whole)
         return [name]
 
+    def collect(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """All tensors whole and on the CPU, for what is small and does not go through the arena."""
+        from torch.distributed.tensor import DTensor
+
+        return {
+            name: (self._whole(tensor) if isinstance(tensor, DTensor) else tensor).detach().cpu()
+            for name, tensor in _pairs(named_tensors)
+        }
+
     def _whole(self, tensor: Any) -> torch.Tensor:
         """`full_tensor`, a collective of the trainer's mesh, with a deadline and an eye on the other ranks.
 

@@ -20,6 +20,7 @@ from verl_server.errors import BadInputError, ServerDiedError, TornWeightsError,
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import Layout, plan
+from verl_server.weights.lora import check_adapter
 from verl_server.weights.manifest import Manifest, manifest_of
 from verl_server.weights.transports import end_of
 from verl_server.weights.transports.base import Sender, Settings, Update, in_layout_order
@@ -174,6 +175,14 @@ class WeightsSide:
         except VerlServerError as error:
             return error
         return None
+
+    def check_adapter(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+        """Raises BadInputError or WeightManifestError for a LoRA adapter that does not fit."""
+        specs = {
+            name: TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in tensors.items()
+        }
+        check_adapter(specs, config, self._manifest)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the model in place, by name."""

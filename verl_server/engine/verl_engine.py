@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from verl_server.config import AdapterConfig, PauseMode, RemoteServer, Timeouts, WeightsConfig
 from verl_server.engine.backend import Backend
-from verl_server.engine.commit import Order
+from verl_server.engine.commit import Order, first_version, order_of
 from verl_server.engine.group import TpGroup
+from verl_server.engine.lora import LoraAdapters
 from verl_server.engine.placement import place
 from verl_server.engine.start import WeightsSide, share_over, start_backend, start_weights_side
 from verl_server.engine.streams import async_stream_of, stream_of
@@ -72,8 +73,9 @@ class VerlEngine:
         self._placement = place(self._tp_rank, size, nnodes, server_args)
         self._backend: Backend | None = None
         self._weights: WeightsSide | None = None
-        self._version = _first_version(server_args)
+        self._version = first_version(server_args)
         self._torn: TornWeightsError | None = None
+        self._loras = LoraAdapters(server_args.get("lora_paths"))
         self._group = TpGroup.form(self._tp_rank, size, share_over(device_mesh_cpu), nnodes > 1, self._timeouts.ranks_s)
         try:
             self._backend = start_backend(
@@ -121,11 +123,11 @@ class VerlEngine:
         """
         request = _request(locals(), fields)
         if stream:
-            return stream_of(self._group, self._head, request, self._refusal())
+            return stream_of(self._group, lambda: self._head_for(request), request, self._refusal())
         call = self._group.next_call("generate")
         limit = self._timeouts.generation_s
         return self._group.agree(
-            call, lambda _: self._head().generate(**request), error=self._refusal(), action_s=limit
+            call, lambda _: self._head_for(request).generate(**request), error=self._refusal(), action_s=limit
         )
 
     async def async_generate(
@@ -146,10 +148,10 @@ class VerlEngine:
         """`generate` for an event loop; any number may be under way. With `stream=True` an async iterator."""
         request = _request(locals(), fields)
         if stream:
-            return async_stream_of(self._group, self._head, request, self._refusal())
+            return async_stream_of(self._group, lambda: self._head_for(request), request, self._refusal())
         call = self._group.next_call("async_generate")
         return await self._group.agree_async(
-            call, lambda _: self._head().async_generate(**request), error=self._refusal()
+            call, lambda _: self._head_for(request).async_generate(**request), error=self._refusal()
         )
 
     # -- weights ------------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ class VerlEngine:
         wire = self._group.agree(
             call,
             lambda brought: self._commit(
-                brought, names, _order(self._version, weight_version, verify, pause_mode, flush_cache)
+                brought, names, order_of(self._version, weight_version, verify, pause_mode, flush_cache)
             ),
             bring=bring,
             error=error,
@@ -255,6 +257,44 @@ class VerlEngine:
         """
         return self._weights_side().tensors()
 
+    def load_lora_adapter(
+        self, name: str, named_tensors: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any]
+    ) -> None:
+        """Load a LoRA adapter, or replace the one of that name; requests use it with `lora_path=name`.
+
+        Tensors by PEFT's names (DTensors or whole ones), `config` as in PEFT's `adapter_config.json` (`r`,
+        `lora_alpha`, `target_modules`). The server needs `enable_lora=True`, `max_lora_rank` and
+        `lora_target_modules`. Replacing waits for the requests that use the old one. Every TP rank checks
+        SHA-256 sums of what it received.
+
+        Raises BadInputError or WeightManifestError before the server hears of it, PeerError, ServerDiedError.
+        """
+        call = self._group.next_call("load_lora")
+        stage = self._weights_side().stage(self._group, self._timeouts.weights_s, finite=False)
+        error: VerlServerError | None = self._refusal(allow_torn=True)
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            tensors = stage.collect(named_tensors)
+            if self._tp_rank == 0:
+                self._weights_side().check_adapter(tensors, config)
+        except VerlServerError as failure:
+            error = error or failure
+        self._group.agree(
+            call,
+            lambda _: self._loras.load(self._head(), name, tensors, config),
+            error=error,
+            action_s=2 * self._timeouts.weights_s,
+        )
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Forget an adapter; returns when the requests that use it have ended."""
+        self._group.agree(
+            self._group.next_call("unload_lora"),
+            lambda _: self._loras.unload(self._head(), name),
+            error=self._refusal(allow_torn=True),
+            action_s=self._timeouts.weights_s,
+        )
+
     # -- control ------------------------------------------------------------------------------------
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
@@ -299,6 +339,11 @@ class VerlEngine:
         assert self._backend is not None
         return self._backend
 
+    def _head_for(self, request: Json) -> Backend:
+        """Rank 0's backend. Raises BadInputError for a request that it must not see."""
+        self._loras.require(request["lora_path"])
+        return self._head()
+
     def _weights_side(self) -> WeightsSide:
         if self._weights is None:
             raise ShutDownError("the engine was shut down")
@@ -338,25 +383,6 @@ class VerlEngine:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-
-def _first_version(server_args: Json) -> int:
-    """The version that the server starts with."""
-    given = str(server_args.get("weight_version", "0"))
-    return int(given) if given.isdecimal() else 0
-
-
-def _order(
-    current: int, weight_version: int | str | None, verify: bool, pause_mode: PauseMode | str, flush_cache: bool
-) -> Order:
-    version = str(current + 1) if weight_version is None else str(weight_version)
-    if not version.isdecimal() or int(version) <= current:
-        raise BadInputError(f"weight_version must be a number above {current}, got {weight_version!r}")
-    if pause_mode not in list(PauseMode):
-        raise BadInputError(f"pause_mode {pause_mode!r} is none of {[mode.value for mode in PauseMode]}")
-    if pause_mode == PauseMode.IN_PLACE and flush_cache:
-        raise BadInputError("pause_mode 'in_place' keeps the KV cache of running requests: it needs flush_cache=False")
-    return Order(str(int(version)), verify, PauseMode(pause_mode), flush_cache)
 
 
 def _request(arguments: Json, fields: Json) -> Json:

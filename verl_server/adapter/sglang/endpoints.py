@@ -38,6 +38,8 @@ UPDATE_FROM_DISK = Endpoint("/update_weights_from_disk", Kind.WEIGHTS, admin=Tru
 INIT_UPDATE_GROUP = Endpoint("/init_weights_update_group", Kind.WEIGHTS, admin=True)
 DESTROY_UPDATE_GROUP = Endpoint("/destroy_weights_update_group", Kind.WEIGHTS, admin=True)
 WEIGHT_VERSION = Endpoint("/update_weight_version", admin=True, repeatable=True)
+LOAD_LORA = Endpoint("/load_lora_adapter_from_tensors", Kind.WEIGHTS, admin=True)
+UNLOAD_LORA = Endpoint("/unload_lora_adapter", Kind.WEIGHTS, admin=True)
 WEIGHTS_CHECKER = Endpoint("/weights_checker", Kind.WEIGHTS, admin=True)
 RELEASE_MEMORY = Endpoint("/release_memory_occupation", admin=True)
 RESUME_MEMORY = Endpoint("/resume_memory_occupation", admin=True)

@@ -1,0 +1,128 @@
+"""LoRA adapters by name on a real server: equal to the merged model, replaced, removed, refused if they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    GREEDY,
+    PROMPTS,
+    assert_equals_reference,
+    change_weights,
+    greedy_with_logprobs,
+    reference_model,
+)
+
+from verl_server import VerlEngine
+from verl_server.errors import BadInputError, VerlServerError, WeightManifestError
+
+RANK = 4
+TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+CONFIG = {"r": RANK, "lora_alpha": 8, "target_modules": TARGETS, "peft_type": "LORA", "bias": "none"}
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def engine(request: pytest.FixtureRequest, one_rank: Any, tiny: Callable[..., Path]) -> Iterator[VerlEngine]:
+    with VerlEngine(
+        one_rank,
+        model_path=str(tiny("qwen3")),
+        dtype="float32",
+        max_total_tokens=8192,
+        tp_size=request.param,
+        enable_lora=True,
+        max_lora_rank=8,
+        lora_target_modules=TARGETS,
+    ) as engine:
+        yield engine
+
+
+def adapter_for(model: Any, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, tensor in model.state_dict().items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in TARGETS:
+            outputs, inputs = tensor.shape
+            found[f"base_model.model.{module}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) * 0.1
+            found[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator) * 0.1
+    return found
+
+
+def merged(model: Any, adapter: dict[str, torch.Tensor]) -> Any:
+    """The model with the adapter added to its weights."""
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, low in adapter.items():
+        if ".lora_A." in name:
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            scale = float(CONFIG["lora_alpha"]) / RANK  # type: ignore[arg-type]
+            weights[f"{module}.weight"] += scale * (adapter[name.replace(".lora_A.", ".lora_B.")] @ low)
+    other = type(model)(model.config).to(next(model.parameters()).dtype)
+    other.load_state_dict(weights)
+    return other.eval()
+
+
+def assert_serves(engine: VerlEngine, name: str, reference: Any) -> None:
+    sampling = {**GREEDY, "max_new_tokens": 8}
+    for prompt in PROMPTS:
+        tokens, logprobs = greedy_with_logprobs(reference, prompt, 8)
+        reply = engine.generate(input_ids=prompt, sampling_params=sampling, return_logprob=True, lora_path=name)
+        assert reply["output_ids"] == tokens
+        for theirs, ours in zip(reply["meta_info"]["output_token_logprobs"], logprobs, strict=True):
+            assert abs(theirs[0] - ours) < 2e-5
+
+
+def test_adapters_by_name(engine: VerlEngine, tiny: Callable[..., Path]) -> None:
+    model = reference_model(tiny("qwen3"))
+    one, two = adapter_for(model, 1), adapter_for(model, 2)
+    engine.load_lora_adapter("one", one.items(), CONFIG)
+    engine.load_lora_adapter("two", two.items(), CONFIG)
+    assert_serves(engine, "one", merged(model, one))
+    assert_serves(engine, "two", merged(model, two))
+    assert_equals_reference(engine, model)
+
+    engine.load_lora_adapter("one", adapter_for(model, 3).items(), CONFIG)
+    assert_serves(engine, "one", merged(model, adapter_for(model, 3)))
+    assert_serves(engine, "two", merged(model, two))
+
+    engine.unload_lora_adapter("one")
+    with pytest.raises(BadInputError, match=r"no LoRA adapter 'one'; loaded are \['two'\]"):
+        engine.generate(input_ids=[1], lora_path="one")
+    with pytest.raises(BadInputError, match="no LoRA adapter"):
+        engine.unload_lora_adapter("one")
+
+    change_weights(model, seed=4)  # the weights below the adapters change
+    assert engine.update_weights_from_tensor(model.state_dict().items()).missing == 0
+    assert_equals_reference(engine, model)
+    assert_serves(engine, "two", merged(model, two))
+    engine.unload_lora_adapter("two")
+    engine.update_weights_from_tensor(reference_model(tiny("qwen3")).state_dict().items())
+
+
+def test_adapters_that_do_not_fit_are_refused(engine: VerlEngine, tiny: Callable[..., Path]) -> None:
+    model = reference_model(tiny("qwen3"))
+    good = adapter_for(model, 1)
+    first = next(iter(good))
+
+    def refused(tensors: dict[str, Any], config: dict[str, Any], words: str) -> None:
+        with pytest.raises(BadInputError, match=words):
+            engine.load_lora_adapter("bad", tensors.items(), config)
+
+    refused({}, CONFIG, "no tensors")
+    refused({**good, "nonsense": torch.ones(1)}, CONFIG, "'nonsense' is no tensor of an adapter")
+    refused({**good, first: torch.ones(RANK, 7)}, CONFIG, r"has shape \[4, 7\]")
+    refused({name: tensor for name, tensor in good.items() if name != first}, CONFIG, "the adapter lacks")
+    refused(good, {**CONFIG, "r": 0}, "needs r")
+    refused(good, {**CONFIG, "lora_alpha": None}, "needs lora_alpha")
+    refused(good, {**CONFIG, "target_modules": ["q_proj"]}, "not among target_modules")
+    refused(good, {**CONFIG, "target_modules": [*TARGETS, "k_proj"]}, "no tensors for its target module 'k_proj'")
+    wide = {
+        name: torch.ones(16, t.shape[1]) if "lora_A" in name else torch.ones(t.shape[0], 16) for name, t in good.items()
+    }
+    with pytest.raises(VerlServerError, match="rank"):
+        engine.load_lora_adapter("wide", wide.items(), {**CONFIG, "r": 16})
+    assert issubclass(WeightManifestError, BadInputError)
+    assert_equals_reference(engine, model)
