@@ -119,3 +119,20 @@ def test_seeded_draws_follow_the_distribution() -> None:
     )
     share = torch.bincount(drawn.long(), minlength=4) / 8192
     assert torch.allclose(share, weights[0], atol=0.02)
+
+
+def test_only_a_fresh_process_of_one_thread_forks_workers() -> None:
+    script = (
+        "import os, sys, threading\n"
+        "from verl_server.platforms.workers import can_fork\n"
+        "fresh = can_fork()\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "print(fresh, can_fork(), flush=True)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    print(can_fork(), flush=True)\n"
+        "    os._exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["True", "False", "False"]

@@ -1,8 +1,9 @@
 """Worker processes are forked where that is safe: a spawned one imports for ten seconds what its parent has.
 
-A fork copies one thread and every lock as it stands, so it is safe only in a process of a single thread, and
-that is what is checked, by the kernel's own count, at the moment of the fork. Otherwise SGLang's own way
-(spawn) is kept: in a trainer that runs the in-process `Engine`, where BLAS has started threads, and off Linux.
+A fork copies one thread and every lock as it stands, so it is safe only in a process of a single thread that
+is no fork itself (of a trainer whose OpenMP had threads, say: the child then waits for them). Both are asked
+of the kernel at the moment of the fork. Otherwise SGLang's own way (spawn) is kept: in a trainer that runs
+the in-process `Engine`, in SGLang's own HTTP adapter, which forks, where BLAS has started threads, off Linux.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 _launching = False
+#: Of `/proc/PID/stat`: forked, and no program executed since (linux/sched.h).
+PF_FORKNOEXEC = 0x40
 
 
 def launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around the functions of `Engine` that start the schedulers and the detokenizer."""
-    if not _is_single_threaded():
+    if not can_fork():
         return original(*args, **kwargs)
     global _launching
     usual = multiprocessing.get_start_method()
@@ -31,9 +34,12 @@ def launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         multiprocessing.set_start_method(usual, force=True)
 
 
-def _is_single_threaded() -> bool:
+def can_fork() -> bool:
+    """Whether this process has one thread and began with a program, not with a fork."""
     try:
-        return len(os.listdir("/proc/self/task")) == 1
+        with open("/proc/self/stat", "rb") as file:
+            flags = int(file.read().rpartition(b")")[2].split()[6])
+        return len(os.listdir("/proc/self/task")) == 1 and not flags & PF_FORKNOEXEC
     except OSError:
         return False
 
