@@ -17,7 +17,7 @@ MEMCPY = "one memcpy"
 ARENA, ARENA_VERIFIED = "arena", "arena, verified"
 STATE_DICT, STATE_DICT_VERIFIED = "state dict", "state dict, verified"
 FSDP2, FSDP2_VERIFIED = "2 FSDP2 ranks", "2 FSDP2 ranks, verified"
-BUCKETS, SHIPPED = "SGLang's buckets", "SGLang's adapter"
+BUCKETS, SHIPPED, SHIPPED_EACH = "SGLang's buckets", "SGLang's adapter, one call", "SGLang's adapter"
 
 #: Qwen2 shapes, bfloat16, tied embeddings; 0.5 B and 1.5 B are those of Qwen2.5.
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -40,6 +40,8 @@ class Way:
 
     name: str
     push: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+    """Before each push; not timed."""
 
 
 def timed(push: Callable[[], object]) -> float:
@@ -99,12 +101,25 @@ def buckets_way(engine: Any, weights: dict[str, torch.Tensor]) -> Way:
     return Way(BUCKETS, push)
 
 
-def shipped_way(shipped: Any, weights: dict[str, torch.Tensor]) -> Way:
-    """SGLang's own HTTP adapter with its own server."""
+def shipped_ways(shipped: Any, weights: dict[str, torch.Tensor]) -> list[Way]:
+    """SGLang's own HTTP adapter with its own server. Tensors are new ones each time, as a gather makes them.
+
+    SGLang's historical `VerlEngine` calls it once for each tensor, which keeps one gathered tensor at a time.
+    """
+    tensors: list[tuple[str, torch.Tensor]] = []
+
+    def prepare() -> None:
+        tensors[:] = [(name, tensor.clone()) for name, tensor in weights.items()]
 
     def push() -> None:
         shipped.begin_weight_update()
-        shipped.update_weights_from_tensor(list(weights.items()), flush_cache=True)
+        shipped.update_weights_from_tensor(tensors, flush_cache=True)
         shipped.end_weight_update()
 
-    return Way(SHIPPED, push)
+    def push_each() -> None:
+        shipped.begin_weight_update()
+        for number, tensor in enumerate(tensors, 1):
+            shipped.update_weights_from_tensor([tensor], flush_cache=number == len(tensors))
+        shipped.end_weight_update()
+
+    return [Way(SHIPPED, push, prepare), Way(SHIPPED_EACH, push_each, prepare)]

@@ -26,6 +26,7 @@ class Arena:
 
     def __init__(self, fd: int, layout: Layout, path: str) -> None:
         self._fd, self._layout, self.path = fd, layout, path
+        self._tensors: dict[str, torch.Tensor] = {}
         try:
             self._memory = mmap.mmap(fd, layout.size)
         except (OSError, ValueError) as error:
@@ -50,12 +51,15 @@ class Arena:
         """The tensor `name`, in place: writing it writes the arena."""
         import torch
 
+        if name in self._tensors:
+            return self._tensors[name]
         slot = self._layout.slots[name]
         count = 1
         for extent in slot.spec.shape:
             count *= extent
         flat = torch.frombuffer(self._memory, dtype=getattr(torch, slot.spec.dtype), count=count, offset=slot.offset)
-        return flat.view(slot.spec.shape)
+        self._tensors[name] = flat.view(slot.spec.shape)
+        return self._tensors[name]
 
     def write_table(self, names: list[str]) -> int:
         """Put the table of the current update; returns its length in bytes."""
@@ -83,6 +87,7 @@ class Arena:
 
     def close(self) -> None:
         """Give the file back, and the mapping once no tensor lives in it any more (a trainer may keep its there)."""
+        self._tensors.clear()
         with contextlib.suppress(BufferError):
             self._memory.close()
         os.close(self._fd)

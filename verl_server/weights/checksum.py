@@ -24,8 +24,11 @@ def checksum_of(tensor: torch.Tensor) -> int:
     data = tensor.reshape(-1).view(torch.uint8)
     if data.storage_offset() % WORD_BYTES:
         data = data.clone()  # torch has no unaligned views
-    whole = data.numel() // WORD_BYTES * WORD_BYTES
-    total = int(data[:whole].view(torch.int64).sum()) if whole else 0
+    rest = data.numel() % WORD_BYTES
+    if not rest:
+        return int(data.view(torch.int64).sum())
+    whole = data.numel() - rest
+    total = int(data[:whole].view(torch.int64).sum())
     total += int.from_bytes(bytes(data[whole:].tolist()), "little", signed=False)
     return (total + 2**63) % 2**64 - 2**63
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from verl_server.types import TensorSpec
 
@@ -53,17 +54,21 @@ class Layout:
     """Where the checksums of the server's TP ranks begin."""
     size: int
     """Bytes of the whole arena."""
+    _last: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def sums_offset(self, rank: int) -> int:
         """Where TP rank `rank` of the server writes its checksums."""
         return self.sums_at + rank * len(self.slots) * WORD_BYTES
 
     def table(self, names: Iterable[str]) -> bytes:
-        """What the server reads to find the tensors `names`."""
-        rows = [
-            [name, self.slots[name].offset, self.slots[name].spec.shape, self.slots[name].spec.dtype] for name in names
-        ]
-        return json.dumps(rows).encode()
+        """What the server reads to find the tensors `names`. The last one is kept: most updates are whole."""
+        wanted = tuple(names)
+        if self._last.get("names") != wanted:
+            slots = [(name, self.slots[name]) for name in wanted]
+            rows = [[name, slot.offset, slot.spec.shape, slot.spec.dtype] for name, slot in slots]
+            self._last.update(names=wanted, table=json.dumps(rows).encode())
+        found: bytes = self._last["table"]
+        return found
 
 
 def plan(tensors: Mapping[str, TensorSpec]) -> Layout:

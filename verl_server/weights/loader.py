@@ -66,6 +66,8 @@ def load_from(receiver: Receiver, model: Any, update_id: str, verify: bool) -> t
             finally:
                 if coverage is not None:
                     unwritten = coverage.unwritten()  # takes the marks away: none may stay when the load fails
+            if coverage is not None:
+                _require_own_memory(model, receiver)
         finally:
             receiver.close()
     except Exception as error:  # noqa: BLE001 - it goes into the report
@@ -74,9 +76,15 @@ def load_from(receiver: Receiver, model: Any, update_id: str, verify: bool) -> t
     return Report(update_id, ok=True, unwritten=unwritten[:NAMED], unwritten_count=len(unwritten)), sums
 
 
+def _require_own_memory(model: Any, receiver: Receiver) -> None:
+    """A model may take a tensor instead of copying it."""
+    for name, parameter in model.named_parameters():
+        if receiver.holds(parameter):
+            raise RuntimeError(f"the model keeps {name} in the staging memory instead of copying it")
+
+
 def _summed(tensors: Iterator[tuple[str, torch.Tensor]], sums: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """The checksum of each tensor is taken when its bytes are about to be needed anyway."""
     for name, tensor in tensors:
         sums.append(checksum_of(tensor))
         yield name, tensor
-        del tensor  # the receiver gives its memory back when nobody holds any

@@ -140,8 +140,12 @@ class Receiver(ABC):
     def report(self, report: Report, sums: list[int]) -> None:
         """Tell the sender."""
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the model lives where the next update comes, and would change under its feet."""
+        return False
+
     def close(self) -> None:
-        """After the load. Raises BufferError if the model kept a tensor, which would change under its feet."""
+        """After the load."""
         return
 
 

@@ -207,6 +207,9 @@ class Receiver(base.Receiver):
         if done == group.Mirror.FAILED:
             raise ConnectionError(f"the broadcast failed: {self._failure or 'see the log of the leading rank'}")
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return self._seat.mirror.holds(tensor)
+
     def report(self, report: Report, sums: list[int]) -> None:
         key = f"{self._seat.name}/report/{self.wire['update_id']}/{self._seat.index}"
         group.to_store(self._seat.store, key, {"report": asdict(report), "sums": sums})

@@ -8,6 +8,7 @@ found through a key-value store that the trainer serves; the group is made once 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import ipaddress
 import json
@@ -23,6 +24,7 @@ from verl_server.errors import DeadlineError, ServerError
 from verl_server.weights.layout import PAGE
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroupGloo
 
 CHUNK_BYTES = 32 << 20
@@ -179,6 +181,11 @@ class Mirror:
     @classmethod
     def open(cls, path: str, size: int) -> Mirror:
         return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), size, path)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lives in this memory."""
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        return bool(start <= tensor.data_ptr() < start + len(self.memory))
 
     FAILED = 0xFFFFFFFF
 

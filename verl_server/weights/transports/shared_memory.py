@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -54,51 +55,70 @@ class Sender(base.Sender):
                 yield receiver, (server, rank)
 
 
-class _Mapping:
-    """The arena mapped once and kept between updates: mapping a gigabyte anew costs its page faults."""
+class Mapping:
+    """The arena as a server's TP rank maps it, and the tensors of the last table, in place."""
 
-    def __init__(self) -> None:
-        self._key: tuple[str, int] | None = None
-        self._memory: mmap.mmap | None = None
+    def __init__(self, fd: int, size: int) -> None:
+        self.memory = mmap.mmap(fd, size)
+        self._table = b""
+        self._tensors: list[tuple[str, torch.Tensor]] = []
 
-    def get(self, path: str, size: int) -> mmap.mmap:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            key = (path, os.fstat(fd).st_ino)
-            if self._memory is None or key != self._key:
-                if self._memory is not None:
-                    self._memory.close()
-                self._memory, self._key = mmap.mmap(fd, size), key
-            return self._memory
-        finally:
-            os.close(fd)
+    def tensors(self, length: int) -> list[tuple[str, torch.Tensor]]:
+        table = self.memory[TABLE_OFFSET : TABLE_OFFSET + length]
+        if table != self._table:
+            self._tensors = list(tensors_in(memoryview(self.memory), json.loads(table)))
+            self._table = table
+        return self._tensors
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lives in this memory."""
+        start = self._tensors[0][1].data_ptr() if self._tensors else 0
+        return bool(self._tensors) and start <= tensor.data_ptr() < start + len(self.memory)
+
+    def close(self) -> None:
+        self._tensors = []
+        with contextlib.suppress(BufferError):
+            self.memory.close()
 
 
-_mapping = _Mapping()
+#: The arena mapped last, by path and inode: mapping a gigabyte anew costs its page faults.
+_mapped: dict[tuple[str, int], Mapping] = {}
+
+
+def mapping(path: str, size: int) -> Mapping:
+    """Raises OSError when the trainer has gone."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        key = (path, os.fstat(fd).st_ino)
+        if key not in _mapped:
+            while _mapped:
+                _mapped.popitem()[1].close()
+            _mapped[key] = Mapping(fd, size)
+        return _mapped[key]
+    finally:
+        os.close(fd)
 
 
 class Receiver(base.Receiver):
     def __init__(self, wire: Json, rank: int) -> None:
         super().__init__(wire, rank)
-        self._memory = _mapping.get(wire["paths"][rank // wire["ranks_per_node"]], wire["size"])
-        self._view = memoryview(self._memory)
+        self._mapping = mapping(wire["paths"][rank // wire["ranks_per_node"]], wire["size"])
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        table = json.loads(self._memory[TABLE_OFFSET : TABLE_OFFSET + self.wire["table_bytes"]])
-        return tensors_in(self._view, table)
+        return iter(self._mapping.tensors(self.wire["table_bytes"]))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return self._mapping.holds(tensor)
 
     def report(self, report: Report, sums: list[int]) -> None:
         slot = self.wire["first"] + self.rank
         if sums:
-            put(self._memory, self.wire["sums_at"] + slot * self.wire["slots"] * WORD_BYTES, sums)
+            put(self._mapping.memory, self.wire["sums_at"] + slot * self.wire["slots"] * WORD_BYTES, sums)
         raw = json.dumps(asdict(report)).encode()
         if len(raw) > REPORT_BYTES:  # words that JSON escapes
             short = Report(report.update_id, report.ok, "see the server's log", None, [], report.unwritten_count)
             raw = json.dumps(asdict(short)).encode()
-        self._memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES] = raw.ljust(REPORT_BYTES, b"\0")
-
-    def close(self) -> None:
-        self._view.release()
+        self._mapping.memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES] = raw.ljust(REPORT_BYTES, b"\0")
 
 
 def tensors_in(view: memoryview, table: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
