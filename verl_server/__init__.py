@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl_server.adapter import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter
-    from verl_server.config import AdapterConfig, MemoryTag, PauseMode, Timeouts
+    from verl_server.config import AdapterConfig, MemoryTag, PauseMode, RemoteServer, Timeouts, WeightsConfig
     from verl_server.engine.verl_engine import VerlEngine
 
 __version__ = "0.1.0"
@@ -22,14 +22,18 @@ __all__ = [
     "HttpServerEngineAdapter",
     "MemoryTag",
     "PauseMode",
+    "RemoteServer",
     "Timeouts",
     "VerlEngine",
+    "WeightsConfig",
 ]
 
 _HOME = {
     "AdapterConfig": "verl_server.config",
     "MemoryTag": "verl_server.config",
     "PauseMode": "verl_server.config",
+    "RemoteServer": "verl_server.config",
+    "WeightsConfig": "verl_server.config",
     "Timeouts": "verl_server.config",
     "AsyncHttpServerEngineAdapter": "verl_server.adapter",
     "HttpServerEngineAdapter": "verl_server.adapter",

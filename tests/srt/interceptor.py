@@ -21,6 +21,8 @@ class Interceptor:
         self._before = before
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
+        self.sent_bytes = 0
+        """Of all requests, from here to the server."""
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -45,6 +47,8 @@ class Interceptor:
             while data := source.recv(65536):
                 if watch and (found := REQUEST.match(data)) is not None:
                     self._before(found[1].decode())
+                if watch:
+                    self.sent_bytes += len(data)
                 sink.sendall(data)
         for one in (source, sink):
             with contextlib.suppress(OSError):

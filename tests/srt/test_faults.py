@@ -55,7 +55,7 @@ def started(tiny: Callable[..., Path]) -> Iterator[Iterator[Any]]:
     def start() -> Any:
         return HttpServerEngineAdapter(model_path=folder, dtype="float32", max_total_tokens=8192)
 
-    with all_at_once(*[start] * 4) as servers:
+    with all_at_once(*[start] * (1 + len(STEPS))) as servers:
         yield iter(servers)
 
 
@@ -138,7 +138,7 @@ def _generate_or_nothing(server: Any) -> list[Any]:
     return list(found[0])
 
 
-@pytest.mark.parametrize("step", ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"])
+@pytest.mark.parametrize("step", STEPS)
 def test_a_server_killed_at_each_step(
     step: str, server: Any, started: Iterator[Any], one_rank: Any, tiny: Callable[..., Path]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,15 @@ from typing import Any
 import pytest
 import torch
 from helpers import all_at_once, assert_equals_reference, change_weights, reference_model
+from interceptor import Interceptor
 
-from verl_server import HttpServerEngineAdapter, VerlEngine
-from verl_server.config import RemoteServer, WeightsConfig
+from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, WeightsConfig
 from verl_server.errors import BadInputError, VerlServerError, WeightManifestError
+from verl_server.types import TensorSpec
+from verl_server.weights.arena import Arena
+from verl_server.weights.layout import plan
+from verl_server.weights.transports import end_of, names
+from verl_server.weights.transports.base import Settings, Update
 
 TRANSPORTS = ["shared_memory", "distributed", "delta", "disk"]
 
@@ -101,6 +107,46 @@ def test_delta_sends_what_changed(servers: list[Any], one_rank: Any, tiny: Calla
             assert_equals_reference(one, model)
         nothing = engine.update_weights_from_tensor(model.state_dict().items())
         assert nothing.sent_bytes < 0.01 * part.bytes
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_requests_stay_small(
+    transport: str, servers: list[Any], one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """All requests of an update together are a few kilobytes: what the loader is told does not grow with the model."""
+    weights = reference_model(tiny("qwen3")).state_dict()
+    args = servers[1].asynchronous.server_args
+    with (
+        Interceptor(servers[1].base_url, lambda _: None) as front,
+        VerlEngine(
+            one_rank,
+            servers=[RemoteServer(front.url, args["api_key"], args["admin_api_key"])],
+            model_path=str(tiny("qwen3")),
+            dtype="float32",
+            weights=WeightsConfig(transport=transport, folder=tmp_path),
+        ) as engine,
+    ):
+        before = front.sent_bytes
+        engine.update_weights_from_tensor(weights.items())
+        assert 0 < front.sent_bytes - before < 16_000
+
+
+def test_what_the_loader_is_told_does_not_grow_with_the_model() -> None:
+    def told(tensors: int, transport: str) -> int:
+        layout = plan({f"layers.{i}.weight": TensorSpec((8, 8), "bfloat16") for i in range(tensors)})
+        settings = Settings(Arena.create(layout), layout, [2, 2], 10.0, folder="/nowhere")
+        sender = end_of(transport, "Sender")(settings)
+        update = Update("0" * 32, list(layout.slots), True)
+        if transport != "disk":  # which would write its file
+            sender.prepare(update)
+        try:
+            return len(json.dumps(sender.wire(update, 1)))
+        finally:
+            sender.close()
+            settings.arena.close()
+
+    for transport in names():
+        assert abs(told(10_000, transport) - told(10, transport)) < 32
 
 
 def test_bad_settings_are_refused(servers: list[Any], one_rank: Any, tiny: Callable[..., Path]) -> None:
