@@ -35,7 +35,7 @@ from common import (
     summarize,
     write_result,
 )
-from plots import grouped_bars, legend_below, new_figure, save_figure
+from plots import COLOURS, grouped_bars, legend_below, new_figure, save_figure
 from servers import Watch, free_port, one_rank_mesh
 from weight_ways import (
     ARENA,
@@ -250,24 +250,31 @@ def targets_of(found: list[Configuration]) -> list[Target]:
 def plot(options: Options, machine: Json, found: list[Configuration]) -> None:
     """Seconds by configuration, on a logarithmic scale, and our ways over one memcpy."""
     title = f"Weights into a server, bfloat16, {machine['cores']} cores, SGLang {machine['versions'].get('sglang')}"
-    figure, (seconds, ratio) = new_figure(2, title, width=10)
-    groups = [one.name for one in found]
-    names = list(dict.fromkeys(way for one in found for way in one.samples))
+    figure, (seconds, ratio) = new_figure(2, title, width=14)
+    groups: dict[str, dict[str, Configuration]] = {}
+    for one in found:  # a model's two trainer ranks stand beside its one
+        group = groups.setdefault(f"{one.model.partition(',')[0]}, TP {one.tp_size}", {})
+        for way in one.samples:
+            group.setdefault(way, one)
+    names = list(dict.fromkeys(way for group in groups.values() for way in group))
+    colours = dict(zip(names, COLOURS, strict=False))
     grouped_bars(
         seconds,
-        groups,
-        {way: [summarize(one.samples[way]) if way in one.samples else None for one in found] for way in names},
+        list(groups),
+        {way: [summarize(g[way].samples[way]) if way in g else None for g in groups.values()] for way in names},
         title="Seconds of one update (median; whiskers: quartiles)",
         ylabel="seconds, logarithmic",
+        colours=colours,
     )
     seconds.set_yscale("log")
     ours = [way for way in names if way not in (MEMCPY, SHIPPED, SHIPPED_EACH, BUCKETS)]
     grouped_bars(
         ratio,
-        groups,
-        {way: [one.ratio(way) if way in one.samples else None for one in found] for way in ours},
+        list(groups),
+        {way: [g[way].ratio(way) if way in g else None for g in groups.values()] for way in ours},
         title="Over one memcpy of the same bytes in the same round",
         ylabel="ratio",
+        colours=colours,
     )
     legend_below(figure, seconds, ratio)
     save_figure(figure, options.png)
