@@ -18,7 +18,7 @@ from helpers import (
 )
 
 from verl_server import VerlEngine
-from verl_server.errors import BadInputError, VerlServerError, WeightManifestError
+from verl_server.errors import BadInputError, PeerError, VerlServerError, WeightManifestError
 
 RANK = 4
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
@@ -125,4 +125,11 @@ def test_adapters_that_do_not_fit_are_refused(engine: VerlEngine, tiny: Callable
     with pytest.raises(VerlServerError, match="rank"):
         engine.load_lora_adapter("wide", wide.items(), {**CONFIG, "r": 16})
     assert issubclass(WeightManifestError, BadInputError)
+
+    def breaks() -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(iter(good.items()))
+        raise OSError("the disk is gone")
+
+    with pytest.raises(PeerError, match="the disk is gone"):
+        engine.load_lora_adapter("bad", breaks(), CONFIG)
     assert_equals_reference(engine, model)

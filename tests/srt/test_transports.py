@@ -153,7 +153,7 @@ def test_bad_settings_are_refused(servers: list[Any], one_rank: Any, tiny: Calla
     folder = tiny("qwen3")
     with pytest.raises(BadInputError, match="carrier_pigeon"):
         engine_for(servers, one_rank, folder, transport="carrier_pigeon")
-    with pytest.raises(BadInputError, match="needs weight_folder"):
+    with pytest.raises(BadInputError, match=r"needs WeightsConfig\(folder="):
         engine_for(servers, one_rank, folder, transport="disk")
     with pytest.raises(BadInputError, match="max_staging_bytes=1000"):
         engine_for(servers, one_rank, folder, max_staging_bytes=1000)

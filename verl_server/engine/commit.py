@@ -131,11 +131,11 @@ def _once_more(backend: Backend, sender: Sender, update: Update, order: Order) -
 
 def _take(backend: Backend, sender: Sender, update: Update, order: Order) -> None:
     """One session: begin, load, end, look at the reports. TornWeightsError for any failure once it has begun."""
-    backend.begin_weight_update()
     wires = [
         {"transport": sender.name, "update_id": update.id, "verify": update.verify, **sender.wire(update, server)}
         for server in range(len(sender.settings.tp_sizes))
     ]
+    backend.begin_weight_update()
     try:
         with ThreadPoolExecutor(2, thread_name_prefix="verl-server-commit") as pool:
             expected = pool.submit(checksums, sender.arena, update)  # while the servers load

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from verl_server.config import AdapterConfig, PauseMode, RemoteServer, Timeouts, WeightsConfig
 from verl_server.engine.backend import Backend
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Json = dict[str, Any]
+R = TypeVar("R")
 
 
 class VerlEngine:
@@ -217,17 +218,22 @@ class VerlEngine:
         if refusal is not None:
             return [], refusal, False
         stage = self._weights_side().stage(self._group, self._timeouts.weights_s, finite)
+        names, failure = self._reading(lambda: stage.write(named_tensors))
+        return names or [], failure, stage.sharded
+
+    def _reading(self, read: Callable[[], R]) -> tuple[R | None, VerlServerError | None]:
+        """What `read` makes of the caller's tensors, or its failure as an error that every rank can be told."""
         try:
-            return stage.write(named_tensors), None, stage.sharded
+            return read(), None
         except VerlServerError as error:
-            return [], error, stage.sharded
+            return None, error
         except Exception as error:  # noqa: BLE001 - the caller's iterator failed: every rank must learn of it
             wrapped = PeerError(
                 f"reading named_tensors failed on rank {self._tp_rank}: {type(error).__name__}: {error}",
                 ranks=[self._tp_rank],
             )
             wrapped.__cause__ = error
-            return [], wrapped, stage.sharded
+            return None, wrapped
 
     def _commit(self, brought: list[Json], names: list[str], order: Order) -> Json:
         count = int(order.weight_version)
@@ -271,17 +277,16 @@ class VerlEngine:
         """
         call = self._group.next_call("load_lora")
         stage = self._weights_side().stage(self._group, self._timeouts.weights_s, finite=False)
-        error: VerlServerError | None = self._refusal(allow_torn=True)
-        tensors: dict[str, torch.Tensor] = {}
-        try:
-            tensors = stage.collect(named_tensors)
-            if self._tp_rank == 0:
-                self._weights_side().check_adapter(tensors, config)
-        except VerlServerError as failure:
-            error = error or failure
+        tensors, error = self._reading(lambda: stage.collect(named_tensors))
+
+        def load(_: list[Json]) -> None:
+            whole = tensors or {}
+            self._weights_side().check_adapter(whole, config)
+            self._loras.load(self._head(), name, whole, config)
+
         self._group.agree(
             call,
-            lambda _: self._loras.load(self._head(), name, tensors, config),
+            load,
             error=error,
             action_s=2 * self._timeouts.weights_s,
         )

@@ -66,8 +66,7 @@ def load_from(receiver: Receiver, model: Any, update_id: str, verify: bool) -> t
             finally:
                 if coverage is not None:
                     unwritten = coverage.unwritten()  # takes the marks away: none may stay when the load fails
-            if coverage is not None:
-                _require_own_memory(model, receiver)
+            _require_own_memory(model, receiver)
         finally:
             receiver.close()
     except Exception as error:  # noqa: BLE001 - it goes into the report

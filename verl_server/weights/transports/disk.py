@@ -31,7 +31,7 @@ class Sender(base.Sender):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         if settings.folder is None:
-            raise BadInputError("weight_transport 'disk' needs weight_folder, a folder that the servers see too")
+            raise BadInputError("weight transport 'disk' needs WeightsConfig(folder=...), which the servers see too")
         self._folder = Path(settings.folder).absolute()
         self._sent = 0
 

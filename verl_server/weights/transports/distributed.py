@@ -130,8 +130,12 @@ class Seat:
             self.mirror = group.Mirror.open(group.from_store(self.store, key), wire["size"])
         else:
             self.mirror = group.Mirror.create(wire["size"])
-            group.to_store(self.store, key, self.mirror.path)
-            self.group = group.form(self.store, self.name, number, members.size, group.own_address(host))
+            try:
+                group.to_store(self.store, key, self.mirror.path)
+                self.group = group.form(self.store, self.name, number, members.size, group.own_address(host))
+            except BaseException:
+                self.mirror.close()  # as large as the model
+                raise
         self.base = ""
         """The update whose tensors the mirror holds, whole."""
         self._table: tuple[str, bytes] = ("", b"")

@@ -168,7 +168,11 @@ class Mirror:
 
     def __init__(self, fd: int, size: int, path: str) -> None:
         self._fd, self.path = fd, path
-        self.memory = mmap.mmap(fd, size + PAGE)
+        try:
+            self.memory = mmap.mmap(fd, size + PAGE)
+        except (OSError, ValueError):
+            os.close(fd)
+            raise
         self.view = memoryview(self.memory)[:size]
         self._progress = memoryview(self.memory)[size : size + 8].cast("Q")
 
