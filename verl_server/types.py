@@ -25,9 +25,11 @@ class WeightUpdateResult:
     """Parameters of the model that this update did not contain (0 for a whole update)."""
     transport: str
     """How the tensors came to the servers: a file of `verl_server/weights/transports/`."""
+    staging_bytes: int
+    """Memory that the trainer keeps for staging on this machine, all its ranks together."""
     sent_bytes: int
     """Bytes of tensors that went over a network or into a file (0: the servers read them in place)."""
     gather_s: float
-    """Seconds in which the ranks copied their shards into the arena."""
+    """Seconds in which the ranks copied their shards into the staging memory."""
     load_s: float
     """Seconds from the pause to the continuation of generation."""

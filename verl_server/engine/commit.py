@@ -10,61 +10,27 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
-from verl_server.config import PauseMode
 from verl_server.engine.backend import Backend
-from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, TornWeightsError, VerlServerError
-from verl_server.types import WeightUpdateResult
+from verl_server.engine.weights_side import Order, result_wire, torn_by
+from verl_server.errors import ServerDiedError, ShutDownError, TornWeightsError, VerlServerError
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import nbytes
-from verl_server.weights.transports.base import Received, Sender, Update, in_layout_order
+from verl_server.weights.reports import Received
+from verl_server.weights.transports.base import Sender, Update, in_layout_order
 
 logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Order:
-    """What the caller wants of an update."""
-
-    weight_version: str
-    verify: bool
-    pause_mode: PauseMode
-    flush_cache: bool
-
-
-def first_version(server_args: Json) -> int:
-    """The version that the server starts with."""
-    given = str(server_args.get("weight_version", "0"))
-    return int(given) if given.isdecimal() else 0
-
-
-def order_of(
-    current: int, weight_version: int | str | None, verify: bool, pause_mode: PauseMode | str, flush_cache: bool
-) -> Order:
-    """Raises BadInputError for what cannot be had. `current` is the version that is served."""
-    version = str(current + 1) if weight_version is None else str(weight_version)
-    if not version.isdecimal() or int(version) <= current:
-        raise BadInputError(f"weight_version must be a number above {current}, got {weight_version!r}")
-    if pause_mode not in list(PauseMode):
-        raise BadInputError(f"pause_mode {pause_mode!r} is none of {[mode.value for mode in PauseMode]}")
-    if pause_mode == PauseMode.IN_PLACE and flush_cache:
-        raise BadInputError("pause_mode 'in_place' keeps the KV cache of running requests: it needs flush_cache=False")
-    return Order(str(int(version)), verify, PauseMode(pause_mode), flush_cache)
-
-
-def commit(
-    backend: Backend, sender: Sender, names: Sequence[str], order: Order, torn: bool
-) -> tuple[WeightUpdateResult, Update]:
+def commit(backend: Backend, sender: Sender, names: Sequence[str], order: Order, torn: bool) -> tuple[Json, Update]:
     """Make the servers take what is staged for `names`. `torn`: whether the served weights are torn before.
 
     Raises TornWeightsError when a server may hold parts of the update. It goes on only with whole weights:
@@ -86,18 +52,18 @@ def commit(
         raise
     except VerlServerError as error:  # no session was opened
         if torn:
-            raise _torn_by(error, order) from error
+            raise torn_by(error, order) from error
         with suppress(VerlServerError):
             backend.go_on()
         raise
-    result = WeightUpdateResult(
+    result = result_wire(
         weight_version=order.weight_version,
         tensors=len(names),
         bytes=sum(nbytes(slots[name].spec) for name in names),
         missing=len(slots) - len(names),
         transport=sender.name,
+        staging_bytes=sender.layout.size,
         sent_bytes=sender.sent_bytes,
-        gather_s=math.nan,
         load_s=time.monotonic() - started,
     )
     return result, update
@@ -125,7 +91,7 @@ def _once_more(backend: Backend, sender: Sender, update: Update, order: Order) -
     except (TornWeightsError, ServerDiedError, ShutDownError):
         raise
     except VerlServerError as error:
-        raise _torn_by(error, order) from error
+        raise torn_by(error, order) from error
     return update
 
 
@@ -137,21 +103,32 @@ def _take(backend: Backend, sender: Sender, update: Update, order: Order) -> Non
     ]
     backend.begin_weight_update()
     try:
-        with ThreadPoolExecutor(2, thread_name_prefix="verl-server-commit") as pool:
-            expected = pool.submit(checksums, sender.arena, update)  # while the servers load
-            loading = pool.submit(backend.load, wires, order.weight_version, order.flush_cache)
-            try:
+        with ThreadPoolExecutor(1, thread_name_prefix="verl-server-checksums") as pool:
+            with session(backend, wires, order) as loading:
+                expected = pool.submit(checksums, sender.arena, update)  # while the servers load
                 sender.deliver(update, loading=lambda: not loading.done())
-            finally:
-                try:
-                    loading.result()  # a server's own words say more than a broken transport's
-                finally:
-                    backend.end_weight_update()
             check_reports(sender.reports(update), update, expected.result(), len(sender.layout.slots))
     except (ServerDiedError, ShutDownError):
         raise  # there is no server left whose weights could be torn
     except VerlServerError as error:
-        raise _torn_by(error, order) from error
+        raise torn_by(error, order) from error
+
+
+@contextmanager
+def session(backend: Backend, wires: Sequence[Json], order: Order) -> Iterator[Future[None]]:
+    """The session is open. The servers load what `wires` tell them during the body; it ends when they have.
+
+    Raises their error rather than the body's.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="verl-server-load") as pool:
+        loading = pool.submit(backend.load, wires, order.weight_version, order.flush_cache)
+        try:
+            yield loading
+        finally:
+            try:
+                loading.result()  # a server's own words say more than a broken transport's
+            finally:
+                backend.end_weight_update()
 
 
 def checksums(arena: Arena, update: Update) -> list[int]:
@@ -182,12 +159,3 @@ def check_reports(reports: Mapping[str, Received | None], update: Update, sums: 
                 f"{who} did not write {report.unwritten_count} of its parameters in a whole update, "
                 f"{report.unwritten[0]!r} among them; its model class passes over some names (verify=False lets it)"
             )
-
-
-def _torn_by(error: VerlServerError, order: Order) -> TornWeightsError:
-    return TornWeightsError(
-        f"the weight update {order.weight_version} failed half-way: {error.message}. "
-        "Nothing is generated until a whole update has landed.",
-        cause=type(error).__name__,
-        **error.details,
-    )

@@ -1,18 +1,15 @@
-"""The first half of a weight update: every rank copies what it holds into the arena of its node.
-
-A wrong name, shape or dtype is found here, before the servers hear of the update. The second half is `commit`.
-"""
+"""The first half of a weight update: every rank copies what it holds into staging memory, checked tensor by tensor."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, DeadlineError, PeerError, WeightManifestError
-from verl_server.weights.arena import Arena
 from verl_server.weights.gather import copy_part, copy_unless_there, is_first_replica, own_part
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.names import is_fused, unfused
@@ -26,23 +23,25 @@ Json = dict[str, Any]
 
 
 class Stage:
-    """Writes one rank's part of an update into the arena.
+    """Writes one rank's part of an update into staging memory.
 
-    `writers`: global ranks that map the same arena as this one. `leads`: this rank writes what is whole
-    (plain tensors and gathered ones) into the arena of its node. `finite`: refuse NaN and infinity.
+    `target`: where the tensor of a name goes, in place; None on a rank that only takes part in gathering.
+    `writers`: global ranks that write the same memory as this one. `leads`: this rank writes what is whole
+    (plain tensors and gathered ones). `finite`: refuse NaN and infinity.
     """
 
     def __init__(
         self,
-        arena: Arena,
+        target: Callable[[str], torch.Tensor | None],
         manifest: Manifest,
         writers: frozenset[int],
-        leads: bool,
         group: TpGroup,
         deadline_s: float,
+        *,
         finite: bool,
+        leads: bool = False,
     ) -> None:
-        self._arena, self._manifest, self._writers = arena, manifest, writers
+        self._target, self._manifest, self._writers = target, manifest, writers
         self._leads, self._group, self._deadline_s, self._finite = leads, group, deadline_s, finite
         self.sharded = False
         """Whether any tensor came in shards, so that every rank is needed."""
@@ -51,7 +50,7 @@ class Stage:
         """Copy all tensors; returns the names written, in order. Raises BadInputError on the first bad one."""
         names: list[str] = []
         seen: set[str] = set()
-        for item in _pairs(named_tensors):
+        for item in pairs_of(named_tensors):
             for name in self._write_one(*item):
                 if name in seen:
                     raise BadInputError(f"the tensor {name!r} comes twice in one update", name=name)
@@ -68,19 +67,19 @@ class Stage:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if self._manifest.check(name, tuple(tensor.shape), dtype) is None:
             return []
-        target = self._arena.tensor(name)
+        target = self._target(name)
         if self._finite:
             require_finite(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
         self.sharded = self.sharded or isinstance(tensor, DTensor)
         if not isinstance(tensor, DTensor):
-            if self._leads:
+            if self._leads and target is not None:
                 copy_unless_there(target, tensor.detach())
         elif (part := own_part(tensor, self._writers)) is not None:
-            if is_first_replica(tensor):
+            if is_first_replica(tensor) and target is not None:
                 copy_part(target, part, tensor.to_local())
         else:
             whole = self._whole(tensor)
-            if self._leads:
+            if self._leads and target is not None:
                 target.copy_(whole)
         return [name]
 
@@ -90,7 +89,7 @@ class Stage:
 
         return {
             name: (self._whole(tensor) if isinstance(tensor, DTensor) else tensor).detach().cpu()
-            for name, tensor in _pairs(named_tensors)
+            for name, tensor in pairs_of(named_tensors)
         }
 
     def _whole(self, tensor: Any) -> torch.Tensor:
@@ -102,7 +101,8 @@ class Stage:
 
         def gather() -> None:
             try:
-                done["tensor"] = tensor.detach().full_tensor()
+                with _on_device_of(tensor):
+                    done["tensor"] = tensor.detach().full_tensor()
             except Exception as error:  # noqa: BLE001 - carried to the waiting thread, which raises it
                 done["error"] = error
 
@@ -126,7 +126,21 @@ class Stage:
         return whole
 
 
-def _pairs(named_tensors: Iterable[Any]) -> Iterable[tuple[str, torch.Tensor]]:
+@contextlib.contextmanager
+def _on_device_of(tensor: torch.Tensor) -> Iterator[None]:
+    """For a thread of our own, which starts on device 0; what the body computes is done when it ends."""
+    import torch
+
+    if tensor.device.type == "cpu":
+        yield
+        return
+    module = torch.get_device_module(tensor.device)
+    with module.device(tensor.device):
+        yield
+        module.current_stream().synchronize()
+
+
+def pairs_of(named_tensors: Iterable[Any]) -> Iterable[tuple[str, torch.Tensor]]:
     import torch
 
     if isinstance(named_tensors, dict):

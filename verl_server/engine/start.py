@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_server.adapter.launch import checked_server_args, complete_server_args
 from verl_server.adapter.ports import PortReservation, authority
 from verl_server.config import AdapterConfig, RemoteServer, WeightsConfig
 from verl_server.engine.backend import Backend, ServerBackend
-from verl_server.engine.commit import Order, check_reports, checksums, commit
 from verl_server.engine.placement import Placement
 from verl_server.engine.remote import RemoteBackend
-from verl_server.engine.stage import Stage, check_same_names, digest
-from verl_server.errors import BadInputError, ServerDiedError, TornWeightsError, VerlServerError
+from verl_server.engine.staged import StagedWeights
+from verl_server.engine.streamed import Seat, StreamedWeights
+from verl_server.engine.weights_side import Ranks, WeightsSide, first_version
+from verl_server.errors import BadInputError, ServerDiedError, UnsupportedError, VerlServerError
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
-from verl_server.weights.layout import Layout, plan
-from verl_server.weights.lora import check_adapter
+from verl_server.weights.lane import Lane, plan_lane
+from verl_server.weights.layout import MAX_TP_RANKS, plan
 from verl_server.weights.manifest import Manifest, manifest_of
-from verl_server.weights.transports import end_of
-from verl_server.weights.transports.base import Sender, Settings, Update, in_layout_order
+from verl_server.weights.transports import end_of, is_stream
+from verl_server.weights.transports.base import Settings
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from verl_server.engine.group import TpGroup
+
+M = TypeVar("M", Arena, Lane)
 
 logger = logging.getLogger(__name__)
 
@@ -127,111 +129,129 @@ def _start(
     return backend
 
 
-class WeightsSide:
-    """What one rank needs to push weights: the manifest, the layout, the arena that it writes, and the sender."""
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        layout: Layout,
-        arena: Arena,
-        writers: frozenset[int],
-        placement: Placement,
-        sender: Sender | None,
-    ) -> None:
-        self._manifest, self._layout, self._arena = manifest, layout, arena
-        self._writers, self._placement, self._sender = writers, placement, sender
-        self._leads = placement.is_node_leader
-        self.asleep: frozenset[str] = frozenset()
-
-    def stage(self, group: TpGroup, deadline_s: float, finite: bool) -> Stage:
-        return Stage(self._arena, self._manifest, self._writers, self._leads, group, deadline_s, finite)
-
-    def bring(self, names: list[str], sharded: bool) -> Json:
-        """What this rank tells of its part; node leaders also put the table into their arena."""
-        if self._leads and names:
-            self._arena.write_table(in_layout_order(self._layout, names))
-        return {"tensors": len(names), "digest": digest(names), "sharded": sharded}
-
-    def commit(self, backend: Backend, brought: list[Json], names: list[str], order: Order, torn: bool) -> Json:
-        """On rank 0: check that the ranks brought the same, then make the servers load it."""
-        check_same_names(brought)
-        missing = sorted(self._layout.slots.keys() - set(names))
-        if missing and torn:
-            raise TornWeightsError(
-                f"the served weights are torn and this update lacks {len(missing)} parameters, {missing[0]!r} "
-                "among them: push all of them"
-            )
-        assert self._sender is not None
-        result, update = commit(backend, self._sender, names, order, torn)
-        return {"result": asdict(result), "update_id": update.id, "verify": update.verify}
-
-    def check(self, update_id: str, verify: bool, names: list[str]) -> VerlServerError | None:
-        """On a node's leader: the error that a TP rank of this node reported, or None."""
-        update = Update(update_id, in_layout_order(self._layout, names), verify)
-        assert self._sender is not None
-        try:
-            check_reports(self._sender.reports(update), update, checksums(self._arena, update), len(self._layout.slots))
-        except VerlServerError as error:
-            return error
-        return None
-
-    def check_adapter(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-        """Raises BadInputError or WeightManifestError for a LoRA adapter that does not fit."""
-        specs = {
-            name: TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in tensors.items()
-        }
-        check_adapter(specs, config, self._manifest)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the model in place, by name."""
-        return {name: self._arena.tensor(name) for name in self._layout.slots}
-
-    def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
-        self._arena.close()
+def start_weights_side(ranks: Ranks, server_args: Mapping[str, Any], config: WeightsConfig) -> WeightsSide:
+    """Agree on what the model accepts and how it travels, and make the staging memory."""
+    manifest = _agree_on_manifest(ranks.group, server_args)
+    layout = plan(manifest.tensors)
+    transport, tp_sizes = ranks.group.agree(
+        ranks.group.next_call("transport"), lambda _: _transport(ranks, config, layout.size), action_s=10.0
+    )
+    start = _start_streamed if is_stream(transport) else _start_staged
+    return start(ranks, manifest, first_version(server_args), config, transport, tp_sizes)
 
 
-def start_weights_side(
-    group: TpGroup,
-    placement: Placement,
-    server_args: Mapping[str, Any],
-    ranks: frozenset[int],
-    backend: Backend | None,
+def _transport(ranks: Ranks, config: WeightsConfig, whole: int) -> tuple[str, Sequence[int]]:
+    """On rank 0: the transport, and the TP ranks of each server. `whole`: bytes to stage the whole model."""
+    backend, nnodes, limit = ranks.backend, ranks.placement.nnodes, config.max_staging_bytes
+    assert backend is not None
+    transport = config.transport
+    if transport == "auto":
+        transport = backend.nearest_transport
+        if transport == "shared_memory" and limit is not None and whole > limit and nnodes == 1:
+            transport = "buckets"
+    if nnodes > 1 and transport != "shared_memory":
+        raise BadInputError(f"weight transport {transport!r} does not go with nnodes={nnodes}: leave it out")
+    if limit is not None and whole > limit and not is_stream(transport):
+        raise BadInputError(
+            f"staging this model for the transport {transport!r} takes {whole} bytes of memory, more than "
+            f"max_staging_bytes={limit}"
+        )
+    return transport, backend.tp_sizes
+
+
+def _start_staged(
+    ranks: Ranks,
+    manifest: Manifest,
+    version: int,
     config: WeightsConfig,
-    timeout_s: float,
+    transport: str,
+    tp_sizes: Sequence[int],
 ) -> WeightsSide:
     """Make an arena on each node's leader; with one node, let every rank map it, if every rank can."""
-    manifest = _agree_on_manifest(group, server_args)
-    layout = plan(manifest.tensors)
-    if config.max_staging_bytes is not None and layout.size > config.max_staging_bytes:
-        raise BadInputError(
-            f"staging this model takes {layout.size} bytes of memory, more than "
-            f"max_staging_bytes={config.max_staging_bytes}"
-        )
+    layout, placement = plan(manifest.tensors), ranks.placement
     arena = Arena.create(layout) if placement.is_node_leader else None
-    bring = {"path": arena.path if arena else None}
-    paths = group.agree(
-        group.next_call("arena"), lambda brought: [b["path"] for b in brought if b["path"]], bring=bring, action_s=10.0
-    )
-    mapped = arena is not None
-    if arena is None and placement.nnodes == 1:
-        try:
-            arena, mapped = Arena.open(paths[0], layout), True
-        except OSError:
-            arena = Arena.create(layout)  # on another machine: pages that are never written cost nothing
-    shared = group.agree(
-        group.next_call("mapped"),
-        lambda brought: all(b["mapped"] for b in brought),
-        bring={"mapped": mapped},
+    paths = _all(ranks.group, "arena", arena.path if arena else None)
+    shared = False
+    if placement.nnodes == 1:
+        arena, shared = _mapped_by_all(ranks.group, arena, lambda: Arena.open(paths[0], layout))
+    arena = arena or Arena.create(layout)  # on another machine: pages that are never written cost nothing
+    sender = None
+    if ranks.backend is not None:
+        settings = Settings(
+            arena=arena,
+            layout=layout,
+            tp_sizes=tp_sizes,
+            timeout_s=ranks.timeout_s,
+            paths=paths,
+            ranks_per_node=placement.ranks_per_node if placement.nnodes > 1 else 0,
+            node_rank=placement.node_rank,
+            folder=None if config.folder is None else str(config.folder),
+            host=config.host or ranks.backend.trainer_host,
+        )
+        logger.info("weights are staged in %.1f MB of memory and go by %s", layout.size / 1e6, transport)
+        sender = end_of(transport, "Sender")(settings)
+    writers = ranks.numbers if shared else frozenset()
+    return StagedWeights(ranks, manifest, version, layout, arena, writers, sender)
+
+
+def _start_streamed(
+    ranks: Ranks,
+    manifest: Manifest,
+    version: int,
+    config: WeightsConfig,
+    transport: str,
+    tp_sizes: Sequence[int],
+) -> WeightsSide:
+    """Make one lane that all ranks write, or one for each rank on its GPU."""
+    if sum(tp_sizes) > MAX_TP_RANKS:
+        raise UnsupportedError(f"{sum(tp_sizes)} TP ranks are more than {MAX_TP_RANKS} for one trainer")
+    stream, group = end_of(transport, "Stream"), ranks.group
+    layout = plan_lane(manifest.tensors, config.max_staging_bytes, stream.on_host)
+    leads = group.rank == 0 or not stream.on_host
+    lane: Lane | None = None
+    failure: VerlServerError | None = None
+    try:
+        lane = stream.create(layout) if leads else None
+    except VerlServerError as error:
+        failure = error
+    described = _all(group, "lane", stream.describe(lane) if lane else None, failure)
+    logger.info("weights go by %s, through %.1f MB of memory", transport, len(described) * layout.size / 1e6)
+    seat, writers = None, ranks.numbers if group.size == 1 else frozenset()
+    if stream.on_host:
+        lane, shared = _mapped_by_all(group, lane, lambda: stream.open(described[0], layout))
+        writers = ranks.numbers if shared else frozenset()
+        if shared or leads:
+            assert lane is not None
+            seat = Seat(lane, group.rank if shared else 0, group.size if shared else 1, leads, number=0)
+    else:
+        assert lane is not None
+        seat = Seat(lane, 0, 1, leads=True, number=group.rank)
+    return StreamedWeights(ranks, manifest, version, transport, layout, seat, writers, described, tp_sizes)
+
+
+def _all(group: TpGroup, call: str, value: Any, error: VerlServerError | None = None) -> list[Any]:
+    """What the ranks bring, on all ranks, without those that bring None."""
+    found: list[Any] = group.agree(
+        group.next_call(call),
+        lambda brought: [one["value"] for one in brought if one["value"] is not None],
+        bring={"value": value},
+        error=error,
         action_s=10.0,
     )
-    writers = ranks if shared and placement.nnodes == 1 else frozenset()
-    arena = arena or Arena.create(layout)
-    sender = None if backend is None else _sender(arena, layout, paths, placement, backend, config, timeout_s)
-    return WeightsSide(manifest, layout, arena, writers, placement, sender)
+    return found
+
+
+def _mapped_by_all(group: TpGroup, mine: M | None, open_it: Callable[[], M]) -> tuple[M | None, bool]:
+    """Rank 0's memory, mapped here, and whether every rank could map it (or None, then no rank but 0 needs it)."""
+    mapped = mine
+    if mapped is None:
+        with contextlib.suppress(OSError):  # on another machine
+            mapped = open_it()
+    everywhere = len(_all(group, "mapped", True if mapped is not None else None)) == group.size
+    if not everywhere and mine is None and mapped is not None:
+        mapped.close()
+        mapped = None
+    return mapped, everywhere
 
 
 def _agree_on_manifest(group: TpGroup, server_args: Mapping[str, Any]) -> Manifest:
@@ -243,32 +263,3 @@ def _agree_on_manifest(group: TpGroup, server_args: Mapping[str, Any]) -> Manife
     wire = group.agree(group.next_call("manifest"), describe, action_s=120.0)
     tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in wire["tensors"].items()}
     return Manifest(tensors, frozenset(wire["ignored"]))
-
-
-def _sender(
-    arena: Arena,
-    layout: Layout,
-    paths: list[str],
-    placement: Placement,
-    backend: Backend,
-    config: WeightsConfig,
-    timeout_s: float,
-) -> Sender:
-    """On each node's leader: its end of the transport."""
-    transport = backend.nearest_transport if config.transport == "auto" else config.transport
-    if placement.nnodes > 1 and transport != "shared_memory":
-        raise BadInputError(f"weight transport {transport!r} does not go with nnodes={placement.nnodes}: leave it out")
-    settings = Settings(
-        arena=arena,
-        layout=layout,
-        tp_sizes=backend.tp_sizes,
-        timeout_s=timeout_s,
-        paths=paths,
-        ranks_per_node=placement.ranks_per_node if placement.nnodes > 1 else 0,
-        node_rank=placement.node_rank,
-        folder=None if config.folder is None else str(config.folder),
-        host=config.host or backend.trainer_host,
-    )
-    logger.info("weights are staged in %.1f MB of memory and go by %s", layout.size / 1e6, transport)
-    sender: Sender = end_of(transport, "Sender")(settings)
-    return sender

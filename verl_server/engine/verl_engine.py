@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from verl_server.config import AdapterConfig, PauseMode, RemoteServer, Timeouts, WeightsConfig
 from verl_server.engine.backend import Backend
-from verl_server.engine.commit import Order, first_version, order_of
 from verl_server.engine.group import TpGroup
 from verl_server.engine.lora import LoraAdapters
 from verl_server.engine.placement import place
-from verl_server.engine.start import WeightsSide, share_over, start_backend, start_weights_side
+from verl_server.engine.start import share_over, start_backend, start_weights_side
 from verl_server.engine.streams import async_stream_of, stream_of
-from verl_server.errors import (
-    BadInputError,
-    PeerError,
-    ServerDiedError,
-    ShutDownError,
-    TornWeightsError,
-    VerlServerError,
-)
+from verl_server.engine.weights_side import Ranks, WeightsSide, Wish
+from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.types import WeightUpdateResult
 
 if TYPE_CHECKING:
@@ -30,7 +21,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Json = dict[str, Any]
-R = TypeVar("R")
 
 
 class VerlEngine:
@@ -74,8 +64,6 @@ class VerlEngine:
         self._placement = place(self._tp_rank, size, nnodes, server_args)
         self._backend: Backend | None = None
         self._weights: WeightsSide | None = None
-        self._version = first_version(server_args)
-        self._torn: TornWeightsError | None = None
         self._loras = LoraAdapters(server_args.get("lora_paths"))
         self._group = TpGroup.form(self._tp_rank, size, share_over(device_mesh_cpu), nnodes > 1, self._timeouts.ranks_s)
         try:
@@ -83,16 +71,9 @@ class VerlEngine:
                 self._group, self._placement, launch_server, servers, server_args, self._config, env or {}, self._fault
             )
             self._group.on_broken = self._on_broken
-            ranks = frozenset(device_mesh_cpu.mesh.flatten().tolist())
-            self._weights = start_weights_side(
-                self._group,
-                self._placement,
-                server_args,
-                ranks,
-                self._backend,
-                weights or WeightsConfig(),
-                self._timeouts.weights_s,
-            )
+            numbers = frozenset(device_mesh_cpu.mesh.flatten().tolist())
+            ranks = Ranks(self._group, self._placement, numbers, self._backend, self._timeouts.weights_s)
+            self._weights = start_weights_side(ranks, server_args, weights or WeightsConfig())
         except BaseException:
             self.shutdown()
             raise
@@ -182,77 +163,8 @@ class VerlEngine:
         Raises WeightManifestError or BadInputError before the server hears of it (old weights are served
         on), TornWeightsError when it failed half-way (push again), PeerError, ServerDiedError.
         """
-        started = time.monotonic()
-        call = self._group.next_call("update_weights")
-        names, error, sharded = self._stage(named_tensors, load_format, check_finite)
-        gather_s = time.monotonic() - started
-        weights = self._weights_side()
-        bring = weights.bring(names, sharded)
-        wire = self._group.agree(
-            call,
-            lambda brought: self._commit(
-                brought, names, order_of(self._version, weight_version, verify, pause_mode, flush_cache)
-            ),
-            bring=bring,
-            error=error,
-            action_s=4 * self._timeouts.weights_s,
-        )
-        self._version = int(wire["count"])
-        self._torn = None if wire["torn"] is None else TornWeightsError(**wire["torn"])
-        self._confirm(weights, wire, names)
-        if self._torn is not None:
-            raise self._torn
-        return dataclasses.replace(WeightUpdateResult(**wire["result"]), gather_s=gather_s)
-
-    def _stage(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], load_format: str | None, finite: bool
-    ) -> tuple[list[str], VerlServerError | None, bool]:
-        """This rank's part; any failure is carried to the agreement, so that all ranks learn of it."""
-        refusal = self._refusal(allow_torn=True)
-        if refusal is None and load_format not in (None, "auto"):
-            refusal = BadInputError(
-                f"load_format {load_format!r} is not needed: tensors are pushed by name (leave it out)"
-            )
-        if refusal is None and "weights" in self._asleep():
-            refusal = BadInputError("the server's weights are released: resume_memory_occupation(['weights']) first")
-        if refusal is not None:
-            return [], refusal, False
-        stage = self._weights_side().stage(self._group, self._timeouts.weights_s, finite)
-        names, failure = self._reading(lambda: stage.write(named_tensors))
-        return names or [], failure, stage.sharded
-
-    def _reading(self, read: Callable[[], R]) -> tuple[R | None, VerlServerError | None]:
-        """What `read` makes of the caller's tensors, or its failure as an error that every rank can be told."""
-        try:
-            return read(), None
-        except VerlServerError as error:
-            return None, error
-        except Exception as error:  # noqa: BLE001 - the caller's iterator failed: every rank must learn of it
-            wrapped = PeerError(
-                f"reading named_tensors failed on rank {self._tp_rank}: {type(error).__name__}: {error}",
-                ranks=[self._tp_rank],
-            )
-            wrapped.__cause__ = error
-            return None, wrapped
-
-    def _commit(self, brought: list[Json], names: list[str], order: Order) -> Json:
-        count = int(order.weight_version)
-        try:
-            result = self._weights_side().commit(self._head(), brought, names, order, self._torn is not None)
-        except TornWeightsError as error:
-            wire = {"message": error.message, **error.details}
-            return {"count": count, "torn": wire, "result": None, "update_id": None}
-        return {"count": count, "torn": None, **result}
-
-    def _confirm(self, weights: WeightsSide, wire: Json, names: list[str]) -> None:
-        """With several nodes: every node's leader looks at the reports of its own node."""
-        if self._placement.nnodes == 1 or wire["update_id"] is None:
-            return
-        error = weights.check(wire["update_id"], wire["verify"], names) if self._placement.is_node_leader else None
-        try:
-            self._group.agree(self._group.next_call("confirm"), lambda _: None, error=error, action_s=10.0)
-        except VerlServerError as failure:
-            self._torn = TornWeightsError(f"the weight update failed on a node: {failure.message}", **failure.details)
+        wish = Wish(weight_version, verify, check_finite, pause_mode, flush_cache)
+        return self._weights_side().update(named_tensors, load_format, wish)
 
     def staging_tensors(self) -> dict[str, torch.Tensor]:
         """The staging memory as CPU tensors, by Hugging Face name, full shapes, in the server's dtypes.
@@ -276,20 +188,14 @@ class VerlEngine:
         Raises BadInputError or WeightManifestError before the server hears of it, PeerError, ServerDiedError.
         """
         call = self._group.next_call("load_lora")
-        stage = self._weights_side().stage(self._group, self._timeouts.weights_s, finite=False)
-        tensors, error = self._reading(lambda: stage.collect(named_tensors))
+        weights = self._weights_side()
+        tensors, error = weights.collected(named_tensors)
 
         def load(_: list[Json]) -> None:
-            whole = tensors or {}
-            self._weights_side().check_adapter(whole, config)
-            self._loras.load(self._head(), name, whole, config)
+            weights.check_adapter(tensors, config)
+            self._loras.load(self._head(), name, tensors, config)
 
-        self._group.agree(
-            call,
-            load,
-            error=error,
-            action_s=2 * self._timeouts.weights_s,
-        )
+        self._group.agree(call, load, error=error, action_s=2 * self._timeouts.weights_s)
 
     def unload_lora_adapter(self, name: str) -> None:
         """Forget an adapter; returns when the requests that use it have ended."""
@@ -354,14 +260,11 @@ class VerlEngine:
             raise ShutDownError("the engine was shut down")
         return self._weights
 
-    def _asleep(self) -> frozenset[str]:
-        return self._weights_side().asleep
-
     def _refusal(self, allow_torn: bool = False) -> VerlServerError | None:
         """Why this rank cannot take part in a call now; it then fails on all ranks."""
         if self._weights is None:
             return ShutDownError("the engine was shut down")
-        return None if allow_torn else self._torn
+        return None if allow_torn else self._weights.torn
 
     def _fault(self, error: ServerDiedError) -> None:
         """The server of this rank's node has ended: every rank's calls fail now, not at a deadline."""

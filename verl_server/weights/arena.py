@@ -8,14 +8,14 @@ user open it as `/proc/PID/fd/N` while the owner lives; a mapping once made outl
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl_server.errors import UnsupportedError, VerlServerError
-from verl_server.weights.checksum import checksum_of, get
-from verl_server.weights.layout import REPORT_BYTES, TABLE_OFFSET, Layout
+from verl_server.weights.checksum import checksum_of
+from verl_server.weights.layout import TABLE_OFFSET, Layout
+from verl_server.weights.reports import Reports
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,7 @@ class Arena:
         except (OSError, ValueError) as error:
             os.close(fd)
             raise VerlServerError(f"cannot map {layout.size} bytes of staging memory: {error}") from error
+        self.reports = Reports(self._memory, layout.sums_at, len(layout.slots))
 
     @classmethod
     def create(cls, layout: Layout) -> Arena:
@@ -67,11 +68,6 @@ class Arena:
         self._memory[TABLE_OFFSET : TABLE_OFFSET + len(table)] = table
         return len(table)
 
-    def report(self, slot: int) -> dict[str, Any] | None:
-        """What TP rank `slot` of the server reported last, or None."""
-        raw = bytes(self._memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES]).rstrip(b"\0")
-        return dict(json.loads(raw)) if raw else None
-
     def checksum(self, name: str) -> int:
         """Of the tensor `name` as it stands now."""
         return checksum_of(self.tensor(name))
@@ -80,10 +76,6 @@ class Arena:
     def memory(self) -> memoryview:
         """All of it."""
         return memoryview(self._memory)
-
-    def checksums_of(self, rank: int, count: int) -> list[int]:
-        """Those that TP rank `rank` of the server wrote, in the order of the table."""
-        return get(self._memory, self._layout.sums_offset(rank), count)
 
     def close(self) -> None:
         """Give the file back, and the mapping once no tensor lives in it any more (a trainer may keep its there)."""

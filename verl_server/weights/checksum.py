@@ -6,9 +6,6 @@ shifted and overwritten bytes; it is no protection from somebody who means harm.
 
 from __future__ import annotations
 
-import array
-import mmap
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from verl_server.weights.layout import WORD_BYTES
@@ -31,14 +28,3 @@ def checksum_of(tensor: torch.Tensor) -> int:
     total = int(data[:whole].view(torch.int64).sum())
     total += int.from_bytes(bytes(data[whole:].tolist()), "little", signed=False)
     return (total + 2**63) % 2**64 - 2**63
-
-
-def put(memory: mmap.mmap, offset: int, sums: Iterable[int]) -> None:
-    """Write checksums one after the other."""
-    raw = array.array("q", sums).tobytes()
-    memory[offset : offset + len(raw)] = raw
-
-
-def get(memory: mmap.mmap, offset: int, count: int) -> list[int]:
-    """Read `count` checksums."""
-    return list(array.array("q", memory[offset : offset + count * WORD_BYTES]))

@@ -19,8 +19,9 @@ import torch
 
 from verl_server.weights.checksum import checksum_of
 from verl_server.weights.coverage import Coverage
+from verl_server.weights.reports import Report
 from verl_server.weights.transports import end_of
-from verl_server.weights.transports.base import Receiver, Report
+from verl_server.weights.transports.base import Receiver
 
 logger = logging.getLogger(__name__)
 

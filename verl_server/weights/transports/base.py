@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import Layout
+from verl_server.weights.reports import Received, Report
 
 if TYPE_CHECKING:
     import torch
@@ -28,27 +29,6 @@ class Update:
     names: Sequence[str]
     """The tensors that it brings, in the order of the layout."""
     verify: bool
-
-
-@dataclass(frozen=True)
-class Report:
-    """What one TP rank of one server says of an update."""
-
-    update_id: str
-    ok: bool
-    error: str | None = None
-    trace: str | None = None
-    unwritten: list[str] = field(default_factory=list)
-    """Some of the server's parameters that were not written, by the server's names."""
-    unwritten_count: int = 0
-
-
-@dataclass(frozen=True)
-class Received:
-    """A report, and the checksum of each tensor as that rank read it (empty without verification)."""
-
-    report: Report
-    sums: list[int]
 
 
 @dataclass(frozen=True)
@@ -94,15 +74,11 @@ class Sender(ABC):
 
     def reports(self, update: Update) -> dict[str, Received | None]:
         """When the servers have answered: what each TP rank says, None where it says nothing. Keys are for people."""
-        found = {}
-        for receiver, (server, rank) in self.receivers():
-            which = "the server" if len(self.settings.tp_sizes) == 1 else f"server {server}"
-            found[f"TP rank {rank} of {which}"] = self.received(update, receiver)
-        return found
+        return {who: self.received(update, receiver) for receiver, _, who in self.receivers()}
 
-    def receivers(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """All TP ranks of all servers, numbered: `(number, (server, TP rank))`."""
-        return enumerate((server, rank) for server, size in enumerate(self.settings.tp_sizes) for rank in range(size))
+    def receivers(self) -> Iterator[tuple[int, int, str]]:
+        """All TP ranks of all servers: their number, their TP rank, and who it is for people."""
+        return receivers(self.settings.tp_sizes)
 
     def first_receiver(self, server: int) -> int:
         """The number of a server's TP rank 0."""
@@ -152,3 +128,10 @@ class Receiver(ABC):
 def in_layout_order(layout: Layout, names: Sequence[str]) -> list[str]:
     """`names` as their tensors stand in the arena."""
     return sorted(names, key=lambda name: layout.slots[name].offset)
+
+
+def receivers(tp_sizes: Sequence[int]) -> Iterator[tuple[int, int, str]]:
+    """The TP ranks of servers of these sizes: number, TP rank, and who it is for people."""
+    ranks = [(server, rank) for server, size in enumerate(tp_sizes) for rank in range(size)]
+    for number, (server, rank) in enumerate(ranks):
+        yield number, rank, f"TP rank {rank} of {'the server' if len(tp_sizes) == 1 else f'server {server}'}"

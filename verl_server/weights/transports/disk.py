@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.weights.layout import ITEM_BYTES, nbytes
 from verl_server.weights.manifest import SAFETENSORS_DTYPES
+from verl_server.weights.reports import Received, Report
 from verl_server.weights.transports import base
-from verl_server.weights.transports.base import Json, Received, Report, Settings, Update
+from verl_server.weights.transports.base import Json, Settings, Update
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,7 @@ class Sender(base.Sender):
 
     def settle(self, update: Update, whole: bool) -> None:
         file = self._file(update)
-        for path in [file, *(_report_file(file, receiver) for receiver, _ in self.receivers())]:
+        for path in [file, *(_report_file(file, receiver) for receiver, *_ in self.receivers())]:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 

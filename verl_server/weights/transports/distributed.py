@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import VerlServerError
 from verl_server.weights.layout import nbytes
+from verl_server.weights.reports import Received, Report
 from verl_server.weights.transports import base, group
-from verl_server.weights.transports.base import Json, Received, Report, Settings, Update
+from verl_server.weights.transports.base import Json, Settings, Update
 from verl_server.weights.transports.shared_memory import tensors_in
 
 if TYPE_CHECKING:

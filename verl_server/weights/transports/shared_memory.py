@@ -8,14 +8,13 @@ import math
 import mmap
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import UnsupportedError
-from verl_server.weights.checksum import put
-from verl_server.weights.layout import MAX_TP_RANKS, REPORT_BYTES, TABLE_OFFSET, WORD_BYTES
+from verl_server.weights.layout import MAX_TP_RANKS, TABLE_OFFSET
+from verl_server.weights.reports import Received, Report, Reports
 from verl_server.weights.transports import base
-from verl_server.weights.transports.base import Json, Received, Report, Settings, Update
+from verl_server.weights.transports.base import Json, Settings, Update
 
 if TYPE_CHECKING:
     import torch
@@ -41,18 +40,14 @@ class Sender(base.Sender):
         }
 
     def received(self, update: Update, receiver: int) -> Received | None:
-        raw = self.arena.report(receiver)
-        if raw is None or raw["update_id"] != update.id:
-            return None
-        sums = self.arena.checksums_of(receiver, len(update.names)) if update.verify else []
-        return Received(Report(**raw), sums)
+        return self.arena.reports.read(receiver, update.id, len(update.names) if update.verify else 0)
 
-    def receivers(self) -> Iterator[tuple[int, tuple[int, int]]]:
+    def receivers(self) -> Iterator[tuple[int, int, str]]:
         """Those whose reports come into this arena: with several nodes, this node's."""
         here = self.settings.ranks_per_node
-        for receiver, (server, rank) in super().receivers():
+        for receiver, rank, who in super().receivers():
             if not here or rank // here == self.settings.node_rank:
-                yield receiver, (server, rank)
+                yield receiver, rank, who
 
 
 class Mapping:
@@ -111,14 +106,8 @@ class Receiver(base.Receiver):
         return self._mapping.holds(tensor)
 
     def report(self, report: Report, sums: list[int]) -> None:
-        slot = self.wire["first"] + self.rank
-        if sums:
-            put(self._mapping.memory, self.wire["sums_at"] + slot * self.wire["slots"] * WORD_BYTES, sums)
-        raw = json.dumps(asdict(report)).encode()
-        if len(raw) > REPORT_BYTES:  # words that JSON escapes
-            short = Report(report.update_id, report.ok, "see the server's log", None, [], report.unwritten_count)
-            raw = json.dumps(asdict(short)).encode()
-        self._mapping.memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES] = raw.ljust(REPORT_BYTES, b"\0")
+        reports = Reports(self._mapping.memory, self.wire["sums_at"], self.wire["slots"])
+        reports.write(self.wire["first"] + self.rank, report, sums)
 
 
 def tensors_in(view: memoryview, table: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:

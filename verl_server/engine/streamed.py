@@ -1,0 +1,376 @@
+"""Updates by way of two buckets: the servers load the first tensors while the ranks bring the next ones.
+
+Open (all agree, the servers are paused and begin) -> every rank fills its part of the buckets -> end (the
+servers have loaded) -> every rank that leads a lane looks at its reports -> confirm (generation goes on). What
+fails once it is open leaves the weights torn: nothing is kept to try again with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl_server.engine.commit import check_reports, session
+from verl_server.engine.stage import Stage, check_same_names, digest, pairs_of, require_finite
+from verl_server.engine.weights_side import Order, Ranks, WeightsSide, Wish, result_wire, torn_by, torn_wire
+from verl_server.errors import (
+    BadInputError,
+    ServerDiedError,
+    ShutDownError,
+    TornWeightsError,
+    UnsupportedError,
+    VerlServerError,
+    from_wire,
+    to_wire,
+)
+from verl_server.types import TensorSpec, WeightUpdateResult
+from verl_server.weights.buckets import Reader, Writer
+from verl_server.weights.checksum import checksum_of
+from verl_server.weights.lane import COUNT, SUMMING, Lane, LaneLayout
+from verl_server.weights.layout import nbytes
+from verl_server.weights.manifest import Manifest
+from verl_server.weights.names import unfused_spec
+from verl_server.weights.transports.base import Update, receivers
+
+if TYPE_CHECKING:
+    import torch
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """This rank's place at a lane."""
+
+    lane: Lane
+    index: int
+    """Its number among the lane's writers."""
+    writers: int
+    """How many there are."""
+    leads: bool
+    """It writes what is whole, takes checksums and reads the reports."""
+    number: int
+    """The lane's number: it serves the TP ranks whose number is this one modulo `lanes`."""
+
+
+class StreamedWeights(WeightsSide):
+    """`seat`: None on a rank that only takes part in gathering. `described`: how servers open each lane.
+
+    `writers`: the ranks, by number in the trainer's world, that write the same lane as this one.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        manifest: Manifest,
+        version: int,
+        transport: str,
+        layout: LaneLayout,
+        seat: Seat | None,
+        writers: frozenset[int],
+        described: Sequence[Json],
+        tp_sizes: Sequence[int],
+    ) -> None:
+        super().__init__(ranks, manifest, version)
+        self._transport, self._layout, self._seat, self._writers = transport, layout, seat, writers
+        self._described, self._tp_sizes = described, tp_sizes
+        self._number = 0
+        self._open_session: ExitStack | None = None
+        self._loading: Future[None] | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        raise UnsupportedError(f"with the transport {self._transport!r} there is no memory that holds the whole model")
+
+    def close(self) -> None:
+        if self._seat is not None:
+            self._seat.lane.close()
+
+    # -- the steps ----------------------------------------------------------------------------------
+
+    def _update(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], wish: Wish, refusal: VerlServerError | None
+    ) -> WeightUpdateResult:
+        call = self.group.next_call("update_weights")
+        source, failure = (
+            (None, refusal)
+            if refusal
+            else self.reading(lambda: _Source(named_tensors, self.manifest, wish.check_finite))
+        )
+        opened = self.group.agree(
+            call,
+            lambda brought: self._open(brought, wish),
+            bring=None if source is None else source.bring,
+            error=failure,
+            action_s=4 * self.ranks.timeout_s,
+        )
+        assert source is not None
+        started = time.monotonic()
+        order, update_id = Order(**opened["order"]), opened["update_id"]
+        try:
+            return self._stream(source, order, update_id, wish.check_finite, started)
+        except BaseException:
+            self._fail("the trainer gave the update up")  # whoever still waits for this rank
+            raise
+        finally:
+            with suppress(VerlServerError):
+                self._close_session()
+
+    def _stream(
+        self, source: _Source, order: Order, update_id: str, finite: bool, started: float
+    ) -> WeightUpdateResult:
+        names, sums, error, sharded = self._fill(source, order, finite)
+        gather_s = time.monotonic() - started
+        bring = {
+            "tensors": len(names),
+            "digest": digest(names),
+            "sharded": sharded,
+            "error": None if error is None else to_wire(error),
+        }
+        action_s = 2 * self.ranks.timeout_s
+        self._require_whole(
+            self.group.agree(
+                self.group.next_call("load"), lambda brought: self._end(brought, order), bring=bring, action_s=action_s
+            )
+        )
+        problem = self._problem(update_id, names, sums, order)
+        wire = self.group.agree(
+            self.group.next_call("confirm"),
+            lambda brought: self._confirm(brought, order, names, started),
+            bring={"error": None if problem is None else to_wire(problem)},
+            action_s=action_s,
+        )
+        self._require_whole(wire)
+        self.settled(wire)
+        return dataclasses.replace(WeightUpdateResult(**wire["result"]), gather_s=gather_s)
+
+    def _require_whole(self, wire: Json) -> None:
+        """Raises the TornWeightsError that rank 0 tells of."""
+        if wire["torn"] is not None:
+            self.settled(wire)
+            assert self.torn is not None
+            raise self.torn
+
+    def _open(self, brought: list[Json], wish: Wish) -> Json:
+        """On rank 0: everything that can be refused is; then the servers are held and begin to load."""
+        order = self.order(wish)
+        names = brought[0]["names"]
+        if not brought[0]["tensors"]:
+            raise BadInputError("named_tensors is empty on rank 0: there is nothing to push")
+        if all(one["checked"] for one in brought):
+            check_same_names(brought)
+        if names is not None:
+            self.require_whole_if_torn(names)
+        backend = self.ranks.backend
+        assert backend is not None
+        number, update_id = self._number + 1, uuid.uuid4().hex
+        backend.hold(order.pause_mode)
+        try:
+            backend.begin_weight_update()
+        except VerlServerError:
+            if self.torn is None:
+                with suppress(VerlServerError):
+                    backend.go_on()
+            raise
+        wire = {
+            "transport": self._transport,
+            "update_id": update_id,
+            "verify": order.verify,
+            "number": number,
+            "lanes": list(self._described),
+            "layout": asdict(self._layout),
+            "writers": 1 if self._seat is None else self._seat.writers,
+            "timeout_s": self.ranks.timeout_s,
+        }
+        wires = [{**wire, "first": sum(self._tp_sizes[:server])} for server in range(len(self._tp_sizes))]
+        self._open_session = ExitStack()
+        self._loading = self._open_session.enter_context(session(backend, wires, order))
+        return {"order": asdict(order), "update_id": update_id}
+
+    def _fill(
+        self, source: _Source, order: Order, finite: bool
+    ) -> tuple[list[str], Future[list[int]] | None, VerlServerError | None, bool]:
+        """Bring this rank's part of all tensors. Whatever fails is told to the servers, and to all ranks by the end."""
+        self._number += 1
+        deadline = time.monotonic() + self.ranks.timeout_s
+        seat = self._seat
+        writer = None if seat is None else self._writer(seat, order)
+        sums = None if seat is None or not (seat.leads and order.verify) else self._summing(seat, deadline)
+        specs = self.manifest.tensors
+        stage = Stage(
+            lambda name: None if writer is None else writer.place(name, specs[name], deadline),
+            self.manifest,
+            self._writers,
+            self.group,
+            self.ranks.timeout_s,
+            finite=finite and not source.checked,
+            leads=seat is not None and seat.leads,
+        )
+        names, error = self.reading(lambda: stage.write(source.pairs))
+        if error is None and writer is not None:
+            writer.end()
+        elif error is not None:
+            self._fail(error.message)
+        return names or [], sums, error, stage.sharded
+
+    def _end(self, brought: list[Json], order: Order) -> Json:
+        """On rank 0: wait until the servers have loaded."""
+        errors = [from_wire(one["error"]) for one in brought if one["error"] is not None]
+        try:
+            try:
+                for error in errors:
+                    raise error
+                check_same_names(brought)
+            except VerlServerError as error:
+                self._fail(error.message)
+                raise
+            finally:
+                self._close_session()
+        except (ServerDiedError, ShutDownError):
+            raise  # there is no server left whose weights could be torn
+        except VerlServerError as error:
+            return self._torn_wire(errors[0] if errors else error, order)
+        return {"torn": None}
+
+    def _problem(
+        self, update_id: str, names: list[str], sums: Future[list[int]] | None, order: Order
+    ) -> VerlServerError | None:
+        """On a rank that leads a lane: what is wrong with what the lane's TP ranks report, or None."""
+        seat = self._seat
+        if seat is None or not seat.leads:
+            return None
+        update = Update(update_id, names, order.verify)
+        count = len(names) if order.verify else 0
+        reports = {who: seat.lane.reports.read(number, update_id, count) for number, who in self._readers(seat)}
+        try:
+            expected = [] if sums is None else sums.result(self.ranks.timeout_s)
+            check_reports(reports, update, expected, len(self.manifest.tensors))
+        except VerlServerError as error:
+            return error
+        return None
+
+    def _confirm(self, brought: list[Json], order: Order, names: list[str], started: float) -> Json:
+        """On rank 0: every lane's reports are good, so generation goes on."""
+        backend, specs = self.ranks.backend, self.manifest.tensors
+        assert backend is not None
+        try:
+            for one in brought:
+                if one["error"] is not None:
+                    raise from_wire(one["error"])
+            self.require_whole_if_torn(names)
+            backend.go_on()
+        except (ServerDiedError, ShutDownError):
+            raise
+        except VerlServerError as error:
+            return self._torn_wire(error, order)
+        result = result_wire(
+            weight_version=order.weight_version,
+            tensors=len(names),
+            bytes=sum(nbytes(specs[name]) for name in names),
+            missing=len(specs) - len(names),
+            transport=self._transport,
+            staging_bytes=len(self._described) * COUNT * self._layout.bucket_bytes,
+            sent_bytes=0,
+            load_s=time.monotonic() - started,
+        )
+        return {"version": int(order.weight_version), "torn": None, "result": result}
+
+    # -- parts --------------------------------------------------------------------------------------
+
+    def _readers(self, seat: Seat) -> Iterator[tuple[int, str]]:
+        """The TP ranks that this lane serves: number, and who it is for people."""
+        for number, _, who in receivers(self._tp_sizes):
+            if number % len(self._described) == seat.number:
+                yield number, who
+
+    def _writer(self, seat: Seat, order: Order) -> Writer:
+        readers = [number for number, _ in self._readers(seat)]
+        if order.verify:
+            readers.append(SUMMING)
+        return Writer(seat.lane, self._number, seat.index, seat.leads, readers, self._check)
+
+    def _summing(self, seat: Seat, deadline: float) -> Future[list[int]]:
+        """The checksums of what passes through the lane, taken as one more reader."""
+        reader = Reader(seat.lane, self._number, SUMMING, seat.writers, self._check_group, deadline)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="verl-server-checksums")
+        try:
+            return pool.submit(lambda: [checksum_of(tensor) for _, tensor in reader.tensors()])
+        finally:
+            pool.shutdown(wait=False)
+
+    def _check_group(self) -> None:
+        if self.group.broken is not None:
+            raise self.group.broken
+
+    def _check(self) -> None:
+        self._check_group()
+        if self._loading is not None and self._loading.done():
+            raise VerlServerError("the servers stopped loading before all tensors had come")
+
+    def _fail(self, words: str) -> None:
+        if self._seat is not None:
+            self._seat.lane.turns(self._number).fail(words)
+
+    def _close_session(self) -> None:
+        stack, self._open_session = self._open_session, None
+        self._loading = None
+        if stack is not None:
+            stack.close()
+
+    def _torn_wire(self, error: VerlServerError, order: Order) -> Json:
+        torn = error if isinstance(error, TornWeightsError) else torn_by(error, order)
+        return {"version": int(order.weight_version), "torn": torn_wire(torn)}
+
+
+class _Source:
+    """The caller's tensors. What has a length is checked in whole now; what is made on the way, as it comes."""
+
+    def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, finite: bool) -> None:
+        self.checked = isinstance(named_tensors, Sized)
+        self.pairs: Iterable[tuple[str, torch.Tensor]]
+        if self.checked:
+            pairs = list(pairs_of(named_tensors))
+            names, sharded = _check_all(pairs, manifest, finite)
+            self.pairs = pairs
+            self.bring = {"tensors": len(names), "names": names, "digest": digest(names), "sharded": sharded}
+        else:
+            rest = iter(pairs_of(named_tensors))
+            first = next(rest, None)
+            self.pairs = _again(first, rest)
+            self.bring = {"tensors": int(first is not None), "names": None, "digest": 0, "sharded": False}
+        self.bring["checked"] = self.checked
+
+
+def _again(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    if first is not None:
+        yield first
+        del first
+        yield from rest
+
+
+def _check_all(pairs: Sequence[tuple[str, torch.Tensor]], manifest: Manifest, finite: bool) -> tuple[list[str], bool]:
+    """Names in order, and whether any tensor is sharded. Raises BadInputError for the first bad one."""
+    from torch.distributed.tensor import DTensor
+
+    names: list[str] = []
+    seen: set[str] = set()
+    sharded = False
+    for given, tensor in pairs:
+        spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        parts = {given: spec} if given in manifest.tensors else unfused_spec(given, spec)
+        for name, part in parts.items():
+            if manifest.check(name, part.shape, part.dtype) is None:
+                continue
+            if name in seen:
+                raise BadInputError(f"the tensor {name!r} comes twice in one update", name=name)
+            seen.add(name)
+            names.append(name)
+        if finite:
+            require_finite(given, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        sharded = sharded or isinstance(tensor, DTensor)
+    return names, sharded

@@ -1,0 +1,47 @@
+"""Trainer and server on the GPUs of one machine: two buckets on each trainer rank's GPU, filled and emptied in turn.
+
+The server's TP rank i reads those of trainer rank i (modulo their number), so with equal placements nothing
+leaves a GPU. Handles are opened once. Everything but the memory is the same as in `buckets`. Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+
+from verl_server.weights.device import DeviceBuckets
+from verl_server.weights.lane import Lane, LaneLayout
+from verl_server.weights.transports import buckets
+from verl_server.weights.transports.base import Json
+
+
+class Stream(buckets.Stream):
+    on_host = False
+
+    @staticmethod
+    def create(layout: LaneLayout) -> Lane:
+        return _behind(Lane.create(layout), lambda: DeviceBuckets.create(layout.bucket_bytes))
+
+    @staticmethod
+    def describe(lane: Lane) -> Json:
+        assert isinstance(lane.buckets, DeviceBuckets)
+        return {**buckets.Stream.describe(lane), "handle": base64.b64encode(lane.buckets.handle()).decode()}
+
+    @staticmethod
+    def open(described: Json, layout: LaneLayout) -> Lane:
+        handle = base64.b64decode(described["handle"])
+        return _behind(Lane.open(described["path"], layout), lambda: DeviceBuckets.open(handle, layout.bucket_bytes))
+
+
+class Receiver(buckets.Receiver):
+    stream = Stream
+
+
+def _behind(lane: Lane, buckets_of: Callable[[], DeviceBuckets]) -> Lane:
+    """The lane with its buckets, or neither."""
+    try:
+        lane.buckets = buckets_of()
+    except BaseException:
+        lane.close()
+        raise
+    return lane
