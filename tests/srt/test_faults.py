@@ -82,7 +82,10 @@ def push_all(adapter: Any, mesh: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("step", "transport"),
-    [*((step, "shared_memory") for step in STEPS), *((step, "distributed") for step in TEARING)],
+    [
+        *((step, "shared_memory") for step in STEPS),
+        *((step, way) for way in ("distributed", "buckets") for step in TEARING),
+    ],
 )
 def test_a_trainer_killed_at_each_step(
     step: str, transport: str, server: Any, one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
@@ -168,7 +171,9 @@ def test_a_server_killed_at_each_step(
     push_all(server, one_rank, tiny("qwen3"))
 
 
-def _rank_with_a_dying_peer(rank: int, world: int, folder: str, url: str, keys: tuple[str, str], step: str) -> str:
+def _rank_with_a_dying_peer(
+    rank: int, world: int, folder: str, url: str, keys: tuple[str, str], step: str, transport: str
+) -> str:
     pids: list[Any] = [None] * world
     dist.all_gather_object(pids, os.getpid())
     model = reference_model(folder)
@@ -188,7 +193,7 @@ def _rank_with_a_dying_peer(rank: int, world: int, folder: str, url: str, keys: 
         target = front.url if rank == 0 else url
         with VerlEngine(
             mesh_of(world), servers=[RemoteServer(target, *keys)], model_path=folder, dtype="float32",
-            timeouts=Timeouts(weights_s=20.0, control_s=5.0, ranks_s=20.0),
+            timeouts=Timeouts(weights_s=20.0, control_s=5.0, ranks_s=20.0), weights=WeightsConfig(transport=transport),
         ) as engine:  # fmt: skip
             started = time.monotonic()
             try:
@@ -205,13 +210,14 @@ def _is_zombie(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.parametrize("transport", ["shared_memory", "buckets"])
 @pytest.mark.parametrize("step", ["staging", *STEPS])
 def test_a_trainer_rank_killed_at_each_step(
-    step: str, server: Any, two_ranks: Ranks, one_rank: Any, tiny: Callable[..., Path]
+    step: str, transport: str, server: Any, two_ranks: Ranks, one_rank: Any, tiny: Callable[..., Path]
 ) -> None:
     with no_new_shared_memory(but="sem."):  # the ranks' own progress bars have semaphores
         said, _ = two_ranks.run(
-            _rank_with_a_dying_peer, str(tiny("qwen3")), server.base_url, keys_of(server), step, dying=1
+            _rank_with_a_dying_peer, str(tiny("qwen3")), server.base_url, keys_of(server), step, transport, dying=1
         )
     assert said in ("PeerError", "TornWeightsError")
     push_all(server, one_rank, tiny("qwen3"))
@@ -249,7 +255,10 @@ def test_a_wrong_checksum(times: int, server: Any, one_rank: Any, tiny: Callable
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wedged_server_misses_the_deadline(server: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "buckets"])
+def test_a_wedged_server_misses_the_deadline(
+    transport: str, server: Any, one_rank: Any, tiny: Callable[..., Path]
+) -> None:
     """The scheduler stands still during the load: DeadlineError or torn by it, and it recovers."""
     (scheduler,) = (
         pid
@@ -264,7 +273,7 @@ def test_a_wedged_server_misses_the_deadline(server: Any, one_rank: Any, tiny: C
 
     with Interceptor(server.base_url, stop) as front, VerlEngine(
         one_rank, servers=[RemoteServer(front.url, *keys_of(server))], model_path=str(tiny("qwen3")), dtype="float32",
-        timeouts=Timeouts(weights_s=3.0, control_s=3.0),
+        timeouts=Timeouts(weights_s=3.0, control_s=3.0), weights=WeightsConfig(transport=transport),
     ) as engine:  # fmt: skip
         try:
             with pytest.raises((TornWeightsError, DeadlineError)):

@@ -113,13 +113,13 @@ def _same_results(engine: VerlEngine, folder: str, rank: int) -> list[Any]:
     replies = asyncio.run(many())
     found.append(("stream", str(events[-1]["output_ids"])))
     found.append(("async", str([reply["output_ids"] for reply in replies])))
-    _two_dimensional(engine, folder, rank)
+    shards_of_every_kind(engine, folder)
     everybody: list[Any] = [None, None]
     dist.all_gather_object(everybody, found)
     return everybody
 
 
-def _two_dimensional(engine: VerlEngine, folder: str, rank: int) -> None:
+def shards_of_every_kind(engine: VerlEngine, folder: str) -> None:
     """Shards on rows, on columns, uneven, replicated, and a placement that needs a gather."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor

@@ -17,7 +17,7 @@ from verl_server.errors import BadInputError, VerlServerError, WeightManifestErr
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import plan
-from verl_server.weights.transports import end_of, names
+from verl_server.weights.transports import end_of, is_stream, names
 from verl_server.weights.transports.base import Settings, Update
 
 TRANSPORTS = ["shared_memory", "buckets", "distributed", "delta", "disk"]
@@ -146,6 +146,8 @@ def test_what_the_loader_is_told_does_not_grow_with_the_model() -> None:
             settings.arena.close()
 
     for transport in names():
+        if is_stream(transport):  # is told of its lanes and their layout: numbers
+            continue
         assert abs(told(10_000, transport) - told(10, transport)) < 32
 
 
@@ -156,7 +158,7 @@ def test_bad_settings_are_refused(servers: list[Any], one_rank: Any, tiny: Calla
     with pytest.raises(BadInputError, match=r"needs WeightsConfig\(folder="):
         engine_for(servers, one_rank, folder, transport="disk")
     with pytest.raises(BadInputError, match="max_staging_bytes=1000"):
-        engine_for(servers, one_rank, folder, max_staging_bytes=1000)
+        engine_for(servers, one_rank, folder, transport="distributed", max_staging_bytes=1000)
     model = reference_model(folder)
     with engine_for(servers, one_rank, folder) as engine:
         weights = model.state_dict()

@@ -147,7 +147,7 @@ def test_arena_is_one_memory_for_all_who_map_it() -> None:
     mine.tensor("b").fill_(2.5)
     assert torch.equal(other.tensor("a"), torch.arange(12.0).view(3, 4))
     assert other.tensor("b").item() == 2.5
-    assert mine.report(0) is None
+    assert mine.reports.read(0, "x", 0) is None
     other.close()
     mine.close()
 

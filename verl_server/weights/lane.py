@@ -74,7 +74,7 @@ def plan_lane(tensors: Mapping[str, TensorSpec], limit: int | None, on_host: boo
 
     Raises BadInputError when the largest tensor does not fit into one bucket of that size.
     """
-    largest = aligned(max(nbytes(spec) for spec in tensors.values()), PAGE)
+    largest = aligned(max(1, *(nbytes(spec) for spec in tensors.values())), PAGE)
     bucket_bytes = max(BUCKET_BYTES, largest) if limit is None else limit // COUNT // PAGE * PAGE
     if bucket_bytes < largest:
         raise BadInputError(

@@ -1,0 +1,304 @@
+"""Weights through two buckets: staging memory smaller than the model, filled by all ranks while the server loads."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Ranks, assert_equals_reference, change_weights, mesh_of, reference_model
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from test_ranks import shards_of_every_kind
+
+from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, WeightsConfig
+from verl_server.errors import BadInputError, TornWeightsError, UnsupportedError, VerlServerError, WeightManifestError
+from verl_server.types import TensorSpec
+from verl_server.weights import buckets
+from verl_server.weights.buckets import Reader, Writer
+from verl_server.weights.lane import COUNT, Lane, plan_lane
+from verl_server.weights.layout import nbytes
+from verl_server.weights.transports import end_of
+
+STAGING = 3 << 17
+"""Less than half of the tiny model in float32, more than twice its largest tensor."""
+
+
+def nothing() -> None:
+    """A `check` that always waits on."""
+
+
+def in_time() -> float:
+    return time.monotonic() + 2.0
+
+
+# -- the two ends ------------------------------------------------------------------------------------
+
+
+SPECS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 40), max_size=2).map(tuple), st.sampled_from(["float32", "bfloat16", "int64", "uint8"])
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(SPECS, st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_what_goes_in_comes_out_whoever_is_faster(
+    given_specs: list[Any], writers: int, readers: int, number: int
+) -> None:
+    """Every reader gets every tensor, bit by bit; each writer writes the rows that are its own."""
+    specs = {f"t{i}": TensorSpec(shape, dtype) for i, (shape, dtype) in enumerate(given_specs)}
+    generator = torch.Generator().manual_seed(number)
+    values = {
+        name: torch.randint(0, 100, spec.shape, generator=generator).to(getattr(torch, spec.dtype))
+        for name, spec in specs.items()
+    }
+    layout = plan_lane(specs, None, on_host=True)
+    lane = Lane.create(layout)
+    other = Lane.open(lane.path, layout)
+
+    def write(index: int) -> None:
+        writer = Writer(lane, number, index, index == 0, range(readers), nothing)
+        for name, spec in specs.items():
+            rows = writer.place(name, spec, in_time()).reshape(-1)[index::writers]
+            rows.copy_(values[name].reshape(-1)[index::writers])
+        writer.end()
+
+    def read(index: int) -> list[Any]:
+        reader = Reader(other, number, index, writers, nothing, in_time())
+        return [(name, tensor.clone()) for name, tensor in reader.tensors()]
+
+    with ThreadPoolExecutor(writers + readers) as pool:
+        reading = [pool.submit(read, index) for index in range(readers)]
+        writing = [pool.submit(write, index) for index in range(writers)]
+        for one in writing:
+            one.result()
+        for found in [one.result() for one in reading]:
+            assert [name for name, _ in found] == list(specs)
+            assert all(torch.equal(tensor, values[name]) for name, tensor in found)
+    other.close()
+    lane.close()
+
+
+@given(SPECS, st.integers(1, 100))
+def test_staging_keeps_its_limit(given_specs: list[Any], pages: int) -> None:
+    specs = {f"t{i}": TensorSpec(shape, dtype) for i, (shape, dtype) in enumerate(given_specs)}
+    limit = pages * 4096
+    try:
+        layout = plan_lane(specs, limit, on_host=True)
+    except BadInputError:
+        assert COUNT * max(nbytes(spec) for spec in specs.values()) > limit - COUNT * 4096
+    else:
+        assert COUNT * layout.bucket_bytes <= limit
+        assert layout.bucket_bytes >= max(nbytes(spec) for spec in specs.values())
+
+
+class Passing:
+    """A writer in a thread, its tensors all of one value each, five to a bucket."""
+
+    def __init__(self, tensors: int = 30) -> None:
+        self.specs = {f"t{i}": TensorSpec((1024,), "float32") for i in range(tensors)}
+        self.lane = Lane.create(plan_lane(self.specs, 2 * 5 * 4096, on_host=True))
+        self._thread = threading.Thread(target=self._write)
+        self._thread.start()
+
+    def _write(self) -> None:
+        writer = Writer(self.lane, 1, 0, leads=True, readers=[0], check=nothing)
+        with contextlib.suppress(VerlServerError):  # a test whose reader gives up
+            for i, (name, spec) in enumerate(self.specs.items()):
+                writer.place(name, spec, in_time()).fill_(i)
+            writer.end()
+
+    def reader(self) -> Reader:
+        return Reader(self.lane, 1, 0, 1, nothing, in_time())
+
+    def join(self) -> None:
+        self._thread.join(20.0)
+        assert not self._thread.is_alive()
+        self.lane.close()
+
+
+def test_a_model_may_keep_whole_tensors_for_later() -> None:
+    """Some models wait for a second tensor to fuse two: what they keep is not written over."""
+    passing = Passing()
+    kept = list(passing.reader().tensors())
+    passing.join()
+    assert [float(tensor[7]) for _, tensor in kept] == [float(i) for i in range(30)]
+
+
+def test_a_model_may_load_in_threads() -> None:
+    passing = Passing()
+
+    def late(tensor: torch.Tensor) -> float:
+        part = tensor[3:9]
+        del tensor
+        time.sleep(0.05)
+        return float(part[0])
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(late, tensor) for _, tensor in passing.reader().tensors()]
+        assert [one.result() for one in futures] == [float(i) for i in range(30)]
+    passing.join()
+
+
+def test_a_model_that_keeps_parts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "LET_GO_S", 0.2)
+    passing = Passing()
+    with pytest.raises(RuntimeError, match="keeps parts of tensors"):
+        list(tensor[3:9] for _, tensor in passing.reader().tensors())
+    passing.lane.turns(1).fail("the reader gave up")
+    passing.join()
+
+
+def test_waiting_ends_when_the_other_side_fails_or_is_late() -> None:
+    specs = {"t": TensorSpec((1024,), "float32")}
+    lane = Lane.create(plan_lane(specs, None, on_host=True))
+    with pytest.raises(VerlServerError, match="bucket 0 was not filled by the trainer in time"):
+        next(Reader(lane, 1, 0, 1, nothing, time.monotonic() + 0.05).tensors())
+    lane.turns(1).fail("é" * 5000)
+    with pytest.raises(VerlServerError, match="éééé"):
+        next(Reader(lane, 1, 0, 1, nothing, in_time()).tensors())
+    writer = Writer(lane, 2, 0, leads=True, readers=[0], check=nothing)
+    for _ in range(COUNT):
+        writer.place("t", specs["t"], in_time())
+    with pytest.raises(VerlServerError, match="bucket 2 was not emptied"):
+        writer.place("t", specs["t"], time.monotonic() + 0.05)
+    lane.close()
+
+
+def test_gpu_buckets_without_a_gpu_are_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    layout = plan_lane({"t": TensorSpec((4,), "float32")}, None, on_host=False)
+    with pytest.raises(UnsupportedError, match="'cuda_ipc' needs an NVIDIA GPU"):
+        end_of("cuda_ipc", "Stream").create(layout)
+
+
+# -- a real server -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Callable[..., Path]) -> Iterator[Any]:
+    with HttpServerEngineAdapter(model_path=str(tiny("qwen2")), dtype="float32", max_total_tokens=8192) as adapter:
+        yield adapter
+
+
+def keys_of(adapter: Any) -> RemoteServer:
+    args = adapter.asynchronous.server_args
+    return RemoteServer(adapter.base_url, args["api_key"], args["admin_api_key"])
+
+
+def engine_on(server: RemoteServer, mesh: Any, folder: str, **weights: Any) -> VerlEngine:
+    config = WeightsConfig(max_staging_bytes=STAGING, **weights)
+    return VerlEngine(mesh, servers=[server], model_path=folder, dtype="float32", weights=config)
+
+
+def test_staging_smaller_than_the_model(server: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
+    """Chosen by itself when the model does not fit; a list is refused in whole, a generator may tear."""
+    folder = str(tiny("qwen2"))
+    model = reference_model(folder)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight")
+    with engine_on(keys_of(server), one_rank, folder) as engine:
+        result = engine.update_weights_from_tensor(weights.items())
+        assert (result.transport, result.missing) == ("buckets", 0)
+        assert result.staging_bytes <= STAGING < result.bytes
+        old = assert_equals_reference(engine, model)
+
+        wrong = {**weights, "model.norm.weight": torch.zeros(3)}
+        with pytest.raises(WeightManifestError, match=r"model\.norm\.weight"):
+            engine.update_weights_from_tensor(wrong.items())
+        poisoned = {**weights, "model.norm.weight": weights["model.norm.weight"] * float("nan")}
+        with pytest.raises(WeightManifestError, match="not finite"):
+            engine.update_weights_from_tensor(list(poisoned.items()), check_finite=True)
+        with pytest.raises(BadInputError, match="nothing to push"):
+            engine.update_weights_from_tensor(iter([]))
+        with pytest.raises(BadInputError, match="weight_version"):
+            engine.update_weights_from_tensor(weights, weight_version=1)
+        with pytest.raises(UnsupportedError, match="no memory that holds the whole model"):
+            engine.staging_tensors()
+        assert assert_equals_reference(engine, model) == old
+
+        for bad, finite in ((wrong, False), (poisoned, True)):
+            with pytest.raises(TornWeightsError, match=r"model\.norm\.weight"):
+                engine.update_weights_from_tensor((pair for pair in bad.items()), check_finite=finite)
+            with pytest.raises(TornWeightsError):
+                engine.generate(input_ids=[1])
+            with pytest.raises(TornWeightsError, match="lacks"):
+                engine.update_weights_from_tensor([("model.norm.weight", weights["model.norm.weight"])])
+            with pytest.raises(TornWeightsError, match="lacks"):
+                engine.update_weights_from_tensor(iter([("model.norm.weight", weights["model.norm.weight"])]))
+            change_weights(model, seed=3)
+            engine.update_weights_from_tensor(pair for pair in model.state_dict().items())
+            assert_equals_reference(engine, model)
+
+        part = {"model.norm.weight": weights["model.norm.weight"]}
+        assert engine.update_weights_from_tensor(part.items(), verify=False).tensors == 1
+        model.load_state_dict(part, strict=False)
+        assert_equals_reference(engine, model)
+
+
+def test_a_limit_below_the_largest_tensor_is_refused(server: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
+    with pytest.raises(BadInputError, match="the model's largest tensor has"):
+        VerlEngine(
+            one_rank,
+            servers=[keys_of(server)],
+            model_path=str(tiny("qwen2")),
+            weights=WeightsConfig(max_staging_bytes=4096),
+        )
+
+
+def _two_ranks(rank: int, world: int, folder: str, server: RemoteServer) -> list[str]:
+    model = reference_model(folder)
+    weights = model.state_dict()
+    said = []
+    with engine_on(server, mesh_of(world), folder) as engine:
+        shards_of_every_kind(engine, folder)
+        pairs = list(weights.items())
+
+        def attempt(mine: Any) -> None:
+            try:
+                engine.update_weights_from_tensor(mine)
+                said.append("")
+            except VerlServerError as error:
+                said.append(f"{type(error).__name__}: {error.message}")
+
+        def failing() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from pairs[:7]
+            raise KeyError("no more")
+
+        attempt(pairs if rank == 0 else pairs[:5])
+        attempt(iter(pairs if rank == 0 else pairs[:5]))
+        attempt(iter(pairs if rank == 1 else pairs[:5]))
+        attempt(iter(pairs if rank == 0 else [*pairs[1:], pairs[0]]))
+        attempt(iter(pairs) if rank == 0 else failing())
+        attempt(failing() if rank == 0 else iter(pairs))
+        attempt(iter(pairs if rank == 0 else []))
+        assert_equals_reference(engine, model)
+        attempt(pairs if rank == 0 else [])
+        assert_equals_reference(engine, model)
+    return said
+
+
+def test_two_ranks_fill_the_buckets_together(server: Any, two_ranks: Ranks, tiny: Callable[..., Path]) -> None:
+    """Shards of every kind; every disagreement of the ranks is the same error on both, and torn only where it must."""
+    first, second = two_ranks.run(_two_ranks, str(tiny("qwen2")), keys_of(server))
+    assert first == second
+    assert "BadInputError: rank 1 brought 5 tensors that differ" in first[0]
+    assert "rank 1 brought 5 tensors that differ" in first[1]
+    assert "brings more tensors than rank 0" in first[2] or "differ from the 5 of rank 0" in first[2]
+    assert "tensors that differ" in first[3]
+    assert "reading named_tensors failed on rank 1: KeyError: 'no more'" in first[4]
+    assert "reading named_tensors failed on rank 0: KeyError: 'no more'" in first[5]
+    assert all(words.startswith("TornWeightsError") for words in first[1:6])
+    assert first[6:] == ["", ""]
