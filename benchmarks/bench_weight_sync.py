@@ -14,7 +14,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,12 @@ from weight_ways import (
     SHIPPED,
     SHIPPED_EACH,
     STATE_DICT,
+    TWO_BUCKETS,
+    TWO_BUCKETS_VERIFIED,
     Way,
     buckets_way,
     memcpy_way,
+    our_way,
     our_ways,
     shipped_ways,
     timed,
@@ -126,10 +129,18 @@ def measure_one_rank(folder: Path, tp_size: int, rounds: int, with_shipped: bool
     weights = weights_of(folder)
     size = sum(tensor.nbytes for tensor in weights.values())
     watch = Watch()
-    with one_rank_mesh() as mesh, VerlEngine(mesh, model_path=str(folder), tp_size=tp_size, **SERVER) as engine:
+    with ExitStack() as stack:
+        mesh = stack.enter_context(one_rank_mesh())
+        engine = stack.enter_context(VerlEngine(mesh, model_path=str(folder), tp_size=tp_size, **SERVER))
         torch.set_num_threads(cores())
         watch.note()
-        ways = [memcpy_way(size), *our_ways(engine, weights)]
+        small = stack.enter_context(small_staging(engine, mesh, folder))
+        ways = [
+            memcpy_way(size),
+            *our_ways(engine, weights),
+            our_way(small, TWO_BUCKETS, weights, False),
+            our_way(small, TWO_BUCKETS_VERIFIED, weights, True),
+        ]
         if size < PEERS_LIMIT_BYTES:
             ways.append(buckets_way(engine, weights))
         shipped = start_shipped(folder) if with_shipped and size < PEERS_LIMIT_BYTES else None
@@ -140,6 +151,16 @@ def measure_one_rank(folder: Path, tp_size: int, rounds: int, with_shipped: bool
                 shipped.shutdown()
     watch.check()
     return samples, size
+
+
+def small_staging(engine: Any, mesh: Any, folder: Path) -> Any:
+    """A second engine for the same server, whose staging memory is two buckets instead of the whole model."""
+    from verl_server import RemoteServer, VerlEngine, WeightsConfig
+
+    args = engine.adapter.asynchronous.server_args
+    server = RemoteServer(engine.adapter.base_url, args["api_key"], args["admin_api_key"])
+    weights = WeightsConfig(transport="buckets")
+    return VerlEngine(mesh, servers=[server], model_path=str(folder), dtype=SERVER["dtype"], weights=weights)
 
 
 def start_shipped(folder: Path) -> Any:

@@ -17,6 +17,7 @@ MEMCPY = "one memcpy"
 ARENA, ARENA_VERIFIED = "arena", "arena, verified"
 STATE_DICT, STATE_DICT_VERIFIED = "state dict", "state dict, verified"
 FSDP2, FSDP2_VERIFIED = "2 FSDP2 ranks", "2 FSDP2 ranks, verified"
+TWO_BUCKETS, TWO_BUCKETS_VERIFIED = "two buckets", "two buckets, verified"
 BUCKETS, SHIPPED, SHIPPED_EACH = "SGLang's buckets", "SGLang's adapter, one call", "SGLang's adapter"
 
 #: Qwen2 shapes, bfloat16, tied embeddings; 0.5 B and 1.5 B are those of Qwen2.5.
@@ -65,19 +66,22 @@ def our_ways(engine: Any, weights: dict[str, torch.Tensor]) -> list[Way]:
     for name, tensor in weights.items():
         kept[name].copy_(tensor)
 
-    def way(name: str, tensors: dict[str, torch.Tensor], verify: bool) -> Way:
-        def push() -> None:
-            result = engine.update_weights_from_tensor(tensors.items(), verify=verify)
-            assert result.missing == 0, result
-
-        return Way(name, push)
-
     return [
-        way(ARENA, kept, False),
-        way(ARENA_VERIFIED, kept, True),
-        way(STATE_DICT, weights, False),
-        way(STATE_DICT_VERIFIED, weights, True),
+        our_way(engine, ARENA, kept, False),
+        our_way(engine, ARENA_VERIFIED, kept, True),
+        our_way(engine, STATE_DICT, weights, False),
+        our_way(engine, STATE_DICT_VERIFIED, weights, True),
     ]
+
+
+def our_way(engine: Any, name: str, tensors: dict[str, torch.Tensor], verify: bool) -> Way:
+    """A push of `tensors` by `engine`."""
+
+    def push() -> None:
+        result = engine.update_weights_from_tensor(tensors.items(), verify=verify)
+        assert result.missing == 0, result
+
+    return Way(name, push)
 
 
 def buckets_way(engine: Any, weights: dict[str, torch.Tensor]) -> Way:

@@ -95,13 +95,15 @@ class WeightsConfig:
     """How weights get to the servers."""
 
     transport: str = "auto"
-    """A file of `verl_server/weights/transports/`. "auto": `shared_memory` on one machine, else `distributed`."""
+    """A file of `verl_server/weights/transports/`. "auto": `shared_memory` on one machine (`buckets` when
+    `max_staging_bytes` is too little for it), else `distributed`."""
     folder: Path | str | None = None
     """For `disk`: a folder that trainer and servers share."""
     host: str | None = None
-    """For `distributed` and `delta`: the trainer's address as the servers reach it. None: found out."""
+    """For broadcasts: the trainer's address as the servers reach it. None: found out."""
     max_staging_bytes: int | None = None
-    """Refuse to start when staging memory, one copy of the weights, would be larger. None: no limit."""
+    """What staging may take on this machine. When one copy of the weights is larger, "auto" takes `buckets`, which needs
+    twice the largest tensor, and other transports refuse to start. None: no limit. On GPUs: for each rank."""
 
     def __post_init__(self) -> None:
         limit = self.max_staging_bytes

@@ -84,7 +84,7 @@ def push_all(adapter: Any, mesh: Any, folder: Path) -> None:
     ("step", "transport"),
     [
         *((step, "shared_memory") for step in STEPS),
-        *((step, way) for way in ("distributed", "buckets") for step in TEARING),
+        *((step, way) for way in ("distributed", "distributed_buckets", "buckets") for step in TEARING),
     ],
 )
 def test_a_trainer_killed_at_each_step(

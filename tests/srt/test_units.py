@@ -37,7 +37,7 @@ from verl_server.weights.manifest import manifest_of
 from verl_server.weights.names import unfused, unfused_spec
 from verl_server.weights.transports import patches, shared_memory
 from verl_server.weights.transports.base import Settings, Update
-from verl_server.weights.transports.group import Members, chunks
+from verl_server.weights.transports.group import Members, chunks, parcels
 
 PACKAGE = Path(verl_server.__file__).parent
 #: Rooms from top to bottom; imports go down only (ARCHITECTURE.md).
@@ -137,6 +137,22 @@ def test_layout_has_no_overlap(shapes: list[list[int]]) -> None:
         assert slot.offset % ALIGNMENT == 0
         end = slot.offset + nbytes(spec)
     assert layout.size >= end
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 300)), min_size=1, max_size=30), st.integers(1, 1000))
+def test_parcels_cut_no_tensor(gaps_and_sizes: list[tuple[int, int]], limit: int) -> None:
+    spans, at = [], 0
+    for gap, size in gaps_and_sizes:
+        spans.append((at + gap, at + gap + size))
+        at += gap + size
+    found = parcels(spans, limit)
+    assert sum(count for _, _, count in found) == len(spans)
+    taken = 0
+    for start, stop, count in found:
+        inside = spans[taken : taken + count]
+        assert (inside[0][0], inside[-1][1]) == (start, stop)
+        assert stop - start <= limit or count == 1
+        taken += count
 
 
 def test_arena_is_one_memory_for_all_who_map_it() -> None:

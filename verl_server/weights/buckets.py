@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, DeadlineError, VerlServerError
 from verl_server.types import TensorSpec
-from verl_server.weights.lane import COUNT, Lane, Turns, tensor_in
+from verl_server.weights.lane import COUNT, Buckets, Lane, Turns, tensor_in
 from verl_server.weights.layout import ALIGNMENT, aligned, nbytes
 
 if TYPE_CHECKING:
@@ -87,10 +87,10 @@ class Reader:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors as they come. Each is valid until the next but one is taken, and as long as it is held."""
-        before: _Lent | None = None
         bucket = 0
+        before: Lent | None = None
         while self._wait_for(bucket):
-            lent = _Lent(self._lane, bucket)
+            lent = Lent(self._lane.buckets, bucket % COUNT, self._lane.table(bucket % COUNT))
             for position, (name, tensor) in enumerate(lent.tensors()):
                 yield name, tensor
                 del tensor
@@ -115,20 +115,20 @@ class Reader:
         return found
 
 
-class _Lent:
-    """The tensors of one bucket while a model loads them."""
+class Lent:
+    """The tensors of one bucket while a model loads them. `rows`: name, offset in the bucket, shape, dtype."""
 
-    def __init__(self, lane: Lane, bucket: int) -> None:
-        self._lane, self._which = lane, bucket % COUNT
+    def __init__(self, buckets: Buckets, which: int, rows: Sequence[Any]) -> None:
+        self._buckets, self._which, self._rows = buckets, which, rows
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._view: weakref.ref[Any] | None = None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        view = self._lane.buckets.view(self._which)
+        view = self._buckets.view(self._which)
         self._view = weakref.ref(view)
-        flat = self._lane.buckets.flat(view)
+        flat = self._buckets.flat(view)
         del view
-        for name, offset, shape, dtype in self._lane.table(self._which):
+        for name, offset, shape, dtype in self._rows:
             tensor = tensor_in(flat, offset, TensorSpec(tuple(shape), dtype))
             self._tensors.append(weakref.ref(tensor))
             yield name, tensor
@@ -145,13 +145,13 @@ class _Lent:
             if tensor is not None:
                 tensor.data = tensor.clone()
             del tensor
-        self._lane.buckets.settle()
+        self._buckets.settle()
         deadline = time.monotonic() + LET_GO_S
         while self._view is not None and self._view() is not None:
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     "the model keeps parts of tensors while it loads others, which buckets cannot serve: "
-                    "use WeightsConfig(transport='shared_memory')"
+                    "use the transport shared_memory or distributed"
                 )
             time.sleep(POLL_S)
 

@@ -146,7 +146,7 @@ class Turns:
 
 
 class Buckets(Protocol):
-    """The memory of a lane's two buckets."""
+    """The memory of two buckets."""
 
     def view(self, which: int) -> Any:
         """One of the two, as an object that lives as long as any tensor in it."""
@@ -164,14 +164,14 @@ class Buckets(Protocol):
 
 
 class HostBuckets:
-    """They lie in the lane's own memory."""
+    """Two buckets from `start` on in memory that is somebody else's."""
 
-    def __init__(self, memory: mmap.mmap, layout: LaneLayout) -> None:
-        self._memory, self._layout = memory, layout
+    def __init__(self, memory: mmap.mmap, start: int, bucket_bytes: int) -> None:
+        self._memory, self._start, self._bucket_bytes = memory, start, bucket_bytes
 
     def view(self, which: int) -> memoryview:
-        start = self._layout.buckets_at + which * self._layout.bucket_bytes
-        return memoryview(self._memory)[start : start + self._layout.bucket_bytes]
+        start = self._start + which * self._bucket_bytes
+        return memoryview(self._memory)[start : start + self._bucket_bytes]
 
     def flat(self, view: memoryview) -> torch.Tensor:
         import torch
@@ -186,7 +186,7 @@ class HostBuckets:
         return bool(start <= tensor.data_ptr() < start + len(self._memory))
 
     def close(self) -> None:
-        """The memory is the lane's."""
+        """The memory goes with the last tensor in it."""
 
 
 class Lane:
@@ -200,7 +200,7 @@ class Lane:
             os.close(fd)
             raise VerlServerError(f"cannot map {layout.size} bytes of staging memory: {error}") from error
         self.reports = Reports(self._memory, layout.sums_at, layout.rows)
-        self.buckets: Buckets = HostBuckets(self._memory, layout)
+        self.buckets: Buckets = HostBuckets(self._memory, layout.buckets_at, layout.bucket_bytes)
 
     @classmethod
     def create(cls, layout: LaneLayout) -> Lane:

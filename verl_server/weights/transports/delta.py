@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from verl_server.weights.layout import ITEM_BYTES, nbytes
 from verl_server.weights.transports import distributed, group, patches
@@ -45,9 +45,9 @@ class Sender(distributed.Sender):
         patch = {} if self._patch is None else {"base": self._base, "patch_bytes": len(self._patch)}
         return {**super().wire(update, server), **patch}
 
-    def _send(self, update: Update) -> None:
+    def _send(self, update: Update, loading: Callable[[], bool]) -> None:
         if self._patch is None:
-            super()._send(update)
+            super()._send(update, loading)
             return
         memory = memoryview(bytearray(self._patch))
         for start, stop in group.chunks([(0, len(memory))]):

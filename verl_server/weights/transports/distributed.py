@@ -70,16 +70,23 @@ class Sender(base.Sender):
         try:
             if self._group is None:
                 members = group.wait_for_members(self._store, self._group_name, sum(self.settings.tp_sizes), loading)
-                self._group = group.form(self._store, self._group_name, 0, members.size, self.settings.host)
-            self._send(update)
+                self._group = self._form(members)
+            self._send(update, loading)
         except (RuntimeError, VerlServerError) as error:
-            self._group = None  # closes its connections, so that no receiver waits on
+            self._leave()  # so that no receiver waits on
             self._store.set(group.cancel_key(self._group_name), "")
             if isinstance(error, VerlServerError):
                 raise
             raise VerlServerError(f"the broadcast of the weights failed: {error}") from error
 
-    def _send(self, update: Update) -> None:
+    def _form(self, members: group.Members) -> Any:
+        return group.form(self._store, self._group_name, 0, members.size, self.settings.host)
+
+    def _leave(self) -> None:
+        """Closes the group's connections."""
+        self._group = None
+
+    def _send(self, update: Update, loading: Callable[[], bool]) -> None:
         memory = self.arena.memory
         for start, stop in group.chunks(spans(self.layout.table(update.names))):
             self._broadcast(memory[start:stop])
@@ -98,10 +105,11 @@ class Sender(base.Sender):
 
     def settle(self, update: Update, whole: bool) -> None:
         if not whole:
-            self._group = None  # a member may have gone: the next update finds new ones
+            self._leave()  # a member may have gone: the next update finds new ones
 
     def close(self) -> None:
-        self._group = self._store = None
+        self._leave()
+        self._store = None
 
 
 def spans(table: bytes) -> list[tuple[int, int]]:
@@ -112,18 +120,39 @@ def spans(table: bytes) -> list[tuple[int, int]]:
     return [(offset, offset + nbytes(TensorSpec(tuple(shape), dtype))) for _, offset, shape, dtype in rows]
 
 
-class Seat:
-    """One receiver's place in a group, kept between updates."""
+class Membership:
+    """One receiver among those that one trainer sends to."""
 
     def __init__(self, wire: Json, rank: int) -> None:
         self.name, self.index = wire["group"], wire["first"] + rank
-        host, port = wire["store"]
-        self.store = group.join_store(host, port)
+        self.host, port = wire["store"]
+        self.store = group.join_store(self.host, port)
+        self._table: tuple[str, bytes] = ("", b"")
+
+    def meet(self, receivers: int) -> group.Members:
+        """Say that this one is here, and wait for the others."""
         self.store.set(group.here_key(self.name, self.index), group.machine_id())
-        cancel = [group.cancel_key(self.name)]
-        members = group.wait_for_members(
-            self.store, self.name, wire["receivers"], alive=lambda: not self.store.check(cancel)
-        )
+        return group.wait_for_members(self.store, self.name, receivers, alive=lambda: not self.is_cancelled())
+
+    def is_cancelled(self) -> bool:
+        return bool(self.store.check([group.cancel_key(self.name)]))
+
+    def table(self, key: str) -> bytes:
+        if self._table[0] != key:
+            self._table = (key, self.store.get(key))
+        return self._table[1]
+
+    def report(self, update_id: str, report: Report, sums: list[int]) -> None:
+        key = f"{self.name}/report/{update_id}/{self.index}"
+        group.to_store(self.store, key, {"report": asdict(report), "sums": sums})
+
+
+class Seat(Membership):
+    """One receiver's place in a group, kept between updates."""
+
+    def __init__(self, wire: Json, rank: int) -> None:
+        super().__init__(wire, rank)
+        members = self.meet(wire["receivers"])
         number, leader = members.rank_of(self.index), members.leader_of(self.index)
         key = f"{self.name}/mirror/{leader}"
         self.group: Any = None
@@ -133,18 +162,12 @@ class Seat:
             self.mirror = group.Mirror.create(wire["size"])
             try:
                 group.to_store(self.store, key, self.mirror.path)
-                self.group = group.form(self.store, self.name, number, members.size, group.own_address(host))
+                self.group = group.form(self.store, self.name, number, members.size, group.own_address(self.host))
             except BaseException:
                 self.mirror.close()  # as large as the model
                 raise
         self.base = ""
         """The update whose tensors the mirror holds, whole."""
-        self._table: tuple[str, bytes] = ("", b"")
-
-    def table(self, key: str) -> bytes:
-        if self._table[0] != key:
-            self._table = (key, self.store.get(key))
-        return self._table[1]
 
     def leader_lives(self) -> bool:
         return os.path.exists(self.mirror.path.partition("/fd/")[0])
@@ -216,8 +239,7 @@ class Receiver(base.Receiver):
         return self._seat.mirror.holds(tensor)
 
     def report(self, report: Report, sums: list[int]) -> None:
-        key = f"{self._seat.name}/report/{self.wire['update_id']}/{self._seat.index}"
-        group.to_store(self._seat.store, key, {"report": asdict(report), "sums": sums})
+        self._seat.report(self.wire["update_id"], report, sums)
 
     def close(self) -> None:
         if self._thread is not None:

@@ -17,7 +17,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import DeadlineError, ServerError
@@ -91,6 +91,48 @@ def form(store: Any, name: str, rank: int, size: int, address: str) -> ProcessGr
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)  # type: ignore[attr-defined]
 
 
+def form_on(kind: str, store: Any, name: str, rank: int, size: int, address: str) -> Any:
+    """A group for tensors on that kind of device: NCCL between GPUs, gloo between hosts."""
+    if kind == "cpu":
+        return form(store, name, rank, size, address)
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(days=1)  # the deadlines are ours: NCCL's own end the process
+    with _nobody_dies_with_a_peer():
+        return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _nobody_dies_with_a_peer() -> Iterator[None]:
+    """A group of NCCL that is made in the body does not end this process when another member dies."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def wait_for_work(work: Any, deadline: float, alive: Callable[[], bool]) -> None:
+    """Until a collective is done, also on the device. Raises what went wrong with it."""
+    import torch
+
+    while not work.is_completed():
+        if not alive():
+            raise ServerError("the other end of the broadcast has given up")
+        if time.monotonic() > deadline:
+            raise DeadlineError("a broadcast was not done in time", operation="broadcast")
+        time.sleep(POLL_S)
+    work.wait()
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
 def broadcast(group: ProcessGroupGloo, memory: memoryview, timeout_s: float) -> None:
     """The bytes of rank 0 into everybody's `memory`. Raises RuntimeError when a member dies or the time is over."""
     import torch
@@ -110,6 +152,20 @@ def chunks(spans: Sequence[tuple[int, int]], limit: int = CHUNK_BYTES, gap: int 
         else:
             merged.append([start, stop])
     return [(at, min(at + limit, stop)) for start, stop in merged for at in range(start, stop, limit)]
+
+
+def parcels(spans: Sequence[tuple[int, int]], limit: int, gap: int = 64) -> list[tuple[int, int, int]]:
+    """The `spans` (sorted) in ranges of at most `limit` bytes that cut none: `(start, stop, how many spans)`.
+
+    Neighbours closer than `gap` share a range. A span above the limit has one of its own.
+    """
+    found: list[tuple[int, int, int]] = []
+    for start, stop in spans:
+        if found and start - found[-1][1] < gap and stop - found[-1][0] <= limit:
+            found[-1] = (found[-1][0], stop, found[-1][2] + 1)
+        else:
+            found.append((start, stop, 1))
+    return found
 
 
 class Members:
