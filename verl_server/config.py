@@ -102,8 +102,8 @@ class WeightsConfig:
     host: str | None = None
     """For broadcasts: the trainer's address as the servers reach it. None: found out."""
     max_staging_bytes: int | None = None
-    """What staging may take on this machine. When one copy of the weights is larger, "auto" takes `buckets`, which needs
-    twice the largest tensor, and other transports refuse to start. None: no limit. On GPUs: for each rank."""
+    """What staging may take on this machine. When one copy of the weights is larger, "auto" takes `buckets`, which
+    needs twice the largest tensor, and other transports refuse to start. None: no limit. On GPUs: for each rank."""
 
     def __post_init__(self) -> None:
         limit = self.max_staging_bytes

@@ -127,12 +127,17 @@ class Passing:
         self.lane.close()
 
 
-def test_a_model_may_keep_whole_tensors_for_later() -> None:
-    """Some models wait for a second tensor to fuse two: what they keep is not written over."""
+def test_a_model_may_keep_tensors_for_a_while() -> None:
+    """Some models wait for others to fuse them: what they keep is not written over meanwhile."""
     passing = Passing()
-    kept = list(passing.reader().tensors())
+    kept: list[torch.Tensor] = []
+    for number, (_, tensor) in enumerate(passing.reader().tensors()):
+        kept.append(tensor)
+        if len(kept) == 4:
+            time.sleep(0.01)  # a writer that is let would write over them now
+            assert [float(one[7]) for one in kept] == [float(i) for i in range(number - 3, number + 1)]
+            kept.clear()
     passing.join()
-    assert [float(tensor[7]) for _, tensor in kept] == [float(i) for i in range(30)]
 
 
 def test_a_model_may_load_in_threads() -> None:
@@ -150,10 +155,10 @@ def test_a_model_may_load_in_threads() -> None:
     passing.join()
 
 
-def test_a_model_that_keeps_parts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_keeps_everything_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "LET_GO_S", 0.2)
     passing = Passing()
-    with pytest.raises(RuntimeError, match="keeps parts of tensors"):
+    with pytest.raises(RuntimeError, match="keeps tensors while it loads many others"):
         list(tensor[3:9] for _, tensor in passing.reader().tensors())
     passing.lane.turns(1).fail("the reader gave up")
     passing.join()

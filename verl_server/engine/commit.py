@@ -146,6 +146,8 @@ def check_reports(reports: Mapping[str, Received | None], update: Update, sums: 
         report = received.report
         if not report.ok:
             raise VerlServerError(f"{who} could not load the weights: {report.error}", log_tail=report.trace)
+        if report.tensors != len(update.names):
+            raise VerlServerError(f"{who} took {report.tensors} of the update's {len(update.names)} tensors")
         if not update.verify:
             continue
         wrong = [name for name, ours, theirs in zip(update.names, sums, received.sums, strict=True) if ours != theirs]

@@ -164,7 +164,10 @@ def require_finite(name: str, tensor: torch.Tensor) -> None:
     import torch
 
     if tensor.is_floating_point() and tensor.numel():
-        least, most = torch.aminmax(tensor.detach())  # one pass; NaN is passed on
+        values = tensor.detach()
+        if values.element_size() == 1:  # float8 has no arithmetic of its own
+            values = values.to(torch.bfloat16)
+        least, most = torch.aminmax(values)  # one pass; NaN is passed on
         if not bool(torch.isfinite(least) & torch.isfinite(most)):
             raise WeightManifestError(f"{name!r} has values that are not finite", name=name)
 
@@ -174,13 +177,16 @@ def digest(names: list[str]) -> int:
     return zlib.crc32("\0".join(names).encode())
 
 
-def check_same_names(brought: list[Json]) -> None:
-    """All ranks must bring what rank 0 brings, or nothing (full state dicts gathered on rank 0 only)."""
+def check_same_names(brought: list[Json], all_bring: bool = False) -> None:
+    """All ranks must bring what rank 0 brings, or nothing (full state dicts gathered on rank 0 only).
+
+    `all_bring`: none may bring nothing.
+    """
     first = brought[0]
     if not first["tensors"]:
         raise BadInputError("named_tensors is empty on rank 0: there is nothing to push")
     for rank, other in enumerate(brought):
-        if (other["tensors"] or first["sharded"]) and other["digest"] != first["digest"]:
+        if (other["tensors"] or first["sharded"] or all_bring) and other["digest"] != first["digest"]:
             raise BadInputError(
                 f"rank {rank} brought {other['tensors']} tensors that differ from the {first['tensors']} of rank 0; "
                 "all ranks must push the same names in the same order",

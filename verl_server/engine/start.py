@@ -20,7 +20,7 @@ from verl_server.engine.weights_side import Ranks, WeightsSide, first_version
 from verl_server.errors import BadInputError, ServerDiedError, UnsupportedError, VerlServerError
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
-from verl_server.weights.lane import Lane, plan_lane
+from verl_server.weights.lane import MAX_WRITERS, Lane, plan_lane
 from verl_server.weights.layout import MAX_TP_RANKS, plan
 from verl_server.weights.manifest import Manifest, manifest_of
 from verl_server.weights.transports import end_of, is_stream
@@ -208,13 +208,23 @@ def _start_streamed(
     stream, group = end_of(transport, "Stream"), ranks.group
     layout = plan_lane(manifest.tensors, config.max_staging_bytes, stream.on_host)
     leads = group.rank == 0 or not stream.on_host
+    if group.size > MAX_WRITERS:
+        raise UnsupportedError(f"{group.size} trainer ranks are more than {MAX_WRITERS} for buckets")
     lane: Lane | None = None
+    mine: Any = None
     failure: VerlServerError | None = None
     try:
-        lane = stream.create(layout) if leads else None
-    except VerlServerError as error:
-        failure = error
-    described = _all(group, "lane", stream.describe(lane) if lane else None, failure)
+        if leads:
+            lane = stream.create(layout)
+            mine = stream.describe(lane)
+    except Exception as error:  # noqa: BLE001 - all ranks must learn of it
+        failure = error if isinstance(error, VerlServerError) else VerlServerError(f"no staging memory: {error}")
+    try:
+        described = _all(group, "lane", mine, failure)
+    except BaseException:
+        if lane is not None:
+            lane.close()  # a GPU's memory is not freed by itself
+        raise
     logger.info("weights go by %s, through %.1f MB of memory", transport, len(described) * layout.size / 1e6)
     seat, writers = None, ranks.numbers if group.size == 1 else frozenset()
     if stream.on_host:

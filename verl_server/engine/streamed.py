@@ -11,7 +11,7 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from verl_server.errors import (
     to_wire,
 )
 from verl_server.types import TensorSpec, WeightUpdateResult
-from verl_server.weights.buckets import Reader, Writer
+from verl_server.weights.buckets import LET_GO_S, Reader, Writer
 from verl_server.weights.checksum import checksum_of
 from verl_server.weights.lane import COUNT, SUMMING, Lane, LaneLayout
 from verl_server.weights.layout import nbytes
@@ -83,6 +83,7 @@ class StreamedWeights(WeightsSide):
         self._number = 0
         self._open_session: ExitStack | None = None
         self._loading: Future[None] | None = None
+        self._sums: Future[list[int]] | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         raise UnsupportedError(f"with the transport {self._transport!r} there is no memory that holds the whole model")
@@ -111,20 +112,27 @@ class StreamedWeights(WeightsSide):
         )
         assert source is not None
         started = time.monotonic()
-        order, update_id = Order(**opened["order"]), opened["update_id"]
+        order, self._number = Order(**opened["order"]), opened["number"]
         try:
-            return self._stream(source, order, update_id, wish.check_finite, started)
-        except BaseException:
+            return self._stream(call, source, order, opened["update_id"], wish.check_finite, started)
+        except BaseException as error:
             self._fail("the trainer gave the update up")  # whoever still waits for this rank
+            if self.torn is None and not isinstance(error, (ServerDiedError, ShutDownError)):
+                cause = (
+                    error if isinstance(error, VerlServerError) else VerlServerError(f"{type(error).__name__}: {error}")
+                )
+                self.torn = torn_by(cause, order)
             raise
         finally:
             with suppress(VerlServerError):
                 self._close_session()
+            if self._sums is not None:
+                wait([self._sums], LET_GO_S)  # it uses the lane
 
     def _stream(
-        self, source: _Source, order: Order, update_id: str, finite: bool, started: float
+        self, call: str, source: _Source, order: Order, update_id: str, finite: bool, started: float
     ) -> WeightUpdateResult:
-        names, sums, error, sharded = self._fill(source, order, finite)
+        names, error, sharded = self._fill(source, order, finite)
         gather_s = time.monotonic() - started
         bring = {
             "tensors": len(names),
@@ -134,13 +142,11 @@ class StreamedWeights(WeightsSide):
         }
         action_s = 2 * self.ranks.timeout_s
         self._require_whole(
-            self.group.agree(
-                self.group.next_call("load"), lambda brought: self._end(brought, order), bring=bring, action_s=action_s
-            )
+            self.group.agree(f"{call}/load", lambda brought: self._end(brought, order), bring=bring, action_s=action_s)
         )
-        problem = self._problem(update_id, names, sums, order)
+        problem = self._problem(update_id, names, order)
         wire = self.group.agree(
-            self.group.next_call("confirm"),
+            f"{call}/confirm",
             lambda brought: self._confirm(brought, order, names, started),
             bring={"error": None if problem is None else to_wire(problem)},
             action_s=action_s,
@@ -163,14 +169,14 @@ class StreamedWeights(WeightsSide):
         if not brought[0]["tensors"]:
             raise BadInputError("named_tensors is empty on rank 0: there is nothing to push")
         if all(one["checked"] for one in brought):
-            check_same_names(brought)
+            check_same_names(brought, all_bring=len(self._described) > 1)
         if names is not None:
             self.require_whole_if_torn(names)
         backend = self.ranks.backend
         assert backend is not None
         number, update_id = self._number + 1, uuid.uuid4().hex
-        backend.hold(order.pause_mode)
         try:
+            backend.hold(order.pause_mode)
             backend.begin_weight_update()
         except VerlServerError:
             if self.torn is None:
@@ -190,20 +196,38 @@ class StreamedWeights(WeightsSide):
         wires = [{**wire, "first": sum(self._tp_sizes[:server])} for server in range(len(self._tp_sizes))]
         self._open_session = ExitStack()
         self._loading = self._open_session.enter_context(session(backend, wires, order))
-        return {"order": asdict(order), "update_id": update_id}
+        return {"order": asdict(order), "update_id": update_id, "number": number}
 
-    def _fill(
-        self, source: _Source, order: Order, finite: bool
-    ) -> tuple[list[str], Future[list[int]] | None, VerlServerError | None, bool]:
-        """Bring this rank's part of all tensors. Whatever fails is told to the servers, and to all ranks by the end."""
-        self._number += 1
+    def _fill(self, source: _Source, order: Order, finite: bool) -> tuple[list[str], VerlServerError | None, bool]:
+        """Bring this rank's part of all tensors. Whatever fails is told to the servers, and to all ranks by the end.
+
+        When a lane fails the tensors are still read to their end: other ranks may be gathering them with this one.
+        """
         deadline = time.monotonic() + self.ranks.timeout_s
         seat = self._seat
         writer = None if seat is None else self._writer(seat, order)
-        sums = None if seat is None or not (seat.leads and order.verify) else self._summing(seat, deadline)
-        specs = self.manifest.tensors
+        self._sums = None if seat is None or not (seat.leads and order.verify) else self._summing(seat, deadline)
+        lane_errors: list[VerlServerError] = []
+
+        def place(name: str) -> torch.Tensor | None:
+            if writer is None or lane_errors:
+                return None
+            try:
+                return writer.place(name, self.manifest.tensors[name], deadline)
+            except VerlServerError as error:
+                lane_errors.append(error)
+                return None
+
+        def write() -> list[str]:
+            written = stage.write(source.pairs)
+            for error in lane_errors:
+                raise error
+            if writer is not None:
+                writer.end()
+            return written
+
         stage = Stage(
-            lambda name: None if writer is None else writer.place(name, specs[name], deadline),
+            place,
             self.manifest,
             self._writers,
             self.group,
@@ -211,12 +235,10 @@ class StreamedWeights(WeightsSide):
             finite=finite and not source.checked,
             leads=seat is not None and seat.leads,
         )
-        names, error = self.reading(lambda: stage.write(source.pairs))
-        if error is None and writer is not None:
-            writer.end()
-        elif error is not None:
+        names, error = self.reading(write)
+        if error is not None:
             self._fail(error.message)
-        return names or [], sums, error, stage.sharded
+        return names or [], error, stage.sharded
 
     def _end(self, brought: list[Json], order: Order) -> Json:
         """On rank 0: wait until the servers have loaded."""
@@ -225,7 +247,7 @@ class StreamedWeights(WeightsSide):
             try:
                 for error in errors:
                     raise error
-                check_same_names(brought)
+                check_same_names(brought, all_bring=len(self._described) > 1)
             except VerlServerError as error:
                 self._fail(error.message)
                 raise
@@ -237,9 +259,7 @@ class StreamedWeights(WeightsSide):
             return self._torn_wire(errors[0] if errors else error, order)
         return {"torn": None}
 
-    def _problem(
-        self, update_id: str, names: list[str], sums: Future[list[int]] | None, order: Order
-    ) -> VerlServerError | None:
+    def _problem(self, update_id: str, names: list[str], order: Order) -> VerlServerError | None:
         """On a rank that leads a lane: what is wrong with what the lane's TP ranks report, or None."""
         seat = self._seat
         if seat is None or not seat.leads:
@@ -248,11 +268,19 @@ class StreamedWeights(WeightsSide):
         count = len(names) if order.verify else 0
         reports = {who: seat.lane.reports.read(number, update_id, count) for number, who in self._readers(seat)}
         try:
-            expected = [] if sums is None else sums.result(self.ranks.timeout_s)
+            expected = [] if self._sums is None else self._expected(self._sums)
             check_reports(reports, update, expected, len(self.manifest.tensors))
         except VerlServerError as error:
             return error
         return None
+
+    def _expected(self, sums: Future[list[int]]) -> list[int]:
+        try:
+            return sums.result(self.ranks.timeout_s)
+        except VerlServerError:
+            raise
+        except Exception as error:
+            raise VerlServerError(f"checksums could not be taken: {type(error).__name__}: {error}") from error
 
     def _confirm(self, brought: list[Json], order: Order, names: list[str], started: float) -> Json:
         """On rank 0: every lane's reports are good, so generation goes on."""
@@ -297,9 +325,18 @@ class StreamedWeights(WeightsSide):
     def _summing(self, seat: Seat, deadline: float) -> Future[list[int]]:
         """The checksums of what passes through the lane, taken as one more reader."""
         reader = Reader(seat.lane, self._number, SUMMING, seat.writers, self._check_group, deadline)
+        turns = seat.lane.turns(self._number)
+
+        def sums() -> list[int]:
+            try:
+                return [checksum_of(tensor) for _, tensor in reader.tensors()]
+            except Exception as error:
+                turns.fail(f"checksums could not be taken: {error}")
+                raise
+
         pool = ThreadPoolExecutor(1, thread_name_prefix="verl-server-checksums")
         try:
-            return pool.submit(lambda: [checksum_of(tensor) for _, tensor in reader.tensors()])
+            return pool.submit(sums)
         finally:
             pool.shutdown(wait=False)
 

@@ -16,6 +16,7 @@ from verl_server.errors import UnsupportedError, VerlServerError
 from verl_server.weights.checksum import checksum_of
 from verl_server.weights.layout import TABLE_OFFSET, Layout
 from verl_server.weights.reports import Reports
+from verl_server.weights.views import tensor_in
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ class Arena:
     def __init__(self, fd: int, layout: Layout, path: str) -> None:
         self._fd, self._layout, self.path = fd, layout, path
         self._tensors: dict[str, torch.Tensor] = {}
+        self._flat: torch.Tensor | None = None
         try:
             self._memory = mmap.mmap(fd, layout.size)
         except (OSError, ValueError) as error:
@@ -54,12 +56,10 @@ class Arena:
 
         if name in self._tensors:
             return self._tensors[name]
+        if self._flat is None:
+            self._flat = torch.frombuffer(self._memory, dtype=torch.uint8)
         slot = self._layout.slots[name]
-        count = 1
-        for extent in slot.spec.shape:
-            count *= extent
-        flat = torch.frombuffer(self._memory, dtype=getattr(torch, slot.spec.dtype), count=count, offset=slot.offset)
-        self._tensors[name] = flat.view(slot.spec.shape)
+        self._tensors[name] = tensor_in(self._flat, slot.offset, slot.spec)
         return self._tensors[name]
 
     def write_table(self, names: list[str]) -> int:
@@ -80,6 +80,7 @@ class Arena:
     def close(self) -> None:
         """Give the file back, and the mapping once no tensor lives in it any more (a trainer may keep its there)."""
         self._tensors.clear()
+        self._flat = None
         with contextlib.suppress(BufferError):
             self._memory.close()
         os.close(self._fd)

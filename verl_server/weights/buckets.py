@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, DeadlineError, VerlServerError
 from verl_server.types import TensorSpec
-from verl_server.weights.lane import COUNT, Buckets, Lane, Turns, tensor_in
+from verl_server.weights.lane import COUNT, Buckets, Lane, Turns
 from verl_server.weights.layout import ALIGNMENT, aligned, nbytes
+from verl_server.weights.views import tensor_in
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 POLL_S = 0.0002
 #: How long the readers may take to open a lane once they are told of it.
 OPENING_S = 60.0
-#: How long a model may go on using a tensor after it took the next one (some load in threads).
+#: How long a model may keep a tensor of one bucket once it has taken all of the next (some load in threads).
 LET_GO_S = 10.0
 
 
@@ -86,17 +87,20 @@ class Reader:
         self._turns.empty(index, 0)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors as they come. Each is valid until the next but one is taken, and as long as it is held."""
+        """All tensors as they come. Each is valid for as long as it is held, at least while the next one is taken."""
         bucket = 0
         before: Lent | None = None
         while self._wait_for(bucket):
             lent = Lent(self._lane.buckets, bucket % COUNT, self._lane.table(bucket % COUNT))
-            for position, (name, tensor) in enumerate(lent.tensors()):
+            for name, tensor in lent.tensors():
                 yield name, tensor
                 del tensor
-                if position == 0 and before is not None:  # who reads has let go of the last tensor of that bucket
-                    before.take_back()
+                if before is not None and before.is_back():
                     self._turns.empty(self._index, bucket)
+                    before = None
+            if before is not None:
+                before.take_back()
+                self._turns.empty(self._index, bucket)
             before, bucket = lent, bucket + 1
         self._lane.buckets.settle()
         self._turns.empty(self._index, bucket)
@@ -116,11 +120,14 @@ class Reader:
 
 
 class Lent:
-    """The tensors of one bucket while a model loads them. `rows`: name, offset in the bucket, shape, dtype."""
+    """The tensors of one bucket while a model loads them. `rows`: name, offset in the bucket, shape, dtype.
+
+    Models keep tensors for a while: to fuse them with a later one, or for threads that load. A bucket is filled
+    again only when nothing refers to its memory any more, which the life of its `view` tells.
+    """
 
     def __init__(self, buckets: Buckets, which: int, rows: Sequence[Any]) -> None:
         self._buckets, self._which, self._rows = buckets, which, rows
-        self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._view: weakref.ref[Any] | None = None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -129,28 +136,22 @@ class Lent:
         flat = self._buckets.flat(view)
         del view
         for name, offset, shape, dtype in self._rows:
-            tensor = tensor_in(flat, offset, TensorSpec(tuple(shape), dtype))
-            self._tensors.append(weakref.ref(tensor))
-            yield name, tensor
-            del tensor
+            yield name, tensor_in(flat, offset, TensorSpec(tuple(shape), dtype))
+
+    def is_back(self) -> bool:
+        """Whether nobody reads this bucket any more."""
+        if self._view is not None and self._view() is not None:
+            return False
+        self._buckets.settle()
+        return True
 
     def take_back(self) -> None:
-        """See that nobody reads this bucket any more. Raises RuntimeError when somebody keeps parts of it.
-
-        Models keep tensors for a while: to fuse them with a later one, or for a thread that loads. What they keep
-        whole gets memory of its own.
-        """
-        for reference in self._tensors:
-            tensor = reference()
-            if tensor is not None:
-                tensor.data = tensor.clone()
-            del tensor
-        self._buckets.settle()
+        """Wait until nobody reads it. Raises RuntimeError when somebody keeps parts of it for too long."""
         deadline = time.monotonic() + LET_GO_S
-        while self._view is not None and self._view() is not None:
+        while not self.is_back():
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    "the model keeps parts of tensors while it loads others, which buckets cannot serve: "
+                    "the model keeps tensors while it loads many others, which buckets cannot serve: "
                     "use the transport shared_memory or distributed"
                 )
             time.sleep(POLL_S)

@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import UnsupportedError, VerlServerError
 from verl_server.weights.lane import COUNT
+from verl_server.weights.layout import aligned
 
 if TYPE_CHECKING:
     import torch
 
 HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
+#: Smaller allocations share a block, which a handle would open whole (CUDA's guide on interprocess communication).
+BLOCK_BYTES = 2 << 20
 
 
 class _Span:
     """A range of device memory as `__cuda_array_interface__` (version 3) describes it."""
 
     def __init__(self, pointer: int, size: int) -> None:
+        self.pointer = pointer
         self.__cuda_array_interface__ = {
             "data": (pointer, False), "shape": (size,), "typestr": "|u1", "strides": None, "version": 3,
         }  # fmt: skip
@@ -42,7 +46,8 @@ class DeviceBuckets:
     def create(cls, bucket_bytes: int) -> DeviceBuckets:
         """Raises UnsupportedError without a usable GPU, VerlServerError when its memory does not suffice."""
         runtime = _runtime()
-        pointer = _call(runtime.cudaMalloc, COUNT * bucket_bytes)
+        size = aligned(COUNT * bucket_bytes, BLOCK_BYTES)
+        pointer = _call(runtime.cudaMalloc, size)
         return cls(int(pointer), bucket_bytes, owned=True)
 
     @classmethod
@@ -65,12 +70,15 @@ class DeviceBuckets:
     def flat(self, view: _Span) -> torch.Tensor:
         import torch
 
-        return torch.as_tensor(view, device=self._device)
+        flat = torch.as_tensor(view, device=self._device)
+        if flat.data_ptr() != view.pointer:
+            raise VerlServerError("torch copied the staging memory of another GPU instead of mapping it")
+        return flat
 
     def settle(self) -> None:
         import torch
 
-        torch.cuda.current_stream(self._device).synchronize()
+        torch.cuda.synchronize(self._device)  # models load on streams of their own
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return bool(tensor.is_cuda and self._pointer <= tensor.data_ptr() < self._pointer + COUNT * self._bucket_bytes)

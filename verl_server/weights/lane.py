@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import math
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -232,22 +231,10 @@ class Lane:
         return list(json.loads(self._memory[start : start + self.layout.table_bytes]))
 
     def owner_lives(self) -> bool:
-        return os.path.exists(self.path.partition("/fd/")[0])
+        return os.path.exists(self.path)  # a zombie has no open files
 
     def close(self) -> None:
         self.buckets.close()
         with contextlib.suppress(BufferError):
             self._memory.close()
         os.close(self._fd)
-
-
-def tensor_in(flat: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
-    """A tensor in place, `offset` bytes into `flat`. Not a view of `flat`: it can be given other memory."""
-    import torch
-
-    dtype = getattr(torch, spec.dtype)
-    where = flat.storage_offset() + offset
-    shape = torch.Size(spec.shape)
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    found = torch.empty(0, dtype=dtype, device=flat.device)
-    return found.set_(flat.untyped_storage(), where // found.element_size(), shape, strides)

@@ -8,6 +8,7 @@ rank 0 only.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import logging
 import pickle
@@ -59,11 +60,23 @@ def load_from(receiver: Receiver, model: Any, update_id: str, verify: bool) -> t
     """Load what comes; with `verify` also the checksum of each tensor and what was not written."""
     sums: list[int] = []
     unwritten: list[str] = []
+    count = 0
+
+    def taken() -> Iterator[tuple[str, torch.Tensor]]:
+        """The checksum of each tensor is taken when its bytes are about to be needed anyway."""
+        nonlocal count
+        for name, tensor in receiver.tensors():
+            if verify:
+                sums.append(checksum_of(tensor))
+            count += 1
+            yield name, tensor
+            del tensor
+
     try:
         try:
             coverage = Coverage(model) if verify else None
             try:
-                model.load_weights(_summed(receiver.tensors(), sums) if verify else receiver.tensors())
+                model.load_weights(taken())
             finally:
                 if coverage is not None:
                     unwritten = coverage.unwritten()  # takes the marks away: none may stay when the load fails
@@ -73,18 +86,11 @@ def load_from(receiver: Receiver, model: Any, update_id: str, verify: bool) -> t
     except Exception as error:  # noqa: BLE001 - it goes into the report
         words = f"{type(error).__name__}: {error}"[:WORDS]
         return Report(update_id, ok=False, error=words, trace=traceback.format_exc()[-WORDS:]), sums
-    return Report(update_id, ok=True, unwritten=unwritten[:NAMED], unwritten_count=len(unwritten)), sums
+    return Report(update_id, True, tensors=count, unwritten=unwritten[:NAMED], unwritten_count=len(unwritten)), sums
 
 
 def _require_own_memory(model: Any, receiver: Receiver) -> None:
     """A model may take a tensor instead of copying it."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in itertools.chain(model.named_parameters(), model.named_buffers()):
         if receiver.holds(parameter):
             raise RuntimeError(f"the model keeps {name} in the staging memory instead of copying it")
-
-
-def _summed(tensors: Iterator[tuple[str, torch.Tensor]], sums: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checksum of each tensor is taken when its bytes are about to be needed anyway."""
-    for name, tensor in tensors:
-        sums.append(checksum_of(tensor))
-        yield name, tensor

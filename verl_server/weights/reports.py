@@ -7,6 +7,7 @@ in the same memory, a checksum for each tensor that the rank read.
 from __future__ import annotations
 
 import array
+import dataclasses
 import json
 import mmap
 from collections.abc import Iterable
@@ -23,6 +24,8 @@ class Report:
     ok: bool
     error: str | None = None
     trace: str | None = None
+    tensors: int = 0
+    """How many were taken."""
     unwritten: list[str] = field(default_factory=list)
     """Some of the server's parameters that were not written, by the server's names."""
     unwritten_count: int = 0
@@ -48,7 +51,7 @@ class Reports:
         self._memory[start : start + len(raw_sums)] = raw_sums
         raw = json.dumps(asdict(report)).encode()
         if len(raw) > REPORT_BYTES:  # words that JSON escapes
-            short = Report(report.update_id, report.ok, "see the server's log", None, [], report.unwritten_count)
+            short = dataclasses.replace(report, error="see the server's log", trace=None, unwritten=[])
             raw = json.dumps(asdict(short)).encode()
         self._memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES] = raw.ljust(REPORT_BYTES, b"\0")
 

@@ -8,6 +8,7 @@ not been run on GPUs yet.
 
 from __future__ import annotations
 
+import datetime
 import json
 import mmap
 import time
@@ -57,7 +58,7 @@ class Sender(distributed.Sender):
         deadline = time.monotonic() + self.settings.timeout_s
         limit = self.wire(update, 0)["bucket_bytes"]
         for start, stop, _ in group.parcels(distributed.spans(self.layout.table(update.names)), limit):
-            work = broadcast(self._group, self._on_device(start, stop))
+            work = broadcast(self._group, self._on_device(start, stop), self.settings.timeout_s)
             group.wait_for_work(work, deadline, loading)
             self._sent += stop - start
 
@@ -67,11 +68,13 @@ class Sender(distributed.Sender):
         return torch.frombuffer(self.arena.memory[start:stop], dtype=torch.uint8).to(device_kind())
 
 
-def broadcast(joined: Any, tensor: torch.Tensor) -> Any:
+def broadcast(joined: Any, tensor: torch.Tensor, timeout_s: float) -> Any:
     """Begin a broadcast from rank 0."""
     import torch.distributed as dist
 
-    return joined.broadcast([tensor], dist.BroadcastOptions())
+    options = dist.BroadcastOptions()
+    options.timeout = datetime.timedelta(seconds=timeout_s)
+    return joined.broadcast([tensor], options)
 
 
 class Seat(distributed.Membership):
@@ -81,12 +84,12 @@ class Seat(distributed.Membership):
         super().__init__(wire, rank)
         if wire["kind"] != device_kind():
             raise RuntimeError(f"the trainer sends from {wire['kind']}, this server loads to {device_kind()}")
-        self.meet(wire["receivers"])
         size = wire["bucket_bytes"]
         self.buckets: Buckets = (
             DeviceBuckets.create(size) if wire["kind"] == "cuda" else HostBuckets(mmap.mmap(-1, COUNT * size), 0, size)
         )
         try:
+            self.meet(wire["receivers"])
             self.group = group.form_on(
                 wire["kind"],
                 self.store,
@@ -134,14 +137,16 @@ class Receiver(base.Receiver):
             group.wait_for_work(work, self._deadline, lambda: not self._seat.is_cancelled())
             rows = [[name, at - start, *kind] for name, at, *kind in self._rows[taken : taken + count]]
             lent = Lent(self._seat.buckets, number % COUNT, rows)
-            for position, (name, tensor) in enumerate(lent.tensors()):
+            next_work = self._receive(number + 1) if number == 0 else None
+            for name, tensor in lent.tensors():
                 yield name, tensor
                 del tensor
-                if position == 0:
-                    if before is not None:
-                        before.take_back()
-                    work = self._receive(number + 1)
-            before, taken = lent, taken + count
+                if before is not None and before.is_back():
+                    before, next_work = None, self._receive(number + 1)
+            if before is not None:
+                before.take_back()
+                next_work = self._receive(number + 1)
+            before, taken, work = lent, taken + count, next_work
         self._seat.buckets.settle()
 
     def _receive(self, number: int) -> Any:
@@ -150,10 +155,14 @@ class Receiver(base.Receiver):
             return None
         start, stop, _ = self._parcels[number]
         buckets = self._seat.buckets
-        return broadcast(self._seat.group, buckets.flat(buckets.view(number % COUNT))[: stop - start])
+        flat = buckets.flat(buckets.view(number % COUNT))
+        return broadcast(self._seat.group, flat[: stop - start], self.wire["timeout_s"])
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return self._seat.buckets.holds(tensor)
 
     def report(self, report: Report, sums: list[int]) -> None:
+        if not report.ok:  # no broadcast that was begun may outlive this load
+            while _seats:
+                _seats.pop().leave()
         self._seat.report(self.wire["update_id"], report, sums)

@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -100,7 +101,37 @@ def form_on(kind: str, store: Any, name: str, rank: int, size: int, address: str
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = datetime.timedelta(days=1)  # the deadlines are ours: NCCL's own end the process
     with _nobody_dies_with_a_peer():
-        return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)  # type: ignore[attr-defined]
+        formed = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)  # type: ignore[attr-defined]
+    _connect(formed)
+    return formed
+
+
+def _connect(formed: Any) -> None:
+    """Let a group of NCCL connect now: by itself it does so at its first broadcast, without any deadline."""
+    import torch
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    failures: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            with torch.cuda.device(device):
+                formed.eager_connect_single_device(device)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            failures.append(error)
+
+    thread = threading.Thread(target=connect, name="verl-server-nccl", daemon=True)
+    thread.start()
+    thread.join(FORMING_S)
+    if thread.is_alive() or failures:
+        formed.abort()
+        raise (
+            failures[0]
+            if failures
+            else DeadlineError(
+                f"NCCL did not connect its members within {FORMING_S:g} s", operation="broadcast", seconds=FORMING_S
+            )
+        )
 
 
 @contextlib.contextmanager
@@ -128,7 +159,7 @@ def wait_for_work(work: Any, deadline: float, alive: Callable[[], bool]) -> None
         if time.monotonic() > deadline:
             raise DeadlineError("a broadcast was not done in time", operation="broadcast")
         time.sleep(POLL_S)
-    work.wait()
+    work.wait(datetime.timedelta(seconds=10.0))  # it is done: raises what went wrong
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import mmap
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import UnsupportedError
+from verl_server.types import TensorSpec
 from verl_server.weights.layout import MAX_TP_RANKS, TABLE_OFFSET
 from verl_server.weights.reports import Received, Report, Reports
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import Json, Settings, Update
+from verl_server.weights.views import tensor_in
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +115,6 @@ def tensors_in(view: memoryview, table: list[Any]) -> Iterator[tuple[str, torch.
     """The tensors of a table in place."""
     import torch
 
+    flat = torch.frombuffer(view, dtype=torch.uint8)
     for name, offset, shape, dtype in table:
-        kind, count = getattr(torch, dtype), math.prod(shape)
-        yield name, torch.frombuffer(view, dtype=kind, count=count, offset=offset).view(shape)
+        yield name, tensor_in(flat, offset, TensorSpec(tuple(shape), dtype))
