@@ -38,16 +38,17 @@ def commit(backend: Backend, sender: Sender, names: Sequence[str], order: Order,
     """
     slots = sender.layout.slots
     update = Update(uuid.uuid4().hex, in_layout_order(sender.layout, names), order.verify)
+    sums = checksums(sender.arena, update)
     started = time.monotonic()
     try:
         with _prepared(sender, update):
             started = time.monotonic()
             backend.hold(order.pause_mode)
-            _take(backend, sender, update, order)
+            _take(backend, sender, update, order, sums)
             backend.go_on()
     except TornWeightsError as error:
         logger.warning("%s Trying once more.", error.message)
-        update = _once_more(backend, sender, update, order)
+        update = _once_more(backend, sender, update, order, sums)
     except (ServerDiedError, ShutDownError):
         raise
     except VerlServerError as error:  # no session was opened
@@ -81,12 +82,12 @@ def _prepared(sender: Sender, update: Update) -> Iterator[None]:
     sender.settle(update, whole=True)
 
 
-def _once_more(backend: Backend, sender: Sender, update: Update, order: Order) -> Update:
+def _once_more(backend: Backend, sender: Sender, update: Update, order: Order, sums: Sequence[int]) -> Update:
     """The same again, from the arena, to servers that are paused."""
     update = dataclasses.replace(update, id=uuid.uuid4().hex)
     try:
         with _prepared(sender, update):
-            _take(backend, sender, update, order)
+            _take(backend, sender, update, order, sums)
             backend.go_on()
     except (TornWeightsError, ServerDiedError, ShutDownError):
         raise
@@ -95,19 +96,20 @@ def _once_more(backend: Backend, sender: Sender, update: Update, order: Order) -
     return update
 
 
-def _take(backend: Backend, sender: Sender, update: Update, order: Order) -> None:
-    """One session: begin, load, end, look at the reports. TornWeightsError for any failure once it has begun."""
+def _take(backend: Backend, sender: Sender, update: Update, order: Order, sums: Sequence[int]) -> None:
+    """One session: begin, load, end, look at the reports. TornWeightsError for any failure once it has begun.
+
+    `sums`: what is staged. Every TP rank must have read the same.
+    """
     wires = [
         {"transport": sender.name, "update_id": update.id, "verify": update.verify, **sender.wire(update, server)}
         for server in range(len(sender.settings.tp_sizes))
     ]
     backend.begin_weight_update()
     try:
-        with ThreadPoolExecutor(1, thread_name_prefix="verl-server-checksums") as pool:
-            with session(backend, wires, order) as loading:
-                expected = pool.submit(checksums, sender.arena, update)  # while the servers load
-                sender.deliver(update, loading=lambda: not loading.done())
-            check_reports(sender.reports(update), update, expected.result(), len(sender.layout.slots))
+        with session(backend, wires, order) as loading:
+            sender.deliver(update, loading=lambda: not loading.done())
+        check_reports(sender.reports(update), update, sums, len(sender.layout.slots))
     except (ServerDiedError, ShutDownError):
         raise  # there is no server left whose weights could be torn
     except VerlServerError as error:
@@ -136,7 +138,7 @@ def checksums(arena: Arena, update: Update) -> list[int]:
     return [arena.checksum(name) for name in update.names] if update.verify else []
 
 
-def check_reports(reports: Mapping[str, Received | None], update: Update, sums: list[int], slots: int) -> None:
+def check_reports(reports: Mapping[str, Received | None], update: Update, sums: Sequence[int], slots: int) -> None:
     """Every TP rank must say that it loaded this update, and have read what was staged. Raises VerlServerError."""
     for who, received in reports.items():
         if received is None:

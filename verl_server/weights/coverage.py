@@ -1,8 +1,9 @@
 """Which of the server's parameters an update has written, whatever way the model loads them.
 
-Before the load a mark that no weight can be is put at both ends of every row; a mark that is still there
-afterwards means a row that was not written (Qwen2, for one, passes over names that it does not know). Marks
-left by a partial update are replaced by what stood there. Nothing is generated meanwhile.
+Before the load a mark that no weight can be is put at both ends of rows: of every one, or of one or two thousand,
+evenly spread, where a matrix has more (slices that models load on their own are larger than the gaps). A mark that
+is still there afterwards means a row that was not written (Qwen2, for one, passes over names that it does not know).
+Marks left by a partial update are replaced by what stood there. Nothing is generated meanwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 #: Bit patterns of a signalling NaN with a payload that no computation makes, by bytes and exponent bits.
 MARKS = {"bfloat16": 0x7FB5, "float16": 0x7DB5, "float32": 0x7FB55AA5}
+#: A matrix with more rows gets marks in at least so many of them.
+ROWS = 1024
 
 
 @dataclass
@@ -23,7 +26,7 @@ class _Marked:
 
     name: str
     ends: torch.Tensor
-    """A view, shape [rows, 2]."""
+    """A view, shape [marked rows, 2]."""
     before: torch.Tensor
     mark: int
 
@@ -62,6 +65,8 @@ def _mark(name: str, parameter: torch.Tensor) -> _Marked | None:
         return None
     whole = data.view(torch.int32 if data.element_size() == 4 else torch.int16)
     rows = whole.reshape(1) if whole.dim() == 0 else whole
+    if rows.dim() > 1:
+        rows = rows[..., :: max(rows.shape[-2] // ROWS, 1), :]
     width = rows.shape[-1]
     ends = rows[..., :: max(width - 1, 1)]  # the first and the last of each row
     before = ends.clone()
