@@ -21,6 +21,7 @@ setup(
         "aiohttp>=3.10",
         "numpy",
         "orjson",
+        "prometheus-client",
         "psutil",
         "requests",
         "uvloop",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import threading
@@ -19,7 +20,14 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY, missing_keys, parse_server_args, take_key
+from verl_server.cli_arguments import (
+    ADMIN_API_KEY,
+    API_KEY,
+    REPLICA_API_KEY,
+    missing_keys,
+    parse_server_args,
+    take_key,
+)
 from verl_server.errors import BadInputError, VerlServerError
 
 if TYPE_CHECKING:
@@ -77,7 +85,7 @@ def launch(
         "tp_size": tp,
         **({} if port is None else {"port": port}),
     }
-    made = missing_keys(shown=sys.stdout.isatty())
+    made = missing_keys([API_KEY, ADMIN_API_KEY], shown=sys.stdout.isatty())
     server_args |= {"api_key": take_key(API_KEY), "admin_api_key": take_key(ADMIN_API_KEY)}
     signals = _StopSignals()
     try:
@@ -91,6 +99,38 @@ def launch(
     except _Stop as stop:
         _say("The server and all of its processes have ended.")
         raise typer.Exit(0 if signals.ready else 128 + stop.number) from None
+
+
+@app.command()
+def router(
+    replica: Annotated[list[str] | None, typer.Option(help="URL of a server; once for each.", metavar="URL")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; any free one when left out.", min=0, max=65535)] = 0,
+    verbose: Verbose = False,
+) -> None:
+    """Make many servers one: `/generate` and the OpenAI paths, spread over replicas that run already.
+
+    Keys come from the environment: VERL_SERVER_API_KEY is what callers bring, VERL_SERVER_REPLICA_API_KEY what the
+    replicas want (the same when left out). Without a key for callers a random one is made.
+    """
+    from verl_server.config import RemoteServer
+    from verl_server.rollout.serve import serve
+
+    if not replica:
+        raise BadInputError("name at least one replica: --replica http://127.0.0.1:30000")
+    made = missing_keys([API_KEY], shown=sys.stdout.isatty())
+    key = take_key(API_KEY)
+    theirs = os.environ.pop(REPLICA_API_KEY, "") or key
+
+    def ready(url: str) -> None:
+        _say(f"Ready: {url}")
+        for name in made:
+            _say(f"export {name}={key}")
+
+    try:
+        serve([RemoteServer(url, api_key=theirs) for url in replica], host, port, key, ready)
+    except OSError as error:
+        raise BadInputError(f"cannot listen on {host}:{port}: {error}") from error
 
 
 @app.command()

@@ -6,12 +6,14 @@ import json
 import os
 import re
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from verl_server.errors import BadInputError
 
 API_KEY, ADMIN_API_KEY = "VERL_SERVER_API_KEY", "VERL_SERVER_ADMIN_API_KEY"
+REPLICA_API_KEY = "VERL_SERVER_REPLICA_API_KEY"
 #: SGLang's other names for its arguments; the server takes the field names only.
 ALIASES = {
     "model": "model_path",
@@ -93,9 +95,9 @@ def _value(name: str, text: str) -> Any:
         return text
 
 
-def missing_keys(*, shown: bool) -> list[str]:
+def missing_keys(wanted: Sequence[str], *, shown: bool) -> list[str]:
     """Variables without a key, so that one is to be made. Raises BadInputError unless it will be `shown`."""
-    missing = [name for name in (API_KEY, ADMIN_API_KEY) if not os.environ.get(name)]
+    missing = [name for name in wanted if not os.environ.get(name)]
     if missing and not shown:
         raise BadInputError(
             f"set {' and '.join(missing)}: without them random keys are made, and keys are shown on a terminal "

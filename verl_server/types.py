@@ -14,6 +14,15 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Member:
+    """One server that takes part in a weight update."""
+
+    name: str
+    """Another one when another process serves."""
+    tp_size: int
+
+
+@dataclass(frozen=True)
 class WeightUpdateResult:
     """What a finished weight update was. Equal on every trainer rank."""
 

@@ -14,7 +14,7 @@ from interceptor import Interceptor
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, WeightsConfig
 from verl_server.errors import BadInputError, VerlServerError, WeightManifestError
-from verl_server.types import TensorSpec
+from verl_server.types import Member, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import plan
 from verl_server.weights.transports import end_of, is_stream, names
@@ -134,9 +134,9 @@ def test_requests_stay_small(
 def test_what_the_loader_is_told_does_not_grow_with_the_model() -> None:
     def told(tensors: int, transport: str) -> int:
         layout = plan({f"layers.{i}.weight": TensorSpec((8, 8), "bfloat16") for i in range(tensors)})
-        settings = Settings(Arena.create(layout), layout, [2, 2], 10.0, folder="/nowhere")
+        settings = Settings(Arena.create(layout), layout, 10.0, folder="/nowhere")
         sender = end_of(transport, "Sender")(settings)
-        update = Update("0" * 32, list(layout.slots), True)
+        update = Update("0" * 32, list(layout.slots), True, [Member("a", 2), Member("b", 2)])
         if transport != "disk":  # which would write its file
             sender.prepare(update)
         try:

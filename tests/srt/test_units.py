@@ -26,7 +26,7 @@ from verl_server.adapter.warden import Log
 from verl_server.engine.channel import admit, join
 from verl_server.engine.placement import place
 from verl_server.engine.stage import require_finite
-from verl_server.types import TensorSpec
+from verl_server.types import Member, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.checksum import checksum_of
 from verl_server.weights.coverage import Coverage
@@ -270,9 +270,9 @@ def test_a_load_that_fails_leaves_no_mark_in_the_model() -> None:
     arena = Arena.create(layout)
     arena.tensor("weight").fill_(2.0)
     arena.write_table(["weight", "bias"])
-    model, update = _Breaks(4, 3), Update("x", ["weight", "bias"], True)
+    model, update = _Breaks(4, 3), Update("x", ["weight", "bias"], True, [Member("a", 1)])
     bias = model.bias.data.clone()
-    sender = shared_memory.Sender(Settings(arena, layout, [1], 1.0))
+    sender = shared_memory.Sender(Settings(arena, layout, 1.0))
     report, _ = load_from(shared_memory.Receiver(sender.wire(update, 0), 0), model, "x", verify=True)
     assert not report.ok
     assert "the second" in str(report.error)

@@ -9,6 +9,7 @@ process".)
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import os
@@ -58,6 +59,14 @@ class LoopThread:
                 raise ShutDownError("the adapter was shut down")
             self._loop.call_soon_threadsafe(call.start)
         return call.result()
+
+    def submit(self, coroutine: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
+        """Run it without waiting; cancelling the future cancels it."""
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise ShutDownError("the adapter was shut down")
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
         """Stop the loop and its thread. Safe to call twice."""

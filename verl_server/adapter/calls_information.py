@@ -27,6 +27,11 @@ class InformationCalls:
         self._paused = False
         self._in_flight = 0
 
+    @property
+    def paused(self) -> bool:
+        """Whether this adapter has paused generation."""
+        return self._paused
+
     async def get_model_info(self) -> Json:
         """SGLang's `/model_info`: path, architecture, weight version."""
         return dict(await self._link.call(api.MODEL_INFO))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from verl_server.adapter import HttpServerEngineAdapter
@@ -10,17 +10,36 @@ from verl_server.adapter.launch import WEIGHT_LOADER
 from verl_server.adapter.process import GiveUp
 from verl_server.config import AdapterConfig, PauseMode
 from verl_server.errors import VerlServerError
+from verl_server.types import Member
 from verl_server.weights.loader import payload
 
 Json = dict[str, Any]
 
 
-class Backend(Protocol):
-    """One or more inference engines, in servers or in this process. Calls raise `verl_server.errors`."""
+class Updatable(Protocol):
+    """What a weight update needs of the servers that it goes to. Calls raise `verl_server.errors`."""
 
     @property
-    def tp_sizes(self) -> Sequence[int]:
-        """TP ranks of each."""
+    def members(self) -> Sequence[Member]:
+        """Those that the next attempt at an update goes to. Raises ServerDiedError when there is none."""
+
+    def hold(self, mode: PauseMode) -> None:
+        """Stop generating; `mode` says what becomes of requests in flight."""
+
+    def go_on(self) -> None: ...
+    def begin_weight_update(self) -> None: ...
+    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
+        """Make each member's TP ranks call the loader; `wires` has what it is told, by member."""
+
+    def end_weight_update(self) -> None: ...
+
+
+#: Loads what is published last into others.
+CatchUp = Callable[[Updatable], None]
+
+
+class Backend(Updatable, Protocol):
+    """One or more inference engines, in servers or in this process."""
 
     @property
     def nearest_transport(self) -> str:
@@ -30,20 +49,14 @@ class Backend(Protocol):
     def trainer_host(self) -> str:
         """This machine's address as they reach it."""
 
+    def published(self, version: int, catch_up: CatchUp | None) -> None:
+        """All members have verified that version, nothing goes on yet. `catch_up` brings others to it."""
+
     def generate(self, **request: Any) -> Any: ...
     async def async_generate(self, **request: Any) -> Any: ...
     def generate_stream(self, **request: Any) -> Iterator[Json]: ...
     def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]: ...
     def flush_cache(self) -> None: ...
-    def hold(self, mode: PauseMode) -> None:
-        """Stop generating; `mode` says what becomes of requests in flight."""
-
-    def go_on(self) -> None: ...
-    def begin_weight_update(self) -> None: ...
-    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
-        """Make each server's TP ranks call the loader; `wires` has what it is told, by server."""
-
-    def end_weight_update(self) -> None: ...
     def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None: ...
     def unload_lora(self, name: str) -> None: ...
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None: ...
@@ -65,7 +78,7 @@ class ServerBackend:
         self, server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], give_up: GiveUp
     ) -> None:
         self.adapter = HttpServerEngineAdapter(config=config, env=env, give_up=give_up, **server_args)
-        self.tp_sizes = [int(server_args.get("tp_size") or 1)]
+        self.members = [Member("the server", int(server_args.get("tp_size") or 1))]
 
     def generate(self, **request: Any) -> Any:
         return self.adapter.generate(**request)
@@ -95,10 +108,13 @@ class ServerBackend:
 
     def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
         (wire,) = wires
-        load_over(self.adapter, self.tp_sizes[0], wire, weight_version, flush_cache)
+        load_over(self.adapter, self.members[0].tp_size, wire, weight_version, flush_cache)
 
     def end_weight_update(self) -> None:
         self.adapter.end_weight_update()
+
+    def published(self, version: int, catch_up: CatchUp | None) -> None:
+        """Nobody else is to catch up."""
 
     def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
         self.adapter.load_lora_adapter_from_tensors(name, tensors, config)

@@ -12,12 +12,12 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from verl_server.engine.backend import Backend
+from verl_server.engine.backend import Updatable
 from verl_server.engine.weights_side import Order, result_wire, torn_by
 from verl_server.errors import ServerDiedError, ShutDownError, TornWeightsError, VerlServerError
 from verl_server.weights.arena import Arena
@@ -30,14 +30,23 @@ logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 
-def commit(backend: Backend, sender: Sender, names: Sequence[str], order: Order, torn: bool) -> tuple[Json, Update]:
+def commit(
+    backend: Updatable,
+    sender: Sender,
+    names: Sequence[str],
+    order: Order,
+    torn: bool,
+    publish: Callable[[Sequence[int]], None],
+) -> tuple[Json, Update]:
     """Make the servers take what is staged for `names`. `torn`: whether the served weights are torn before.
+
+    `publish` is called with the checksums of `names` when all servers have verified, before generation goes on.
 
     Raises TornWeightsError when a server may hold parts of the update. It goes on only with whole weights:
     after a success, or when nothing was loaded and the weights were not torn before.
     """
     slots = sender.layout.slots
-    update = Update(uuid.uuid4().hex, in_layout_order(sender.layout, names), order.verify)
+    update = Update(uuid.uuid4().hex, in_layout_order(sender.layout, names), order.verify, backend.members)
     sums = checksums(sender.arena, update)
     started = time.monotonic()
     try:
@@ -45,10 +54,11 @@ def commit(backend: Backend, sender: Sender, names: Sequence[str], order: Order,
             started = time.monotonic()
             backend.hold(order.pause_mode)
             _take(backend, sender, update, order, sums)
+            publish(sums)
             backend.go_on()
     except TornWeightsError as error:
         logger.warning("%s Trying once more.", error.message)
-        update = _once_more(backend, sender, update, order, sums)
+        update = _once_more(backend, sender, update, order, sums, publish)
     except (ServerDiedError, ShutDownError):
         raise
     except VerlServerError as error:  # no session was opened
@@ -82,12 +92,33 @@ def _prepared(sender: Sender, update: Update) -> Iterator[None]:
     sender.settle(update, whole=True)
 
 
-def _once_more(backend: Backend, sender: Sender, update: Update, order: Order, sums: Sequence[int]) -> Update:
-    """The same again, from the arena, to servers that are paused."""
-    update = dataclasses.replace(update, id=uuid.uuid4().hex)
+def catch_up(backend: Updatable, sender: Sender, order: Order, sums: Mapping[str, int]) -> None:
+    """Bring servers that were not there to what was published, if that is still what is staged.
+
+    `sums`: the published checksum of each tensor. Raises VerlServerError; then these servers hold nothing whole.
+    """
+    names = in_layout_order(sender.layout, list(sums))
+    update = Update(uuid.uuid4().hex, names, True, backend.members)
+    with _prepared(sender, update):
+        backend.hold(order.pause_mode)
+        _take(backend, sender, update, order, [sums[name] for name in names])
+        backend.go_on()
+
+
+def _once_more(
+    backend: Updatable,
+    sender: Sender,
+    update: Update,
+    order: Order,
+    sums: Sequence[int],
+    publish: Callable[[Sequence[int]], None],
+) -> Update:
+    """The same again, from the arena, to the servers that are left; they are paused."""
+    update = dataclasses.replace(update, id=uuid.uuid4().hex, members=backend.members)
     try:
         with _prepared(sender, update):
             _take(backend, sender, update, order, sums)
+            publish(sums)
             backend.go_on()
     except (TornWeightsError, ServerDiedError, ShutDownError):
         raise
@@ -96,14 +127,14 @@ def _once_more(backend: Backend, sender: Sender, update: Update, order: Order, s
     return update
 
 
-def _take(backend: Backend, sender: Sender, update: Update, order: Order, sums: Sequence[int]) -> None:
+def _take(backend: Updatable, sender: Sender, update: Update, order: Order, sums: Sequence[int]) -> None:
     """One session: begin, load, end, look at the reports. TornWeightsError for any failure once it has begun.
 
     `sums`: what is staged. Every TP rank must have read the same.
     """
     wires = [
         {"transport": sender.name, "update_id": update.id, "verify": update.verify, **sender.wire(update, server)}
-        for server in range(len(sender.settings.tp_sizes))
+        for server in range(len(update.members))
     ]
     backend.begin_weight_update()
     try:
@@ -117,7 +148,7 @@ def _take(backend: Backend, sender: Sender, update: Update, order: Order, sums: 
 
 
 @contextmanager
-def session(backend: Backend, wires: Sequence[Json], order: Order) -> Iterator[Future[None]]:
+def session(backend: Updatable, wires: Sequence[Json], order: Order) -> Iterator[Future[None]]:
     """The session is open. The servers load what `wires` tell them during the body; it ends when they have.
 
     Raises their error rather than the body's.

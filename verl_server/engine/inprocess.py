@@ -19,7 +19,9 @@ from verl_server.adapter.launch import WEIGHT_LOADER
 from verl_server.adapter.model_files import read_model_config
 from verl_server.adapter.warden import descendants, remove_shared_memory, shared_memory_of
 from verl_server.config import PauseMode
+from verl_server.engine.backend import CatchUp
 from verl_server.errors import BadInputError, NotReadyError, ServerError, ShutDownError, StartupError, VerlServerError
+from verl_server.types import Member
 from verl_server.weights.loader import named_tensors_of
 
 Json = dict[str, Any]
@@ -33,7 +35,7 @@ class InProcessBackend:
 
     def __init__(self, server_args: Mapping[str, Any]) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="verl-server-engine")
-        self.tp_sizes = [int(server_args.get("tp_size") or 1)]
+        self.members = [Member("the engine", int(server_args.get("tp_size") or 1))]
         self._asleep: set[str] = set()
         self._fatal: VerlServerError | None = None
         self._version = str(server_args.get("weight_version", "default"))
@@ -113,6 +115,9 @@ class InProcessBackend:
     def end_weight_update(self) -> None:
         if self._sessions:
             self._run(lambda: _require(self._engine.end_weight_update()))
+
+    def published(self, version: int, catch_up: CatchUp | None) -> None:
+        """Nobody else is to catch up."""
 
     def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
         self._run(lambda: _require_lora(self._engine.load_lora_adapter_from_tensors(name, dict(tensors), config)))

@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.launch import WEIGHT_LOADER
 from verl_server.config import AdapterConfig, PauseMode, RemoteServer
-from verl_server.engine.backend import load_over
+from verl_server.engine.backend import CatchUp, load_over
 from verl_server.errors import BadInputError, VerlServerError
+from verl_server.types import Member
 from verl_server.weights.transports.group import own_address
 
 Json = dict[str, Any]
@@ -32,7 +33,10 @@ class RemoteBackend:
         self._pool = ThreadPoolExecutor(2 * len(servers), thread_name_prefix="verl-server-remote")
         self._turn = itertools.cycle(self._adapters)
         try:
-            self.tp_sizes = [_tp_size(adapter, info) for adapter, info in self._each(lambda a: a.get_server_info())]
+            self.members = [
+                Member(adapter.base_url, _tp_size(adapter, info))
+                for adapter, info in self._each(lambda adapter: adapter.get_server_info())
+            ]
         except BaseException:
             self.shutdown()
             raise
@@ -86,14 +90,17 @@ class RemoteBackend:
     def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
         """Raises as soon as one server fails: a transport may have to tell the others."""
         loads = [
-            self._pool.submit(load_over, adapter, tp_size, wire, weight_version, flush_cache)
-            for adapter, tp_size, wire in zip(self._adapters, self.tp_sizes, wires, strict=True)
+            self._pool.submit(load_over, adapter, member.tp_size, wire, weight_version, flush_cache)
+            for adapter, member, wire in zip(self._adapters, self.members, wires, strict=True)
         ]
         for load in as_completed(loads):
             load.result()
 
     def end_weight_update(self) -> None:
         self._each(lambda adapter: adapter.end_weight_update())
+
+    def published(self, version: int, catch_up: CatchUp | None) -> None:
+        """Nobody else is to catch up."""
 
     def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
         self._each(lambda adapter: adapter.load_lora_adapter_from_tensors(name, tensors, config))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl_server.engine.commit import check_reports, checksums, commit
+from verl_server.engine.backend import CatchUp, Updatable
+from verl_server.engine.commit import catch_up, check_reports, checksums, commit
 from verl_server.engine.stage import Stage, check_same_names, digest
 from verl_server.engine.weights_side import Order, Ranks, WeightsSide, Wish, torn_wire
 from verl_server.errors import TornWeightsError, VerlServerError
@@ -42,6 +44,10 @@ class StagedWeights(WeightsSide):
         super().__init__(ranks, manifest, version)
         self._layout, self._arena, self._writers, self._sender = layout, arena, writers, sender
         self._leads = ranks.placement.is_node_leader
+        self._sending = threading.Lock()
+        """Held by who uses the sender: an update, or a server that catches up."""
+        self._sums: dict[str, int] = {}
+        """Of what is published, by tensor; on rank 0."""
 
     def _update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], wish: Wish, refusal: VerlServerError | None
@@ -60,7 +66,7 @@ class StagedWeights(WeightsSide):
         names, error = (None, refusal) if refusal else self.reading(lambda: stage.write(named_tensors))
         names = names or []
         gather_s = time.monotonic() - started
-        if self._leads and names:
+        if self._leads and self.group.rank != 0 and names:  # another node's arena
             self._arena.write_table(in_layout_order(self._layout, names))
         wire = self.group.agree(
             call,
@@ -89,8 +95,32 @@ class StagedWeights(WeightsSide):
     def _committed(self, names: list[str], order: Order) -> Json:
         assert self._sender is not None
         assert self.ranks.backend is not None
-        result, update = commit(self.ranks.backend, self._sender, names, order, self.torn is not None)
+        backend, sender = self.ranks.backend, self._sender
+        ordered = in_layout_order(self._layout, names)
+
+        def publish(sums: Sequence[int]) -> None:
+            self._sums.update(zip(ordered, sums, strict=False))  # no sums without verification
+            if not sums:
+                self._sums.clear()
+            whole = self._sums.keys() == self._layout.slots.keys()
+            backend.published(int(order.weight_version), self._catch_up_to(order) if whole else None)
+
+        with self._sending:
+            self._arena.write_table(ordered)
+            result, update = commit(backend, sender, names, order, self.torn is not None, publish)
         return {"result": result, "update_id": update.id}
+
+    def _catch_up_to(self, order: Order) -> CatchUp:
+        """For servers that were not there: loads what this order has published, while it is still staged."""
+        sums = dict(self._sums)
+
+        def bring(backend: Updatable) -> None:
+            assert self._sender is not None
+            with self._sending:
+                self._arena.write_table(in_layout_order(self._layout, list(sums)))
+                catch_up(backend, self._sender, order, sums)
+
+        return bring
 
     def _confirm(self, wire: Json, names: list[str]) -> None:
         """With several nodes: every node's leader looks at the reports of its own node."""
@@ -104,8 +134,9 @@ class StagedWeights(WeightsSide):
 
     def _check(self, update_id: str, verify: bool, names: list[str]) -> VerlServerError | None:
         """On a node's leader: the error that a TP rank of this node reported, or None."""
-        update = Update(update_id, in_layout_order(self._layout, names), verify)
         assert self._sender is not None
+        assert self.ranks.backend is not None
+        update = Update(update_id, in_layout_order(self._layout, names), verify, self.ranks.backend.members)
         try:
             check_reports(self._sender.reports(update), update, checksums(self._arena, update), len(self._layout.slots))
         except VerlServerError as error:

@@ -21,7 +21,7 @@ from verl_server.errors import BadInputError, ServerDiedError, UnsupportedError,
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.lane import MAX_WRITERS, Lane, plan_lane
-from verl_server.weights.layout import MAX_TP_RANKS, plan
+from verl_server.weights.layout import plan
 from verl_server.weights.manifest import Manifest, manifest_of
 from verl_server.weights.transports import end_of, is_stream
 from verl_server.weights.transports.base import Settings
@@ -55,6 +55,7 @@ def start_backend(
     placement: Placement,
     launch_server: bool,
     servers: Sequence[RemoteServer],
+    fleet: Backend | None,
     server_args: Mapping[str, Any],
     config: AdapterConfig,
     env: Mapping[str, str],
@@ -62,7 +63,7 @@ def start_backend(
 ) -> Backend | None:
     """Start the server process of each node on the node's first rank, at the same time; None elsewhere.
 
-    With `servers`, which run already, only connect to them, on rank 0.
+    With `servers`, which run already, only connect to them, on rank 0; a `fleet` there is the backend itself.
 
     If one does not start, all ranks raise its error at once and the others are ended.
     """
@@ -70,7 +71,9 @@ def start_backend(
     backend: Backend | None = None
     if placement.is_node_leader:
         try:
-            if servers:
+            if fleet is not None:
+                backend = fleet
+            elif servers:
                 backend = RemoteBackend(servers, config)
             else:
                 backend = _start(group, args, launch_server, config, env, on_death)
@@ -133,15 +136,15 @@ def start_weights_side(ranks: Ranks, server_args: Mapping[str, Any], config: Wei
     """Agree on what the model accepts and how it travels, and make the staging memory."""
     manifest = _agree_on_manifest(ranks.group, server_args)
     layout = plan(manifest.tensors)
-    transport, tp_sizes = ranks.group.agree(
+    transport = ranks.group.agree(
         ranks.group.next_call("transport"), lambda _: _transport(ranks, config, layout.size), action_s=10.0
     )
     start = _start_streamed if is_stream(transport) else _start_staged
-    return start(ranks, manifest, first_version(server_args), config, transport, tp_sizes)
+    return start(ranks, manifest, first_version(server_args), config, transport)
 
 
-def _transport(ranks: Ranks, config: WeightsConfig, whole: int) -> tuple[str, Sequence[int]]:
-    """On rank 0: the transport, and the TP ranks of each server. `whole`: bytes to stage the whole model."""
+def _transport(ranks: Ranks, config: WeightsConfig, whole: int) -> str:
+    """On rank 0: the transport. `whole`: bytes to stage the whole model."""
     backend, nnodes, limit = ranks.backend, ranks.placement.nnodes, config.max_staging_bytes
     assert backend is not None
     transport = config.transport
@@ -156,7 +159,7 @@ def _transport(ranks: Ranks, config: WeightsConfig, whole: int) -> tuple[str, Se
             f"staging this model for the transport {transport!r} takes {whole} bytes of memory, more than "
             f"max_staging_bytes={limit}"
         )
-    return transport, backend.tp_sizes
+    return transport
 
 
 def _start_staged(
@@ -165,7 +168,6 @@ def _start_staged(
     version: int,
     config: WeightsConfig,
     transport: str,
-    tp_sizes: Sequence[int],
 ) -> WeightsSide:
     """Make an arena on each node's leader; with one node, let every rank map it, if every rank can."""
     layout, placement = plan(manifest.tensors), ranks.placement
@@ -180,7 +182,6 @@ def _start_staged(
         settings = Settings(
             arena=arena,
             layout=layout,
-            tp_sizes=tp_sizes,
             timeout_s=ranks.timeout_s,
             paths=paths,
             ranks_per_node=placement.ranks_per_node if placement.nnodes > 1 else 0,
@@ -200,11 +201,8 @@ def _start_streamed(
     version: int,
     config: WeightsConfig,
     transport: str,
-    tp_sizes: Sequence[int],
 ) -> WeightsSide:
     """Make one lane that all ranks write, or one for each rank on its GPU."""
-    if sum(tp_sizes) > MAX_TP_RANKS:
-        raise UnsupportedError(f"{sum(tp_sizes)} TP ranks are more than {MAX_TP_RANKS} for one trainer")
     stream, group = end_of(transport, "Stream"), ranks.group
     layout = plan_lane(manifest.tensors, config.max_staging_bytes, stream.on_host)
     leads = group.rank == 0 or not stream.on_host
@@ -236,7 +234,7 @@ def _start_streamed(
     else:
         assert lane is not None
         seat = Seat(lane, 0, 1, leads=True, number=group.rank)
-    return StreamedWeights(ranks, manifest, version, transport, layout, seat, writers, described, tp_sizes)
+    return StreamedWeights(ranks, manifest, version, transport, layout, seat, writers, described)
 
 
 def _all(group: TpGroup, call: str, value: Any, error: VerlServerError | None = None) -> list[Any]:

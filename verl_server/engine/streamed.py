@@ -29,11 +29,11 @@ from verl_server.errors import (
     from_wire,
     to_wire,
 )
-from verl_server.types import TensorSpec, WeightUpdateResult
+from verl_server.types import Member, TensorSpec, WeightUpdateResult
 from verl_server.weights.buckets import LET_GO_S, Reader, Writer
 from verl_server.weights.checksum import checksum_of
 from verl_server.weights.lane import COUNT, SUMMING, Lane, LaneLayout
-from verl_server.weights.layout import nbytes
+from verl_server.weights.layout import MAX_TP_RANKS, nbytes
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.names import unfused_spec
 from verl_server.weights.transports.base import Update, receivers
@@ -75,11 +75,11 @@ class StreamedWeights(WeightsSide):
         seat: Seat | None,
         writers: frozenset[int],
         described: Sequence[Json],
-        tp_sizes: Sequence[int],
     ) -> None:
         super().__init__(ranks, manifest, version)
         self._transport, self._layout, self._seat, self._writers = transport, layout, seat, writers
-        self._described, self._tp_sizes = described, tp_sizes
+        self._described = described
+        self._members: Sequence[Member] = ()
         self._number = 0
         self._open_session: ExitStack | None = None
         self._loading: Future[None] | None = None
@@ -113,6 +113,7 @@ class StreamedWeights(WeightsSide):
         assert source is not None
         started = time.monotonic()
         order, self._number = Order(**opened["order"]), opened["number"]
+        self._members = [Member(name, tp_size) for name, tp_size in opened["members"]]
         try:
             return self._stream(call, source, order, opened["update_id"], wish.check_finite, started)
         except BaseException as error:
@@ -174,6 +175,10 @@ class StreamedWeights(WeightsSide):
             self.require_whole_if_torn(names)
         backend = self.ranks.backend
         assert backend is not None
+        members = backend.members
+        sizes = [member.tp_size for member in members]
+        if sum(sizes) > MAX_TP_RANKS:
+            raise UnsupportedError(f"{sum(sizes)} TP ranks are more than {MAX_TP_RANKS} for one trainer")
         number, update_id = self._number + 1, uuid.uuid4().hex
         try:
             backend.hold(order.pause_mode)
@@ -193,10 +198,15 @@ class StreamedWeights(WeightsSide):
             "writers": 1 if self._seat is None else self._seat.writers,
             "timeout_s": self.ranks.timeout_s,
         }
-        wires = [{**wire, "first": sum(self._tp_sizes[:server])} for server in range(len(self._tp_sizes))]
+        wires = [{**wire, "first": sum(sizes[:server])} for server in range(len(sizes))]
         self._open_session = ExitStack()
         self._loading = self._open_session.enter_context(session(backend, wires, order))
-        return {"order": asdict(order), "update_id": update_id, "number": number}
+        return {
+            "order": asdict(order),
+            "update_id": update_id,
+            "number": number,
+            "members": [[member.name, member.tp_size] for member in members],
+        }
 
     def _fill(self, source: _Source, order: Order, finite: bool) -> tuple[list[str], VerlServerError | None, bool]:
         """Bring this rank's part of all tensors. Whatever fails is told to the servers, and to all ranks by the end.
@@ -264,7 +274,7 @@ class StreamedWeights(WeightsSide):
         seat = self._seat
         if seat is None or not seat.leads:
             return None
-        update = Update(update_id, names, order.verify)
+        update = Update(update_id, names, order.verify, self._members)
         count = len(names) if order.verify else 0
         reports = {who: seat.lane.reports.read(number, update_id, count) for number, who in self._readers(seat)}
         try:
@@ -291,6 +301,7 @@ class StreamedWeights(WeightsSide):
                 if one["error"] is not None:
                     raise from_wire(one["error"])
             self.require_whole_if_torn(names)
+            backend.published(int(order.weight_version), None)
             backend.go_on()
         except (ServerDiedError, ShutDownError):
             raise
@@ -312,7 +323,7 @@ class StreamedWeights(WeightsSide):
 
     def _readers(self, seat: Seat) -> Iterator[tuple[int, str]]:
         """The TP ranks that this lane serves: number, and who it is for people."""
-        for number, _, who in receivers(self._tp_sizes):
+        for number, _, who in receivers(self._members):
             if number % len(self._described) == seat.number:
                 yield number, who
 

@@ -28,7 +28,8 @@ class VerlEngine:
 
     `launch_server=True` (the default) runs SGLang in a server process of its own, driven over HTTP by rank 0
     of the mesh; `launch_server=False` runs SGLang's in-process `Engine` there; with `servers` nothing is
-    started, weights go to all of these and prompts to one after the other. Other keyword arguments are
+    started, weights go to all of these and prompts to one after the other; `fleet` (on rank 0) is a `RolloutManager`
+    with replicas of its own, which the engine shuts down. Other keyword arguments are
     SGLang's `ServerArgs`, passed on verbatim; `tp_size` is the size of the mesh unless given. `timeouts`,
     `log_dir`, `router_ip`, `router_port` are settings of the adapter (`AdapterConfig`), `env` adds to the
     server's environment, `weights` says how weights travel.
@@ -44,6 +45,7 @@ class VerlEngine:
         *,
         launch_server: bool = True,
         servers: Sequence[RemoteServer] = (),
+        fleet: Backend | None = None,
         weights: WeightsConfig | None = None,
         timeouts: Timeouts | None = None,
         log_dir: Any = None,
@@ -68,7 +70,15 @@ class VerlEngine:
         self._group = TpGroup.form(self._tp_rank, size, share_over(device_mesh_cpu), nnodes > 1, self._timeouts.ranks_s)
         try:
             self._backend = start_backend(
-                self._group, self._placement, launch_server, servers, server_args, self._config, env or {}, self._fault
+                self._group,
+                self._placement,
+                launch_server,
+                servers,
+                fleet,
+                server_args,
+                self._config,
+                env or {},
+                self._fault,
             )
             self._group.on_broken = self._on_broken
             numbers = frozenset(device_mesh_cpu.mesh.flatten().tolist())

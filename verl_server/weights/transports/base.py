@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl_server.types import Member
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import Layout
 from verl_server.weights.reports import Received, Report
@@ -29,6 +30,8 @@ class Update:
     names: Sequence[str]
     """The tensors that it brings, in the order of the layout."""
     verify: bool
+    members: Sequence[Member]
+    """The servers that it goes to."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,6 @@ class Settings:
 
     arena: Arena
     layout: Layout
-    tp_sizes: Sequence[int]
-    """TP ranks of each server."""
     timeout_s: float
     paths: Sequence[str] = ()
     """The arena of each node of one server that spans several; the first is `arena`."""
@@ -74,15 +75,15 @@ class Sender(ABC):
 
     def reports(self, update: Update) -> dict[str, Received | None]:
         """When the servers have answered: what each TP rank says, None where it says nothing. Keys are for people."""
-        return {who: self.received(update, receiver) for receiver, _, who in self.receivers()}
+        return {who: self.received(update, receiver) for receiver, _, who in self.receivers(update)}
 
-    def receivers(self) -> Iterator[tuple[int, int, str]]:
+    def receivers(self, update: Update) -> Iterator[tuple[int, int, str]]:
         """All TP ranks of all servers: their number, their TP rank, and who it is for people."""
-        return receivers(self.settings.tp_sizes)
+        return receivers(update.members)
 
-    def first_receiver(self, server: int) -> int:
+    def first_receiver(self, update: Update, server: int) -> int:
         """The number of a server's TP rank 0."""
-        return sum(self.settings.tp_sizes[:server])
+        return sum(member.tp_size for member in update.members[:server])
 
     @abstractmethod
     def received(self, update: Update, receiver: int) -> Received | None:
@@ -130,8 +131,8 @@ def in_layout_order(layout: Layout, names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: layout.slots[name].offset)
 
 
-def receivers(tp_sizes: Sequence[int]) -> Iterator[tuple[int, int, str]]:
-    """The TP ranks of servers of these sizes: number, TP rank, and who it is for people."""
-    ranks = [(server, rank) for server, size in enumerate(tp_sizes) for rank in range(size)]
-    for number, (server, rank) in enumerate(ranks):
-        yield number, rank, f"TP rank {rank} of {'the server' if len(tp_sizes) == 1 else f'server {server}'}"
+def receivers(members: Sequence[Member]) -> Iterator[tuple[int, int, str]]:
+    """The TP ranks of servers: number, TP rank, and who it is for people."""
+    ranks = [(member, rank) for member in members for rank in range(member.tp_size)]
+    for number, (member, rank) in enumerate(ranks):
+        yield number, rank, f"TP rank {rank} of {'the server' if len(members) == 1 else member.name}"

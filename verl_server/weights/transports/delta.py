@@ -29,7 +29,7 @@ class Sender(distributed.Sender):
         self._patch: bytes | None = None
 
     def prepare(self, update: Update) -> None:
-        super().prepare(update)
+        super().prepare(update)  # leaves the group when its members have changed
         self._patch = None
         if self._base and self._old is not None and self._group is not None:
             size = sum(nbytes(self.layout.slots[name].spec) for name in update.names)

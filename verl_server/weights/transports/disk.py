@@ -81,7 +81,7 @@ class Sender(base.Sender):
         return length
 
     def wire(self, update: Update, server: int) -> Json:
-        return {"file": str(self._file(update)), "first": self.first_receiver(server)}
+        return {"file": str(self._file(update)), "first": self.first_receiver(update, server)}
 
     def received(self, update: Update, receiver: int) -> Received | None:
         try:
@@ -93,7 +93,7 @@ class Sender(base.Sender):
 
     def settle(self, update: Update, whole: bool) -> None:
         file = self._file(update)
-        for path in [file, *(_report_file(file, receiver) for receiver, *_ in self.receivers())]:
+        for path in [file, *(_report_file(file, receiver) for receiver, *_ in self.receivers(update))]:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 

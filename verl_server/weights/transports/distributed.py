@@ -12,11 +12,12 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import VerlServerError
+from verl_server.types import Member, TensorSpec
 from verl_server.weights.layout import nbytes
 from verl_server.weights.reports import Received, Report
 from verl_server.weights.transports import base, group
@@ -34,6 +35,7 @@ class Sender(base.Sender):
         super().__init__(settings)
         self._store: Any = None
         self._group: Any = None
+        self._members: Sequence[Member] = ()
         self._group_name = ""
         self._table_key = ""
         self._sent = 0
@@ -45,6 +47,9 @@ class Sender(base.Sender):
     def prepare(self, update: Update) -> None:
         if self._store is None:
             self._store = group.open_store(self.settings.host, self.settings.timeout_s)
+        if update.members != self._members:
+            self._leave()
+            self._members = update.members
         if self._group is None:
             self._group_name = uuid.uuid4().hex
             self._table_key = ""
@@ -59,8 +64,8 @@ class Sender(base.Sender):
             "store": [self._store.host, self._store.port],
             "group": self._group_name,
             "table": self._table_key,
-            "first": self.first_receiver(server),
-            "receivers": sum(self.settings.tp_sizes),
+            "first": self.first_receiver(update, server),
+            "receivers": len(list(self.receivers(update))),
             "size": self.layout.size,
             "timeout_s": self.settings.timeout_s,
         }
@@ -69,7 +74,8 @@ class Sender(base.Sender):
         self._sent = 0
         try:
             if self._group is None:
-                members = group.wait_for_members(self._store, self._group_name, sum(self.settings.tp_sizes), loading)
+                receivers = len(list(self.receivers(update)))
+                members = group.wait_for_members(self._store, self._group_name, receivers, loading)
                 self._group = self._form(members)
             self._send(update, loading)
         except (RuntimeError, VerlServerError) as error:
@@ -114,8 +120,6 @@ class Sender(base.Sender):
 
 def spans(table: bytes) -> list[tuple[int, int]]:
     """Byte ranges of a table's tensors."""
-    from verl_server.types import TensorSpec
-
     rows = json.loads(table)
     return [(offset, offset + nbytes(TensorSpec(tuple(shape), dtype))) for _, offset, shape, dtype in rows]
 

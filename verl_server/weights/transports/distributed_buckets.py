@@ -46,8 +46,7 @@ class Sender(distributed.Sender):
         }
 
     def _form(self, members: group.Members) -> Any:
-        size = 1 + sum(self.settings.tp_sizes)
-        return group.form_on(device_kind(), self._store, self._group_name, 0, size, self.settings.host)
+        return group.form_on(device_kind(), self._store, self._group_name, 0, 1 + members.receivers, self.settings.host)
 
     def _leave(self) -> None:
         if self._group is not None:

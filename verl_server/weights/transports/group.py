@@ -207,6 +207,11 @@ class Members:
         self._hosts = list(dict.fromkeys(machines))
 
     @property
+    def receivers(self) -> int:
+        """All of them, on all machines."""
+        return len(self._machines)
+
+    @property
     def size(self) -> int:
         """Members of the group: the trainer and one leader for each machine."""
         return 1 + len(self._hosts)

@@ -14,7 +14,7 @@ from verl_server.types import TensorSpec
 from verl_server.weights.layout import MAX_TP_RANKS, TABLE_OFFSET
 from verl_server.weights.reports import Received, Report, Reports
 from verl_server.weights.transports import base
-from verl_server.weights.transports.base import Json, Settings, Update
+from verl_server.weights.transports.base import Json, Update
 from verl_server.weights.views import tensor_in
 
 if TYPE_CHECKING:
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 class Sender(base.Sender):
     name = "shared_memory"
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        if sum(settings.tp_sizes) > MAX_TP_RANKS:
-            raise UnsupportedError(f"{sum(settings.tp_sizes)} TP ranks are more than {MAX_TP_RANKS} for one arena")
+    def prepare(self, update: Update) -> None:
+        ranks = sum(member.tp_size for member in update.members)
+        if ranks > MAX_TP_RANKS:
+            raise UnsupportedError(f"{ranks} TP ranks are more than {MAX_TP_RANKS} for one arena")
 
     def wire(self, update: Update, server: int) -> Json:
         return {
             "paths": list(self.settings.paths) or [self.arena.path],
-            "ranks_per_node": self.settings.ranks_per_node or max(self.settings.tp_sizes),
+            "ranks_per_node": self.settings.ranks_per_node or MAX_TP_RANKS,
             "size": self.layout.size,
             "table_bytes": len(self.layout.table(update.names)),
             "sums_at": self.layout.sums_at,
             "slots": len(self.layout.slots),
-            "first": self.first_receiver(server),
+            "first": self.first_receiver(update, server),
         }
 
     def received(self, update: Update, receiver: int) -> Received | None:
         return self.arena.reports.read(receiver, update.id, len(update.names) if update.verify else 0)
 
-    def receivers(self) -> Iterator[tuple[int, int, str]]:
+    def receivers(self, update: Update) -> Iterator[tuple[int, int, str]]:
         """Those whose reports come into this arena: with several nodes, this node's."""
         here = self.settings.ranks_per_node
-        for receiver, rank, who in super().receivers():
+        for receiver, rank, who in super().receivers(update):
             if not here or rank // here == self.settings.node_rank:
                 yield receiver, rank, who
 

@@ -1,0 +1,292 @@
+"""A fleet of real servers: one sample once, whatever dies; updates that leave nobody behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    GREEDY,
+    PROMPTS,
+    assert_equals_reference,
+    change_weights,
+    greedy_with_logprobs,
+    no_new_shared_memory,
+    reference_model,
+    tree_of,
+    wait_until,
+)
+
+from verl_server import VerlEngine
+from verl_server.errors import BadInputError, DeadlineError, NotReadyError
+from verl_server.rollout.health import Recovery, ReplicaState
+from verl_server.rollout.manager import RolloutManager
+
+LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
+RECOVERY = Recovery(wedged_s=3.0)
+
+
+@pytest.fixture(scope="module")
+def events() -> list[Any]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def engine(one_rank: Any, tiny: Callable[..., Path], events: list[Any]) -> Iterator[Any]:
+    """Two replicas behind one engine, with weights that were pushed once."""
+    folder = str(tiny("qwen3"))
+    with no_new_shared_memory():
+        fleet = RolloutManager(
+            2, model_path=folder, dtype="float32", max_total_tokens=8192, recovery=RECOVERY, on_event=events.append
+        )
+        with VerlEngine(one_rank, fleet=fleet, model_path=folder, dtype="float32") as engine:
+            engine.update_weights_from_tensor(reference_model(folder).state_dict().items())
+            yield engine
+
+
+@pytest.fixture
+def fleet(engine: Any) -> Any:
+    """Both of its replicas at their work."""
+    fleet = engine._backend
+    wait_until(lambda: healthy(fleet) == 2, 60.0, f"not healthy: {states(fleet)}")
+    return fleet
+
+
+def states(fleet: RolloutManager) -> dict[str, str]:
+    return {one.name: one.state.value for one in fleet.replicas}
+
+
+def healthy(fleet: RolloutManager) -> int:
+    return sum(one.state is ReplicaState.HEALTHY for one in fleet.replicas)
+
+
+def pid_of(replica: Any) -> int:
+    return int(replica.adapter.asynchronous.process.pid)
+
+
+def scheduler_of(replica: Any) -> int:
+    (found,) = (pid for pid in tree_of(pid_of(replica)) if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return found
+
+
+def where_it_runs(fleet: RolloutManager) -> Any:
+    """The replica that works on requests."""
+    busy = [name for name, one in fleet._core.replicas.items() if one.tokens]
+    return next(one for one in fleet.replicas if one.name in busy)
+
+
+def tokens_there(fleet: RolloutManager) -> int:
+    return max((sum(one.tokens.values()) for one in fleet._core.replicas.values()), default=0)
+
+
+def test_the_fleet_is_one_engine(engine: Any, fleet: Any, tiny: Callable[..., Path]) -> None:
+    model = reference_model(tiny("qwen3"))
+    change_weights(model, seed=4)
+    assert engine.update_weights_from_tensor(model.state_dict().items()).missing == 0
+    assert_equals_reference(engine, model)
+    for one in fleet.replicas:
+        assert_equals_reference(one.adapter, model)
+
+
+@pytest.mark.parametrize("victim", ["server", "scheduler"])
+def test_a_sample_survives_its_replica(victim: str, engine: Any, fleet: Any, tiny: Callable[..., Path]) -> None:
+    """Killed in the middle: the caller gets the sample that an undisturbed replica makes, logprobs included."""
+    model = reference_model(tiny("qwen3"))
+    engine.update_weights_from_tensor(model.state_dict().items())
+    expected, logprobs = greedy_with_logprobs(model, PROMPTS[0], 400)
+    before = fleet._core.counters.continued
+
+    async def run() -> Any:
+        asking = asyncio.ensure_future(
+            fleet.router.generate(
+                request_id=f"precious {victim}", input_ids=PROMPTS[0], sampling_params=LONG, return_logprob=True
+            )
+        )
+        while tokens_there(fleet) < len(PROMPTS[0]) + 30:
+            await asyncio.sleep(0.005)
+            assert not asking.done()
+        lost = where_it_runs(fleet)
+        os.kill(pid_of(lost) if victim == "server" else scheduler_of(lost), signal.SIGKILL)
+        return await asking
+
+    reply = asyncio.run(run())
+    assert reply["output_ids"] == expected
+    meta = reply["meta_info"]
+    assert max(abs(entry[0] - own) for entry, own in zip(meta["output_token_logprobs"], logprobs, strict=True)) < 1e-4
+    assert (meta["attempts"], meta["completion_tokens"], meta["prompt_tokens"]) == (2, 400, len(PROMPTS[0]))
+    assert fleet._core.counters.continued == before + 1
+    version = engine._weights.version
+    assert meta["weight_versions"] == [{"version": str(version), "start": 0, "end": 400}]
+    # it comes back by itself, with the current weights, before any further update
+    wait_until(lambda: healthy(fleet) == 2, 60.0, f"not healthy: {states(fleet)}")
+    assert {one.version for one in fleet.replicas} == {version}
+    for one in fleet.replicas:
+        assert_equals_reference(one.adapter, model)
+
+
+def test_a_request_asked_twice_is_sampled_once(fleet: Any) -> None:
+    hot = {"temperature": 1.0, "max_new_tokens": 60, "ignore_eos": True}
+
+    async def ask(**more: Any) -> Any:
+        return await fleet.router.generate(request_id="twice", input_ids=[1, 2], sampling_params=hot, **more)
+
+    async def run() -> list[Any]:
+        both = list(await asyncio.gather(ask(), ask()))
+        return [*both, await ask()]
+
+    before = fleet._core.counters.requests
+    replies = asyncio.run(run())
+    assert len({tuple(reply["output_ids"]) for reply in replies}) == 1
+    assert fleet._core.counters.requests == before + 2, "the third call only got the result"
+    with pytest.raises(BadInputError, match="belongs to another request"):
+        asyncio.run(fleet.router.generate(request_id="twice", input_ids=[9], sampling_params=hot))
+
+
+def test_cancelling_and_deadlines_reach_the_engine(fleet: Any) -> None:
+    with pytest.raises(DeadlineError, match=r"not finished within 0\.3 s"):
+        asyncio.run(
+            fleet.router.generate(
+                input_ids=[1, 2], sampling_params={"max_new_tokens": 2000, "ignore_eos": True}, timeout_s=0.3
+            )
+        )
+    for one in fleet.replicas:
+        wait_until(lambda one=one: not _running(one), 5.0, "the request runs on")  # type: ignore[misc]
+
+
+def _running(replica: Any) -> int:
+    from verl_server.adapter import sglang as api
+
+    return int(api.requests_in(replica.adapter.get_loads()))
+
+
+def test_versions_are_kept(engine: Any, fleet: Any) -> None:
+    version = engine._weights.version
+    reply = asyncio.run(fleet.router.generate(input_ids=[3], sampling_params=GREEDY, weight_version=version))
+    assert reply["meta_info"]["weight_version"] == str(version)
+    for need in ({"weight_version": version + 1}, {"min_weight_version": version + 1}):
+        with pytest.raises(NotReadyError, match="no replica serves weight version"):
+            asyncio.run(fleet.router.generate(input_ids=[3], sampling_params=GREEDY, **need))
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"request_id": ""}, "request_id must be"),
+        ({"session_id": "x" * 10_000_000}, "session_id must be .* got 10000000 characters"),
+        ({"timeout_s": -1.0}, "the deadline has passed"),
+        ({"weight_version": "new"}, "whole number"),
+        ({"input_ids": [-1]}, "negative token id"),
+        ({"input_ids": [[1], [2]]}, "one prompt"),
+        ({"sampling_params": {"max_new_tokens": -3}}, "max_new_tokens"),
+    ],
+)
+def test_bad_requests(bad: dict[str, Any], words: str, fleet: Any) -> None:
+    with pytest.raises(BadInputError, match=words):
+        asyncio.run(fleet.router.generate(**{"input_ids": [1], "sampling_params": GREEDY, **bad}))
+
+
+def test_bad_fleets(tiny: Callable[..., Path], fleet: Any) -> None:
+    with pytest.raises(BadInputError, match="1 or more replicas"):
+        RolloutManager(0, model_path=str(tiny("qwen3")))
+    with pytest.raises(BadInputError, match="there is no replica 'nobody'"):
+        fleet.remove_replica("nobody")
+
+
+def test_a_wedged_scheduler_is_replaced(engine: Any, fleet: Any, events: list[Any]) -> None:
+    """It stands still with work: noticed within the configured time; its request is finished elsewhere."""
+    del events[:]
+
+    async def run() -> Any:
+        asking = asyncio.ensure_future(fleet.router.generate(input_ids=[5, 6], sampling_params=LONG))
+        while tokens_there(fleet) < 20:
+            await asyncio.sleep(0.005)
+        os.kill(scheduler_of(where_it_runs(fleet)), signal.SIGSTOP)
+        return await asking
+
+    started = time.monotonic()
+    reply = asyncio.run(run())
+    assert len(reply["output_ids"]) == 400
+    assert reply["meta_info"]["attempts"] == 2
+    assert time.monotonic() - started < RECOVERY.wedged_s + 10.0
+    seen = [event["after"] for event in events]
+    assert seen[:2] == ["suspect", "dead"]
+    assert "no progress" in events[1]["error"]
+    wait_until(lambda: healthy(fleet) == 2, 60.0, f"not healthy: {states(fleet)}")
+
+
+def test_a_paused_fleet_is_not_sick(fleet: Any, events: list[Any]) -> None:
+    del events[:]
+
+    async def run() -> Any:
+        asking = asyncio.ensure_future(fleet.router.generate(input_ids=[5, 6], sampling_params=LONG))
+        while tokens_there(fleet) < 20:
+            await asyncio.sleep(0.005)
+        for one in fleet.replicas:
+            await asyncio.to_thread(one.adapter.pause_generation, "retract")
+        await asyncio.sleep(RECOVERY.wedged_s + 2.0)
+        for one in fleet.replicas:
+            await asyncio.to_thread(one.adapter.continue_generation)
+        return await asking
+
+    reply = asyncio.run(run())
+    assert len(reply["output_ids"]) == 400
+    assert reply["meta_info"]["attempts"] == 1
+    assert not events
+
+
+def test_one_dies_during_an_update(engine: Any, fleet: Any, tiny: Callable[..., Path]) -> None:
+    """The others get the weights; the dead one catches up."""
+    model = reference_model(tiny("qwen3"))
+    change_weights(model, seed=9)
+    victim = fleet.replicas[0]
+    pid = pid_of(victim)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(model.state_dict().items()):
+            if number == 3:
+                threading.Timer(0.002, os.kill, (pid, signal.SIGKILL)).start()
+            yield item
+
+    assert engine.update_weights_from_tensor(tensors()).missing == 0
+    assert_equals_reference(engine, model)
+    wait_until(lambda: healthy(fleet) == 2 and pid_of(victim) != pid, 60.0, f"not healthy: {states(fleet)}")
+    for one in fleet.replicas:
+        assert_equals_reference(one.adapter, model)
+
+
+def test_replicas_come_and_go_under_load(engine: Any, fleet: Any) -> None:
+    stop = threading.Event()
+    done: list[Any] = []
+
+    async def ask() -> None:
+        while not stop.is_set():
+            sampling = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
+            done.append(await fleet.router.generate(input_ids=[1, 2, 3], sampling_params=sampling))
+
+    async def load() -> None:
+        await asyncio.gather(*(ask() for _ in range(8)))
+
+    thread = threading.Thread(target=lambda: asyncio.run(load()))
+    thread.start()
+    try:
+        first = fleet.replicas[0]
+        added = fleet.add_replica()
+        wait_until(lambda: healthy(fleet) == 3, 10.0, f"not healthy: {states(fleet)}")
+        wait_until(lambda: fleet._core.replicas[added].tokens, 10.0, "the new replica gets no requests")
+        fleet.remove_replica(first.name)
+        assert first.adapter is None
+        assert first.name not in states(fleet)
+    finally:
+        stop.set()
+        thread.join(30.0)
+    assert not thread.is_alive()
+    assert len({tuple(reply["output_ids"]) for reply in done}) == 1
+    assert all(reply["meta_info"]["attempts"] == 1 for reply in done)

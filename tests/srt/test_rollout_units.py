@@ -1,0 +1,193 @@
+"""Pure parts of the fleet: which replica, when is it sick, and a sample over several attempts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
+from verl_server.rollout.health import Observation, Recovery, ReplicaState, judged, restart_after
+from verl_server.rollout.sample import Sample, spans_of
+from verl_server.rollout.strategies import Limits, Load, Need, choose, require_place_in_queue, suitable
+
+LIMITS = Limits(requests=4, overload=1.5, slack=100)
+
+
+def event(tokens: list[int], version: str, finish: Any = None, **meta: Any) -> dict[str, Any]:
+    return {
+        "output_ids": tokens,
+        "meta_info": {
+            "weight_version": version,
+            "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
+            "completion_tokens": len(tokens),
+            "finish_reason": finish,
+            "output_token_logprobs": [[-float(token), token, None] for token in tokens],
+            **meta,
+        },
+    }
+
+
+STOP = {"type": "stop", "matched": 2}
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=40), st.lists(st.integers(1, 10), max_size=6))
+def test_a_sample_cut_anywhere_is_the_same_sample(tokens: list[int], cuts: list[int]) -> None:
+    """However often it is interrupted: the same tokens, logprobs and lengths, each token from its own weights."""
+    sample = Sample({"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 40, "min_new_tokens": 5}})
+    at = 0
+    for number, cut in enumerate(cuts):
+        body = sample.begin()
+        assert body["input_ids"] == [1, 2, 3, *tokens[:at]]
+        assert body["sampling_params"]["max_new_tokens"] == 40 - at
+        assert body["sampling_params"]["min_new_tokens"] == max(0, 5 - at)
+        stop = min(at + cut, len(tokens) - 1)
+        sample.arrived(event(tokens[at:stop], str(number), prompt_tokens=3 + at))
+        sample.interrupted()
+        at = stop
+    sample.begin()
+    sample.arrived(event(tokens[at:], "last", STOP, prompt_tokens=3 + at))
+    reply = sample.reply()
+    meta = reply["meta_info"]
+    assert reply["output_ids"] == tokens
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == tokens
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, len(tokens))
+    assert meta["finish_reason"] == STOP
+    assert meta["attempts"] == len(cuts) + 1
+    covered = [position for span in meta["weight_versions"] for position in range(span["start"], span["end"])]
+    assert covered == list(range(len(tokens)))
+
+
+def test_a_sample_that_has_all_its_tokens_is_done() -> None:
+    sample = Sample({"input_ids": [1], "sampling_params": {"max_new_tokens": 3}})
+    sample.begin()
+    sample.arrived(event([5, 6, 7], "1"))
+    sample.interrupted()
+    assert sample.is_full
+    assert sample.reply()["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+
+
+@pytest.mark.parametrize(
+    "params", [{"regex": "a+"}, {"json_schema": "{}"}, {"stop": ["x"]}, {"frequency_penalty": 0.5}, {"n": 2}]
+)
+def test_what_cannot_be_taken_up_begins_again(params: dict[str, Any]) -> None:
+    sample = Sample({"input_ids": [1], "sampling_params": params})
+    sample.begin()
+    sample.arrived(event([5, 6], "1"))
+    sample.interrupted()
+    assert sample.begin()["input_ids"] == [1]
+    assert sample.tokens == []
+
+
+def test_an_aborted_sample_is_partial() -> None:
+    sample = Sample({"input_ids": [1], "sampling_params": {"max_new_tokens": 9}})
+    sample.begin()
+    sample.arrived(event([5, 6], "1", {"type": "abort"}))
+    assert sample.is_partial
+    sample.interrupted()
+    assert sample.begin()["input_ids"] == [1, 5, 6]
+
+
+def test_spans_of_equal_weights_are_one() -> None:
+    parts = [event([1, 2], "3"), event([3], "3"), event([4], "4"), event([], "5")]
+    assert spans_of(parts) == [{"version": "3", "start": 0, "end": 3}, {"version": "4", "start": 3, "end": 4}]
+
+
+def test_one_prompt_only() -> None:
+    with pytest.raises(BadInputError, match="one prompt"):
+        Sample({"input_ids": [[1], [2]]})
+    with pytest.raises(BadInputError, match="one sampling_params"):
+        Sample({"input_ids": [1], "sampling_params": [{}]})
+
+
+LOADS = st.lists(
+    st.builds(
+        Load,
+        name=st.sampled_from(list("abcdef")),
+        tokens=st.integers(0, 5000),
+        requests=st.integers(0, 6),
+        version=st.integers(0, 3),
+        admitted=st.booleans(),
+        suspect=st.booleans(),
+    ),
+    max_size=6,
+    unique_by=lambda load: load.name,
+)
+
+
+@given(LOADS, st.none() | st.integers(0, 4), st.none() | st.integers(0, 4), st.none() | st.sampled_from("abcdef"))
+def test_a_request_goes_only_where_it_may(
+    loads: list[Load], exact: int | None, least: int | None, sticky: str | None
+) -> None:
+    need = Need(exact, least)
+    able = [load for load in loads if load.admitted and need.is_met_by(load.version)]
+    if not able:
+        with pytest.raises(NotReadyError):
+            choose(loads, need, sticky, LIMITS)
+        return
+    found = choose(loads, need, sticky, LIMITS)
+    assert suitable(loads, need) == able
+    healthy = [load for load in able if not load.suspect] or able
+    room = {load.name: load for load in healthy if load.requests < LIMITS.requests}
+    assert (found is None) == (not room)
+    if found is not None:
+        assert found in room
+        assert found == sticky or room[found].tokens == min(load.tokens for load in room.values())
+
+
+def test_a_session_stays_until_its_replica_has_far_more_than_its_share() -> None:
+    def at(tokens: int) -> str | None:
+        return choose([Load("a", tokens, 1, 0), Load("b", 0, 0, 0)], Need(), "a", LIMITS)
+
+    assert at(150) == "a", "moving costs a prefill"
+    assert at(5000) == "b"
+    full = [Load("a", 10, 4, 0), Load("b", 500, 1, 0)]
+    assert choose(full, Need(), "a", LIMITS) == "b"
+    assert choose([Load("a", 10, 4, 0)], Need(), None, LIMITS) is None
+
+
+@pytest.mark.parametrize("bad", [-1, "2", 1.5, True])
+def test_versions_are_whole_numbers(bad: Any) -> None:
+    with pytest.raises(BadInputError, match="weight_version must be a whole number"):
+        Need(weight_version=bad)
+
+
+def test_a_full_queue_pushes_back() -> None:
+    require_place_in_queue(9, 10)
+    with pytest.raises(ServerBusyError):
+        require_place_in_queue(10, 10)
+
+
+RECOVERY = Recovery(wedged_s=10.0, busy_s=100.0, backoff_s=1.0, max_backoff_s=5.0, max_restarts=4, window_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "state"),
+    [
+        (Observation(False, 0, 0.0, 0.0), ReplicaState.DEAD),
+        (Observation(True, 0, 0.0, 999.0), ReplicaState.HEALTHY),  # nothing to do
+        (Observation(True, 3, 999.0, 999.0, paused=True), ReplicaState.HEALTHY),
+        (Observation(True, 3, 30.0, 0.1), ReplicaState.HEALTHY),  # a long prefill
+        (Observation(True, 3, 6.0, 6.0), ReplicaState.SUSPECT),
+        (Observation(True, 3, 11.0, 11.0), ReplicaState.DEAD),
+        (Observation(True, 3, 11.0, 2.0), ReplicaState.HEALTHY),
+        (Observation(True, 3, 60.0, 0.0), ReplicaState.SUSPECT),
+        (Observation(True, 3, 100.0, 0.0), ReplicaState.DEAD),
+    ],
+)
+def test_sick_is_who_makes_no_progress(seen: Observation, state: ReplicaState) -> None:
+    assert judged(seen, RECOVERY) is state
+
+
+def test_restarts_back_off_and_end() -> None:
+    deaths: list[float] = []
+    waits = []
+    for now in range(6):
+        deaths.append(float(now))
+        waits.append(restart_after(deaths, float(now), RECOVERY))
+    assert waits == [0.0, 1.0, 2.0, 4.0, None, None]
+    assert restart_after(deaths, 1000.0, RECOVERY) == 0.0, "long ago is forgotten"
+    with pytest.raises(BadInputError, match="wedged_s"):
+        Recovery(wedged_s=0)

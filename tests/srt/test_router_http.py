@@ -1,0 +1,208 @@
+"""`verl-server router` in front of two servers: `/generate`, the OpenAI paths, lost replicas, bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import GREEDY, PROMPTS, all_at_once, wait_until
+
+from verl_server import HttpServerEngineAdapter
+
+KEY = "callers-key"
+ENDLESS = {"max_new_tokens": 2000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def servers(tiny: Callable[..., Path]) -> Iterator[list[Any]]:
+    folder = str(tiny("qwen3"))
+
+    def start() -> Any:
+        return HttpServerEngineAdapter(model_path=folder, dtype="float32", max_total_tokens=8192, api_key="replicas")
+
+    with all_at_once(start, start, start) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def url(servers: list[Any]) -> Iterator[str]:
+    """The router as a process of its own."""
+    command = [sys.executable, "-m", "verl_server.cli", "router", *(f"--replica={one.base_url}" for one in servers)]
+    env = {**os.environ, "VERL_SERVER_API_KEY": KEY, "VERL_SERVER_REPLICA_API_KEY": "replicas"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    ready = process.stdout.readline()
+    assert ready.startswith("Ready: http://127.0.0.1:"), ready + process.stderr.read()
+    try:
+        yield ready.split()[1]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def call(url: str, body: Any = None, key: str | None = KEY, **headers: str) -> tuple[int, Any]:
+    data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json", **headers})
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            raw, status = response.read(), response.status
+    except urllib.error.HTTPError as error:
+        raw, status = error.read(), error.code
+    try:
+        return status, json.loads(raw)
+    except ValueError:
+        return status, raw.decode()
+
+
+def test_generate_is_sglangs(url: str, servers: list[Any]) -> None:
+    expected = servers[0].generate(input_ids=PROMPTS[0], sampling_params=GREEDY, return_logprob=True)
+    status, reply = call(
+        f"{url}/generate", {"input_ids": PROMPTS[0], "sampling_params": GREEDY, "return_logprob": True}
+    )
+    assert status == 200
+    assert reply["output_ids"] == expected["output_ids"]
+    status, replies = call(f"{url}/generate", {"input_ids": PROMPTS, "sampling_params": GREEDY})
+    assert status == 200
+    assert replies[0]["output_ids"] == expected["output_ids"]
+    assert len(replies) == len(PROMPTS)
+
+
+def test_sessions_stay_together(url: str) -> None:
+    """Later turns find the earlier ones in the prefix cache of their replica."""
+    history = list(range(100, 160))
+    for turn in range(3):
+        status, reply = call(
+            f"{url}/generate", {"input_ids": history, "sampling_params": GREEDY, "session_id": "conversation"}
+        )
+        assert status == 200
+        if turn:
+            assert reply["meta_info"]["cached_tokens"] >= len(history) - 20
+        history += reply["output_ids"] + [7, 8, 9]
+
+
+def test_openai_paths_pass_through(url: str) -> None:
+    body = {"model": "any", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    status, reply = call(f"{url}/v1/chat/completions", body)
+    assert status == 200, reply
+    assert reply["choices"][0]["finish_reason"] in ("length", "stop")
+    status, text = call(f"{url}/v1/chat/completions", {**body, "stream": True})
+    assert status == 200
+    assert str(text).rstrip().endswith("data: [DONE]")
+
+
+def test_numbers(url: str) -> None:
+    status, text = call(f"{url}/metrics", key=None)
+    assert status == 200
+    assert "verl_router_finished_total" in text
+    assert 'verl_replica_admitted{replica="http://127.0.0.1:' in text
+    assert call(f"{url}/health", key=None)[0] == 200
+    assert {one["admitted"] for one in call(f"{url}/replicas")[1]} == {True}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"{", 400, "no JSON"),
+        (b"[]", 400, "must be an object"),
+        ({"input_ids": [], "sampling_params": {}}, 400, "empty"),
+        ({"input_ids": [10**9], "sampling_params": {}}, 400, "vocabulary"),
+        ({"input_ids": [1], "session_id": "x" * 10_000_000}, 400, "session_id"),
+        ({"input_ids": [1], "timeout_s": -1}, 400, "deadline has passed"),
+        ({"input_ids": [1], "timeout_s": "soon"}, 400, "timeout_s"),
+        ({"input_ids": [1], "weight_version": 77}, 503, "no replica serves weight version 77"),
+        ({"input_ids": [1], "sampling_params": ENDLESS, "timeout_s": 0.2}, 504, "0.2 s"),
+    ],
+)
+def test_bad_input(body: Any, status: int, words: str, url: str) -> None:
+    got, reply = call(f"{url}/generate", body)
+    assert (got, words in reply["error"]["message"]) == (status, True), reply
+    assert call(f"{url}/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})[0] == 200
+
+
+def test_the_key_is_asked_for(url: str) -> None:
+    for key in (None, "wrong", "replicas"):
+        assert call(f"{url}/generate", {"input_ids": [1]}, key=key)[0] == 401
+
+
+def test_a_router_without_replicas_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "verl_server.cli", "router"], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 2
+    assert "replica" in done.stderr
+
+
+def test_a_lost_replica_costs_nobody_a_sample(url: str, servers: list[Any]) -> None:
+    """Killed while 24 samples run: all come, equal to those of a server of one's own."""
+    sampling = {"temperature": 0.0, "max_new_tokens": 150, "ignore_eos": True}
+    prompts = [[1, 2, 3 + i] for i in range(24)]
+    expected = [one["output_ids"] for one in servers[0].generate(input_ids=prompts, sampling_params=sampling)]
+
+    def ask(prompt: list[int]) -> Any:
+        return call(f"{url}/generate", {"input_ids": prompt, "sampling_params": sampling})
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asking = [pool.submit(ask, prompt) for prompt in prompts]
+        name = servers[2].base_url
+        wait_until(
+            lambda: any(one["name"] == name and one["tokens"] > 60 for one in call(f"{url}/replicas")[1]),
+            20.0,
+            "no work",
+        )
+        os.kill(servers[2].asynchronous.process.pid, signal.SIGKILL)
+        replies = [one.result() for one in asking]
+    assert {status for status, _ in replies} == {200}
+    assert [reply["output_ids"] for _, reply in replies] == expected
+    assert max(reply["meta_info"]["attempts"] for _, reply in replies) == 2
+    gone = {one["name"]: one["admitted"] for one in call(f"{url}/replicas")[1]}
+    assert gone == {servers[0].base_url: True, servers[1].base_url: True, servers[2].base_url: False}
+
+
+def test_a_caller_that_comes_again_gets_its_sample(url: str) -> None:
+    """The connection breaks, the caller asks again with the same id: one sample, not two."""
+    body = {"input_ids": [4, 5], "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}, "rid": "again"}
+
+    async def leave_early() -> None:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        raw = json.dumps(body).encode()
+        head = [
+            "POST /generate HTTP/1.1",
+            f"Host: {host}",
+            f"Authorization: Bearer {KEY}",
+            f"Content-Length: {len(raw)}",
+        ]
+        writer.write("\r\n".join([*head, "", ""]).encode() + raw)
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.close()
+        del reader
+
+    def counter(name: str) -> float:
+        lines = call(f"{url}/metrics", key=None)[1].splitlines()
+        return float(next(line for line in lines if line.startswith(f"verl_router_{name}_total")).split()[1])
+
+    before = counter("requests"), counter("attached")
+    asyncio.run(leave_early())
+    time.sleep(0.1)
+    first = call(f"{url}/generate", body)
+    second = call(f"{url}/generate", body)
+    assert first == second
+    assert first[0] == 200
+    assert counter("attached") == before[1] + 2
+    assert counter("requests") <= before[0] + 2

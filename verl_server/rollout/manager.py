@@ -1,0 +1,448 @@
+"""`RolloutManager`: N replicas that behave as one engine, and stay so when their servers die.
+
+It is a `Backend` (engine/backend.py), so a `VerlEngine(fleet=manager)` pushes weights into all replicas in one
+update: what cannot take part is left behind and catches up from what is still staged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter.blocking import LoopThread
+from verl_server.adapter.launch import checked_server_args
+from verl_server.config import AdapterConfig, PauseMode
+from verl_server.engine.backend import CatchUp, load_over
+from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
+from verl_server.rollout.core import RouterConfig, RouterCore
+from verl_server.rollout.health import Recovery, ReplicaState, judged, restart_after
+from verl_server.rollout.replica import Replica
+from verl_server.rollout.router import RolloutRouter
+from verl_server.rollout.sample import one_by_one
+from verl_server.types import Member
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+Event = dict[str, Any]
+
+WATCH_S = 0.25
+SERVING = frozenset({ReplicaState.HEALTHY, ReplicaState.SUSPECT})
+
+
+class RolloutManager:
+    """A fleet of `replicas` servers with the same arguments (SGLang's, passed on verbatim).
+
+    Starts them in parallel and returns when all are ready. `on_event` is called with every change of a state, from
+    a thread of the manager's.
+    """
+
+    def __init__(
+        self,
+        replicas: int,
+        *,
+        config: AdapterConfig | None = None,
+        recovery: Recovery | None = None,
+        router: RouterConfig | None = None,
+        on_event: Callable[[Event], None] = lambda event: None,
+        **server_args: Any,
+    ) -> None:
+        if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+            raise BadInputError(f"a fleet has 1 or more replicas, got {replicas!r}")
+        self._server_args = {**checked_server_args(server_args), "port": None}
+        self._config, self._recovery = config or AdapterConfig(), recovery or Recovery()
+        self._on_event = on_event
+        self._numbers = itertools.count()
+        self._replicas: dict[str, Replica] = {}
+        self._lock = threading.RLock()
+        self._catching_up = threading.Lock()
+        """One replica catches up at a time."""
+        self._members: list[Replica] = []
+        self._version = int(str(server_args.get("weight_version", "0")))
+        self._catch_up: CatchUp | None = None
+        self._closed = threading.Event()
+        self._fatal: VerlServerError | None = None
+        self._asleep: frozenset[str] = frozenset()
+        self._pool = ThreadPoolExecutor(64, thread_name_prefix="verl-server-fleet")
+        self._loop = LoopThread()
+        self._core = self._loop.run(_made(lambda: RouterCore(router)))
+        self.router = RolloutRouter(self._core, self._loop)
+        try:
+            for started in [self._pool.submit(self._start_first, self._new()) for _ in range(replicas)]:
+                started.result()
+        except BaseException:
+            self.shutdown()
+            raise
+        threading.Thread(target=self._watch, name="verl-server-fleet-watch", daemon=True).start()
+
+    # -- replicas -----------------------------------------------------------------------------------
+
+    def _new(self) -> Replica:
+        with self._lock:
+            replica = Replica(f"verl_server_{next(self._numbers)}_0", self._server_args, self._config)
+            replica.version = self._version
+            self._replicas[replica.name] = replica
+        return replica
+
+    def _start_first(self, replica: Replica) -> None:
+        self._begin(replica, replica.start(), self._version)
+
+    def _begin(self, replica: Replica, adapter: HttpServerEngineAdapter, version: int) -> None:
+        """A server of the replica is ready, with the weights of its checkpoint."""
+        with self._lock:
+            if self._closed.is_set() or replica.name not in self._replicas:
+                adapter.shutdown()
+                raise ShutDownError("the fleet was shut down")
+            replica.adapter = adapter
+            current = self._version == version and self._catch_up is None
+            replica.version = version
+            self._turn(replica, ReplicaState.HEALTHY if current else ReplicaState.STALE)
+        process = adapter.asynchronous.process
+        assert process is not None
+        process.on_exit(lambda _: self._on_exit(replica, adapter))
+
+    def _turn(self, replica: Replica, state: ReplicaState, error: VerlServerError | None = None) -> None:
+        """Change a state, and tell the router and whoever listens. Under the lock."""
+        before, replica.state = replica.state, state
+        replica.error = error
+        event = {
+            "time": time.time(),
+            "replica": replica.name,
+            "before": before.value,
+            "after": state.value,
+            "version": replica.version,
+            "error": None if error is None else error.message,
+        }
+        logger.info("replica %s: %s -> %s%s", replica.name, before, state, f" ({error.message})" if error else "")
+        self._tell_router(replica)
+        self._on_event(event)
+
+    def _tell_router(self, replica: Replica) -> None:
+        adapter, state, version, name = replica.adapter, replica.state, replica.version, replica.name
+        gone = state in (ReplicaState.REMOVED, ReplicaState.FAILED)
+        admitted = state in SERVING
+
+        async def tell() -> None:
+            known = self._core.replicas.get(name)
+            if gone:
+                self._core.drop(name)
+            elif known is None or (adapter is not None and known.engine is not adapter.asynchronous):
+                if adapter is not None:
+                    self._core.put(name, adapter.asynchronous, version, admitted=admitted)
+            else:
+                suspect = state is ReplicaState.SUSPECT
+                expected = state is not ReplicaState.DRAINING
+                self._core.update(name, version=version, admitted=admitted, suspect=suspect, expected=expected)
+
+        with contextlib.suppress(ShutDownError):
+            self._loop.run(tell())
+
+    def _on_exit(self, replica: Replica, adapter: HttpServerEngineAdapter) -> None:
+        if replica.adapter is adapter and not self._closed.is_set():
+            self._dead(replica, adapter, replica.died("has lost its server"))
+
+    def _dead(self, replica: Replica, adapter: HttpServerEngineAdapter | None, error: VerlServerError) -> None:
+        """Reap a replica's server and start it again."""
+        with self._lock:
+            if replica.adapter is not adapter or replica.state in (ReplicaState.DEAD, ReplicaState.RESTARTING):
+                return
+            replica.deaths.append(time.monotonic())
+            self._turn(replica, ReplicaState.DEAD, error)
+        self._pool.submit(self._restart, replica)
+
+    def _restart(self, replica: Replica) -> None:
+        error = replica.error
+        while not self._closed.is_set():
+            replica.end()
+            wait_s = restart_after(replica.deaths, time.monotonic(), self._recovery)
+            with self._lock:
+                if replica.name not in self._replicas:
+                    return
+                if wait_s is None:
+                    words = "" if error is None else f" The last time: {error.message}"
+                    tail = None if error is None else error.details.get("log_tail")
+                    failed = ServerDiedError(
+                        f"replica {replica.name} was given up: it died {len(replica.deaths)} times.{words}",
+                        log_tail=tail,
+                    )
+                    self._turn(replica, ReplicaState.FAILED, failed)
+                    return
+                self._turn(replica, ReplicaState.RESTARTING, error)
+            if self._closed.wait(wait_s):
+                return
+            try:
+                self._begin(replica, replica.start(), _first(self._server_args))
+            except ShutDownError:
+                return
+            except VerlServerError as failure:
+                error = failure
+                replica.deaths.append(time.monotonic())
+                continue
+            self._bring_up_to_date(replica)
+            return
+
+    def _bring_up_to_date(self, replica: Replica) -> None:
+        """Load what is published into a replica that has just started; else the next update takes it along."""
+        with self._catching_up:
+            with self._lock:
+                catch_up, version = self._catch_up, self._version
+                stale = replica.state is ReplicaState.STALE and replica.adapter is not None
+                if catch_up is None or not stale or self._asleep:
+                    return
+                one = OneReplica(replica)
+            try:
+                catch_up(one)
+            except VerlServerError as error:
+                logger.info("replica %s waits for the next update: %s", replica.name, error.message)
+                return
+            with self._lock:
+                if replica.state is ReplicaState.STALE and self._version == version:
+                    replica.version = version
+                    self._turn(replica, ReplicaState.HEALTHY)
+
+    def _watch(self) -> None:
+        """Look at every replica again and again."""
+        while not self._closed.wait(WATCH_S):
+            for replica in self.replicas:
+                try:
+                    self._look_at(replica)
+                except Exception:  # a replica that cannot be looked at must not end the watch of the others
+                    logger.exception("watching replica %s", replica.name)
+
+    def _look_at(self, replica: Replica) -> None:
+        adapter = replica.adapter
+        if adapter is None or replica.state not in SERVING | {ReplicaState.STALE}:
+            return
+        if replica.state is ReplicaState.STALE:
+            self._bring_up_to_date(replica)
+            return
+        known = self._core.replicas.get(replica.name)
+        requests, progress_at = (0, 0.0) if known is None else (len(known.tokens), known.progress_at)
+        state = judged(replica.observe(requests, progress_at), self._recovery)
+        if state in SERVING and known is not None and not known.load.admitted:
+            self._tell_router(replica)  # which lost a connection to it
+        if state is ReplicaState.DEAD:
+            self._dead(replica, adapter, replica.died("made no progress: it is wedged"))
+        elif state is not replica.state:
+            with self._lock:
+                if replica.state in SERVING:
+                    self._turn(replica, state)
+
+    @property
+    def replicas(self) -> list[Replica]:
+        with self._lock:
+            return list(self._replicas.values())
+
+    def add_replica(self) -> str:
+        """Start one more; returns its name when it serves (or waits for the next update)."""
+        replica = self._new()
+        try:
+            self._begin(replica, replica.start(), _first(self._server_args))
+        except BaseException:
+            with self._lock:
+                self._replicas.pop(replica.name, None)
+            raise
+        self._bring_up_to_date(replica)
+        return replica.name
+
+    def remove_replica(self, name: str, drain_s: float = 60.0) -> None:
+        """Give it no more requests, let it finish for up to `drain_s` seconds, and end it; the rest goes elsewhere."""
+        with self._lock:
+            replica = self._replicas.get(name)
+            if replica is None:
+                raise BadInputError(f"there is no replica {name!r}; there are {sorted(self._replicas)}")
+            if len(self._replicas) == 1:
+                raise BadInputError(f"{name} is the last replica of this fleet: shut the fleet down instead")
+            self._turn(replica, ReplicaState.DRAINING)
+        deadline = time.monotonic() + drain_s
+        while time.monotonic() < deadline and (known := self._core.replicas.get(name)) is not None and known.tokens:
+            time.sleep(0.02)
+        with self._lock:
+            self._replicas.pop(name, None)
+            self._turn(replica, ReplicaState.REMOVED)
+        replica.stop()
+
+    # -- a backend of VerlEngine --------------------------------------------------------------------
+
+    nearest_transport, trainer_host = "shared_memory", "127.0.0.1"
+
+    @property
+    def adapter(self) -> HttpServerEngineAdapter:
+        """Of a replica that serves."""
+        return self._one()
+
+    def _serving(self) -> list[Replica]:
+        with self._lock:
+            up = SERVING | {ReplicaState.STALE}
+            return [one for one in self._replicas.values() if one.adapter is not None and one.state in up]
+
+    def _one(self) -> HttpServerEngineAdapter:
+        for one in self._serving():
+            if one.adapter is not None:
+                return one.adapter
+        raise self._fatal or ServerDiedError("no replica of the fleet is up")
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """The replicas that the next attempt at an update goes to."""
+        self._members = self._serving()
+        if not self._members:
+            raise ServerDiedError("no replica of the fleet is up")
+        return [Member(f"{one.name}/{len(one.deaths)}", one.tp_size) for one in self._members]
+
+    def _each(self, call: Callable[[HttpServerEngineAdapter], Any]) -> None:
+        """On all members at once; a failure is raised when all are done. Who has died needs no call."""
+        adapters = [one.adapter for one in self._members]
+        calls = [self._pool.submit(call, adapter) for adapter in adapters if adapter is not None]
+        errors = [error for done in calls if (error := done.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, (ServerDiedError, ShutDownError)):
+                raise error
+
+    def _every(self, call: Callable[[HttpServerEngineAdapter], Any]) -> None:
+        """`_each` outside of an update."""
+        assert self.members, "members are taken anew"
+        self._each(call)
+
+    def hold(self, mode: PauseMode) -> None:
+        self._each(lambda adapter: adapter.asynchronous.asleep or adapter.pause_generation(mode))
+
+    def go_on(self) -> None:
+        self._each(lambda adapter: adapter.asynchronous.asleep or adapter.continue_generation())
+
+    def begin_weight_update(self) -> None:
+        self._each(lambda adapter: (adapter.pause_generation(PauseMode.RETRACT), adapter.begin_weight_update()))
+
+    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
+        """Raises as soon as one server fails: a transport may have to tell the others. Who died is left out next."""
+        loads = []
+        for one, wire in zip(self._members, wires, strict=True):
+            adapter = one.adapter
+            if adapter is None:
+                raise VerlServerError(f"replica {one.name} has lost its server")
+            loads.append(self._pool.submit(load_over, adapter, one.tp_size, wire, weight_version, flush_cache))
+        for load in as_completed(loads):
+            error = load.exception()
+            if isinstance(error, (ServerDiedError, ShutDownError)):
+                raise VerlServerError(error.message, **error.details)  # not the death of the fleet
+            if error is not None:
+                raise error
+
+    def end_weight_update(self) -> None:
+        self._each(lambda adapter: adapter.end_weight_update())
+
+    def published(self, version: int, catch_up: CatchUp | None) -> None:
+        """All members have verified that version, and nothing goes on yet. `catch_up` brings others to it."""
+        with self._lock:
+            self._version, self._catch_up = version, catch_up
+            for replica in self._replicas.values():
+                if replica in self._members and replica.state in SERVING | {ReplicaState.STALE}:
+                    replica.version = version
+                    if replica.state is ReplicaState.HEALTHY:
+                        self._tell_router(replica)
+                    else:
+                        self._turn(replica, ReplicaState.HEALTHY)
+                elif replica.state in SERVING:
+                    self._turn(replica, ReplicaState.STALE)
+
+    def generate(self, **request: Any) -> Any:
+        bodies = one_by_one(request)
+        if bodies is None:
+            return self._loop.run(self._core.generate(request))
+        return self._loop.run(_all(self._core, bodies))
+
+    async def async_generate(self, **request: Any) -> Any:
+        return await asyncio.to_thread(self.generate, **request)
+
+    def generate_stream(self, **request: Any) -> Iterator[Json]:
+        return self._one().generate_stream(**request)
+
+    def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]:
+        return self._one().asynchronous.generate_stream(**request)
+
+    def flush_cache(self) -> None:
+        self._every(lambda adapter: adapter.flush_cache())
+
+    def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
+        self._every(lambda adapter: adapter.load_lora_adapter_from_tensors(name, tensors, config))
+
+    def unload_lora(self, name: str) -> None:
+        self._every(lambda adapter: adapter.unload_lora_adapter(name))
+
+    def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
+        self._every(lambda adapter: adapter.release_memory_occupation(tags))
+        self._asleep = self._one().asynchronous.asleep
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None) -> None:
+        self._every(lambda adapter: adapter.resume_memory_occupation(tags))
+        self._asleep = self._one().asynchronous.asleep
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        return self._asleep
+
+    def fail(self, error: VerlServerError) -> None:
+        self._fatal = self._fatal or error
+        for one in self.replicas:
+            if one.adapter is not None:
+                one.adapter.asynchronous.fail(error)
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End all servers. Safe to call twice."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with contextlib.suppress(ShutDownError):
+            self._loop.run(self._core.close())
+        ended = [self._pool.submit(one.stop) for one in self.replicas]
+        for one in ended:
+            one.result()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._loop.close()
+
+
+class OneReplica:
+    """The servers of one replica as a backend of their own, for catching up."""
+
+    def __init__(self, replica: Replica) -> None:
+        assert replica.adapter is not None
+        self._adapter = replica.adapter
+        self.members = [Member(replica.name, replica.tp_size)]
+
+    def hold(self, mode: PauseMode) -> None:
+        self._adapter.pause_generation(mode)
+
+    def go_on(self) -> None:
+        self._adapter.continue_generation()
+
+    def begin_weight_update(self) -> None:
+        self._adapter.begin_weight_update()
+
+    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
+        (wire,) = wires
+        load_over(self._adapter, self.members[0].tp_size, wire, weight_version, flush_cache)
+
+    def end_weight_update(self) -> None:
+        self._adapter.end_weight_update()
+
+
+async def _made(make: Callable[[], RouterCore]) -> RouterCore:
+    return make()
+
+
+async def _all(core: RouterCore, bodies: Sequence[Json]) -> list[Json]:
+    return list(await asyncio.gather(*(core.generate(body) for body in bodies)))
+
+
+def _first(server_args: Mapping[str, Any]) -> int:
+    return int(str(server_args.get("weight_version", "0")))

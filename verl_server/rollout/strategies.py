@@ -1,0 +1,105 @@
+"""Which replica takes a request. Pure: what the router knows in, a name out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the router knows of one replica."""
+
+    name: str
+    tokens: int
+    """Of the requests that it works on: prompts, and what has arrived."""
+    requests: int
+    version: int
+    """Of the weights that it serves."""
+    admitted: bool = True
+    """It may be given requests."""
+    suspect: bool = False
+    """It has been quiet for long: only taken when there is no other."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a request asks of its replica."""
+
+    weight_version: int | None = None
+    """Exactly these weights."""
+    min_weight_version: int | None = None
+    """These or later ones."""
+
+    def __post_init__(self) -> None:
+        for name in ("weight_version", "min_weight_version"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise BadInputError(f"{name} must be a whole number, 0 or more, got {value!r}")
+
+    def is_met_by(self, version: int) -> bool:
+        return (self.weight_version is None or version == self.weight_version) and (
+            self.min_weight_version is None or version >= self.min_weight_version
+        )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far a router fills its replicas."""
+
+    requests: int = 256
+    """On one replica at a time."""
+    overload: float = 1.5
+    """A session leaves its replica when that has more than this many times the mean of tokens in flight."""
+    slack: int = 2048
+    """But not for less than this many tokens above the mean: moving costs a prefill."""
+
+
+def suitable(loads: Sequence[Load], need: Need) -> list[Load]:
+    """The replicas that could take a request, now or once they have room.
+
+    Raises NotReadyError (retryable) when none serves such weights, or none serves at all.
+    """
+    serving = [load for load in loads if load.admitted]
+    found = [load for load in serving if need.is_met_by(load.version)]
+    if found:
+        return found
+    if not serving:
+        raise NotReadyError("no replica serves at the moment")
+    raise NotReadyError(
+        f"no replica serves {_words(need)}; versions served: {sorted({load.version for load in serving})}"
+    )
+
+
+def _words(need: Need) -> str:
+    if need.weight_version is not None:
+        return f"weight version {need.weight_version}"
+    return f"weight version {need.min_weight_version} or later"
+
+
+def choose(loads: Sequence[Load], need: Need, sticky: str | None, limits: Limits) -> str | None:
+    """The replica for a request; None when all that are suitable are full.
+
+    `sticky`: where the session's earlier turns ran. It stays there, for the sake of the prefix cache, unless that
+    replica has far more than its share. Otherwise the one with the least tokens in flight.
+    """
+    candidates = suitable(loads, need)
+    healthy = [load for load in candidates if not load.suspect] or candidates
+    room = [load for load in healthy if load.requests < limits.requests]
+    if not room:
+        return None
+    best = min(room, key=lambda load: (load.tokens, load.requests, load.name))
+    here = next((load for load in room if load.name == sticky), None)
+    if here is None:
+        return best.name
+    mean = sum(load.tokens for load in healthy) / len(healthy)
+    overloaded = here.tokens > limits.overload * mean and here.tokens > mean + limits.slack
+    return best.name if overloaded else here.name
+
+
+def require_place_in_queue(waiting: int, limit: int) -> None:
+    """Raises ServerBusyError (retryable) instead of letting a queue grow until its requests are late."""
+    if waiting >= limit:
+        raise ServerBusyError(f"{waiting} requests wait for a replica already; try again later", waiting=waiting)
