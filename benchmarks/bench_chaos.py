@@ -57,6 +57,8 @@ class Found:
     answers: list[Json] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     wrong: int = 0
+    misfits: list[Json] = field(default_factory=list)
+    """Tokens that are not the likeliest under the weights of their span."""
     doubled: int = 0
     orphans: int = 0
     files: list[str] = field(default_factory=list)
@@ -204,6 +206,10 @@ def _check(found: Found, folder: Path, sets: list[dict[str, torch.Tensor]]) -> N
                     row = logits[len(one["prompt"]) + at - 1]
                     if float(row.max() - row[one["output"][at]]) > 1e-4:  # equal up to rounding
                         wrong.add(one["number"])
+                        found.misfits.append({
+                            "sample": one["number"], "at": at, "spans": one["spans"], "attempts": one["attempts"],
+                            "gap": float(row.max() - row[one["output"][at]]),
+                        })  # fmt: skip
     found.wrong = len(wrong)
 
 
@@ -230,8 +236,8 @@ def report(options: Options, machine: Json, found: Found, settings: Json) -> Non
         ["back at work, s (median, most)", f"{back.median:.1f}, {max(back_s(found)):.1f}"],
         ["counters", found.counters],
     ]  # fmt: skip
-    show_table("Chaos", ["what", "count"], rows)
-    for words in found.errors[:10]:
+    show_table("Chaos", ["what", "count"], [[words, str(value)] for words, value in rows])
+    for words in [*found.errors[:10], *map(str, found.misfits[:10])]:
         CONSOLE.print(words, style="red")
     targets = [
         Target("kills", len(found.kills), settings["kills"], True),

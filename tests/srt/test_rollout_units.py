@@ -21,7 +21,7 @@ def event(tokens: list[int], version: str, finish: Any = None, **meta: Any) -> d
         "output_ids": tokens,
         "meta_info": {
             "weight_version": version,
-            "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
+            **({"weight_versions": [{"version": version, "start": 0, "end": len(tokens)}]} if finish else {}),
             "completion_tokens": len(tokens),
             "finish_reason": finish,
             "output_token_logprobs": [[-float(token), token, None] for token in tokens],
@@ -44,7 +44,8 @@ def test_a_sample_cut_anywhere_is_the_same_sample(tokens: list[int], cuts: list[
         assert body["sampling_params"]["max_new_tokens"] == 40 - at
         assert body["sampling_params"]["min_new_tokens"] == max(0, 5 - at)
         stop = min(at + cut, len(tokens) - 1)
-        sample.arrived(event(tokens[at:stop], str(number), prompt_tokens=3 + at))
+        for until in range(at + 1, stop + 1):
+            sample.arrived(event(tokens[at:until], str(number), prompt_tokens=3 + at))
         sample.interrupted()
         at = stop
     sample.begin()
@@ -58,6 +59,24 @@ def test_a_sample_cut_anywhere_is_the_same_sample(tokens: list[int], cuts: list[
     assert meta["attempts"] == len(cuts) + 1
     covered = [position for span in meta["weight_versions"] for position in range(span["start"], span["end"])]
     assert covered == list(range(len(tokens)))
+
+
+def test_tokens_of_uncertain_weights_are_made_again() -> None:
+    """New weights came while it ran, and its server was lost after that: what came between two words may be of both."""
+    sample = Sample({"input_ids": [1], "sampling_params": {"max_new_tokens": 9}})
+    sample.begin()
+    for count, version in ((1, "4"), (3, "4"), (6, "5"), (7, "5")):
+        sample.arrived(event(list(range(count)), version))
+    sample.interrupted()
+    assert sample.begin()["input_ids"] == [1, 0, 1, 2]
+    sample.arrived(event([3, 4], "5", STOP))
+    reply = sample.reply()
+    assert reply["output_ids"] == [0, 1, 2, 3, 4]
+    assert len(reply["meta_info"]["output_token_logprobs"]) == 5
+    assert reply["meta_info"]["weight_versions"] == [
+        {"version": "4", "start": 0, "end": 3},
+        {"version": "5", "start": 3, "end": 5},
+    ]
 
 
 def test_a_sample_that_has_all_its_tokens_is_done() -> None:

@@ -101,7 +101,10 @@ def catch_up(backend: Updatable, sender: Sender, order: Order, sums: Mapping[str
     update = Update(uuid.uuid4().hex, names, True, backend.members)
     with _prepared(sender, update):
         backend.hold(order.pause_mode)
-        _take(backend, sender, update, order, [sums[name] for name in names])
+        expected = [sums[name] for name in names]
+        _take(backend, sender, update, order, expected)
+        if checksums(sender.arena, update) != expected:  # a rank stages the next update, perhaps just behind the reader
+            raise VerlServerError("what is staged has changed while a server caught up")
         backend.go_on()
 
 

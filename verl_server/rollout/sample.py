@@ -7,7 +7,7 @@ such a sample begins again, and as nothing of it was handed out it is still one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_server.errors import BadInputError
@@ -42,6 +42,8 @@ class Sample:
         self._parts: list[Json] = []
         """The last event of each attempt that brought tokens."""
         self._event: Json | None = None
+        self._labels: list[tuple[int, Any]] = []
+        """Of each event of the running attempt: how many tokens it had, and the weight version of its server then."""
         self.attempts = 0
 
     @property
@@ -76,11 +78,16 @@ class Sample:
     def arrived(self, event: Json) -> None:
         """The reply of the running attempt as it stands now."""
         self._event = event
+        self._labels.append((len(event["output_ids"]), event["meta_info"].get("weight_version")))
 
     def interrupted(self) -> None:
-        """The running attempt will not go on."""
-        event, self._event = self._event, None
-        if event is not None and event["output_ids"] and self.can_continue:
+        """The running attempt will not go on. What it has brought is kept, as far as its weights are certain."""
+        (event, self._event), (labels, self._labels) = (self._event, None), (self._labels, [])
+        if event is None or not self.can_continue:
+            return
+        if not event["meta_info"].get("weight_versions"):  # SGLang tells the spans with the last event only
+            event = _cut(event, *_certain(labels))
+        if event["output_ids"]:
             self._parts.append(event)
 
     @property
@@ -122,9 +129,37 @@ class Sample:
         if self.is_full:
             meta["finish_reason"] = {"type": "length", "length": self._wanted}
         whole = {**last, "output_ids": self.tokens, "meta_info": meta}
-        if "text" in last:
-            whole["text"] = "".join(part.get("text", "") for part in parts)
+        whole.pop("text", None)
+        if all("text" in part for part in parts):
+            whole["text"] = "".join(part["text"] for part in parts)
         return whole
+
+
+def _certain(labels: Sequence[tuple[int, Any]]) -> tuple[int, Any]:
+    """How many tokens were certainly made with the first label's weights, and that label.
+
+    What comes between two events with different labels may have been made before or after the update.
+    """
+    version = labels[0][1]
+    count = 0
+    for tokens, label in labels:
+        if label != version:
+            break
+        count = tokens
+    return count, version
+
+
+def _cut(event: Json, count: int, version: Any) -> Json:
+    """The event with its first `count` tokens, all of that version."""
+    meta = dict(event["meta_info"], completion_tokens=count)
+    meta["weight_versions"] = [{"version": version, "start": 0, "end": count}] if count else []
+    for name in _PER_TOKEN:
+        if meta.get(name):
+            meta[name] = meta[name][:count]
+    cut = {**event, "output_ids": event["output_ids"][:count], "meta_info": meta}
+    if count < len(event["output_ids"]):
+        cut.pop("text", None)  # nobody knows which of it these tokens are
+    return cut
 
 
 def spans_of(parts: list[Json]) -> list[Json]:
