@@ -14,8 +14,8 @@ from common import CONSOLE, Summary, shown
 
 #: Okabe and Ito's colours: told apart with any kind of colour blindness.
 COLOURS = (
-    "#7f7f7f", "#b8b8b8", "#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#332288", "#882255", "#ddcc77",
-    "#117733",
+    "#7f7f7f", "#b8b8b8", "#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#332288", "#882255",
+    "#ddcc77", "#117733",
 )  # fmt: skip
 
 

@@ -28,12 +28,13 @@ from verl_server.cli_arguments import (
     parse_server_args,
     take_key,
 )
-from verl_server.errors import BadInputError, VerlServerError
+from verl_server.errors import BadInputError, ServerError, VerlServerError
 
 if TYPE_CHECKING:
     from verl_server.adapter import HttpServerEngineAdapter
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
+STATUS_S = 10.0
 
 app = typer.Typer(
     name="verl-server",
@@ -131,6 +132,39 @@ def router(
         serve([RemoteServer(url, api_key=theirs) for url in replica], host, port, key, ready)
     except OSError as error:
         raise BadInputError(f"cannot listen on {host}:{port}: {error}") from error
+
+
+@app.command()
+def status(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Of a router.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show the replicas behind a router. Its key comes from VERL_SERVER_API_KEY."""
+    import json
+
+    import requests
+    from rich.table import Table
+
+    try:
+        answer = requests.get(
+            f"{url.rstrip('/')}/replicas",
+            headers={"Authorization": f"Bearer {os.environ.get(API_KEY, '')}"},
+            timeout=STATUS_S,
+        )
+    except (requests.RequestException, ValueError) as error:
+        raise ServerError(f"the router at {url} does not answer: {error}") from error
+    if answer.status_code != 200:
+        raise ServerError(f"the router at {url} answered {answer.status_code}: {answer.text[:200]}")
+    rows = answer.json()
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table("replica", "serves", "weight version", "requests", "tokens in flight")
+    for row in rows:
+        serves = "suspect" if row["suspect"] else "yes" if row["admitted"] else "no"
+        table.add_row(row["name"], serves, *(str(row[key]) for key in ("weight_version", "requests", "tokens")))
+    Console(highlight=False).print(table)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -12,8 +13,9 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def test_the_example_runs(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    code, elsewhere = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    compile(elsewhere, "README.md", "exec")
+    code, *others = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    for other in others:
+        compile(other, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     script = tmp_path / "example.py"
     script.write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

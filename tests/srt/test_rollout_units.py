@@ -89,7 +89,7 @@ def test_a_sample_that_has_all_its_tokens_is_done() -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [{"regex": "a+"}, {"json_schema": "{}"}, {"stop": ["x"]}, {"frequency_penalty": 0.5}, {"n": 2}]
+    "params", [{"regex": "a+"}, {"json_schema": "{}"}, {"stop": ["x"]}, {"frequency_penalty": 0.5}]
 )
 def test_what_cannot_be_taken_up_begins_again(params: dict[str, Any]) -> None:
     sample = Sample({"input_ids": [1], "sampling_params": params})
@@ -117,6 +117,8 @@ def test_spans_of_equal_weights_are_one() -> None:
 def test_one_prompt_only() -> None:
     with pytest.raises(BadInputError, match="one prompt"):
         Sample({"input_ids": [[1], [2]]})
+    with pytest.raises(BadInputError, match="n=1"):
+        Sample({"input_ids": [1], "sampling_params": {"n": 2}})
     with pytest.raises(BadInputError, match="one sampling_params"):
         Sample({"input_ids": [1], "sampling_params": [{}]})
 

@@ -134,6 +134,22 @@ def test_bad_input(body: Any, status: int, words: str, url: str) -> None:
     assert call(f"{url}/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})[0] == 200
 
 
+def test_status_shows_the_replicas(url: str, servers: list[Any]) -> None:
+    def status(*arguments: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "verl_server.cli", "status", *arguments]
+        env = {**os.environ, "VERL_SERVER_API_KEY": key, "COLUMNS": "160"}
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=env)
+
+    shown = status(url)
+    assert shown.returncode == 0, shown.stderr
+    assert all(one.base_url in shown.stdout for one in servers)
+    assert [row["admitted"] for row in json.loads(status(url, "--json").stdout)] == [True] * len(servers)
+    wrong = status(url, key="wrong")
+    assert (wrong.returncode, "answered 401" in wrong.stderr) == (1, True)
+    nobody = status("http://127.0.0.1:1")
+    assert (nobody.returncode, "does not answer" in nobody.stderr) == (1, True)
+
+
 def test_the_key_is_asked_for(url: str) -> None:
     for key in (None, "wrong", "replicas"):
         assert call(f"{url}/generate", {"input_ids": [1]}, key=key)[0] == 401

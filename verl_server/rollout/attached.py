@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.config import AdapterConfig, RemoteServer, Timeouts
-from verl_server.errors import BadInputError, VerlServerError
+from verl_server.errors import BadInputError
 from verl_server.rollout.core import RouterConfig, RouterCore
 
 logger = logging.getLogger(__name__)
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 PROBE_S = 0.5
 #: A probe is answered by the server's HTTP loop, which is never busy for so long.
 PROBE_LIMIT_S = 5.0
+#: So long requests wait for a server that has gone, when there is no other; then they are refused.
+EXPECTED_S = 60.0
 
 
 class AttachedFleet:
@@ -38,6 +41,8 @@ class AttachedFleet:
         if len(self._adapters) != len(servers):
             raise BadInputError("a replica is named twice")
         self._probes: list[asyncio.Task[None]] = []
+        self._answered: dict[str, float] = {}
+        """When each answered last (`time.monotonic`)."""
 
     async def start(self) -> None:
         """Ask all once, then keep asking."""
@@ -56,11 +61,14 @@ class AttachedFleet:
         try:
             info = await self._adapters[name].get_model_info()
             version = str(info.get("weight_version", "0"))
-            self.core.update(name, admitted=True, version=int(version) if version.isdecimal() else 0)
-        except VerlServerError as error:
+            served = int(version) if version.isdecimal() else 0
+            self.core.update(name, admitted=True, expected=True, version=served)
+            self._answered[name] = time.monotonic()
+        except Exception as error:  # noqa: BLE001 - whatever answers there, it is no server that can be used
             if known.load.admitted:
-                logger.warning("replica %s does not answer: %s", name, error.message)
-            self.core.update(name, admitted=False)
+                logger.warning("replica %s does not answer: %s", name, error)
+            silent_s = time.monotonic() - self._answered.get(name, 0.0)
+            self.core.update(name, admitted=False, expected=silent_s < EXPECTED_S)
 
     async def close(self) -> None:
         for probe in self._probes:

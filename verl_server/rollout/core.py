@@ -12,9 +12,9 @@ import functools
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from verl_server.errors import (
     BadInputError,
@@ -29,6 +29,7 @@ from verl_server.rollout.sample import Sample
 from verl_server.rollout.strategies import Limits, Load, Need, choose, require_place_in_queue
 
 Json = dict[str, Any]
+R = TypeVar("R")
 
 RETRY_S = 0.05
 MAX_ID = 512
@@ -153,10 +154,19 @@ class RouterCore:
         self.replicas.pop(name, None)
         self._place_waiting()
 
+    def lost(self, replica: Replica) -> None:
+        """The connection to it broke: it gets nothing until somebody says that it is back."""
+        replica.load = replace(replica.load, admitted=False)
+
     def replica(self, name: str) -> Replica:
         if name not in self.replicas:
             raise BadInputError(f"there is no replica {name!r}; there are {sorted(self.replicas)}")
         return self.replicas[name]
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was shut down."""
+        return self._closed
 
     @property
     def waiting(self) -> int:
@@ -193,6 +203,10 @@ class RouterCore:
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(running.task)
+        except asyncio.CancelledError:
+            if self.closed and running.task.cancelled():
+                raise ShutDownError("the router was shut down") from None
+            raise
         except TimeoutError as error:
             if isinstance(error, VerlServerError):
                 raise
@@ -262,14 +276,14 @@ class RouterCore:
             attempt = f"{request_id}~{sample.attempts}~{uuid.uuid4().hex[:8]}"  # never the prefix of another
             try:
                 await self._attempt(sample, replica, attempt)
-            except (ServerDiedError, ServerError, ShutDownError) as error:
+            except (ServerDiedError, ServerError, ShutDownError, DeadlineError) as error:
                 sample.interrupted()
                 if self._closed or sample.attempts >= self.config.max_attempts:
                     raise
                 if "status" in error.details:
                     await asyncio.sleep(RETRY_S)  # it lives
-                else:  # until somebody says that it is back
-                    replica.load = replace(replica.load, admitted=False)
+                else:
+                    self.lost(replica)
                 kept = len(sample.tokens)
                 self.counters.continued += bool(kept)
                 self.counters.restarted += not kept
@@ -375,10 +389,14 @@ class RouterCore:
                     break
                 continue
             replica.tokens[f"placed-{id(ticket)}"] = 0  # until its request has begun
-            ticket.add_done_callback(functools.partial(_forget_place, replica))
+            ticket.add_done_callback(functools.partial(self._forget_place, replica))
             ticket.set_result(replica)
         still.extend(self._waiting)
         self._waiting = still
+
+    def _forget_place(self, replica: Replica, ticket: asyncio.Future[Replica]) -> None:
+        replica.tokens.pop(f"placed-{id(ticket)}", None)
+        self._place_waiting()
 
     def _has_room(self) -> bool:
         limit = self.config.limits.requests
@@ -401,8 +419,15 @@ class RouterCore:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _forget_place(replica: Replica, ticket: asyncio.Future[Replica]) -> None:
-    replica.tokens.pop(f"placed-{id(ticket)}", None)
+async def together(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
+    """All results, or the first failure, and then none goes on."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
 
 
 def _id(given: str | None, what: str) -> str | None:

@@ -6,8 +6,6 @@ is: tried elsewhere as long as no byte of an answer has come, and broken off whe
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable
@@ -28,7 +26,7 @@ from verl_server.errors import (
     VerlServerError,
     to_wire,
 )
-from verl_server.rollout.core import RouterCore
+from verl_server.rollout.core import RouterCore, together
 from verl_server.rollout.metrics import exposition
 from verl_server.rollout.sample import one_by_one
 from verl_server.rollout.strategies import Need
@@ -37,6 +35,7 @@ Json = dict[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_BODY = 256 << 20
+CONNECT_S = 2.0
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
 #: Fields of a request to `/generate` that are the router's own.
 OWN_FIELDS = ("session_id", "weight_version", "min_weight_version", "timeout_s")
@@ -79,7 +78,7 @@ class RouterServer:
             if self._api_key is not None and request.path not in ("/health", "/metrics"):
                 given = request.headers.get("Authorization", "").removeprefix("Bearer ")
                 given = given or request.headers.get("x-api-key", "")
-                if not hmac.compare_digest(given.encode(), self._api_key.encode()):
+                if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._api_key.encode()):
                     return _json({"error": {"message": "the API key is missing or wrong"}}, 401)
             return await handler(request)
         except VerlServerError as error:
@@ -103,7 +102,7 @@ class RouterServer:
             if stream or len(ids) != len(bodies):
                 raise BadInputError("a list of prompts takes a list of as many rids, and no stream")
             calls = (self._core.generate(one, request_id=rid, **options) for one, rid in zip(bodies, ids, strict=True))
-            return _json(list(await asyncio.gather(*calls)))
+            return _json(await together(calls))
         reply = await self._core.generate(body, request_id=request_id, **options)
         if not stream:
             return _json(reply)
@@ -123,23 +122,25 @@ class RouterServer:
                 url = replica.engine.base_url + request.path_qs
                 assert self._session is not None
                 try:
-                    answer = await self._session.request(
-                        request.method, url, data=body, headers=headers, timeout=aiohttp.ClientTimeout(total=None)
-                    )
-                except (aiohttp.ClientError, ConnectionError) as error:
+                    limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+                    answer = await self._session.request(request.method, url, data=body, headers=headers, timeout=limit)
+                except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+                    self._core.lost(replica)
                     if tried >= self._core.config.max_attempts:
                         raise ServerError(f"no replica answered: {error}") from error
-                    await asyncio.sleep(0.05)  # it will be marked as dead
                     continue
                 async with answer:
                     response = web.StreamResponse(
                         status=answer.status, headers={"Content-Type": answer.headers.get("Content-Type", "")}
                     )
                     await response.prepare(request)
-                    with contextlib.suppress(aiohttp.ClientError):  # broken off, which the caller sees, too
+                    try:
                         async for chunk in answer.content.iter_any():
                             replica.progress_at = time.monotonic()
                             await response.write(chunk)
+                    except aiohttp.ClientError:
+                        if request.transport is not None:
+                            request.transport.abort()  # half an answer must not look like a whole one
                     return response
 
     async def _health(self, _: web.Request) -> web.StreamResponse:

@@ -13,16 +13,24 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.blocking import LoopThread
 from verl_server.adapter.launch import checked_server_args
+from verl_server.adapter.sglang import memory_tags
 from verl_server.config import AdapterConfig, PauseMode
 from verl_server.engine.backend import CatchUp, load_over
-from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
-from verl_server.rollout.core import RouterConfig, RouterCore
+from verl_server.errors import (
+    BadInputError,
+    DeadlineError,
+    ServerDiedError,
+    ShutDownError,
+    StartupError,
+    VerlServerError,
+)
+from verl_server.rollout.core import RouterConfig, RouterCore, together
 from verl_server.rollout.health import Recovery, ReplicaState, judged, restart_after
 from verl_server.rollout.replica import Replica
 from verl_server.rollout.router import RolloutRouter
@@ -65,7 +73,10 @@ class RolloutManager:
         self._lock = threading.RLock()
         self._catching_up = threading.Lock()
         """One replica catches up at a time."""
-        self._members: list[Replica] = []
+        self._members: list[tuple[Replica, HttpServerEngineAdapter]] = []
+        """Of the update under way, with the servers that they had when it began."""
+        self._mode = PauseMode.RETRACT
+        self._threads: list[threading.Thread] = []
         self._version = int(str(server_args.get("weight_version", "0")))
         self._catch_up: CatchUp | None = None
         self._closed = threading.Event()
@@ -81,7 +92,9 @@ class RolloutManager:
         except BaseException:
             self.shutdown()
             raise
-        threading.Thread(target=self._watch, name="verl-server-fleet-watch", daemon=True).start()
+        watch = threading.Thread(target=self._watch, name="verl-server-fleet-watch", daemon=True)
+        self._threads.append(watch)
+        watch.start()
 
     # -- replicas -----------------------------------------------------------------------------------
 
@@ -123,12 +136,17 @@ class RolloutManager:
         }
         logger.info("replica %s: %s -> %s%s", replica.name, before, state, f" ({error.message})" if error else "")
         self._tell_router(replica)
-        self._on_event(event)
+        try:
+            self._on_event(event)
+        except Exception:  # the listener's own mistake must not end a recovery
+            logger.exception("on_event failed")
 
     def _tell_router(self, replica: Replica) -> None:
         adapter, state, version, name = replica.adapter, replica.state, replica.version, replica.name
         gone = state in (ReplicaState.REMOVED, ReplicaState.FAILED)
         admitted = state in SERVING
+        waits = state is ReplicaState.STALE and (self._catch_up is None or replica.needs_update)
+        expected = state is not ReplicaState.DRAINING and not waits
 
         async def tell() -> None:
             known = self._core.replicas.get(name)
@@ -139,7 +157,6 @@ class RolloutManager:
                     self._core.put(name, adapter.asynchronous, version, admitted=admitted)
             else:
                 suspect = state is ReplicaState.SUSPECT
-                expected = state is not ReplicaState.DRAINING
                 self._core.update(name, version=version, admitted=admitted, suspect=suspect, expected=expected)
 
         with contextlib.suppress(ShutDownError):
@@ -152,13 +169,21 @@ class RolloutManager:
     def _dead(self, replica: Replica, adapter: HttpServerEngineAdapter | None, error: VerlServerError) -> None:
         """Reap a replica's server and start it again."""
         with self._lock:
-            if replica.adapter is not adapter or replica.state in (ReplicaState.DEAD, ReplicaState.RESTARTING):
+            known = self._replicas.get(replica.name) is replica
+            if not known or replica.adapter is not adapter:
+                return
+            if replica.state in (ReplicaState.DEAD, ReplicaState.RESTARTING):
                 return
             replica.deaths.append(time.monotonic())
             self._turn(replica, ReplicaState.DEAD, error)
-        self._pool.submit(self._restart, replica)
+        thread = threading.Thread(
+            target=self._restart, args=(replica,), name=f"verl-server-{replica.name}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
 
     def _restart(self, replica: Replica) -> None:
+        """Until it serves again, is given up, or the fleet ends. In a thread of its own."""
         error = replica.error
         while not self._closed.is_set():
             replica.end()
@@ -178,12 +203,16 @@ class RolloutManager:
                 self._turn(replica, ReplicaState.RESTARTING, error)
             if self._closed.wait(wait_s):
                 return
+            while self._asleep:  # its memory is the trainer's now
+                if self._closed.wait(WATCH_S):
+                    return
             try:
                 self._begin(replica, replica.start(), _first(self._server_args))
             except ShutDownError:
                 return
-            except VerlServerError as failure:
-                error = failure
+            except Exception as failure:  # noqa: BLE001 - whatever it is, it counts as a death
+                own = isinstance(failure, VerlServerError)
+                error = failure if own else StartupError(f"{type(failure).__name__}: {failure}")  # type: ignore[assignment]
                 replica.deaths.append(time.monotonic())
                 continue
             self._bring_up_to_date(replica)
@@ -193,18 +222,28 @@ class RolloutManager:
         """Load what is published into a replica that has just started; else the next update takes it along."""
         with self._catching_up:
             with self._lock:
-                catch_up, version = self._catch_up, self._version
-                stale = replica.state is ReplicaState.STALE and replica.adapter is not None
-                if catch_up is None or not stale or self._asleep:
-                    return
-                one = OneReplica(replica)
+                catch_up, version, adapter = self._catch_up, self._version, replica.adapter
+            if catch_up is None or adapter is None or replica.needs_update:
+                return
+
+            def may() -> bool:
+                """Asked when no update can be under way."""
+                stale = replica.state is ReplicaState.STALE and replica.adapter is adapter
+                return stale and self._catch_up is catch_up and not self._asleep
+
             try:
-                catch_up(one)
+                if not may():
+                    return
+                catch_up(OneReplica(Member(_name(replica), replica.tp_size), adapter, may))
             except VerlServerError as error:
                 logger.info("replica %s waits for the next update: %s", replica.name, error.message)
+                with self._lock:
+                    if replica.state is ReplicaState.STALE and self._catch_up is catch_up:
+                        replica.needs_update = True
+                        self._tell_router(replica)
                 return
             with self._lock:
-                if replica.state is ReplicaState.STALE and self._version == version:
+                if may():
                     replica.version = version
                     self._turn(replica, ReplicaState.HEALTHY)
 
@@ -222,13 +261,16 @@ class RolloutManager:
         if adapter is None or replica.state not in SERVING | {ReplicaState.STALE}:
             return
         if replica.state is ReplicaState.STALE:
-            self._bring_up_to_date(replica)
+            if not self._catching_up.locked():
+                self._pool.submit(self._bring_up_to_date, replica)
             return
         known = self._core.replicas.get(replica.name)
         requests, progress_at = (0, 0.0) if known is None else (len(known.tokens), known.progress_at)
         state = judged(replica.observe(requests, progress_at), self._recovery)
         if state in SERVING and known is not None and not known.load.admitted:
-            self._tell_router(replica)  # which lost a connection to it
+            with self._lock:
+                if replica.state in SERVING:
+                    self._tell_router(replica)  # which lost a connection to it
         if state is ReplicaState.DEAD:
             self._dead(replica, adapter, replica.died("made no progress: it is wedged"))
         elif state is not replica.state:
@@ -249,6 +291,7 @@ class RolloutManager:
         except BaseException:
             with self._lock:
                 self._replicas.pop(replica.name, None)
+            replica.stop()
             raise
         self._bring_up_to_date(replica)
         return replica.name
@@ -285,26 +328,27 @@ class RolloutManager:
             return [one for one in self._replicas.values() if one.adapter is not None and one.state in up]
 
     def _one(self) -> HttpServerEngineAdapter:
-        for one in self._serving():
-            if one.adapter is not None:
+        for one in self.replicas:
+            if one.adapter is not None and one.state in SERVING:
                 return one.adapter
         raise self._fatal or ServerDiedError("no replica of the fleet is up")
 
     @property
     def members(self) -> Sequence[Member]:
         """The replicas that the next attempt at an update goes to."""
-        self._members = self._serving()
+        self._members = [(one, one.adapter) for one in self._serving() if one.adapter is not None]
         if not self._members:
             raise ServerDiedError("no replica of the fleet is up")
-        return [Member(f"{one.name}/{len(one.deaths)}", one.tp_size) for one in self._members]
+        return [Member(_name(one), one.tp_size) for one, _ in self._members]
 
     def _each(self, call: Callable[[HttpServerEngineAdapter], Any]) -> None:
         """On all members at once; a failure is raised when all are done. Who has died needs no call."""
-        adapters = [one.adapter for one in self._members]
-        calls = [self._pool.submit(call, adapter) for adapter in adapters if adapter is not None]
-        errors = [error for done in calls if (error := done.exception()) is not None]
-        for error in errors:
-            if not isinstance(error, (ServerDiedError, ShutDownError)):
+        calls = [(one, adapter, self._pool.submit(call, adapter)) for one, adapter in self._members]
+        errors = [(one, adapter, error) for one, adapter, done in calls if (error := done.exception()) is not None]
+        for one, adapter, error in errors:
+            if isinstance(error, DeadlineError):
+                self._dead(one, adapter, error)  # it answers nobody
+            elif not isinstance(error, (ServerDiedError, ShutDownError)):
                 raise error
 
     def _every(self, call: Callable[[HttpServerEngineAdapter], Any]) -> None:
@@ -313,24 +357,30 @@ class RolloutManager:
         self._each(call)
 
     def hold(self, mode: PauseMode) -> None:
+        self._mode = mode
         self._each(lambda adapter: adapter.asynchronous.asleep or adapter.pause_generation(mode))
 
     def go_on(self) -> None:
         self._each(lambda adapter: adapter.asynchronous.asleep or adapter.continue_generation())
 
     def begin_weight_update(self) -> None:
-        self._each(lambda adapter: (adapter.pause_generation(PauseMode.RETRACT), adapter.begin_weight_update()))
+        def begin(adapter: HttpServerEngineAdapter) -> None:
+            if not adapter.asynchronous.asleep and not adapter.asynchronous.paused:  # it joins a second attempt
+                adapter.pause_generation(self._mode)
+            adapter.begin_weight_update()
+
+        self._each(begin)
 
     def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
         """Raises as soon as one server fails: a transport may have to tell the others. Who died is left out next."""
-        loads = []
-        for one, wire in zip(self._members, wires, strict=True):
-            adapter = one.adapter
-            if adapter is None:
-                raise VerlServerError(f"replica {one.name} has lost its server")
-            loads.append(self._pool.submit(load_over, adapter, one.tp_size, wire, weight_version, flush_cache))
+        loads: dict[Future[None], tuple[Replica, HttpServerEngineAdapter]] = {}
+        for (one, adapter), wire in zip(self._members, wires, strict=True):
+            load = self._pool.submit(load_over, adapter, one.tp_size, wire, weight_version, flush_cache)
+            loads[load] = one, adapter
         for load in as_completed(loads):
             error = load.exception()
+            if isinstance(error, DeadlineError):
+                self._dead(*loads[load], error)
             if isinstance(error, (ServerDiedError, ShutDownError)):
                 raise VerlServerError(error.message, **error.details)  # not the death of the fleet
             if error is not None:
@@ -343,8 +393,10 @@ class RolloutManager:
         """All members have verified that version, and nothing goes on yet. `catch_up` brings others to it."""
         with self._lock:
             self._version, self._catch_up = version, catch_up
+            loaded = {adapter for _, adapter in self._members}
             for replica in self._replicas.values():
-                if replica in self._members and replica.state in SERVING | {ReplicaState.STALE}:
+                replica.needs_update = False
+                if replica.adapter in loaded and replica.state in SERVING | {ReplicaState.STALE}:
                     replica.version = version
                     if replica.state is ReplicaState.HEALTHY:
                         self._tell_router(replica)
@@ -378,12 +430,22 @@ class RolloutManager:
         self._every(lambda adapter: adapter.unload_lora_adapter(name))
 
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
-        self._every(lambda adapter: adapter.release_memory_occupation(tags))
-        self._asleep = self._one().asynchronous.asleep
+        wanted = frozenset(memory_tags(tags))
+        if again := sorted(self._asleep & wanted):
+            raise BadInputError(f"{again} is released already")
+        try:
+            self._every(lambda adapter: adapter.release_memory_occupation(tags))
+        except VerlServerError:
+            self._each(lambda adapter: _wake(adapter, wanted))  # all of them or none
+            raise
+        self._asleep |= wanted
 
     def resume_memory_occupation(self, tags: Sequence[str] | None) -> None:
-        self._every(lambda adapter: adapter.resume_memory_occupation(tags))
-        self._asleep = self._one().asynchronous.asleep
+        wanted = self._asleep if tags is None else frozenset(memory_tags(tags))
+        if not wanted or wanted - self._asleep:
+            raise BadInputError(f"{sorted(wanted - self._asleep) or 'nothing'} is released; released: {self._asleep}")
+        self._every(lambda adapter: _wake(adapter, wanted))
+        self._asleep -= wanted
 
     @property
     def asleep(self) -> frozenset[str]:
@@ -404,20 +466,26 @@ class RolloutManager:
         self._closed.set()
         with contextlib.suppress(ShutDownError):
             self._loop.run(self._core.close())
-        ended = [self._pool.submit(one.stop) for one in self.replicas]
-        for one in ended:
-            one.result()
+        stops = [threading.Thread(target=one.stop) for one in self.replicas]
+        for stop in stops:
+            stop.start()
+        for thread in [*stops, *self._threads]:
+            thread.join()  # every start asks whether it is to be given up
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._loop.close()
 
 
 class OneReplica:
-    """The servers of one replica as a backend of their own, for catching up."""
+    """The servers of one replica as a backend of their own, for catching up; `may` says whether it still is to."""
 
-    def __init__(self, replica: Replica) -> None:
-        assert replica.adapter is not None
-        self._adapter = replica.adapter
-        self.members = [Member(replica.name, replica.tp_size)]
+    def __init__(self, member: Member, adapter: HttpServerEngineAdapter, may: Callable[[], bool]) -> None:
+        self._member, self._adapter, self._may = member, adapter, may
+
+    @property
+    def members(self) -> Sequence[Member]:
+        if not self._may():
+            raise VerlServerError(f"{self._member.name} need not or cannot catch up any more")
+        return [self._member]
 
     def hold(self, mode: PauseMode) -> None:
         self._adapter.pause_generation(mode)
@@ -430,10 +498,21 @@ class OneReplica:
 
     def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
         (wire,) = wires
-        load_over(self._adapter, self.members[0].tp_size, wire, weight_version, flush_cache)
+        load_over(self._adapter, self._member.tp_size, wire, weight_version, flush_cache)
 
     def end_weight_update(self) -> None:
         self._adapter.end_weight_update()
+
+
+def _name(replica: Replica) -> str:
+    """Another one for each of its servers."""
+    return f"{replica.name}/{len(replica.deaths)}"
+
+
+def _wake(adapter: HttpServerEngineAdapter, tags: frozenset[str]) -> None:
+    """Resume those of `tags` that this server has released."""
+    if mine := sorted(tags & adapter.asynchronous.asleep):
+        adapter.resume_memory_occupation(mine)
 
 
 async def _made(make: Callable[[], RouterCore]) -> RouterCore:
@@ -441,7 +520,7 @@ async def _made(make: Callable[[], RouterCore]) -> RouterCore:
 
 
 async def _all(core: RouterCore, bodies: Sequence[Json]) -> list[Json]:
-    return list(await asyncio.gather(*(core.generate(body) for body in bodies)))
+    return await together(core.generate(body) for body in bodies)
 
 
 def _first(server_args: Mapping[str, Any]) -> int:

@@ -33,6 +33,8 @@ class Replica:
         """When its servers ended (`time.monotonic`)."""
         self.error: VerlServerError | None = None
         """Why it is dead or was given up."""
+        self.needs_update = False
+        """What is staged cannot bring it up to date: it waits for the next update."""
         self._stop = threading.Event()
         self._busy = (0.0, time.monotonic())
         """Processor seconds of its schedulers, and when they last grew."""
@@ -47,8 +49,7 @@ class Replica:
         def give_up() -> VerlServerError | None:
             return ShutDownError(f"replica {self.name} was stopped while it started") if self._stop.is_set() else None
 
-        args = {**self._server_args, "weight_version": str(self.version)}
-        adapter = HttpServerEngineAdapter(config=self._config, give_up=give_up, **args)
+        adapter = HttpServerEngineAdapter(config=self._config, give_up=give_up, **self._server_args)
         self._busy = (0.0, time.monotonic())
         return adapter
 

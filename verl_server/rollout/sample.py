@@ -19,7 +19,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 #: Sampling parameters whose meaning hangs on where the output began; with these values it does not.
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "json_schema": (None,), "regex": (None,), "ebnf": (None,), "structural_tag": (None,),
-    "stop": (None, [], ""), "stop_regex": (None, [], ""), "n": (None, 1),
+    "stop": (None, [], ""), "stop_regex": (None, [], ""),
     "frequency_penalty": (None, 0), "presence_penalty": (None, 0), "repetition_penalty": (None, 1),
 }  # fmt: skip
 #: Lists of the reply's `meta_info` with one entry for each token of the output.
@@ -39,6 +39,8 @@ class Sample:
             raise BadInputError("one sample has one prompt; make one call for each")
         self._prompt: list[int] | None = prompt
         self._params: Json = dict(params)
+        if self._params.get("n") not in (None, 1):
+            raise BadInputError("one sample is n=1; make a call for each sample, with an id of its own")
         self._parts: list[Json] = []
         """The last event of each attempt that brought tokens."""
         self._event: Json | None = None
