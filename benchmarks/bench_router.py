@@ -41,7 +41,7 @@ NAME = "bench_router"
 DIRECT, OURS, SGLANGS = "direct", "our router", "sglang-router"
 KEY = "benchmark"
 SAMPLING = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
-SERVER: Json = {"dtype": "float32", "max_total_tokens": 65536, "context_length": 8192, "api_key": KEY}
+SERVER: Json = {"dtype": "float32", "max_total_tokens": 65536, "api_key": KEY}
 TURNS = 8
 
 
