@@ -336,10 +336,14 @@ class RolloutManager:
     @property
     def members(self) -> Sequence[Member]:
         """The replicas that the next attempt at an update goes to."""
+        self._take_members()
+        return [Member(_name(one), one.tp_size) for one, _ in self._members]
+
+    def _take_members(self) -> None:
+        """Those that are up now. Raises ServerDiedError when none is."""
         self._members = [(one, one.adapter) for one in self._serving() if one.adapter is not None]
         if not self._members:
             raise ServerDiedError("no replica of the fleet is up")
-        return [Member(_name(one), one.tp_size) for one, _ in self._members]
 
     def _each(self, call: Callable[[HttpServerEngineAdapter], Any]) -> None:
         """On all members at once; a failure is raised when all are done. Who has died needs no call."""
@@ -353,7 +357,7 @@ class RolloutManager:
 
     def _every(self, call: Callable[[HttpServerEngineAdapter], Any]) -> None:
         """`_each` outside of an update."""
-        assert self.members, "members are taken anew"
+        self._take_members()
         self._each(call)
 
     def hold(self, mode: PauseMode) -> None:

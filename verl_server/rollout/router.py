@@ -32,7 +32,8 @@ class RolloutRouter:
 
         `request_id`: asked again with it, the call attaches to the running sample, returns its result, or takes up
         one that was aborted. `session_id`: turns of one conversation stay on one replica while that is not far
-        fuller than the others. `weight_version`, `min_weight_version`: which weights may make its first token. The
+        fuller than the others. `weight_version`, `min_weight_version`: which weights its replica must serve when it is
+        placed there (an update may come in between: `weight_versions` of the reply tells). The
         reply's `meta_info` has `weight_versions` (spans of tokens) and `attempts`. Cancelling ends it in the engine.
 
         Raises BadInputError, NotReadyError (retryable: no such weights, or no replica), ServerBusyError
