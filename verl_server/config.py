@@ -41,7 +41,7 @@ class Timeouts:
 
 
 class PauseMode(enum.StrEnum):
-    """What a pause does to requests in flight (names are SGLang's)."""
+    """What a pause does to requests in flight (names but the last are SGLang's)."""
 
     ABORT = "abort"
     """They end with `finish_reason: abort` and what they have."""
@@ -49,6 +49,8 @@ class PauseMode(enum.StrEnum):
     """They go back to the queue and are recomputed after `continue_generation`."""
     IN_PLACE = "in_place"
     """They keep their KV cache; a cache flush is refused until they are done."""
+    WAIT = "wait"
+    """They are finished first, while new ones wait. Of a fleet only: its router keeps new ones out."""
 
 
 class MemoryTag(enum.StrEnum):

@@ -26,12 +26,18 @@ from helpers import (
 )
 
 from verl_server import VerlEngine
-from verl_server.errors import BadInputError, DeadlineError, NotReadyError
+from verl_server.errors import BadInputError, DeadlineError, NotReadyError, ServerError
+from verl_server.rollout import router_process
+from verl_server.rollout.client import RouterClient
 from verl_server.rollout.health import Recovery, ReplicaState
 from verl_server.rollout.manager import RolloutManager
 
+pytestmark = pytest.mark.timeout(900)
+
 LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
 RECOVERY = Recovery(wedged_s=3.0)
+#: A start takes ten seconds, and minutes on a machine that has other work. Nothing here is timed.
+RESTART_S = 250.0
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +51,13 @@ def engine(one_rank: Any, tiny: Callable[..., Path], events: list[Any]) -> Itera
     folder = str(tiny("qwen3"))
     with no_new_shared_memory():
         fleet = RolloutManager(
-            2, model_path=folder, dtype="float32", max_total_tokens=8192, recovery=RECOVERY, on_event=events.append
+            2,
+            model_path=folder,
+            dtype="float32",
+            max_total_tokens=8192,
+            recovery=RECOVERY,
+            router_process=True,
+            on_event=events.append,
         )
         with VerlEngine(one_rank, fleet=fleet, model_path=folder, dtype="float32") as engine:
             engine.update_weights_from_tensor(reference_model(folder).state_dict().items())
@@ -56,7 +68,7 @@ def engine(one_rank: Any, tiny: Callable[..., Path], events: list[Any]) -> Itera
 def fleet(engine: Any) -> Any:
     """Both of its replicas at their work."""
     fleet = engine._backend
-    wait_until(lambda: healthy(fleet) == 2, 60.0, f"not healthy: {states(fleet)}")
+    wait_until(lambda: healthy(fleet) == 2, RESTART_S, f"not healthy: {states(fleet)}")
     return fleet
 
 
@@ -126,7 +138,7 @@ def test_a_sample_survives_its_replica(victim: str, engine: Any, fleet: Any, tin
     version = engine._weights.version
     assert meta["weight_versions"] == [{"version": str(version), "start": 0, "end": 400}]
     # it comes back by itself, with the current weights, before any further update
-    wait_until(lambda: healthy(fleet) == 2, 60.0, f"not healthy: {states(fleet)}")
+    wait_until(lambda: healthy(fleet) == 2, RESTART_S, f"not healthy: {states(fleet)}")
     assert {one.version for one in fleet.replicas} == {version}
     for one in fleet.replicas:
         assert_equals_reference(one.adapter, model)
@@ -198,6 +210,15 @@ def test_bad_fleets(tiny: Callable[..., Path], fleet: Any) -> None:
         RolloutManager(0, model_path=str(tiny("qwen3")))
     with pytest.raises(BadInputError, match="there is no replica 'nobody'"):
         fleet.remove_replica("nobody")
+    for bad, words in (
+        ({"mode": "shared"}, "mode must be one of"),
+        ({"tp_size": 2, "ep_size": 3}, "ep_size=3 must divide tp_size=2"),
+        ({"tp_size": 3, "nnodes": 2}, "does not spread evenly"),
+        ({"dp_size": 2}, "takes no pushed weights with dp_size=2"),
+        ({"tp_size": 0}, "tp_size must be a whole number"),
+    ):
+        with pytest.raises(BadInputError, match=words):
+            RolloutManager(1, model_path=str(tiny("qwen3")), **bad)
 
 
 def test_a_wedged_scheduler_is_replaced(engine: Any, fleet: Any, events: list[Any]) -> None:
@@ -209,17 +230,18 @@ def test_a_wedged_scheduler_is_replaced(engine: Any, fleet: Any, events: list[An
         while tokens_there(fleet) < 20:
             await asyncio.sleep(0.005)
         os.kill(scheduler_of(where_it_runs(fleet)), signal.SIGSTOP)
+        stopped.append(time.time())
         return await asking
 
-    started = time.monotonic()
+    stopped: list[float] = []
     reply = asyncio.run(run())
     assert len(reply["output_ids"]) == 400
     assert reply["meta_info"]["attempts"] == 2
-    assert time.monotonic() - started < RECOVERY.wedged_s + 10.0
     seen = [event["after"] for event in events]
     assert seen[:2] == ["suspect", "dead"]
+    assert events[1]["time"] - stopped[0] < RECOVERY.wedged_s + 5.0
     assert "no progress" in events[1]["error"]
-    wait_until(lambda: healthy(fleet) == 2, 60.0, f"not healthy: {states(fleet)}")
+    wait_until(lambda: healthy(fleet) == 2, RESTART_S, f"not healthy: {states(fleet)}")
 
 
 def test_a_paused_fleet_is_not_sick(fleet: Any, events: list[Any]) -> None:
@@ -257,7 +279,7 @@ def test_one_dies_during_an_update(engine: Any, fleet: Any, tiny: Callable[..., 
 
     assert engine.update_weights_from_tensor(tensors()).missing == 0
     assert_equals_reference(engine, model)
-    wait_until(lambda: healthy(fleet) == 2 and pid_of(victim) != pid, 60.0, f"not healthy: {states(fleet)}")
+    wait_until(lambda: healthy(fleet) == 2 and pid_of(victim) != pid, RESTART_S, f"not healthy: {states(fleet)}")
     for one in fleet.replicas:
         assert_equals_reference(one.adapter, model)
 
@@ -290,3 +312,130 @@ def test_replicas_come_and_go_under_load(engine: Any, fleet: Any) -> None:
     assert not thread.is_alive()
     assert len({tuple(reply["output_ids"]) for reply in done}) == 1
     assert all(reply["meta_info"]["attempts"] == 1 for reply in done)
+
+
+def seen_requests(fleet: RolloutManager) -> int:
+    return sum(fleet._planes.seen(one.name).requests for one in fleet.replicas)
+
+
+async def until_requests(fleet: RolloutManager, count: int) -> None:
+    deadline = time.monotonic() + 30.0
+    while seen_requests(fleet) < count:
+        assert time.monotonic() < deadline, f"{seen_requests(fleet)} of {count} requests run"
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_router_process_is_replaced(how: signal.Signals, fleet: Any, monkeypatch: Any) -> None:
+    """Callers go on with the next one, at the same address; each gets its whole sample."""
+    monkeypatch.setattr(router_process, "SILENT_S", 3.0)
+    expected = asyncio.run(fleet.router.generate(input_ids=PROMPTS[0], sampling_params=LONG))["output_ids"]
+    before = fleet._router_process.restarts
+
+    async def run() -> list[Any]:
+        async with RouterClient(fleet.router_url, fleet.router_key) as client:
+            asking = [
+                asyncio.ensure_future(
+                    client.generate(request_id=f"{how.name} {n}", input_ids=PROMPTS[0], sampling_params=LONG)
+                )
+                for n in range(4)
+            ]
+            await until_requests(fleet, 4)
+            os.kill(fleet._router_process.pid, how)
+            return await asyncio.gather(*asking)
+
+    assert [reply["output_ids"] for reply in asyncio.run(run())] == [expected] * 4
+    assert fleet._router_process.restarts == before + 1
+    wait_until(lambda: seen_requests(fleet) == 0, 10.0, "requests of the lost router run on")
+
+
+def test_the_router_process_answers_like_the_router(fleet: Any, engine: Any) -> None:
+    async def run() -> None:
+        async with RouterClient(fleet.router_url, fleet.router_key) as client:
+            version = engine._weights.version
+            reply = await client.generate(input_ids=[3], sampling_params=GREEDY, weight_version=version)
+            assert reply["meta_info"]["weight_version"] == str(version)
+            with pytest.raises(NotReadyError, match="no replica serves weight version"):
+                await client.generate(input_ids=[3], sampling_params=GREEDY, weight_version=version + 1)
+            with pytest.raises(BadInputError, match="the deadline has passed"):
+                await client.generate(input_ids=[3], sampling_params=GREEDY, timeout_s=-1.0)
+            with pytest.raises(DeadlineError, match=r"not finished within 0\.3 s"):
+                await client.generate(input_ids=[3], sampling_params=LONG, timeout_s=0.3)
+        async with RouterClient(fleet.router_url, "wrong") as stranger:
+            with pytest.raises(ServerError, match="the API key is missing or wrong"):
+                await stranger.generate(input_ids=[3], sampling_params=GREEDY)
+        async with RouterClient("http://127.0.0.1:1", None, patience_s=0.3) as nobody:
+            with pytest.raises(ServerError, match="cannot be reached"):
+                await nobody.generate(input_ids=[3], sampling_params=GREEDY)
+
+    asyncio.run(run())
+
+
+def ask_over_update(engine: Any, fleet: Any, mode: str, tiny: Callable[..., Path]) -> tuple[Any, Any, int]:
+    """A sample that runs while weights change, and one that is asked for meanwhile; and the version before."""
+    model = reference_model(tiny("qwen3"))
+    change_weights(model, seed=17)
+    version = engine._weights.version
+    request: dict[str, Any] = {"request_id": f"over {mode} {version}", "input_ids": [5, 6], "sampling_params": LONG}
+
+    async def run() -> tuple[Any, Any]:
+        running = asyncio.ensure_future(fleet.router.generate(**request))
+        while tokens_there(fleet) < 20:
+            await asyncio.sleep(0.005)
+        pairs = model.state_dict().items()
+        update = asyncio.ensure_future(
+            asyncio.to_thread(engine.update_weights_from_tensor, pairs, pause_mode=mode, flush_cache=mode != "in_place")
+        )
+        while mode == "wait" and any(one.load.admitted for one in fleet._core.replicas.values()):
+            await asyncio.sleep(0.005)
+        later = await fleet.router.generate(input_ids=[7], sampling_params={**LONG, "max_new_tokens": 2})
+        await update
+        return await running, later
+
+    return (*asyncio.run(run()), version)
+
+
+def test_an_update_waits_for_requests(engine: Any, fleet: Any, tiny: Callable[..., Path]) -> None:
+    reply, later, before = ask_over_update(engine, fleet, "wait", tiny)
+    assert reply["meta_info"]["weight_versions"] == [{"version": str(before), "start": 0, "end": 400}]
+    assert later["meta_info"]["weight_versions"] == [{"version": str(before + 1), "start": 0, "end": 2}]
+
+
+def test_requests_go_on_over_an_update(engine: Any, fleet: Any, tiny: Callable[..., Path]) -> None:
+    reply, _, before = ask_over_update(engine, fleet, "in_place", tiny)
+    assert [span["version"] for span in reply["meta_info"]["weight_versions"]] == [str(before), str(before + 1)]
+    assert reply["meta_info"]["attempts"] == 1
+    assert len(reply["output_ids"]) == 400
+    fleet.flush_cache()
+
+
+def test_an_update_collects_partial_results(engine: Any, fleet: Any, tiny: Callable[..., Path]) -> None:
+    reply, _, before = ask_over_update(engine, fleet, "abort", tiny)
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    count = len(reply["output_ids"])
+    assert 0 < count < 400
+    whole = asyncio.run(
+        fleet.router.generate(request_id=f"over abort {before}", input_ids=[5, 6], sampling_params=LONG)
+    )
+    assert whole["output_ids"][:count] == reply["output_ids"]
+    assert whole["meta_info"]["weight_versions"] == [
+        {"version": str(before), "start": 0, "end": count},
+        {"version": str(before + 1), "start": count, "end": 400},
+    ]
+
+
+def test_one_server_cannot_wait(fleet: Any) -> None:
+    with pytest.raises(BadInputError, match="one server cannot wait"):
+        fleet.adapter.pause_generation("wait")
+
+
+def test_the_fleet_is_counted(fleet: Any) -> None:
+    text = fleet.metrics().decode()
+    for name in (
+        "verl_fleet_updates_total",
+        "verl_fleet_restarts_total",
+        'verl_fleet_sync_seconds_total{phase="load"}',
+        'verl_fleet_replicas{state="healthy"} 2.0',
+        "verl_router_cached_tokens_total",
+    ):
+        assert name in text

@@ -12,7 +12,10 @@ import torch
 
 from verl_server.tiny import make_model
 
-pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is present")
+pytestmark = [
+    pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is present"),
+    pytest.mark.timeout(600),
+]
 
 # One process resolves all of them: importing SGLang costs more than everything else here.
 RESOLVE = """
@@ -43,7 +46,7 @@ def test_each_refusal_names_its_reason(tmp_path: Path) -> None:
     model = str(make_model(tmp_path / "model"))
     cases = [{"model_path": model, **arguments} for arguments, _ in CASES]
     done = subprocess.run(
-        [sys.executable, "-c", RESOLVE, json.dumps(cases)], capture_output=True, text=True, timeout=200, check=True
+        [sys.executable, "-c", RESOLVE, json.dumps(cases)], capture_output=True, text=True, timeout=500, check=True
     )
     said = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(said) == len(CASES), done.stderr[-2000:]

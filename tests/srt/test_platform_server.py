@@ -173,21 +173,26 @@ def test_grammars_bind_a_random_model(server: Server) -> None:
     assert text.split()[1].isdigit()
 
 
-def _cpu_share(server: Server, seconds: float) -> float:
+def _cpu_share(server: Server, windows: int = 10, seconds: float = 2.0) -> float:
+    """Of a core, in the quietest of some windows: a scheduler that polls without rest has no quiet one."""
+
     def used() -> float:
         return sum(sum(scheduler.cpu_times()[:2]) for scheduler in server.schedulers())
 
-    before = used()
-    time.sleep(seconds)
-    return (used() - before) / seconds
+    shares: list[float] = []
+    while len(shares) < windows and min(shares, default=1.0) >= 0.2:
+        before, began = used(), time.monotonic()
+        time.sleep(seconds)
+        shares.append((used() - before) / (time.monotonic() - began))
+    return min(shares)
 
 
 def test_neither_an_idle_nor_a_paused_server_burns_a_core(server: Server) -> None:
     server.tokens(PROMPT)
-    assert _cpu_share(server, 3) < 0.2
+    assert _cpu_share(server) < 0.2
     server.post("pause_generation", mode="retract")
     try:
-        assert _cpu_share(server, 3) < 0.2
+        assert _cpu_share(server) < 0.2
     finally:
         server.post("continue_generation")
     assert len(server.tokens(PROMPT)) == 16

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
+from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, UnsupportedError
 from verl_server.rollout.health import Observation, Recovery, ReplicaState, judged, restart_after
+from verl_server.rollout.modes import RolloutMode, mode_of, server_args_for
+from verl_server.rollout.planes import Mailbox, Seen, Standing, merged
 from verl_server.rollout.sample import Sample, spans_of
+from verl_server.rollout.shape import require_room, shape_of
 from verl_server.rollout.strategies import Limits, Load, Need, choose, require_place_in_queue, suitable
 
 LIMITS = Limits(requests=4, overload=1.5, slack=100)
@@ -212,3 +215,79 @@ def test_restarts_back_off_and_end() -> None:
     assert restart_after(deaths, 1000.0, RECOVERY) == 0.0, "long ago is forgotten"
     with pytest.raises(BadInputError, match="wedged_s"):
         Recovery(wedged_s=0)
+
+
+@pytest.mark.parametrize(
+    ("args", "devices"),
+    [
+        ({}, 1),
+        ({"tp_size": 4}, 4),
+        ({"tp_size": 4, "ep_size": 2}, 4),
+        ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, 4),
+        ({"tp_size": 8, "nnodes": 2}, 8),
+    ],
+)
+def test_shapes(args: dict[str, Any], devices: int) -> None:
+    shape = shape_of(args, takes_weights=True)
+    assert shape.devices == devices
+    assert shape.devices_per_node * shape.nnodes == devices
+    require_room(shape, 3, 3 * devices)
+    with pytest.raises(BadInputError, match=f"3 replicas of {devices} devices each"):
+        require_room(shape, 3, 3 * devices - 1)
+
+
+def test_shapes_of_fixed_weights() -> None:
+    """Who takes no weights may have stages and copies."""
+    assert shape_of({"tp_size": 2, "pp_size": 2, "dp_size": 3}, takes_weights=False).devices == 12
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"tp_size": 0}, "tp_size must be"),
+        ({"pp_size": True}, "pp_size must be"),
+        ({"tp_size": "2"}, "tp_size must be"),
+        ({"tp_size": 4, "dp_size": 3, "enable_dp_attention": True}, "DP attention divides"),
+        ({"tp_size": 4, "ep_size": 3}, "ep_size=3 must divide"),
+        ({"tp_size": 3, "nnodes": 2}, "does not spread evenly"),
+        ({"dp_size": 2}, "takes no pushed weights"),
+        ({"dp_size": 2, "nnodes": 2, "tp_size": 2}, "do not go over nnodes"),
+        ({"pp_size": 2}, "pipeline stages"),
+    ],
+)
+def test_impossible_shapes(args: dict[str, Any], words: str) -> None:
+    with pytest.raises((BadInputError, UnsupportedError), match=words):
+        shape_of(args, takes_weights=True)
+
+
+def test_modes() -> None:
+    assert mode_of("hybrid") is RolloutMode.HYBRID
+    with pytest.raises(BadInputError, match="mode must be one of"):
+        mode_of("shared")
+    assert server_args_for(RolloutMode.STANDALONE, {"a": 1}) == {"a": 1}
+    assert server_args_for(RolloutMode.COLOCATED, {}) == {"enable_memory_saver": True}
+
+
+def test_progress_anywhere_is_progress() -> None:
+    assert merged([Seen(2, 10.0, True), Seen(1, 30.0, True), Seen(0, 0.0, True), None]) == Seen(3, 30.0, True)
+    assert not merged([Seen(0, 0.0, True), Seen(0, 0.0, False)]).admitted
+    assert merged([None]) == Seen(0, 0.0, True)
+
+
+def test_a_mailbox_keeps_the_latest() -> None:
+    def standing(name: str, version: int, gone: bool = False) -> Standing:
+        return Standing(name, None, version, admitted=True, suspect=False, expected=True, gone=gone)
+
+    mailbox = Mailbox()
+    for version in range(3):
+        mailbox.put(standing("a", version))
+    mailbox.put(standing("b", 7))
+    taken = mailbox.take()
+    assert taken is not None
+    assert [(one.name, one.version) for one in taken] == [("a", 2), ("b", 7)]
+    mailbox.put(standing("b", 8, gone=True))
+    assert mailbox.latest("b") is None
+    mailbox.again()
+    assert [one.name for one in mailbox.take() or []] == ["a"], "what has gone is not told to a new reader"
+    mailbox.close()
+    assert mailbox.take() is None

@@ -10,7 +10,7 @@ from verl_server.adapter.calls_lora import LoraCalls
 from verl_server.adapter.calls_memory import MemoryCalls
 from verl_server.adapter.launch import launch
 from verl_server.adapter.link import Link
-from verl_server.adapter.process import Exit, GiveUp, ServerProcess, never
+from verl_server.adapter.process import Exit, GiveUp, Supervisor, never
 from verl_server.adapter.router import RouterRegistration
 from verl_server.config import AdapterConfig
 from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError
@@ -56,10 +56,11 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
         api_key: str | None = None,
         admin_api_key: str | None = None,
         config: AdapterConfig | None = None,
+        process: Supervisor | None = None,
     ) -> Self:
-        """Drive a server that runs already. `shutdown` then leaves it running."""
+        """Drive a server that runs already. `shutdown` leaves it running, but for one with a `process`."""
         self = cls.__new__(cls)
-        self._setup(config or AdapterConfig(), base_url.rstrip("/"), api_key, admin_api_key, None)
+        self._setup(config or AdapterConfig(), base_url.rstrip("/"), api_key, admin_api_key, process)
         return self
 
     def _setup(
@@ -68,7 +69,7 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
         base_url: str,
         api_key: str | None,
         admin_api_key: str | None,
-        process: ServerProcess | None,
+        process: Supervisor | None,
     ) -> None:
         link = Link(
             base_url,

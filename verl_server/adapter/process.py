@@ -20,7 +20,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import psutil
 
 from verl_server.adapter import warden as warden_script
 from verl_server.adapter.child import EXIT_BAD_ARGUMENT
@@ -58,6 +60,23 @@ class Exit:
         if self.code < 0:
             return f"killed by {signal.Signals(-self.code).name}"
         return f"exit code {self.code}"
+
+
+class Supervisor(Protocol):
+    """Whoever started a server and sees to its end: a `ServerProcess`, or somebody on another machine."""
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def exit(self) -> Exit | None:
+        """How the server ended, or None while it lives."""
+
+    def on_exit(self, listener: Callable[[Exit], None]) -> None: ...
+    def wait_exit(self, timeout_s: float) -> Exit | None: ...
+    def died(self, url: str) -> ServerDiedError: ...
+    def stop(self, deadline_s: float = 10.0) -> None: ...
+    def scheduler_seconds(self) -> float:
+        """Processor time that its schedulers have used; also stands still when it cannot be asked."""
 
 
 class ServerProcess:
@@ -143,6 +162,17 @@ class ServerProcess:
             log_path=str(self.log_path),
             url=url,
         )
+
+    def scheduler_seconds(self) -> float:
+        """Processor time that its schedulers have used, children included."""
+        seconds = 0.0
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if any("scheduler" in part for part in child.cmdline()):
+                        times = child.cpu_times()
+                        seconds += times.user + times.system
+        return seconds
 
     def wait_ready(
         self,

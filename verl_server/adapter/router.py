@@ -26,7 +26,7 @@ class RouterRegistration:
     """One worker entry in a router; nothing when no router is configured."""
 
     def __init__(self, router_url: str | None, worker_url: str) -> None:
-        self._router, self._worker = router_url, worker_url
+        self._router, self.worker = router_url, worker_url
         self._entry: str | None = None
 
     @classmethod
@@ -45,10 +45,10 @@ class RouterRegistration:
         return self
 
     def _register(self, api_key: str | None, deadline_s: float) -> None:
-        reply = self._send("POST", "/workers", json={"url": self._worker, "api_key": api_key})
+        reply = self._send("POST", "/workers", json={"url": self.worker, "api_key": api_key})
         if reply.status_code >= 300:
             raise ServerError(
-                f"the router {self._router} refused {self._worker} ({reply.status_code}): {reply.text[:500]}",
+                f"the router {self._router} refused {self.worker} ({reply.status_code}): {reply.text[:500]}",
                 url=self._router,
                 status=reply.status_code,
             )
@@ -58,7 +58,7 @@ class RouterRegistration:
             if time.monotonic() > deadline:
                 self.stop()
                 raise DeadlineError(
-                    f"the router {self._router} did not take {self._worker} in within {deadline_s:g} s: "
+                    f"the router {self._router} did not take {self.worker} in within {deadline_s:g} s: "
                     "it must be able to reach this address",
                     operation="register",
                     seconds=deadline_s,
@@ -72,9 +72,9 @@ class RouterRegistration:
         try:
             reply = self._send("DELETE", f"/workers/{self._entry}")
             if reply.status_code >= 300:
-                logger.warning("router %s kept %s: %s", self._router, self._worker, reply.text[:200])
+                logger.warning("router %s kept %s: %s", self._router, self.worker, reply.text[:200])
         except requests.RequestException as error:
-            logger.warning("could not remove %s from router %s: %s", self._worker, self._router, error)
+            logger.warning("could not remove %s from router %s: %s", self.worker, self._router, error)
         self._entry = None
 
     def _send(self, method: str, path: str, **arguments: Any) -> requests.Response:

@@ -8,406 +8,178 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.blocking import LoopThread
 from verl_server.adapter.launch import checked_server_args
 from verl_server.adapter.sglang import memory_tags
-from verl_server.config import AdapterConfig, PauseMode
-from verl_server.engine.backend import CatchUp, load_over
-from verl_server.errors import (
-    BadInputError,
-    DeadlineError,
-    ServerDiedError,
-    ShutDownError,
-    StartupError,
-    VerlServerError,
-)
+from verl_server.config import AdapterConfig, MemoryTag
+from verl_server.errors import BadInputError, ServerDiedError, VerlServerError
 from verl_server.rollout.core import RouterConfig, RouterCore, together
-from verl_server.rollout.health import Recovery, ReplicaState, judged, restart_after
+from verl_server.rollout.fleet import Event, Fleet
+from verl_server.rollout.health import Recovery, ReplicaState
+from verl_server.rollout.keeper import Keeper
+from verl_server.rollout.metrics import exposition
+from verl_server.rollout.modes import RolloutMode, mode_of, server_args_for
+from verl_server.rollout.places import Place, ThisMachine
+from verl_server.rollout.planes import OwnRouter, Plane, Planes, SglangRouter
 from verl_server.rollout.replica import Replica
 from verl_server.rollout.router import RolloutRouter
+from verl_server.rollout.router_process import RouterProcess
 from verl_server.rollout.sample import one_by_one
-from verl_server.types import Member
-
-logger = logging.getLogger(__name__)
+from verl_server.rollout.shape import shape_of
+from verl_server.rollout.updates import FleetUpdates
 
 Json = dict[str, Any]
-Event = dict[str, Any]
-
-WATCH_S = 0.25
-SERVING = frozenset({ReplicaState.HEALTHY, ReplicaState.SUSPECT})
 
 
-class RolloutManager:
+class RolloutManager(FleetUpdates):
     """A fleet of `replicas` servers with the same arguments (SGLang's, passed on verbatim).
 
-    Starts them in parallel and returns when all are ready. `on_event` is called with every change of a state, from
-    a thread of the manager's.
+    Starts them in parallel and returns when all are ready. `mode` says what the fleet shares with the trainer, `place`
+    where its servers run (None: on this machine). `on_event` is called with every change of a state, from a thread of
+    the manager's. `router_process=True` also serves the router over HTTP (`fleet.router_url`). A `config` that names
+    an `sglang-router` keeps that one told, too.
     """
 
     def __init__(
         self,
         replicas: int,
         *,
+        mode: RolloutMode | str = RolloutMode.HYBRID,
+        place: Place | None = None,
         config: AdapterConfig | None = None,
         recovery: Recovery | None = None,
         router: RouterConfig | None = None,
+        router_process: bool = False,
         on_event: Callable[[Event], None] = lambda event: None,
         **server_args: Any,
     ) -> None:
         if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
             raise BadInputError(f"a fleet has 1 or more replicas, got {replicas!r}")
-        self._server_args = {**checked_server_args(server_args), "port": None}
-        self._config, self._recovery = config or AdapterConfig(), recovery or Recovery()
-        self._on_event = on_event
-        self._numbers = itertools.count()
-        self._replicas: dict[str, Replica] = {}
-        self._lock = threading.RLock()
-        self._catching_up = threading.Lock()
-        """One replica catches up at a time."""
-        self._members: list[tuple[Replica, HttpServerEngineAdapter]] = []
-        """Of the update under way, with the servers that they had when it began."""
-        self._mode = PauseMode.RETRACT
-        self._threads: list[threading.Thread] = []
-        self._version = int(str(server_args.get("weight_version", "0")))
-        self._catch_up: CatchUp | None = None
-        self._closed = threading.Event()
-        self._fatal: VerlServerError | None = None
-        self._asleep: frozenset[str] = frozenset()
-        self._pool = ThreadPoolExecutor(64, thread_name_prefix="verl-server-fleet")
+        self.mode = mode_of(mode)
+        args = {**server_args_for(self.mode, checked_server_args(server_args)), "port": None}
+        self._model_path = str(args["model_path"])
+        shape = shape_of(args, takes_weights=self.mode.rules.takes_weights)
+        self._place = place or ThisMachine()
+        self._place.admit(shape, replicas)
+        config = config or AdapterConfig()
+        alone = AdapterConfig(config.timeouts, config.log_dir, config.start_attempts, config.repeats)
+
         self._loop = LoopThread()
         self._core = self._loop.run(_made(lambda: RouterCore(router)))
         self.router = RolloutRouter(self._core, self._loop)
+        self._fatal: VerlServerError | None = None
+        self._router_process: RouterProcess | None = None
+        planes: list[Plane] = [OwnRouter(self._core, self._loop)]
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._loop.close)
+            if router_process:
+                self._router_process = RouterProcess(router or RouterConfig(), log_dir=config.log_dir)
+                undo.callback(self._router_process.close)
+                planes.append(self._router_process)
+            if config.router_ip is not None:
+                planes.append(SglangRouter(config))
+                undo.callback(planes[-1].close)
+            all_planes = Planes(planes)
+            fleet = Fleet(
+                lambda name: Replica(name, self._place, args, alone),
+                int(str(args.get("weight_version", "0"))),
+                all_planes,
+                on_event,
+            )
+            super().__init__(fleet, Keeper(fleet, all_planes, recovery or Recovery()), all_planes, alone)
+            undo.pop_all()
         try:
-            for started in [self._pool.submit(self._start_first, self._new()) for _ in range(replicas)]:
+            for started in [fleet.pool.submit(self._start, fleet.new()) for _ in range(replicas)]:
                 started.result()
         except BaseException:
             self.shutdown()
             raise
-        watch = threading.Thread(target=self._watch, name="verl-server-fleet-watch", daemon=True)
-        self._threads.append(watch)
-        watch.start()
+        self._keeper.start()
 
-    # -- replicas -----------------------------------------------------------------------------------
-
-    def _new(self) -> Replica:
-        with self._lock:
-            replica = Replica(f"verl_server_{next(self._numbers)}_0", self._server_args, self._config)
-            replica.version = self._version
-            self._replicas[replica.name] = replica
-        return replica
-
-    def _start_first(self, replica: Replica) -> None:
-        self._begin(replica, replica.start(), self._version)
-
-    def _begin(self, replica: Replica, adapter: HttpServerEngineAdapter, version: int) -> None:
-        """A server of the replica is ready, with the weights of its checkpoint."""
-        with self._lock:
-            if self._closed.is_set() or replica.name not in self._replicas:
-                adapter.shutdown()
-                raise ShutDownError("the fleet was shut down")
-            replica.adapter = adapter
-            current = self._version == version and self._catch_up is None
-            replica.version = version
-            self._turn(replica, ReplicaState.HEALTHY if current else ReplicaState.STALE)
-        process = adapter.asynchronous.process
-        assert process is not None
-        process.on_exit(lambda _: self._on_exit(replica, adapter))
-
-    def _turn(self, replica: Replica, state: ReplicaState, error: VerlServerError | None = None) -> None:
-        """Change a state, and tell the router and whoever listens. Under the lock."""
-        before, replica.state = replica.state, state
-        replica.error = error
-        event = {
-            "time": time.time(),
-            "replica": replica.name,
-            "before": before.value,
-            "after": state.value,
-            "version": replica.version,
-            "error": None if error is None else error.message,
-        }
-        logger.info("replica %s: %s -> %s%s", replica.name, before, state, f" ({error.message})" if error else "")
-        self._tell_router(replica)
-        try:
-            self._on_event(event)
-        except Exception:  # the listener's own mistake must not end a recovery
-            logger.exception("on_event failed")
-
-    def _tell_router(self, replica: Replica) -> None:
-        adapter, state, version, name = replica.adapter, replica.state, replica.version, replica.name
-        gone = state in (ReplicaState.REMOVED, ReplicaState.FAILED)
-        admitted = state in SERVING
-        waits = state is ReplicaState.STALE and (self._catch_up is None or replica.needs_update)
-        expected = state is not ReplicaState.DRAINING and not waits
-
-        async def tell() -> None:
-            known = self._core.replicas.get(name)
-            if gone:
-                self._core.drop(name)
-            elif known is None or (adapter is not None and known.engine is not adapter.asynchronous):
-                if adapter is not None:
-                    self._core.put(name, adapter.asynchronous, version, admitted=admitted)
-            else:
-                suspect = state is ReplicaState.SUSPECT
-                self._core.update(name, version=version, admitted=admitted, suspect=suspect, expected=expected)
-
-        with contextlib.suppress(ShutDownError):
-            self._loop.run(tell())
-
-    def _on_exit(self, replica: Replica, adapter: HttpServerEngineAdapter) -> None:
-        if replica.adapter is adapter and not self._closed.is_set():
-            self._dead(replica, adapter, replica.died("has lost its server"))
-
-    def _dead(self, replica: Replica, adapter: HttpServerEngineAdapter | None, error: VerlServerError) -> None:
-        """Reap a replica's server and start it again."""
-        with self._lock:
-            known = self._replicas.get(replica.name) is replica
-            if not known or replica.adapter is not adapter:
-                return
-            if replica.state in (ReplicaState.DEAD, ReplicaState.RESTARTING):
-                return
-            replica.deaths.append(time.monotonic())
-            self._turn(replica, ReplicaState.DEAD, error)
-        thread = threading.Thread(
-            target=self._restart, args=(replica,), name=f"verl-server-{replica.name}", daemon=True
-        )
-        self._threads.append(thread)
-        thread.start()
-
-    def _restart(self, replica: Replica) -> None:
-        """Until it serves again, is given up, or the fleet ends. In a thread of its own."""
-        error = replica.error
-        while not self._closed.is_set():
-            replica.end()
-            wait_s = restart_after(replica.deaths, time.monotonic(), self._recovery)
-            with self._lock:
-                if replica.name not in self._replicas:
-                    return
-                if wait_s is None:
-                    words = "" if error is None else f" The last time: {error.message}"
-                    tail = None if error is None else error.details.get("log_tail")
-                    failed = ServerDiedError(
-                        f"replica {replica.name} was given up: it died {len(replica.deaths)} times.{words}",
-                        log_tail=tail,
-                    )
-                    self._turn(replica, ReplicaState.FAILED, failed)
-                    return
-                self._turn(replica, ReplicaState.RESTARTING, error)
-            if self._closed.wait(wait_s):
-                return
-            while self._asleep:  # its memory is the trainer's now
-                if self._closed.wait(WATCH_S):
-                    return
-            try:
-                self._begin(replica, replica.start(), _first(self._server_args))
-            except ShutDownError:
-                return
-            except Exception as failure:  # noqa: BLE001 - whatever it is, it counts as a death
-                own = isinstance(failure, VerlServerError)
-                error = failure if own else StartupError(f"{type(failure).__name__}: {failure}")  # type: ignore[assignment]
-                replica.deaths.append(time.monotonic())
-                continue
-            self._bring_up_to_date(replica)
-            return
-
-    def _bring_up_to_date(self, replica: Replica) -> None:
-        """Load what is published into a replica that has just started; else the next update takes it along."""
-        with self._catching_up:
-            with self._lock:
-                catch_up, version, adapter = self._catch_up, self._version, replica.adapter
-            if catch_up is None or adapter is None or replica.needs_update:
-                return
-
-            def may() -> bool:
-                """Asked when no update can be under way."""
-                stale = replica.state is ReplicaState.STALE and replica.adapter is adapter
-                return stale and self._catch_up is catch_up and not self._asleep
-
-            try:
-                if not may():
-                    return
-                catch_up(OneReplica(Member(_name(replica), replica.tp_size), adapter, may))
-            except VerlServerError as error:
-                logger.info("replica %s waits for the next update: %s", replica.name, error.message)
-                with self._lock:
-                    if replica.state is ReplicaState.STALE and self._catch_up is catch_up:
-                        replica.needs_update = True
-                        self._tell_router(replica)
-                return
-            with self._lock:
-                if may():
-                    replica.version = version
-                    self._turn(replica, ReplicaState.HEALTHY)
-
-    def _watch(self) -> None:
-        """Look at every replica again and again."""
-        while not self._closed.wait(WATCH_S):
-            for replica in self.replicas:
-                try:
-                    self._look_at(replica)
-                except Exception:  # a replica that cannot be looked at must not end the watch of the others
-                    logger.exception("watching replica %s", replica.name)
-
-    def _look_at(self, replica: Replica) -> None:
-        adapter = replica.adapter
-        if adapter is None or replica.state not in SERVING | {ReplicaState.STALE}:
-            return
-        if replica.state is ReplicaState.STALE:
-            if not self._catching_up.locked():
-                self._pool.submit(self._bring_up_to_date, replica)
-            return
-        known = self._core.replicas.get(replica.name)
-        requests, progress_at = (0, 0.0) if known is None else (len(known.tokens), known.progress_at)
-        state = judged(replica.observe(requests, progress_at), self._recovery)
-        if state in SERVING and known is not None and not known.load.admitted:
-            with self._lock:
-                if replica.state in SERVING:
-                    self._tell_router(replica)  # which lost a connection to it
-        if state is ReplicaState.DEAD:
-            self._dead(replica, adapter, replica.died("made no progress: it is wedged"))
-        elif state is not replica.state:
-            with self._lock:
-                if replica.state in SERVING:
-                    self._turn(replica, state)
+    def _start(self, replica: Replica) -> None:
+        self._keeper.serve(replica, replica.start())
 
     @property
     def replicas(self) -> list[Replica]:
-        with self._lock:
-            return list(self._replicas.values())
+        return self._fleet.replicas
+
+    @property
+    def router_url(self) -> str:
+        """Of the router's process."""
+        return self._process.url
+
+    @property
+    def router_key(self) -> str:
+        """The key that it asks for."""
+        return self._process.api_key
+
+    @property
+    def _process(self) -> RouterProcess:
+        if self._router_process is None:
+            raise BadInputError("this fleet has no router process: make it with router_process=True")
+        return self._router_process
+
+    def metrics(self) -> bytes:
+        """Of the router in this process and of the fleet, in Prometheus' text format."""
+        return exposition(self._core, self._fleet)
 
     def add_replica(self) -> str:
         """Start one more; returns its name when it serves (or waits for the next update)."""
-        replica = self._new()
+        replica = self._fleet.new()
         try:
-            self._begin(replica, replica.start(), _first(self._server_args))
+            self._start(replica)
         except BaseException:
-            with self._lock:
-                self._replicas.pop(replica.name, None)
+            self._fleet.forget(replica)
             replica.stop()
             raise
-        self._bring_up_to_date(replica)
+        self._keeper.bring_up_to_date(replica)
         return replica.name
 
     def remove_replica(self, name: str, drain_s: float = 60.0) -> None:
         """Give it no more requests, let it finish for up to `drain_s` seconds, and end it; the rest goes elsewhere."""
-        with self._lock:
-            replica = self._replicas.get(name)
-            if replica is None:
-                raise BadInputError(f"there is no replica {name!r}; there are {sorted(self._replicas)}")
-            if len(self._replicas) == 1:
+        fleet = self._fleet
+        with fleet.lock:
+            replica = fleet.named(name)
+            if len(fleet.replicas) == 1:
                 raise BadInputError(f"{name} is the last replica of this fleet: shut the fleet down instead")
-            self._turn(replica, ReplicaState.DRAINING)
+            fleet.turn(replica, ReplicaState.DRAINING)
+        self._planes.settle()
         deadline = time.monotonic() + drain_s
-        while time.monotonic() < deadline and (known := self._core.replicas.get(name)) is not None and known.tokens:
+        while time.monotonic() < deadline and self._planes.seen(name).requests:
             time.sleep(0.02)
-        with self._lock:
-            self._replicas.pop(name, None)
-            self._turn(replica, ReplicaState.REMOVED)
+        with fleet.lock:
+            fleet.forget(replica)
+            fleet.turn(replica, ReplicaState.REMOVED)
         replica.stop()
 
     # -- a backend of VerlEngine --------------------------------------------------------------------
 
-    nearest_transport, trainer_host = "shared_memory", "127.0.0.1"
+    @property
+    def nearest_transport(self) -> str:
+        """Raises BadInputError for a fleet that takes no weights."""
+        rules = self.mode.rules
+        if not rules.takes_weights:
+            raise BadInputError(
+                f"a {self.mode} fleet keeps the weights of its checkpoint: use it by itself, not through VerlEngine"
+            )
+        return rules.transport or ("shared_memory" if self._place.is_near else "distributed")
+
+    @property
+    def trainer_host(self) -> str:
+        return self._place.trainer_host
 
     @property
     def adapter(self) -> HttpServerEngineAdapter:
         """Of a replica that serves."""
-        return self._one()
-
-    def _serving(self) -> list[Replica]:
-        with self._lock:
-            up = SERVING | {ReplicaState.STALE}
-            return [one for one in self._replicas.values() if one.adapter is not None and one.state in up]
-
-    def _one(self) -> HttpServerEngineAdapter:
-        for one in self.replicas:
-            if one.adapter is not None and one.state in SERVING:
-                return one.adapter
+        for adapter in self._fleet.serving():
+            return adapter
         raise self._fatal or ServerDiedError("no replica of the fleet is up")
-
-    @property
-    def members(self) -> Sequence[Member]:
-        """The replicas that the next attempt at an update goes to."""
-        self._take_members()
-        return [Member(_name(one), one.tp_size) for one, _ in self._members]
-
-    def _take_members(self) -> None:
-        """Those that are up now. Raises ServerDiedError when none is."""
-        self._members = [(one, one.adapter) for one in self._serving() if one.adapter is not None]
-        if not self._members:
-            raise ServerDiedError("no replica of the fleet is up")
-
-    def _each(self, call: Callable[[HttpServerEngineAdapter], Any]) -> None:
-        """On all members at once; a failure is raised when all are done. Who has died needs no call."""
-        calls = [(one, adapter, self._pool.submit(call, adapter)) for one, adapter in self._members]
-        errors = [(one, adapter, error) for one, adapter, done in calls if (error := done.exception()) is not None]
-        for one, adapter, error in errors:
-            if isinstance(error, DeadlineError):
-                self._dead(one, adapter, error)  # it answers nobody
-            elif not isinstance(error, (ServerDiedError, ShutDownError)):
-                raise error
-
-    def _every(self, call: Callable[[HttpServerEngineAdapter], Any]) -> None:
-        """`_each` outside of an update."""
-        self._take_members()
-        self._each(call)
-
-    def hold(self, mode: PauseMode) -> None:
-        self._mode = mode
-        self._each(lambda adapter: adapter.asynchronous.asleep or adapter.pause_generation(mode))
-
-    def go_on(self) -> None:
-        self._each(lambda adapter: adapter.asynchronous.asleep or adapter.continue_generation())
-
-    def begin_weight_update(self) -> None:
-        def begin(adapter: HttpServerEngineAdapter) -> None:
-            if not adapter.asynchronous.asleep and not adapter.asynchronous.paused:  # it joins a second attempt
-                adapter.pause_generation(self._mode)
-            adapter.begin_weight_update()
-
-        self._each(begin)
-
-    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
-        """Raises as soon as one server fails: a transport may have to tell the others. Who died is left out next."""
-        loads: dict[Future[None], tuple[Replica, HttpServerEngineAdapter]] = {}
-        for (one, adapter), wire in zip(self._members, wires, strict=True):
-            load = self._pool.submit(load_over, adapter, one.tp_size, wire, weight_version, flush_cache)
-            loads[load] = one, adapter
-        for load in as_completed(loads):
-            error = load.exception()
-            if isinstance(error, DeadlineError):
-                self._dead(*loads[load], error)
-            if isinstance(error, (ServerDiedError, ShutDownError)):
-                raise VerlServerError(error.message, **error.details)  # not the death of the fleet
-            if error is not None:
-                raise error
-
-    def end_weight_update(self) -> None:
-        self._each(lambda adapter: adapter.end_weight_update())
-
-    def published(self, version: int, catch_up: CatchUp | None) -> None:
-        """All members have verified that version, and nothing goes on yet. `catch_up` brings others to it."""
-        with self._lock:
-            self._version, self._catch_up = version, catch_up
-            loaded = {adapter for _, adapter in self._members}
-            for replica in self._replicas.values():
-                replica.needs_update = False
-                if replica.adapter in loaded and replica.state in SERVING | {ReplicaState.STALE}:
-                    replica.version = version
-                    if replica.state is ReplicaState.HEALTHY:
-                        self._tell_router(replica)
-                    else:
-                        self._turn(replica, ReplicaState.HEALTHY)
-                elif replica.state in SERVING:
-                    self._turn(replica, ReplicaState.STALE)
 
     def generate(self, **request: Any) -> Any:
         bodies = one_by_one(request)
@@ -419,10 +191,10 @@ class RolloutManager:
         return await asyncio.to_thread(self.generate, **request)
 
     def generate_stream(self, **request: Any) -> Iterator[Json]:
-        return self._one().generate_stream(**request)
+        return self.adapter.generate_stream(**request)
 
     def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]:
-        return self._one().asynchronous.generate_stream(**request)
+        return self.adapter.asynchronous.generate_stream(**request)
 
     def flush_cache(self) -> None:
         self._every(lambda adapter: adapter.flush_cache())
@@ -433,27 +205,39 @@ class RolloutManager:
     def unload_lora(self, name: str) -> None:
         self._every(lambda adapter: adapter.unload_lora_adapter(name))
 
-    def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
-        wanted = frozenset(memory_tags(tags))
-        if again := sorted(self._asleep & wanted):
+    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Lend the memory of all replicas (SGLang's tags; None: all of it).
+
+        Raises BadInputError for a fleet that has its devices for itself, ServerBusyError while requests run.
+        """
+        if not self.mode.rules.lends_memory:
+            raise BadInputError(f"a {self.mode} fleet has its devices for itself: there is nobody to lend memory to")
+        fleet, wanted = self._fleet, frozenset(memory_tags(tags))
+        if again := sorted(fleet.asleep & wanted):
             raise BadInputError(f"{again} is released already")
         try:
             self._every(lambda adapter: adapter.release_memory_occupation(tags))
         except VerlServerError:
-            self._each(lambda adapter: _wake(adapter, wanted))  # all of them or none
+            self._each(lambda adapter: _wake(adapter, wanted, None))  # all of them or none
             raise
-        self._asleep |= wanted
+        fleet.sleep(fleet.asleep | wanted)
 
-    def resume_memory_occupation(self, tags: Sequence[str] | None) -> None:
-        wanted = self._asleep if tags is None else frozenset(memory_tags(tags))
-        if not wanted or wanted - self._asleep:
-            raise BadInputError(f"{sorted(wanted - self._asleep) or 'nothing'} is released; released: {self._asleep}")
-        self._every(lambda adapter: _wake(adapter, wanted))
-        self._asleep -= wanted
+    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Take it back. Weights come back undefined: push them. A colocated fleet loads its checkpoint again."""
+        fleet = self._fleet
+        wanted = fleet.asleep if tags is None else frozenset(memory_tags(tags))
+        if not wanted or wanted - fleet.asleep:
+            raise BadInputError(f"{sorted(wanted - fleet.asleep) or 'nothing'} is released; released: {fleet.asleep}")
+        self._members = fleet.up()  # who died asleep is started when all are awake
+        if self.mode.rules.takes_weights:
+            self._each(lambda adapter: _wake(adapter, wanted, None))
+        else:  # weights that came back but were not loaded must never be served
+            self._each(lambda adapter: _wake(adapter, wanted, self._model_path), fatal=VerlServerError)
+        fleet.sleep(fleet.asleep - wanted)
 
     @property
     def asleep(self) -> frozenset[str]:
-        return self._asleep
+        return self._fleet.asleep
 
     def fail(self, error: VerlServerError) -> None:
         self._fatal = self._fatal or error
@@ -465,58 +249,47 @@ class RolloutManager:
 
     def shutdown(self) -> None:
         """End all servers. Safe to call twice."""
-        if self._closed.is_set():
+        if self._fleet.closed.is_set():
             return
-        self._closed.set()
-        with contextlib.suppress(ShutDownError):
-            self._loop.run(self._core.close())
-        stops = [threading.Thread(target=one.stop) for one in self.replicas]
-        for stop in stops:
-            stop.start()
-        for thread in [*stops, *self._threads]:
-            thread.join()  # every start asks whether it is to be given up
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._loop.close()
+        self._fleet.closed.set()
+        with contextlib.ExitStack() as steps:  # last in, first out
+            steps.callback(self._loop.close)
+            steps.callback(self._place.close)
+            steps.callback(lambda: self._fleet.pool.shutdown(wait=True, cancel_futures=True))
+            steps.callback(self._keeper.join)
+            steps.callback(_all_at_once, [one.stop for one in self.replicas])
+            steps.callback(self._planes.close)
+
+    def __enter__(self) -> RolloutManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
 
-class OneReplica:
-    """The servers of one replica as a backend of their own, for catching up; `may` says whether it still is to."""
-
-    def __init__(self, member: Member, adapter: HttpServerEngineAdapter, may: Callable[[], bool]) -> None:
-        self._member, self._adapter, self._may = member, adapter, may
-
-    @property
-    def members(self) -> Sequence[Member]:
-        if not self._may():
-            raise VerlServerError(f"{self._member.name} need not or cannot catch up any more")
-        return [self._member]
-
-    def hold(self, mode: PauseMode) -> None:
-        self._adapter.pause_generation(mode)
-
-    def go_on(self) -> None:
-        self._adapter.continue_generation()
-
-    def begin_weight_update(self) -> None:
-        self._adapter.begin_weight_update()
-
-    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
-        (wire,) = wires
-        load_over(self._adapter, self._member.tp_size, wire, weight_version, flush_cache)
-
-    def end_weight_update(self) -> None:
-        self._adapter.end_weight_update()
+def _wake(adapter: HttpServerEngineAdapter, tags: frozenset[str], model: str | None) -> None:
+    """Resume those of `tags` that this server has released; weights from `model`, before anything goes on."""
+    mine = tags & adapter.asynchronous.asleep
+    if not mine:
+        return
+    if model is None or MemoryTag.WEIGHTS not in mine:
+        adapter.resume_memory_occupation(sorted(mine))
+        return
+    was_paused = adapter.asynchronous.paused
+    if not was_paused:
+        adapter.pause_generation()
+    adapter.resume_memory_occupation(sorted(mine))
+    adapter.update_weights_from_disk(model)
+    if not was_paused:
+        adapter.continue_generation()
 
 
-def _name(replica: Replica) -> str:
-    """Another one for each of its servers."""
-    return f"{replica.name}/{len(replica.deaths)}"
-
-
-def _wake(adapter: HttpServerEngineAdapter, tags: frozenset[str]) -> None:
-    """Resume those of `tags` that this server has released."""
-    if mine := sorted(tags & adapter.asynchronous.asleep):
-        adapter.resume_memory_occupation(mine)
+def _all_at_once(calls: Sequence[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 async def _made(make: Callable[[], RouterCore]) -> RouterCore:
@@ -525,7 +298,3 @@ async def _made(make: Callable[[], RouterCore]) -> RouterCore:
 
 async def _all(core: RouterCore, bodies: Sequence[Json]) -> list[Json]:
     return await together(core.generate(body) for body in bodies)
-
-
-def _first(server_args: Mapping[str, Any]) -> int:
-    return int(str(server_args.get("weight_version", "0")))

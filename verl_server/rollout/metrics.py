@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 if TYPE_CHECKING:
     from verl_server.rollout.core import Replica, RouterCore
+    from verl_server.rollout.fleet import Fleet
 
 WORDS = {
     "requests": "Samples that were asked for",
@@ -27,7 +29,7 @@ WORDS = {
 }
 
 
-class _Collector:
+class _RouterCollector:
     def __init__(self, core: RouterCore) -> None:
         self._core = core
 
@@ -49,8 +51,34 @@ class _Collector:
             yield family
 
 
-def exposition(core: RouterCore) -> bytes:
+class _FleetCollector:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterable[Metric]:
+        tally = self._fleet.tally
+        for name, words, value in (
+            ("deaths", "Servers that ended or were wedged", tally.deaths),
+            ("restarts", "Servers that were started again", tally.restarts),
+            ("given_up", "Replicas that died too often", tally.given_up),
+            ("updates", "Weight updates that were published", tally.updates),
+        ):
+            yield CounterMetricFamily(f"verl_fleet_{name}", words, value=value)
+        seconds = CounterMetricFamily("verl_fleet_sync_seconds", "Time in weight updates", labels=["phase"])
+        for phase, spent in sorted(tally.phase_s.items()):
+            seconds.add_metric([phase], spent)
+        yield seconds
+        yield GaugeMetricFamily("verl_fleet_weight_version", "Published last", value=self._fleet.version)
+        states = GaugeMetricFamily("verl_fleet_replicas", "Replicas by state", labels=["state"])
+        for state, count in sorted(Counter(one.state.value for one in self._fleet.replicas).items()):
+            states.add_metric([state], count)
+        yield states
+
+
+def exposition(core: RouterCore, fleet: Fleet | None = None) -> bytes:
     """All metrics in Prometheus' text format."""
     registry = CollectorRegistry()
-    registry.register(_Collector(core))
+    registry.register(_RouterCollector(core))
+    if fleet is not None:
+        registry.register(_FleetCollector(fleet))
     return generate_latest(registry)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import psutil
-
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.config import AdapterConfig
+from verl_server.config import AdapterConfig, PauseMode
+from verl_server.engine.backend import load_over
 from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.health import Observation, ReplicaState
+from verl_server.rollout.places import Place
+from verl_server.types import Member
 
 Json = dict[str, Any]
 
@@ -24,8 +24,8 @@ class Replica:
     State is written under the manager's lock only.
     """
 
-    def __init__(self, name: str, server_args: Mapping[str, Any], config: AdapterConfig) -> None:
-        self.name, self._server_args, self._config = name, dict(server_args), config
+    def __init__(self, name: str, place: Place, server_args: Mapping[str, Any], config: AdapterConfig) -> None:
+        self.name, self._place, self._server_args, self._config = name, place, dict(server_args), config
         self.state = ReplicaState.STARTING
         self.version = 0
         self.adapter: HttpServerEngineAdapter | None = None
@@ -40,8 +40,9 @@ class Replica:
         """Processor seconds of its schedulers, and when they last grew."""
 
     @property
-    def tp_size(self) -> int:
-        return int(self._server_args.get("tp_size") or 1)
+    def member(self) -> Member:
+        """Its server, as one that takes part in weight updates."""
+        return Member(f"{self.name}/{len(self.deaths)}", int(self._server_args.get("tp_size") or 1))
 
     def start(self) -> HttpServerEngineAdapter:
         """A new server. Raises StartupError; ShutDownError when the replica was stopped meanwhile."""
@@ -49,7 +50,7 @@ class Replica:
         def give_up() -> VerlServerError | None:
             return ShutDownError(f"replica {self.name} was stopped while it started") if self._stop.is_set() else None
 
-        adapter = HttpServerEngineAdapter(config=self._config, give_up=give_up, **self._server_args)
+        adapter = self._place.start(self.name, self._server_args, self._config, give_up)
         self._busy = (0.0, time.monotonic())
         return adapter
 
@@ -60,7 +61,7 @@ class Replica:
         process = None if adapter is None else adapter.asynchronous.process
         if process is None or process.wait_exit(0.0) is not None:
             return Observation(alive=False, requests=requests, quiet_s=0.0, idle_s=0.0)
-        used = scheduler_seconds(process.pid or 0)
+        used = process.scheduler_seconds()
         if used != self._busy[0]:
             self._busy = (used, now)
         assert adapter is not None
@@ -89,15 +90,34 @@ class Replica:
         """For good; also a start that is under way."""
         self._stop.set()
         self.end()
+        self._place.leave(self.name)
 
 
-def scheduler_seconds(pid: int) -> float:
-    """Processor time that the schedulers below a server have used, children included."""
-    seconds = 0.0
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if any("scheduler" in part for part in child.cmdline()):
-                    times = child.cpu_times()
-                    seconds += times.user + times.system
-    return seconds
+class OneReplica:
+    """The server of one replica as a backend of its own, for catching up; `may` says whether it still is to."""
+
+    def __init__(self, member: Member, adapter: HttpServerEngineAdapter, may: Callable[[], bool]) -> None:
+        self._member, self._adapter, self._may = member, adapter, may
+
+    @property
+    def members(self) -> Sequence[Member]:
+        if not self._may():
+            raise VerlServerError(f"{self._member.name} need not or cannot catch up any more")
+        return [self._member]
+
+    def hold(self, mode: PauseMode) -> None:
+        """It has no requests yet, whatever becomes of those of others."""
+        self._adapter.pause_generation(PauseMode.RETRACT)
+
+    def go_on(self) -> None:
+        self._adapter.continue_generation()
+
+    def begin_weight_update(self) -> None:
+        self._adapter.begin_weight_update()
+
+    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
+        (wire,) = wires
+        load_over(self._adapter, self._member.tp_size, wire, weight_version, flush_cache)
+
+    def end_weight_update(self) -> None:
+        self._adapter.end_weight_update()

@@ -67,7 +67,7 @@ def suitable(loads: Sequence[Load], need: Need) -> list[Load]:
     if found:
         return found
     if not serving:
-        raise NotReadyError("no replica serves at the moment")
+        raise NotReadyError("no replica serves at the moment: they start, have gone, or their memory is released")
     raise NotReadyError(
         f"no replica serves {_words(need)}; versions served: {sorted({load.version for load in serving})}"
     )

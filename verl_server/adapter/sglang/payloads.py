@@ -21,10 +21,11 @@ def abort_payload(rid: str | None, abort_all: bool) -> Json:
 
 
 def pause_payload(mode: str) -> Json:
-    try:
-        return {"mode": PauseMode(mode).value}
-    except ValueError:
-        raise BadInputError(f"pause mode must be one of {[m.value for m in PauseMode]}, got {mode!r}") from None
+    known = [each.value for each in PauseMode if each is not PauseMode.WAIT]
+    if mode == PauseMode.WAIT:
+        raise BadInputError(f"one server cannot wait for its requests, as new ones come: take one of {known}")
+    require(mode in known, f"pause mode must be one of {known}, got {mode!r}")
+    return {"mode": str(mode)}
 
 
 def memory_tags(tags: Sequence[str] | None) -> list[str]:

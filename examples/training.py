@@ -1,0 +1,64 @@
+"""What all examples need: one trainer rank, and a tiny policy made on the spot."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoModelForCausalLM
+
+from verl_server.rollout import RolloutManager
+from verl_server.tiny import make_model
+
+MB = 1 << 20
+
+
+@dataclass
+class Trainer:
+    """The training side, as small as it can be."""
+
+    mesh: DeviceMesh
+    folder: Path
+    """Checkpoints of the examples' models."""
+    model_path: str
+    policy: Any
+
+    def step(self) -> None:
+        """Stands for loss, backward and optimizer: move all weights a little."""
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter))
+
+
+@contextlib.contextmanager
+def trainer() -> Iterator[Trainer]:
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory(prefix="verl-example-") as name:
+        folder = Path(name)
+        path = str(make_model(folder / "policy", hidden_size=256, layers=4, intermediate_size=1024))
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+            yield Trainer(mesh, folder, path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+        finally:
+            dist.destroy_process_group()
+
+
+def memory_mb(fleet: RolloutManager) -> float:
+    """Memory that the fleet's servers keep for themselves."""
+    total = 0
+    for replica in fleet.replicas:
+        assert replica.adapter is not None
+        process = replica.adapter.asynchronous.process
+        assert process is not None
+        main = psutil.Process(process.pid)
+        total += sum(one.memory_full_info().uss for one in [main, *main.children(recursive=True)])
+    return total / MB

@@ -1,0 +1,53 @@
+"""The examples run as they stand, and do what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def said_by(name: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=850, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_hybrid() -> None:
+    said = said_by("hybrid.py")
+    steps = re.findall(r"4 samples of \['(\d)'\]; (\d+) MB awake, (\d+) asleep", said)
+    assert [version for version, _, _ in steps] == ["1", "2", "3"]
+    assert all(int(asleep) < 0.9 * int(awake) for _, awake, asleep in steps), said
+    assert "served now: 4" in said
+
+
+def test_standalone() -> None:
+    said = said_by("standalone.py")
+    assert re.findall(r"version (\d) by (\w+)", said) == [(str(number), "distributed") for number in range(1, 5)]
+    assert max(int(count) for count in re.findall(r"made with (\d) version", said)) > 1, said
+
+
+def test_colocated() -> None:
+    said = said_by("colocated.py")
+    steps = re.findall(r"(\d+) \+ (\d+) while it judges, (\d+) \+ (\d+) after", said)
+    assert len(steps) == 3
+    for policy_asleep, judge_awake, policy_awake, judge_asleep in steps:
+        assert int(policy_asleep) < 0.9 * int(policy_awake), said
+        assert int(judge_asleep) < 0.9 * int(judge_awake), said
+
+
+def test_ray_cluster() -> None:
+    said = said_by("ray_cluster.py")
+    assert "version 1 is on both nodes, by distributed" in said
+    found = re.findall(r"(verl_server_\d_0): tokens (\[.*\]) of version 1", said)
+    assert [name for name, _ in found] == ["verl_server_0_0", "verl_server_1_0"]
+    assert found[0][1] == found[1][1], "greedy, so the same on both nodes"

@@ -1,0 +1,92 @@
+"""The router process of a fleet: told of replicas through its standard input, it tells what it sees through its output.
+
+Wire: JSON lines. In: first the settings, then standings, each with a number. Out: the URL, then again and again what
+it sees and the number of the last standing that it keeps to. It ends when standard input does: its fleet has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+import orjson
+import uvloop
+from aiohttp import web
+
+from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+from verl_server.config import AdapterConfig
+from verl_server.rollout.core import RouterConfig, RouterCore
+from verl_server.rollout.http import RouterServer
+from verl_server.rollout.planes import Standing, apply
+from verl_server.rollout.strategies import Limits
+
+Json = dict[str, Any]
+
+REPORT_S = 0.1
+
+
+async def main() -> None:
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # its fleet decides, not the terminal
+    stdin = asyncio.StreamReader(limit=1 << 24)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
+    settings = orjson.loads(await stdin.readline())
+    limits = Limits(**settings["router"].pop("limits"))
+    core = RouterCore(RouterConfig(limits=limits, **settings["router"]))
+    listener = socket.create_server((settings["host"], settings["port"]), backlog=4096)
+    runner = web.AppRunner(
+        RouterServer(core, settings["api_key"]).application(), access_log=None, handler_cancellation=True
+    )
+    await runner.setup()
+    await web.SockSite(runner, listener).start()
+    said = _Said(core)
+    reports = asyncio.create_task(said.repeat())
+    engines: dict[str, AsyncHttpServerEngineAdapter] = {}
+    try:
+        while line := await stdin.readline():
+            news = orjson.loads(line)
+            number, engine = news.pop("number"), await _engine(engines, news.pop("url"), news.pop("api_key"))
+            apply(core, Standing(engine=engine, **news))
+            said.number = number
+    finally:
+        reports.cancel()
+        os._exit(0)  # who waits for a sample asks the next router: there is nothing to be tidy about
+
+
+async def _engine(
+    engines: dict[str, AsyncHttpServerEngineAdapter], url: str | None, api_key: str | None
+) -> AsyncHttpServerEngineAdapter | None:
+    if url is None:
+        return None
+    if url not in engines or engines[url].api_key != api_key:
+        engines[url] = AsyncHttpServerEngineAdapter.attach(url, api_key=api_key, config=AdapterConfig(repeats=0))
+    return engines[url]
+
+
+class _Said:
+    """What this process says of itself."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+        self.number = 0
+
+    async def repeat(self) -> None:
+        while True:
+            now = time.monotonic()
+            replicas = {
+                one.name: [len(one.tokens), now - one.progress_at, one.load.admitted]
+                for one in self._core.replicas.values()
+            }
+            os.write(1, orjson.dumps({"number": self.number, "replicas": replicas}) + b"\n")
+            await asyncio.sleep(REPORT_S)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        uvloop.run(main())

@@ -1,0 +1,154 @@
+"""A weight update's calls, on all replicas of a fleet at once. Who dies meanwhile is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, as_completed
+from typing import Any
+
+from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.config import AdapterConfig, PauseMode
+from verl_server.engine.backend import CatchUp, load_over
+from verl_server.errors import DeadlineError, ServerDiedError, ShutDownError, VerlServerError
+from verl_server.rollout.fleet import SERVING, UP, Fleet
+from verl_server.rollout.health import ReplicaState
+from verl_server.rollout.keeper import Keeper
+from verl_server.rollout.planes import Planes
+from verl_server.rollout.replica import Replica
+from verl_server.types import Member
+
+Json = dict[str, Any]
+
+IDLE_POLL_S = 0.02
+
+
+class FleetUpdates:
+    """The part of a `Backend` that an update needs (engine/backend.py)."""
+
+    def __init__(self, fleet: Fleet, keeper: Keeper, planes: Planes, config: AdapterConfig) -> None:
+        self._fleet, self._keeper, self._planes, self._config = fleet, keeper, planes, config
+        self._members: list[tuple[Replica, HttpServerEngineAdapter]] = []
+        """Of the update under way, with the servers that they had when it began."""
+        self._mode = PauseMode.RETRACT
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """The replicas that the next attempt at an update goes to."""
+        self._take_members()
+        return [one.member for one, _ in self._members]
+
+    def _each(
+        self, call: Callable[[HttpServerEngineAdapter], Any], fatal: type[VerlServerError] = DeadlineError
+    ) -> None:
+        """On all members at once; a failure is raised when all are done. Who has died needs no call.
+
+        After a failure that is `fatal` (by default: it answers nobody) a replica is started anew instead.
+        """
+        calls = [(one, adapter, self._fleet.pool.submit(call, adapter)) for one, adapter in self._members]
+        errors = [(one, adapter, error) for one, adapter, done in calls if (error := done.exception()) is not None]
+        for one, adapter, error in errors:
+            if isinstance(error, fatal):
+                self._keeper.dead(one, adapter, error)
+            elif not isinstance(error, (ServerDiedError, ShutDownError)):
+                raise error
+
+    def _every(
+        self, call: Callable[[HttpServerEngineAdapter], Any], fatal: type[VerlServerError] = DeadlineError
+    ) -> None:
+        """`_each` outside of an update."""
+        self._take_members()
+        self._each(call, fatal)
+
+    def _take_members(self) -> None:
+        self._members = self._fleet.up()
+        if not self._members:
+            raise ServerDiedError("no replica of the fleet is up")
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started, seconds = time.monotonic(), self._fleet.tally.phase_s
+        try:
+            yield
+        finally:
+            seconds[name] = seconds.get(name, 0.0) + time.monotonic() - started
+
+    def hold(self, mode: PauseMode) -> None:
+        self._mode = PauseMode.RETRACT if mode is PauseMode.WAIT else mode
+        with self._phase("pause"):
+            if mode is PauseMode.WAIT:
+                self._wait_until_idle()
+            self._each(lambda adapter: adapter.asynchronous.asleep or adapter.pause_generation(self._mode))
+
+    def _wait_until_idle(self) -> None:
+        """Keep new requests out and let those that run end. Raises DeadlineError; then nothing has happened."""
+        limit_s = self._config.timeouts.weights_s
+        deadline = time.monotonic() + limit_s
+        self._fleet.hold(True)
+        self._planes.settle()
+        while any(self._planes.seen(one.name).requests for one in self._fleet.replicas):
+            if time.monotonic() > deadline:
+                self._fleet.hold(False)
+                raise DeadlineError(
+                    f"requests still run after {limit_s:g} s (timeouts.weights_s); the weights stay as they are",
+                    operation="wait",
+                    seconds=limit_s,
+                )
+            time.sleep(IDLE_POLL_S)
+
+    def go_on(self) -> None:
+        with self._phase("continue"):
+            try:
+                self._each(lambda adapter: adapter.asynchronous.asleep or adapter.continue_generation())
+            finally:
+                self._fleet.hold(False)
+
+    def begin_weight_update(self) -> None:
+        def begin(adapter: HttpServerEngineAdapter) -> None:
+            if not adapter.asynchronous.asleep and not adapter.asynchronous.paused:  # it joins a second attempt
+                adapter.pause_generation(self._mode)
+            adapter.begin_weight_update()
+
+        with self._phase("begin"):
+            self._each(begin)
+
+    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
+        """Raises as soon as one server fails: a transport may have to tell the others. Who died is left out next."""
+        loads: dict[Future[None], tuple[Replica, HttpServerEngineAdapter]] = {}
+        with self._phase("load"):
+            for (one, adapter), wire in zip(self._members, wires, strict=True):
+                load = self._fleet.pool.submit(
+                    load_over, adapter, one.member.tp_size, wire, weight_version, flush_cache
+                )
+                loads[load] = one, adapter
+            for load in as_completed(loads):
+                error = load.exception()
+                if isinstance(error, DeadlineError):
+                    self._keeper.dead(*loads[load], error)
+                if isinstance(error, (ServerDiedError, ShutDownError)):
+                    raise VerlServerError(error.message, **error.details)  # not the death of the fleet
+                if error is not None:
+                    raise error
+
+    def end_weight_update(self) -> None:
+        with self._phase("end"):
+            self._each(lambda adapter: adapter.end_weight_update())
+
+    def published(self, version: int, catch_up: CatchUp | None) -> None:
+        """All members have verified that version, and nothing goes on yet. `catch_up` brings others to it."""
+        fleet = self._fleet
+        with fleet.lock:
+            fleet.version, fleet.catch_up = version, catch_up
+            fleet.tally.updates += 1
+            loaded = {adapter for _, adapter in self._members}
+            for replica in fleet.replicas:
+                replica.needs_update = False
+                if replica.adapter in loaded and replica.state in UP:
+                    replica.version = version
+                    if replica.state is ReplicaState.HEALTHY:
+                        fleet.tell(replica)
+                    else:
+                        fleet.turn(replica, ReplicaState.HEALTHY)
+                elif replica.state in SERVING:
+                    fleet.turn(replica, ReplicaState.STALE)
