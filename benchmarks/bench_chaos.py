@@ -1,8 +1,9 @@
-"""A fleet under fire: random `kill -9` of servers and schedulers under load, with new weights every few seconds.
+"""A fleet under fire: random `kill -9` of servers, schedulers and its router under load, with new weights all the time.
 
 Every sample is greedy, and is checked afterwards token by token against Hugging Face with the weights that the
 sample says it was made with. Lost, doubled or misattributed samples, orphans and left-over shared memory are
-counted; all must be 0. Not a race: the figures are counts, and the seconds back to full strength.
+counted; all must be 0. Not a race: the figures are counts, and the seconds back to full strength, over the start of
+one server alone and over its start under the same load (the servers share the machine's cores with their callers).
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ class Found:
     """What happened."""
 
     start_s: float = 0.0
+    """Of one server, alone."""
+    loaded_start_s: float = 0.0
+    """Of one more, under the load."""
     seconds: float = 0.0
     kills: list[Json] = field(default_factory=list)
     events: list[Json] = field(default_factory=list)
@@ -62,7 +66,8 @@ class Found:
     doubled: int = 0
     orphans: int = 0
     files: list[str] = field(default_factory=list)
-    counters: Json = field(default_factory=dict)
+    routers: int = 0
+    """Router processes that were started again."""
 
 
 def weight_sets(folder: Path) -> list[dict[str, torch.Tensor]]:
@@ -92,12 +97,14 @@ def run(folder: Path, replicas: int, requests: int, kills: int, callers: int, se
         started = time.monotonic()
         recovery = Recovery(wedged_s=20.0, max_restarts=kills + 1)
         fleet = RolloutManager(
-            replicas, model_path=str(folder), recovery=recovery, on_event=found.events.append, **SERVER
+            1, model_path=str(folder), recovery=recovery, router_process=True, on_event=found.events.append, **SERVER
         )  # fmt: skip
         found.start_s = time.monotonic() - started
+        for _ in range(replicas - 2):
+            fleet.add_replica()
         with VerlEngine(mesh, fleet=fleet, model_path=str(folder), dtype=SERVER["dtype"]) as engine:
             engine.update_weights_from_tensor(sets[1].items(), weight_version=1)
-            enemy = threading.Thread(target=_kill, args=(fleet, found, kills, rng, stop))
+            enemy = threading.Thread(target=_attack, args=(fleet, found, kills, rng, stop))
             pusher = threading.Thread(target=_push, args=(engine, sets, found, stop))
             started = time.monotonic()
             enemy.start()
@@ -107,7 +114,7 @@ def run(folder: Path, replicas: int, requests: int, kills: int, callers: int, se
             stop.set()
             enemy.join()
             pusher.join()
-            found.counters = asdict(fleet._core.counters)
+            found.routers = fleet.router_restarts
     time.sleep(1.0)
     found.files = sorted(set(os.listdir("/dev/shm")) - before)
     found.orphans = sum(_is_marked(process) for process in psutil.process_iter())
@@ -122,14 +129,22 @@ def _is_marked(process: psutil.Process) -> bool:
         return False
 
 
-def _kill(fleet: Any, found: Found, kills: int, rng: random.Random, stop: threading.Event) -> None:
-    """One victim after the other, whenever the fleet has one to lose."""
+def _attack(fleet: Any, found: Found, kills: int, rng: random.Random, stop: threading.Event) -> None:
+    """Complete the fleet under load, then kill one victim after the other, whenever it has one to lose."""
+    time.sleep(3.0)
+    started = time.monotonic()
+    fleet.add_replica()
+    found.loaded_start_s = time.monotonic() - started
     while len(found.kills) < kills and not stop.wait(rng.uniform(1.0, 4.0)):
         healthy = [one for one in fleet.replicas if one.state.value == "healthy" and one.adapter is not None]
         if len(healthy) < 2:
             continue
         victim = rng.choice(healthy)
-        what = rng.choice(["server", "scheduler"])
+        what = rng.choice(["server", "scheduler", "router"])
+        if what == "router":
+            os.kill(fleet._router_process.pid, signal.SIGKILL)
+            found.kills.append({"time": time.time(), "replica": None, "what": what})
+            continue
         try:
             main = psutil.Process(victim.adapter.asynchronous.process.pid)
             pid = main.pid
@@ -155,9 +170,11 @@ def _push(engine: Any, sets: list[dict[str, torch.Tensor]], found: Found, stop: 
 
 async def _ask(fleet: Any, found: Found, requests: int, callers: int, seed: int, enemy: threading.Thread) -> None:
     """`requests` samples, and more as long as the enemy has not finished."""
+    from verl_server.rollout.client import RouterClient
+
     numbers = iter(range(10**9))
 
-    async def caller() -> None:
+    async def caller(client: RouterClient) -> None:
         for number in numbers:
             if number >= requests and not enemy.is_alive():
                 return
@@ -165,7 +182,7 @@ async def _ask(fleet: Any, found: Found, requests: int, callers: int, seed: int,
             prompt = [rng.randrange(1, 200) for _ in range(rng.randrange(3, 40))]
             sampling = {"temperature": 0.0, "max_new_tokens": rng.randrange(*TOKENS), "ignore_eos": True}
             try:
-                reply = await fleet.router.generate(
+                reply = await client.generate(
                     request_id=f"sample-{number}",
                     session_id=f"s{number % 40}",
                     input_ids=prompt,
@@ -180,7 +197,8 @@ async def _ask(fleet: Any, found: Found, requests: int, callers: int, seed: int,
                 "spans": meta["weight_versions"], "attempts": meta["attempts"],
             })  # fmt: skip
 
-    await asyncio.gather(*(caller() for _ in range(callers)))
+    async with RouterClient(fleet.router_url, fleet.router_key) as client:
+        await asyncio.gather(*(caller(client) for _ in range(callers)))
 
 
 def _check(found: Found, folder: Path, sets: list[dict[str, torch.Tensor]]) -> None:
@@ -232,9 +250,11 @@ def report(options: Options, machine: Json, found: Found, settings: Json) -> Non
         ["of them over several replicas", sum(a["attempts"] > 1 for a in found.answers)],
         ["of them over several versions", sum(len(a["spans"]) > 1 for a in found.answers)],
         ["kills", len(found.kills)], ["weight updates", found.updates], ["seconds", f"{found.seconds:.0f}"],
-        ["start of the fleet, s", f"{found.start_s:.1f}"],
+        ["of them of the router", sum(kill["what"] == "router" for kill in found.kills)],
+        ["start of one server alone, s", f"{found.start_s:.1f}"],
+        ["start of one more under load, s", f"{found.loaded_start_s:.1f}"],
         ["back at work, s (median, most)", f"{back.median:.1f}, {max(back_s(found)):.1f}"],
-        ["counters", found.counters],
+        ["routers started again", found.routers],
     ]  # fmt: skip
     show_table("Chaos", ["what", "count"], [[words, str(value)] for words, value in rows])
     for words in [*found.errors[:10], *map(str, found.misfits[:10])]:
@@ -246,11 +266,12 @@ def report(options: Options, machine: Json, found: Found, settings: Json) -> Non
         Target("samples with tokens that are not of the stated weights", found.wrong, 0, False),
         Target("orphaned processes", found.orphans, 0, False),
         Target("files left in shared memory", len(found.files), 0, False),
-        Target("back at full strength over one start", back.median / found.start_s, BACK_TARGET, False),
+        Target("back at full strength over one start alone", back.median / found.start_s, BACK_TARGET, False),
+        Target("the same over one start under load", back.median / found.loaded_start_s, BACK_TARGET, False),
     ]
     show_targets(targets)
     samples = {**asdict(found), "answers": len(found.answers), "back_s": back_s(found)}
-    figures = {"back_s": asdict(back), "start_s": found.start_s}
+    figures = {"back_s": asdict(back), "start_s": found.start_s, "loaded_start_s": found.loaded_start_s}
     write_result(options, NAME, machine, settings=settings, figures=figures, targets=targets, samples=samples)
     figure, (axes,) = new_figure(
         1, f"{len(found.kills)} kills in {found.seconds:.0f} s, {settings['replicas']} replicas"

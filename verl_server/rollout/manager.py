@@ -120,6 +120,11 @@ class RolloutManager(FleetUpdates):
         return self._process.api_key
 
     @property
+    def router_restarts(self) -> int:
+        """How often the router's process was lost and started again."""
+        return self._process.restarts
+
+    @property
     def _process(self) -> RouterProcess:
         if self._router_process is None:
             raise BadInputError("this fleet has no router process: make it with router_process=True")
