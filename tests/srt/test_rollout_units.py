@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from verl_server.rollout.sample import Sample, spans_of
 from verl_server.rollout.shape import require_room, shape_of
 from verl_server.rollout.strategies import Limits, Load, Need, choose, require_place_in_queue, suitable
 
-LIMITS = Limits(requests=4, overload=1.5, slack=100)
+LIMITS = Limits(requests=4, overload=1.5)
 
 
 def event(tokens: list[int], version: str, finish: Any = None, **meta: Any) -> dict[str, Any]:
@@ -141,17 +142,20 @@ LOADS = st.lists(
 )
 
 
-@given(LOADS, st.none() | st.integers(0, 4), st.none() | st.integers(0, 4), st.none() | st.sampled_from("abcdef"))
+VERSIONS = st.none() | st.integers(0, 4)
+
+
+@given(LOADS, VERSIONS, VERSIONS, st.none() | st.sampled_from("abcdef"), st.integers(0, 500))
 def test_a_request_goes_only_where_it_may(
-    loads: list[Load], exact: int | None, least: int | None, sticky: str | None
+    loads: list[Load], exact: int | None, least: int | None, sticky: str | None, size: int
 ) -> None:
     need = Need(exact, least)
     able = [load for load in loads if load.admitted and need.is_met_by(load.version)]
     if not able:
         with pytest.raises(NotReadyError):
-            choose(loads, need, sticky, LIMITS)
+            choose(loads, need, sticky, size, LIMITS)
         return
-    found = choose(loads, need, sticky, LIMITS)
+    found = choose(loads, need, sticky, size, LIMITS)
     assert suitable(loads, need) == able
     healthy = [load for load in able if not load.suspect] or able
     room = {load.name: load for load in healthy if load.requests < LIMITS.requests}
@@ -162,14 +166,39 @@ def test_a_request_goes_only_where_it_may(
 
 
 def test_a_session_stays_until_its_replica_has_far_more_than_its_share() -> None:
-    def at(tokens: int) -> str | None:
-        return choose([Load("a", tokens, 1, 0), Load("b", 0, 0, 0)], Need(), "a", LIMITS)
+    def at(tokens: int, elsewhere: int = 0) -> str | None:
+        return choose([Load("a", tokens, 1, 0), Load("b", elsewhere, 0, 0)], Need(), "a", 200, LIMITS)
 
-    assert at(150) == "a", "moving costs a prefill"
-    assert at(5000) == "b"
+    assert at(150) == "a", "moving costs a prefill of 200"
+    assert at(250) == "b"
+    assert at(3000, 2700) == "a", "that is no more than its share"
     full = [Load("a", 10, 4, 0), Load("b", 500, 1, 0)]
-    assert choose(full, Need(), "a", LIMITS) == "b"
-    assert choose([Load("a", 10, 4, 0)], Need(), None, LIMITS) is None
+    assert choose(full, Need(), "a", 50, LIMITS) == "b"
+    assert choose([Load("a", 10, 4, 0)], Need(), None, 50, LIMITS) is None
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_skewed_sessions_leave_nobody_with_far_more_than_his_share(replicas: int) -> None:
+    """Sessions of very different lengths, many at a time: no replica has more than 1.5 times the mean for long."""
+    rng = random.Random(replicas)
+    tokens = dict.fromkeys("abcd"[:replicas], 0)
+    running: list[tuple[str, int]] = []
+    at: dict[int, str] = {}
+    lengths = {session: int(rng.paretovariate(1.1) * 40) % 1500 + 20 for session in range(64)}
+    worst: list[float] = []
+    for _ in range(4000):
+        session = rng.randrange(64)
+        loads = [Load(name, held, 0, 0) for name, held in tokens.items()]
+        name = choose(loads, Need(), at.get(session), lengths[session], LIMITS)
+        assert name is not None
+        at[session] = name
+        tokens[name] += lengths[session]
+        running.append((name, lengths[session]))
+        if len(running) > 48:  # one of them ends
+            gone, size = running.pop(rng.randrange(len(running)))
+            tokens[gone] -= size
+        worst.append(max(tokens.values()) * replicas / sum(tokens.values()))
+    assert sum(worst[200:]) / len(worst[200:]) < 1.5
 
 
 @pytest.mark.parametrize("bad", [-1, "2", 1.5, True])

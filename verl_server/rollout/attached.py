@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.config import AdapterConfig, RemoteServer, Timeouts
 from verl_server.errors import BadInputError
-from verl_server.rollout.core import RouterConfig, RouterCore
+from verl_server.rollout.core import RouterCore
+from verl_server.rollout.seats import RouterConfig
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from verl_server.errors import (
     VerlServerError,
     to_wire,
 )
-from verl_server.rollout.core import RouterCore, together
+from verl_server.rollout.core import CHARACTERS_A_TOKEN, RouterCore, together
 from verl_server.rollout.metrics import exposition
 from verl_server.rollout.sample import one_by_one
 from verl_server.rollout.strategies import Need
@@ -116,7 +116,7 @@ class RouterServer:
         session_id = request.headers.get("x-session-id")
         tried = 0
         while True:
-            async with self._core.place(session_id) as replica:
+            async with self._core.place(session_id, len(body) // CHARACTERS_A_TOKEN) as replica:
                 tried += 1
                 headers = {"Content-Type": request.content_type, **_bearer(replica.engine.api_key)}
                 url = replica.engine.base_url + request.path_qs

@@ -19,7 +19,7 @@ from verl_server.adapter.launch import checked_server_args
 from verl_server.adapter.sglang import memory_tags
 from verl_server.config import AdapterConfig, MemoryTag
 from verl_server.errors import BadInputError, ServerDiedError, VerlServerError
-from verl_server.rollout.core import RouterConfig, RouterCore, together
+from verl_server.rollout.core import RouterCore, together
 from verl_server.rollout.fleet import Event, Fleet
 from verl_server.rollout.health import Recovery, ReplicaState
 from verl_server.rollout.keeper import Keeper
@@ -31,6 +31,7 @@ from verl_server.rollout.replica import Replica
 from verl_server.rollout.router import RolloutRouter
 from verl_server.rollout.router_process import RouterProcess
 from verl_server.rollout.sample import one_by_one
+from verl_server.rollout.seats import RouterConfig
 from verl_server.rollout.shape import shape_of
 from verl_server.rollout.updates import FleetUpdates
 

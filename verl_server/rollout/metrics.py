@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from verl_server.rollout.core import Replica, RouterCore
+    from verl_server.rollout.core import RouterCore
     from verl_server.rollout.fleet import Fleet
+    from verl_server.rollout.seats import Replica
 
 WORDS = {
     "requests": "Samples that were asked for",

@@ -21,9 +21,10 @@ from aiohttp import web
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.config import AdapterConfig
-from verl_server.rollout.core import RouterConfig, RouterCore
+from verl_server.rollout.core import RouterCore
 from verl_server.rollout.http import RouterServer
 from verl_server.rollout.planes import Standing, apply
+from verl_server.rollout.seats import RouterConfig
 from verl_server.rollout.strategies import Limits
 
 Json = dict[str, Any]

@@ -17,8 +17,8 @@ import orjson
 
 from verl_server.adapter.ports import PortReservation, authority
 from verl_server.errors import DeadlineError
-from verl_server.rollout.core import RouterConfig
 from verl_server.rollout.planes import Mailbox, Seen, Standing
+from verl_server.rollout.seats import RouterConfig
 
 logger = logging.getLogger(__name__)
 

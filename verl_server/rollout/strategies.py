@@ -52,9 +52,7 @@ class Limits:
     requests: int = 256
     """On one replica at a time."""
     overload: float = 1.5
-    """A session leaves its replica when that has more than this many times the mean of tokens in flight."""
-    slack: int = 2048
-    """But not for less than this many tokens above the mean: moving costs a prefill."""
+    """A session may leave its replica when that would have more than this many times the mean of tokens in flight."""
 
 
 def suitable(loads: Sequence[Load], need: Need) -> list[Load]:
@@ -79,11 +77,12 @@ def _words(need: Need) -> str:
     return f"weight version {need.min_weight_version} or later"
 
 
-def choose(loads: Sequence[Load], need: Need, sticky: str | None, limits: Limits) -> str | None:
-    """The replica for a request; None when all that are suitable are full.
+def choose(loads: Sequence[Load], need: Need, sticky: str | None, size: int, limits: Limits) -> str | None:
+    """The replica for a request with a prompt of `size` tokens; None when all that are suitable are full.
 
     `sticky`: where the session's earlier turns ran. It stays there, for the sake of the prefix cache, unless that
-    replica has far more than its share. Otherwise the one with the least tokens in flight.
+    replica would have far more than its share and another has so much less to do that computing the prompt there
+    again costs less. Otherwise the one with the least tokens in flight.
     """
     candidates = suitable(loads, need)
     healthy = [load for load in candidates if not load.suspect] or candidates
@@ -94,8 +93,8 @@ def choose(loads: Sequence[Load], need: Need, sticky: str | None, limits: Limits
     here = next((load for load in room if load.name == sticky), None)
     if here is None:
         return best.name
-    mean = sum(load.tokens for load in healthy) / len(healthy)
-    overloaded = here.tokens > limits.overload * mean and here.tokens > mean + limits.slack
+    share = (sum(load.tokens for load in healthy) + size) / len(healthy)
+    overloaded = here.tokens + size > limits.overload * share and here.tokens - best.tokens > size
     return best.name if overloaded else here.name
 
 
