@@ -76,7 +76,7 @@ async def burst(urls: Sequence[str], in_flight: int, requests: int) -> Load:
     return found
 
 
-async def conversations(url: str, count: int, seed: int) -> tuple[float, list[int]]:
+async def conversations(url: str, count: int, seed: int) -> float:
     """`count` conversations at once, of skewed lengths; the share of prompt tokens that the caches had."""
     rng = random.Random(seed)
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
@@ -98,7 +98,21 @@ async def conversations(url: str, count: int, seed: int) -> tuple[float, list[in
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False) as session:
         await asyncio.gather(*(one(session, name) for name in range(count)))
-    return cached / total, []
+    return cached / total
+
+
+async def watched_conversations(url: str, count: int, seed: int) -> tuple[float, float]:
+    """The same through our router, and the tokens in flight on its busier replica over their mean, over time."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    held: dict[str, int] = {}
+    talking = asyncio.ensure_future(conversations(url, count, seed))
+    async with aiohttp.ClientSession(trust_env=False, headers=headers) as session:
+        while not talking.done():
+            async with session.get(f"{url}/replicas") as reply:
+                for one in await reply.json():
+                    held[one["name"]] = held.get(one["name"], 0) + one["tokens"]
+            await asyncio.sleep(0.02)
+    return await talking, max(held.values()) * len(held) / sum(held.values())
 
 
 @contextmanager
@@ -169,14 +183,16 @@ def measure(rounds: int, requests: dict[int, int], count: int, scratch: Path) ->
                     found[way].append(asyncio.run(burst(ways[way], in_flight, number)))
             bursts[str(in_flight)] = found
             CONSOLE.print(f"{in_flight} in flight: done", style="dim")
-        hits = {}
-        for seed, (way, url) in enumerate({"one server": urls[0], OURS: ours, SGLANGS: ways[SGLANGS][0]}.items()):
+        hits, fullest = {}, 0.0
+        for way, url in {"one server": urls[0], OURS: ours, SGLANGS: ways[SGLANGS][0]}.items():
             for one in servers:
                 one.flush_cache()
-            hits[way] = asyncio.run(conversations(url, count, seed=7))[0]
-            del seed
+            if way == OURS:
+                hits[way], fullest = asyncio.run(watched_conversations(url, count, seed=7))
+            else:
+                hits[way] = asyncio.run(conversations(url, count, seed=7))
     return {"bursts": {key: {way: [asdict(one) for one in loads] for way, loads in found.items()}
-                       for key, found in bursts.items()}, "hits": hits}  # fmt: skip
+                       for key, found in bursts.items()}, "hits": hits, "fullest": fullest}  # fmt: skip
 
 
 def _median_ms(loads: Sequence[Json]) -> float:
@@ -204,6 +220,7 @@ def report(options: Options, machine: Json, found: Json, settings: Json) -> None
         Target("throughput of direct, 64 in flight", _ratio(many, OURS, DIRECT), 0.95, True),
         Target("throughput of sglang-router's, 64 in flight", _ratio(many, OURS, SGLANGS), 0.9, True),
         Target("cache hits of one server's", found["hits"][OURS] / found["hits"]["one server"], 0.9, True),
+        Target("tokens on the fuller replica over the mean", found["fullest"], 1.5, False),
     ]  # fmt: skip
     show_targets(targets)
     figures = {key: {way: asdict(summarize([o["rate"] for o in loads])) for way, loads in ways.items()}
@@ -236,6 +253,7 @@ def _short(found: Json) -> Json:
     """Latencies to a hundredth of a millisecond."""
     return {
         "hits": found["hits"],
+        "fullest": found["fullest"],
         "bursts": {
             key: {
                 way: [{**one, "latencies_ms": [round(ms, 2) for ms in one["latencies_ms"]]} for one in loads]

@@ -174,22 +174,30 @@ class RouterCore(Seats):
 
     async def _attempt(self, sample: Sample, replica: Replica, attempt: str) -> None:
         body = sample.begin()
-        params = {"stream_interval": self.config.stream_interval, **body.pop("sampling_params")}
         prompt = len(body.get("input_ids") or ())
         replica.tokens[attempt] = prompt
         if len(replica.tokens) == 1:
             replica.progress_at = time.monotonic()
-        stream = replica.engine.generate_stream(**body, sampling_params=params, rid=attempt)
+        interval = self.config.stream_interval
+        if sample.left <= interval:  # there is no word before the last one: spare the engine the stream
+            self._hear(sample, replica, attempt, prompt, await replica.engine.generate(**body, rid=attempt))
+            return
+        body["sampling_params"] = {"stream_interval": interval, **body["sampling_params"]}
+        stream = replica.engine.generate_stream(**body, rid=attempt)
         try:
             async for event in stream:
-                sample.arrived(event)
-                replica.progress_at = time.monotonic()
-                replica.tokens[attempt] = prompt + len(event["output_ids"])
-                if event["meta_info"].get("finish_reason") is not None:
+                if self._hear(sample, replica, attempt, prompt, event):
                     return
         finally:
             await stream.aclose()
         raise ServerError(f"the stream of {replica.name} ended before the sample had")
+
+    def _hear(self, sample: Sample, replica: Replica, attempt: str, prompt: int, event: Json) -> bool:
+        """The reply so far has come from the engine. Whether it is whole."""
+        sample.arrived(event)
+        replica.progress_at = time.monotonic()
+        replica.tokens[attempt] = prompt + len(event["output_ids"])
+        return event["meta_info"].get("finish_reason") is not None
 
     def _count(self, sample: Sample) -> None:
         meta = sample.reply()["meta_info"]

@@ -98,6 +98,11 @@ class Sample:
         return DEFAULT_MAX_NEW_TOKENS if wanted is None else int(wanted)
 
     @property
+    def left(self) -> int:
+        """Tokens that are still to come, at most."""
+        return self._wanted - len(self.tokens)
+
+    @property
     def is_full(self) -> bool:
         """Whether all tokens that were asked for are there, though no attempt said that it had finished."""
         return bool(self._parts) and self._event is None and len(self.tokens) >= self._wanted

@@ -25,6 +25,7 @@ class Engine(Protocol):
     base_url: str
     api_key: str | None
 
+    async def generate(self, **request: Any) -> Any: ...
     def generate_stream(self, **request: Any) -> Any: ...
 
 
