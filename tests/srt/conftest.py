@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import torch.distributed as dist
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from helpers import Ranks, mesh_of, trainer_ranks
+from helpers import Ranks, free_port, mesh_of, trainer_ranks, wait_until
 
 from verl_server.tiny import make_model
 
@@ -63,3 +66,26 @@ def shared_engine(one_rank: Any, tiny: Callable[..., Path]) -> Iterator[Any]:
 def adapter(shared_engine: Any) -> Any:
     """The blocking adapter of the shared engine's server."""
     return shared_engine.adapter
+
+
+@pytest.fixture(scope="session")
+def sglang_router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A real `sglang-router`; its port."""
+    port, log = free_port(), tmp_path_factory.mktemp("router") / "log"
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--disable-retries", "--disable-health-check"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--prometheus-port", str(free_port())], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        wait_until(lambda: _listens(port), 120, "the router does not listen")
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +23,6 @@ from helpers import (
     greedy_with_logprobs,
     no_new_shared_memory,
     reference_model,
-    wait_until,
 )
 
 from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, PauseMode
@@ -37,29 +34,7 @@ LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A real `sglang-router`; its port."""
-    port, log = free_port(), tmp_path_factory.mktemp("router") / "log"
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--prometheus-port", str(free_port())], stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        wait_until(lambda: _listens(port), 120, "the router does not listen")
-        yield port
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-@pytest.fixture(scope="module")
-def on_ipv6(tiny: Callable[..., Path], router: int) -> Iterator[HttpServerEngineAdapter]:
+def on_ipv6(tiny: Callable[..., Path], sglang_router: int) -> Iterator[HttpServerEngineAdapter]:
     """A server on the IPv6 loopback, registered with the router, with proxy variables that lead nowhere."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
@@ -69,20 +44,20 @@ def on_ipv6(tiny: Callable[..., Path], router: int) -> Iterator[HttpServerEngine
             dtype="float32",
             max_total_tokens=8192,
             host="::1",
-            config=AdapterConfig(router_ip="127.0.0.1", router_port=router),
+            config=AdapterConfig(router_ip="127.0.0.1", router_port=sglang_router),
         ) as adapter:
             yield adapter
 
 
-def test_ipv6_proxy_variables_and_router(on_ipv6: HttpServerEngineAdapter, router: int) -> None:
+def test_ipv6_proxy_variables_and_router(on_ipv6: HttpServerEngineAdapter, sglang_router: int) -> None:
     assert on_ipv6.base_url.startswith("http://[::1]:")
     reply = on_ipv6.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
     direct = requests.Session()
     direct.trust_env = False  # the fixture's proxy variables are still set
-    workers = direct.get(f"http://127.0.0.1:{router}/workers", timeout=5).json()["workers"]
+    workers = direct.get(f"http://127.0.0.1:{sglang_router}/workers", timeout=5).json()["workers"]
     assert [worker["url"] for worker in workers] == [on_ipv6.base_url]
     routed = direct.post(
-        f"http://127.0.0.1:{router}/generate",
+        f"http://127.0.0.1:{sglang_router}/generate",
         json={"input_ids": PROMPTS[0], "sampling_params": GREEDY},
         headers={"Authorization": f"Bearer {on_ipv6.asynchronous.api_key}"},
         timeout=30,

@@ -20,6 +20,7 @@ import pytest
 from helpers import GREEDY, MARK, all_at_once, marked_processes, no_new_shared_memory, wait_until
 
 from verl_server import HttpServerEngineAdapter
+from verl_server.adapter import warden
 from verl_server.adapter.warden import descendants, shared_memory_of
 from verl_server.config import AdapterConfig, Timeouts
 from verl_server.errors import (
@@ -213,3 +214,50 @@ def test_keys_show_nowhere(adapter: Any) -> None:
     for path in ("flush_cache", "begin_weight_update", "release_memory_occupation", "abort_request"):
         assert requests.post(f"{adapter.base_url}/{path}", json={}, headers=only_api, timeout=5).status_code == 401
     assert not any(key in repr(adapter.get_server_info()) for key in keys)
+
+
+LATE_FILE = """
+import mmap, os, signal, time
+path = "/dev/shm/sglang_loads_" + os.environ["MARK"]
+time.sleep(1.5)
+fd = os.open(path, os.O_CREAT | os.O_RDWR)
+os.ftruncate(fd, 4096)
+memory = mmap.mmap(fd, 4096)
+time.sleep(0.5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_file_that_is_made_just_before_a_death_is_removed(tmp_path: Path) -> None:
+    """The warden looks rarely once a server has started; it is told of new files by the kernel."""
+    mark = uuid.uuid4().hex
+    spec = {
+        "argv": [sys.executable, "-c", LATE_FILE],
+        "env": {"MARK": mark},
+        "drop_env": [],
+        "payload": "",
+        "scratch": str(tmp_path),
+        "log_path": str(tmp_path / "log"),
+        "log_limit": 1 << 20,
+        "secrets": [],
+        "trainer_pid": os.getpid(),
+        "deadline": time.monotonic(),
+    }
+    with no_new_shared_memory():
+        process = subprocess.Popen(
+            [sys.executable, "-I", warden.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        said = _talk(process, spec)
+    assert any(f"sglang_loads_{mark}" in line for line in said), said
+
+
+def _talk(process: subprocess.Popen[str], spec: dict[str, Any]) -> list[str]:
+    """What a warden says until it ends; its standard input stays open, as a trainer's that lives."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(spec) + "\n")
+    process.stdin.flush()
+    said = list(process.stdout)
+    process.stdin.close()
+    process.wait(30)
+    return said

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from helpers import (
     GREEDY,
     PROMPTS,
@@ -20,6 +21,7 @@ from helpers import (
 )
 
 from verl_server import VerlEngine
+from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, NotReadyError
 from verl_server.rollout import RolloutManager
 from verl_server.rollout.health import ReplicaState
@@ -37,11 +39,23 @@ def are(fleet: RolloutManager, count: int) -> Callable[[], bool]:
     return lambda: sum(one.state is ReplicaState.HEALTHY for one in fleet.replicas) == count
 
 
-def test_standalone(one_rank: Any, tiny: Callable[..., Path]) -> None:
+def workers_of(port: int) -> set[str]:
+    return {worker["url"] for worker in requests.get(f"http://127.0.0.1:{port}/workers", timeout=10).json()["workers"]}
+
+
+def test_standalone(one_rank: Any, tiny: Callable[..., Path], sglang_router: int) -> None:
+    """And an `sglang-router` is kept told of those that serve."""
     folder = str(tiny("qwen3"))
+    config = AdapterConfig(router_ip="127.0.0.1", router_port=sglang_router)
+
+    def all_registered() -> bool:
+        return workers_of(sglang_router) >= {one.adapter.base_url for one in fleet.replicas if one.adapter}
+
     model = reference_model(folder)
     with no_new_shared_memory():
-        fleet = RolloutManager(2, mode="standalone", model_path=folder, dtype="float32", max_total_tokens=4096)
+        fleet = RolloutManager(
+            2, mode="standalone", config=config, model_path=folder, dtype="float32", max_total_tokens=4096
+        )
         with VerlEngine(one_rank, fleet=fleet, model_path=folder, dtype="float32") as engine:
             change_weights(model, seed=3)
             assert engine.update_weights_from_tensor(model.state_dict().items()).transport == "distributed"
@@ -49,16 +63,21 @@ def test_standalone(one_rank: Any, tiny: Callable[..., Path]) -> None:
             with pytest.raises(BadInputError, match="has its devices for itself"):
                 engine.release_memory_occupation()
 
-            lost = pid_of(fleet.replicas[0])
-            os.kill(lost, signal.SIGKILL)
+            wait_until(all_registered, 30.0, "the router does not know the replicas")
+            gone = fleet.replicas[0].adapter
+            assert gone is not None
+            os.kill(pid_of(fleet.replicas[0]), signal.SIGKILL)
             wait_until(lambda: not are(fleet, 2)(), 10.0, "the loss is not seen")
+            wait_until(lambda: gone.base_url not in workers_of(sglang_router), 30.0, "the router keeps the dead")
             wait_until(are(fleet, 2), RESTART_S, "it does not come back")
             assert_equals_reference(fleet.replicas[0].adapter, model)
+            wait_until(all_registered, 30.0, "the router does not know the new server")
 
             change_weights(model, seed=4)
             engine.update_weights_from_tensor(model.state_dict().items())
             for one in fleet.replicas:
                 assert_equals_reference(one.adapter, model)
+    wait_until(lambda: not workers_of(sglang_router), 30.0, "the router keeps replicas that were shut down")
 
 
 @pytest.fixture(scope="module")

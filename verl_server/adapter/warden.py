@@ -37,10 +37,15 @@ TAIL_BYTES = 32 * 1024
 CLEANER_GRACE_S = 1.0
 MAIN_EXIT_S = 0.3
 SHM_SURVEY_S = 2.0
+SHM_MAPPED_S = 0.1
+"""From the making of a file in shared memory until its maker has mapped it."""
 PARENT_POLL_S = 0.5
 SHM_DIR = "/dev/shm/"
 #: Names that torch, SGLang and multiprocessing give to files in shared memory; nothing else is removed.
 SHM_NAMES = re.compile(r"^(torch_|sglang|sgl_|sem\.mp-|psm_|mp-|nccl-|cuda)")
+#: Those that do not say whose they are: their makers are looked for at once.
+SHM_NAMELESS = re.compile(rb"^(sglang|sgl_|sem\.mp-|psm_|mp-)")
+IN_CREATE, IN_NONBLOCK, IN_CLOEXEC = 0x100, 0o4000, 0o2000000
 
 
 class Log:
@@ -142,6 +147,31 @@ def shared_memory_of(pids: list[int]) -> set[str]:
     return found
 
 
+def watch_shared_memory() -> int | None:
+    """A descriptor that is readable when a file is made in shared memory (inotify); None where that cannot be had."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = int(libc.inotify_init1(IN_NONBLOCK | IN_CLOEXEC))
+    if fd < 0:
+        return None
+    if libc.inotify_add_watch(fd, SHM_DIR.encode(), IN_CREATE) < 0:
+        os.close(fd)
+        return None
+    return fd
+
+
+def names_made(fd: int) -> list[bytes]:
+    """The names of the files that were made since the last call."""
+    names = []
+    with contextlib.suppress(BlockingIOError):
+        while events := os.read(fd, 65536):
+            at = 0
+            while at < len(events):
+                length = int.from_bytes(events[at + 12 : at + 16], sys.byteorder)
+                names.append(events[at + 16 : at + 16 + length].rstrip(b"\0"))
+                at += 16 + length
+    return names
+
+
 def remove_shared_memory(names: set[str], dead_pids: set[int], reader: int | None = None) -> None:
     """Remove what the dead tree owned, unless a living process still maps it (other than its `reader`)."""
     owned = set(names)
@@ -203,9 +233,15 @@ class Warden:
                 self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, name)
             except ProcessLookupError:
                 return f"{name} gone"
+        if (made := watch_shared_memory()) is not None:
+            self._selector.register(made, selectors.EVENT_READ, "made")
         while True:
-            for key, _ in self._selector.select(PARENT_POLL_S):
-                if key.data == "log":
+            patience_s = min(PARENT_POLL_S, max(self._next_survey - time.monotonic(), 0.0))
+            for key, _ in self._selector.select(patience_s):
+                if key.data == "made":
+                    if any(SHM_NAMELESS.match(name) for name in names_made(key.fd)):
+                        self._next_survey = min(self._next_survey, time.monotonic() + SHM_MAPPED_S)
+                elif key.data == "log":
                     if not self._pump():
                         self._selector.unregister(self._server.stdout)
                 elif key.data == "lifeline":

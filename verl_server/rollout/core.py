@@ -31,6 +31,8 @@ R = TypeVar("R")
 
 RETRY_S = 0.05
 CHARACTERS_A_TOKEN = 4
+MAX_WORDS = 64
+"""Of an engine, on one sample. Each repeats all tokens so far: their bytes must not grow with the square of these."""
 
 
 @dataclass
@@ -178,7 +180,7 @@ class RouterCore(Seats):
         replica.tokens[attempt] = prompt
         if len(replica.tokens) == 1:
             replica.progress_at = time.monotonic()
-        interval = self.config.stream_interval
+        interval = max(self.config.stream_interval, sample.left // MAX_WORDS)
         if sample.left <= interval:  # there is no word before the last one: spare the engine the stream
             self._hear(sample, replica, attempt, prompt, await replica.engine.generate(**body, rid=attempt))
             return

@@ -39,7 +39,8 @@ class RouterConfig:
     max_attempts: int = 8
     """Replicas that one sample may lose before its error is raised."""
     stream_interval: int = 16
-    """Tokens between two words from the engine: what a lost replica costs at most, for each of its requests."""
+    """Tokens between two words from the engine, at least: what a lost replica costs for each of its requests.
+    A long sample has longer words, 64 at most."""
     keep_results: int = 4096
     """Finished samples that can still be asked for by their id."""
     keep_sessions: int = 65536
