@@ -10,14 +10,15 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_server.engine.commit import check_reports, session
-from verl_server.engine.stage import Stage, check_same_names, digest, pairs_of, require_finite
+from verl_server.engine.source import Source
+from verl_server.engine.stage import Stage, check_same_names, digest
 from verl_server.engine.weights_side import Order, Ranks, WeightsSide, Wish, result_wire, torn_by, torn_wire
 from verl_server.errors import (
     BadInputError,
@@ -29,13 +30,12 @@ from verl_server.errors import (
     from_wire,
     to_wire,
 )
-from verl_server.types import Member, TensorSpec, WeightUpdateResult
+from verl_server.types import Member, WeightUpdateResult
 from verl_server.weights.buckets import LET_GO_S, Reader, Writer
 from verl_server.weights.checksum import checksum_of
 from verl_server.weights.lane import COUNT, SUMMING, Lane, LaneLayout
 from verl_server.weights.layout import MAX_TP_RANKS, nbytes
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.names import unfused_spec
 from verl_server.weights.transports.base import Update, receivers
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class StreamedWeights(WeightsSide):
         source, failure = (
             (None, refusal)
             if refusal
-            else self.reading(lambda: _Source(named_tensors, self.manifest, wish.check_finite))
+            else self.reading(lambda: Source(named_tensors, self.manifest, wish.check_finite))
         )
         opened = self.group.agree(
             call,
@@ -131,7 +131,7 @@ class StreamedWeights(WeightsSide):
                 wait([self._sums], LET_GO_S)  # it uses the lane
 
     def _stream(
-        self, call: str, source: _Source, order: Order, update_id: str, finite: bool, started: float
+        self, call: str, source: Source, order: Order, update_id: str, finite: bool, started: float
     ) -> WeightUpdateResult:
         names, error, sharded = self._fill(source, order, finite)
         gather_s = time.monotonic() - started
@@ -208,7 +208,7 @@ class StreamedWeights(WeightsSide):
             "members": [[member.name, member.tp_size] for member in members],
         }
 
-    def _fill(self, source: _Source, order: Order, finite: bool) -> tuple[list[str], VerlServerError | None, bool]:
+    def _fill(self, source: Source, order: Order, finite: bool) -> tuple[list[str], VerlServerError | None, bool]:
         """Bring this rank's part of all tensors. Whatever fails is told to the servers, and to all ranks by the end.
 
         When a lane fails the tensors are still read to their end: other ranks may be gathering them with this one.
@@ -373,52 +373,3 @@ class StreamedWeights(WeightsSide):
     def _torn_wire(self, error: VerlServerError, order: Order) -> Json:
         torn = error if isinstance(error, TornWeightsError) else torn_by(error, order)
         return {"version": int(order.weight_version), "torn": torn_wire(torn)}
-
-
-class _Source:
-    """The caller's tensors. What has a length is checked in whole now; what is made on the way, as it comes."""
-
-    def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, finite: bool) -> None:
-        self.checked = isinstance(named_tensors, Sized)
-        self.pairs: Iterable[tuple[str, torch.Tensor]]
-        if self.checked:
-            pairs = list(pairs_of(named_tensors))
-            names, sharded = _check_all(pairs, manifest, finite)
-            self.pairs = pairs
-            self.bring = {"tensors": len(names), "names": names, "digest": digest(names), "sharded": sharded}
-        else:
-            rest = iter(pairs_of(named_tensors))
-            first = next(rest, None)
-            self.pairs = _again(first, rest)
-            self.bring = {"tensors": int(first is not None), "names": None, "digest": 0, "sharded": False}
-        self.bring["checked"] = self.checked
-
-
-def _again(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    if first is not None:
-        yield first
-        del first
-        yield from rest
-
-
-def _check_all(pairs: Sequence[tuple[str, torch.Tensor]], manifest: Manifest, finite: bool) -> tuple[list[str], bool]:
-    """Names in order, and whether any tensor is sharded. Raises BadInputError for the first bad one."""
-    from torch.distributed.tensor import DTensor
-
-    names: list[str] = []
-    seen: set[str] = set()
-    sharded = False
-    for given, tensor in pairs:
-        spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        parts = {given: spec} if given in manifest.tensors else unfused_spec(given, spec)
-        for name, part in parts.items():
-            if manifest.check(name, part.shape, part.dtype) is None:
-                continue
-            if name in seen:
-                raise BadInputError(f"the tensor {name!r} comes twice in one update", name=name)
-            seen.add(name)
-            names.append(name)
-        if finite:
-            require_finite(given, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-        sharded = sharded or isinstance(tensor, DTensor)
-    return names, sharded

@@ -83,7 +83,7 @@ class ServerHost:
         if self._stop.is_set():
             self.stop()
         keys = {"api_key": server.api_key, "admin_api_key": server.admin_api_key}
-        return {"base_url": server.base_url, "pid": server.process.pid, "args": dict(server.server_args), **keys}
+        return {"base_url": server.base_url, "pid": server.process.pid, **keys}
 
     def remote_server(self) -> Json | None:
         """For other jobs: the fields of a `RemoteServer`, once it is ready."""

@@ -12,9 +12,10 @@ import threading
 import time
 import uuid
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from verl_server.errors import VerlServerError
 from verl_server.types import Member, TensorSpec
@@ -124,8 +125,25 @@ def spans(table: bytes) -> list[tuple[int, int]]:
     return [(offset, offset + nbytes(TensorSpec(tuple(shape), dtype))) for _, offset, shape, dtype in rows]
 
 
-class Membership:
-    """One receiver among those that one trainer sends to."""
+class Membership(ABC):
+    """One receiver among those that one trainer sends to, kept between updates: one of each kind at a time."""
+
+    _kept: ClassVar[dict[type[Membership], Membership]] = {}
+
+    @classmethod
+    def take(cls, wire: Json, rank: int) -> Self:
+        """The one in this wire's group: that of the last update, or a new one instead of it."""
+        kept = cls._kept.get(cls)
+        if not isinstance(kept, cls) or kept.name != wire["group"]:
+            cls.give_up()
+            cls._kept[cls] = kept = cls(wire, rank)
+        return kept
+
+    @classmethod
+    def give_up(cls) -> None:
+        """Leave the group, if this process is in one."""
+        if (kept := cls._kept.pop(cls, None)) is not None:
+            kept.leave()
 
     def __init__(self, wire: Json, rank: int) -> None:
         self.name, self.index = wire["group"], wire["first"] + rank
@@ -149,6 +167,10 @@ class Membership:
     def report(self, update_id: str, report: Report, sums: list[int]) -> None:
         key = f"{self.name}/report/{update_id}/{self.index}"
         group.to_store(self.store, key, {"report": asdict(report), "sums": sums})
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Give back what it holds."""
 
 
 class Seat(Membership):
@@ -181,23 +203,10 @@ class Seat(Membership):
         self.mirror.close()
 
 
-_seats: list[Seat] = []
-
-
-def seat_for(wire: Json, rank: int) -> Seat:
-    """The seat in this wire's group: the one from the last update, or a new one instead of it."""
-    if _seats and _seats[0].name == wire["group"]:
-        return _seats[0]
-    while _seats:
-        _seats.pop().leave()
-    _seats.append(Seat(wire, rank))
-    return _seats[0]
-
-
 class Receiver(base.Receiver):
     def __init__(self, wire: Json, rank: int) -> None:
         super().__init__(wire, rank)
-        self._seat = seat_for(wire, rank)
+        self._seat = Seat.take(wire, rank)
         self._failure: BaseException | None = None
         self._table = self._seat.table(wire["table"])
         self._chunks = group.chunks(spans(self._table))

@@ -106,23 +106,10 @@ class Seat(distributed.Membership):
         self.buckets.close()
 
 
-_seats: list[Seat] = []
-
-
-def seat_for(wire: Json, rank: int) -> Seat:
-    """The seat in this wire's group: the one from the last update, or a new one instead of it."""
-    if _seats and _seats[0].name == wire["group"]:
-        return _seats[0]
-    while _seats:
-        _seats.pop().leave()
-    _seats.append(Seat(wire, rank))
-    return _seats[0]
-
-
 class Receiver(base.Receiver):
     def __init__(self, wire: Json, rank: int) -> None:
         super().__init__(wire, rank)
-        self._seat = seat_for(wire, rank)
+        self._seat = Seat.take(wire, rank)
         self._deadline = time.monotonic() + wire["timeout_s"]
         table = self._seat.table(wire["table"])
         self._rows = json.loads(table)
@@ -162,6 +149,5 @@ class Receiver(base.Receiver):
 
     def report(self, report: Report, sums: list[int]) -> None:
         if not report.ok:  # no broadcast that was begun may outlive this load
-            while _seats:
-                _seats.pop().leave()
+            Seat.give_up()
         self._seat.report(self.wire["update_id"], report, sums)
