@@ -26,7 +26,7 @@ from helpers import (
 )
 
 from verl_server import VerlEngine
-from verl_server.errors import BadInputError, DeadlineError, NotReadyError, ServerError
+from verl_server.errors import BadInputError, DeadlineError, NotReadyError, ServerBusyError, ServerError
 from verl_server.rollout import router_process
 from verl_server.rollout.client import RouterClient
 from verl_server.rollout.health import Recovery, ReplicaState
@@ -439,3 +439,49 @@ def test_the_fleet_is_counted(fleet: Any) -> None:
         "verl_router_cached_tokens_total",
     ):
         assert name in text
+
+
+def test_released_weights_are_not_served_before_they_are_pushed(
+    engine: Any, fleet: Any, tiny: Callable[..., Path]
+) -> None:
+    """Also while a request runs: refused as a whole, and nobody is harmed."""
+    model = reference_model(tiny("qwen3"))
+    engine.update_weights_from_tensor(model.state_dict().items())
+
+    async def release_while_it_runs() -> Any:
+        running = asyncio.ensure_future(fleet.router.generate(input_ids=[5, 6], sampling_params=LONG))
+        while tokens_there(fleet) < 20:
+            await asyncio.sleep(0.005)
+        with pytest.raises(ServerBusyError, match="1 requests run in the fleet"):
+            await asyncio.to_thread(engine.release_memory_occupation)
+        return await running
+
+    assert len(asyncio.run(release_while_it_runs())["output_ids"]) == 400
+    engine.release_memory_occupation()
+    engine.resume_memory_occupation(["weights"])
+    engine.resume_memory_occupation()
+    with pytest.raises(NotReadyError, match="no replica serves"):
+        asyncio.run(fleet.router.generate(input_ids=[3], sampling_params=GREEDY))
+    engine.update_weights_from_tensor(model.state_dict().items())
+    for one in fleet.replicas:
+        assert_equals_reference(one.adapter, model)
+    assert asyncio.run(fleet.router.generate(input_ids=[3], sampling_params=GREEDY))["meta_info"]["attempts"] == 1
+
+
+def test_who_starts_again_while_a_part_is_pushed(engine: Any, fleet: Any, tiny: Callable[..., Path]) -> None:
+    """An update of some tensors makes no replica current that has the others from its checkpoint."""
+    model = reference_model(tiny("qwen3"))
+    change_weights(model, seed=23)
+    engine.update_weights_from_tensor(model.state_dict().items())
+    lost = fleet.replicas[0]
+    os.kill(pid_of(lost), signal.SIGKILL)
+    stop = time.monotonic() + RESTART_S
+    while lost.state is not ReplicaState.STALE and time.monotonic() < stop and healthy(fleet) < 2:
+        time.sleep(0.001)
+    some = dict(list(model.state_dict().items())[:3])
+    for tensor in some.values():
+        tensor.mul_(1.01)
+    engine.update_weights_from_tensor(some.items())
+    wait_until(lambda: healthy(fleet) == 2, RESTART_S, f"not healthy: {states(fleet)}")
+    for one in fleet.replicas:
+        assert_equals_reference(one.adapter, model)

@@ -96,6 +96,8 @@ def test_colocated(judge: RolloutManager, tiny: Callable[..., Path]) -> None:
     assert_equals_reference(judge, model)
     for tags in (None, ["kv_cache"], ["weights"]):
         judge.release_memory_occupation(tags)
+        with pytest.raises(NotReadyError, match="is lent"):
+            judge.add_replica()
         with pytest.raises(BadInputError, match="released already"):
             judge.release_memory_occupation(tags)
         with pytest.raises(NotReadyError, match="their memory is released"):
@@ -104,6 +106,17 @@ def test_colocated(judge: RolloutManager, tiny: Callable[..., Path]) -> None:
         assert_equals_reference(judge, model)
     with pytest.raises(BadInputError, match="nothing is released"):
         judge.resume_memory_occupation()
+
+
+def test_colocated_memory_comes_back_in_parts(judge: RolloutManager, tiny: Callable[..., Path]) -> None:
+    pid = pid_of(judge.replicas[0])
+    judge.release_memory_occupation()
+    judge.resume_memory_occupation(["weights"])
+    with pytest.raises(NotReadyError, match="their memory is released"):
+        judge.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+    judge.resume_memory_occupation()
+    assert_equals_reference(judge, reference_model(tiny("qwen3")))
+    assert pid_of(judge.replicas[0]) == pid
 
 
 def test_a_colocated_replica_that_dies_asleep(judge: RolloutManager, tiny: Callable[..., Path]) -> None:

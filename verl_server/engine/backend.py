@@ -49,8 +49,11 @@ class Backend(Updatable, Protocol):
     def trainer_host(self) -> str:
         """This machine's address as they reach it."""
 
-    def published(self, version: int, catch_up: CatchUp | None) -> None:
-        """All members have verified that version, nothing goes on yet. `catch_up` brings others to it."""
+    def published(self, version: int, whole: bool, catch_up: CatchUp | None) -> None:
+        """All members have verified that version, nothing goes on yet. `catch_up` brings others to it.
+
+        `whole`: it had all parameters, so a member serves it whatever it had before.
+        """
 
     def generate(self, **request: Any) -> Any: ...
     async def async_generate(self, **request: Any) -> Any: ...
@@ -113,7 +116,7 @@ class ServerBackend:
     def end_weight_update(self) -> None:
         self.adapter.end_weight_update()
 
-    def published(self, version: int, catch_up: CatchUp | None) -> None:
+    def published(self, version: int, whole: bool, catch_up: CatchUp | None) -> None:
         """Nobody else is to catch up."""
 
     def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:

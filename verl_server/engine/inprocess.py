@@ -116,7 +116,7 @@ class InProcessBackend:
         if self._sessions:
             self._run(lambda: _require(self._engine.end_weight_update()))
 
-    def published(self, version: int, catch_up: CatchUp | None) -> None:
+    def published(self, version: int, whole: bool, catch_up: CatchUp | None) -> None:
         """Nobody else is to catch up."""
 
     def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:

@@ -99,7 +99,7 @@ class RemoteBackend:
     def end_weight_update(self) -> None:
         self._each(lambda adapter: adapter.end_weight_update())
 
-    def published(self, version: int, catch_up: CatchUp | None) -> None:
+    def published(self, version: int, whole: bool, catch_up: CatchUp | None) -> None:
         """Nobody else is to catch up."""
 
     def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:

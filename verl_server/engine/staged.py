@@ -102,8 +102,9 @@ class StagedWeights(WeightsSide):
             self._sums.update(zip(ordered, sums, strict=False))  # no sums without verification
             if not sums:
                 self._sums.clear()
-            whole = self._sums.keys() == self._layout.slots.keys()
-            backend.published(int(order.weight_version), self._catch_up_to(order) if whole else None)
+            staged = self._sums.keys() == self._layout.slots.keys()
+            whole = len(ordered) == len(self._layout.slots)
+            backend.published(int(order.weight_version), whole, self._catch_up_to(order) if staged else None)
 
         with self._sending:
             self._arena.write_table(ordered)

@@ -301,7 +301,7 @@ class StreamedWeights(WeightsSide):
                 if one["error"] is not None:
                     raise from_wire(one["error"])
             self.require_whole_if_torn(names)
-            backend.published(int(order.weight_version), None)
+            backend.published(int(order.weight_version), len(names) == len(specs), None)
             backend.go_on()
         except (ServerDiedError, ShutDownError):
             raise

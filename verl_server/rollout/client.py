@@ -73,7 +73,7 @@ class RouterClient:
             try:
                 async with asyncio.timeout_at(None if deadline is None else _loop_time(deadline) + CONNECT_S):
                     return await self._post(body)
-            except aiohttp.ClientConnectorError as error:
+            except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
                 lost_at = lost_at or time.monotonic()
                 if time.monotonic() - lost_at > self._patience_s:
                     raise ServerError(f"the router at {self._url} cannot be reached: {error}", url=self._url) from error
@@ -95,7 +95,13 @@ class RouterClient:
             f"{self._url}/generate", data=orjson.dumps(body), headers={"Content-Type": "application/json"}
         ) as answer:
             raw = await answer.read()
-        reply: Json = orjson.loads(raw)
+        try:
+            reply: Json = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            words = raw[:200].decode("utf-8", "replace")
+            raise ServerError(
+                f"the router at {self._url} answered {answer.status}: {words}", url=self._url, status=answer.status
+            ) from None
         if answer.status == 200:
             return reply
         said = reply.get("error", {})

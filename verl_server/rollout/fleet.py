@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,18 +13,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.config import MemoryTag
 from verl_server.engine.backend import CatchUp
 from verl_server.errors import BadInputError, ShutDownError, VerlServerError
 from verl_server.rollout.health import ReplicaState
 from verl_server.rollout.planes import Planes, Standing
-from verl_server.rollout.replica import Replica
+from verl_server.rollout.replica import GaveWayError, Replica
 
 logger = logging.getLogger(__name__)
 
 Event = dict[str, Any]
 
+LISTENER_S = 10.0
+"""That a listener may take for the last events when the fleet ends."""
+
 SERVING = frozenset({ReplicaState.HEALTHY, ReplicaState.SUSPECT})
 UP = SERVING | {ReplicaState.STALE}
+WEIGHTS = frozenset({MemoryTag.WEIGHTS.value})
 
 
 @dataclass
@@ -57,12 +63,19 @@ class Fleet:
         """Memory tags that are released."""
         self.holding = False
         """New requests wait until an update has landed."""
+        self.loading = False
+        """An update began to load and has not been published: over, or torn."""
+        self.undefined = False
+        """The served weights are torn, or were released and not pushed since."""
         self.lock = threading.RLock()
         self.closed = threading.Event()
         self.tally = Tally()
         self.pool = ThreadPoolExecutor(64, thread_name_prefix="verl-server-fleet")
         self._numbers = itertools.count()
         self._replicas: dict[str, Replica] = {}
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._listener = threading.Thread(target=self._deliver, name="verl-server-fleet-events", daemon=True)
+        self._listener.start()
 
     @property
     def replicas(self) -> list[Replica]:
@@ -102,18 +115,28 @@ class Fleet:
         """A server of the replica is ready, with the weights of its checkpoint."""
         with self.lock:
             if self.closed.is_set() or not self.has(replica):
-                adapter.shutdown()
                 raise ShutDownError("the fleet was shut down")
+            if self.asleep:
+                raise GaveWayError(f"the memory of {replica.name} was lent while it started")
             replica.adapter = adapter
             current = self.version == self.first_version and self.catch_up is None
             replica.version = self.first_version
             self.turn(replica, ReplicaState.HEALTHY if current else ReplicaState.STALE)
 
     def sleep(self, tags: frozenset[str]) -> None:
-        """These are released now; nobody is given requests while any is."""
+        """These are released now; nobody is given requests while any is, nor before its weights are whole again."""
         with self.lock:
+            self.undefined = self.undefined or self.loading or bool(WEIGHTS & (tags - self.asleep))
             self.asleep = tags
             self._tell_all()
+
+    def defined(self, whole: bool) -> None:
+        """An update was published, or all weights were loaded again."""
+        with self.lock:
+            self.loading, changed = False, self.undefined and whole
+            if changed:
+                self.undefined = False
+                self._tell_all()
 
     def hold(self, holding: bool) -> None:
         """Whether new requests wait."""
@@ -129,7 +152,7 @@ class Fleet:
     @property
     def is_open(self) -> bool:
         """Whether its replicas are given requests at all."""
-        return not self.asleep and not self.holding
+        return not self.asleep and not self.holding and not self.undefined
 
     def turn(self, replica: Replica, state: ReplicaState, error: VerlServerError | None = None) -> None:
         """Change a state, and tell the router and whoever listens. Under the lock."""
@@ -145,10 +168,21 @@ class Fleet:
         }
         logger.info("replica %s: %s -> %s%s", replica.name, before, state, f" ({error.message})" if error else "")
         self.tell(replica)
-        try:
-            self._on_event(event)
-        except Exception:  # the listener's own mistake must not end a recovery
-            logger.exception("on_event failed")
+        self._events.put(event)
+
+    def _deliver(self) -> None:
+        """Events to whoever listens, in a thread of its own: a listener may call the fleet, shutdown included."""
+        while (event := self._events.get()) is not None:
+            try:
+                self._on_event(event)
+            except Exception:  # the listener's own mistake must not end a recovery
+                logger.exception("on_event failed")
+
+    def close(self) -> None:
+        """When nothing changes any more."""
+        self._events.put(None)
+        if threading.current_thread() is not self._listener:
+            self._listener.join(LISTENER_S)
 
     def tell(self, replica: Replica) -> None:
         """The routers, how it stands with a replica."""
@@ -161,7 +195,7 @@ class Fleet:
                 version=replica.version,
                 admitted=state in SERVING and self.is_open,
                 suspect=state is ReplicaState.SUSPECT,
-                expected=state is not ReplicaState.DRAINING and not waits and not self.asleep,
+                expected=state is not ReplicaState.DRAINING and not waits and not self.asleep and not self.undefined,
                 gone=state in (ReplicaState.REMOVED, ReplicaState.FAILED),
             )
         )

@@ -5,24 +5,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.errors import ServerDiedError, ShutDownError, StartupError, VerlServerError
+from verl_server.errors import DeadlineError, ServerDiedError, ShutDownError, StartupError, VerlServerError
 from verl_server.rollout.fleet import SERVING, UP, Fleet
 from verl_server.rollout.health import Recovery, ReplicaState, judged, restart_after
 from verl_server.rollout.planes import Planes
-from verl_server.rollout.replica import OneReplica, Replica
+from verl_server.rollout.replica import GaveWayError, OneReplica, Replica
 
 logger = logging.getLogger(__name__)
 
 WATCH_S = 0.25
 
+Prepare = Callable[[HttpServerEngineAdapter, Callable[[], None]], None]
+
 
 class Keeper:
     """Works in threads of its own from `start` to `join`, which comes when the fleet is closed."""
 
-    def __init__(self, fleet: Fleet, planes: Planes, recovery: Recovery) -> None:
-        self._fleet, self._planes, self._recovery = fleet, planes, recovery
+    def __init__(self, fleet: Fleet, planes: Planes, recovery: Recovery, prepare: Prepare) -> None:
+        """`prepare(server, begin)` gives a new server what the others have been given, then calls `begin`."""
+        self._fleet, self._planes, self._recovery, self._prepare = fleet, planes, recovery, prepare
         self._catching_up = threading.Lock()
         """One replica catches up at a time."""
         self._threads: list[threading.Thread] = []
@@ -41,7 +45,7 @@ class Keeper:
 
     def serve(self, replica: Replica, adapter: HttpServerEngineAdapter) -> None:
         """A server of the replica is ready: use it, and see to it from now on."""
-        self._fleet.begin(replica, adapter)
+        self._prepare(adapter, lambda: self._fleet.begin(replica, adapter))
         process = adapter.asynchronous.process
         assert process is not None
         process.on_exit(lambda _: self._on_exit(replica, adapter))
@@ -78,13 +82,16 @@ class Keeper:
                 fleet.turn(replica, ReplicaState.RESTARTING, error)
             if fleet.closed.wait(wait_s):
                 return
+            replica.give_way(False)
             while fleet.asleep:  # its memory is the trainer's now
                 if fleet.closed.wait(WATCH_S):
                     return
             try:
-                self.serve(replica, replica.start())
+                replica.start(self.serve)
             except ShutDownError:
                 return
+            except GaveWayError:
+                continue
             except Exception as failure:  # noqa: BLE001 - whatever it is, it counts as a death
                 own = isinstance(failure, VerlServerError)
                 error = failure if own else StartupError(f"{type(failure).__name__}: {failure}")  # type: ignore[assignment]
@@ -112,8 +119,10 @@ class Keeper:
                 if not may():
                     return
                 catch_up(OneReplica(replica.member, adapter, may))
-            except VerlServerError as error:
-                logger.info("replica %s waits for the next update: %s", replica.name, error.message)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it must not be tried again and again
+                logger.info("replica %s waits for the next update: %s", replica.name, error)
+                if isinstance(error, DeadlineError):
+                    self.dead(replica, adapter, error)
                 with fleet.lock:
                     if replica.state is ReplicaState.STALE and fleet.catch_up is catch_up:
                         replica.needs_update = True

@@ -18,7 +18,7 @@ from verl_server.adapter.blocking import LoopThread
 from verl_server.adapter.launch import checked_server_args
 from verl_server.adapter.sglang import memory_tags
 from verl_server.config import AdapterConfig, MemoryTag
-from verl_server.errors import BadInputError, ServerDiedError, VerlServerError
+from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerDiedError, VerlServerError
 from verl_server.rollout.core import RouterCore, together
 from verl_server.rollout.fleet import Event, Fleet
 from verl_server.rollout.health import Recovery, ReplicaState
@@ -75,6 +75,9 @@ class RolloutManager(FleetUpdates):
         self._core = self._loop.run(_made(lambda: RouterCore(router)))
         self.router = RolloutRouter(self._core, self._loop)
         self._fatal: VerlServerError | None = None
+        self._loras: dict[str, tuple[dict[str, Any], Json]] = {}
+        """Adapters that all servers have: tensors and config."""
+        self._loras_lock = threading.RLock()
         self._router_process: RouterProcess | None = None
         planes: list[Plane] = [OwnRouter(self._core, self._loop)]
         with contextlib.ExitStack() as undo:
@@ -93,7 +96,7 @@ class RolloutManager(FleetUpdates):
                 all_planes,
                 on_event,
             )
-            super().__init__(fleet, Keeper(fleet, all_planes, recovery or Recovery()), all_planes, alone)
+            super().__init__(fleet, Keeper(fleet, all_planes, recovery or Recovery(), self._prepare), all_planes, alone)
             undo.pop_all()
         try:
             for started in [fleet.pool.submit(self._start, fleet.new()) for _ in range(replicas)]:
@@ -104,7 +107,7 @@ class RolloutManager(FleetUpdates):
         self._keeper.start()
 
     def _start(self, replica: Replica) -> None:
-        self._keeper.serve(replica, replica.start())
+        replica.start(self._keeper.serve)
 
     @property
     def replicas(self) -> list[Replica]:
@@ -136,7 +139,12 @@ class RolloutManager(FleetUpdates):
         return exposition(self._core, self._fleet)
 
     def add_replica(self) -> str:
-        """Start one more; returns its name when it serves (or waits for the next update)."""
+        """Start one more; returns its name when it serves (or waits for the next update).
+
+        Raises NotReadyError while memory is released.
+        """
+        if self._fleet.asleep:
+            raise NotReadyError("the memory of this fleet is lent: resume_memory_occupation first")
         replica = self._fleet.new()
         try:
             self._start(replica)
@@ -206,10 +214,22 @@ class RolloutManager(FleetUpdates):
         self._every(lambda adapter: adapter.flush_cache())
 
     def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
-        self._every(lambda adapter: adapter.load_lora_adapter_from_tensors(name, tensors, config))
+        """Into all servers, and into those that start later."""
+        with self._loras_lock:
+            self._every(lambda adapter: adapter.load_lora_adapter_from_tensors(name, tensors, config))
+            self._loras[name] = dict(tensors), config
 
     def unload_lora(self, name: str) -> None:
-        self._every(lambda adapter: adapter.unload_lora_adapter(name))
+        with self._loras_lock:
+            self._loras.pop(name, None)
+            self._every(lambda adapter: adapter.unload_lora_adapter(name))
+
+    def _prepare(self, adapter: HttpServerEngineAdapter, begin: Callable[[], None]) -> None:
+        """Give a new server the adapters that the others have, then let it begin."""
+        with self._loras_lock:
+            for name, (tensors, config) in self._loras.items():
+                adapter.load_lora_adapter_from_tensors(name, tensors, config)
+            begin()
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Lend the memory of all replicas (SGLang's tags; None: all of it).
@@ -221,12 +241,34 @@ class RolloutManager(FleetUpdates):
         fleet, wanted = self._fleet, frozenset(memory_tags(tags))
         if again := sorted(fleet.asleep & wanted):
             raise BadInputError(f"{again} is released already")
+        before, undefined = fleet.asleep, fleet.undefined
+        fleet.hold(True)  # no new requests
         try:
-            self._every(lambda adapter: adapter.release_memory_occupation(tags))
-        except VerlServerError:
-            self._each(lambda adapter: _wake(adapter, wanted, None))  # all of them or none
+            self._planes.settle()
+            if busy := sum(self._planes.seen(one.name).requests for one in self.replicas):
+                raise ServerBusyError(f"{busy} requests run in the fleet: wait for them or abort them, then release")
+            fleet.sleep(before | wanted)  # and no new servers
+            try:
+                self._release(wanted)
+            except BaseException:
+                fleet.undefined = undefined
+                fleet.sleep(before)
+                raise
+        finally:
+            fleet.hold(False)
+
+    def _release(self, wanted: frozenset[str]) -> None:
+        for one in self.replicas:
+            if one.adapter is None:
+                one.give_way(True)  # a start that is under way
+        servers = self._fleet.up()
+        try:
+            self._on(servers, lambda adapter: adapter.release_memory_occupation(sorted(wanted)))
+        except VerlServerError as error:  # all of them or none
+            for one, adapter in servers:
+                if adapter.asynchronous.asleep & wanted:  # what it had is lost
+                    self._keeper.dead(one, adapter, error)
             raise
-        fleet.sleep(fleet.asleep | wanted)
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Take it back. Weights come back undefined: push them. A colocated fleet loads its checkpoint again."""
@@ -234,11 +276,13 @@ class RolloutManager(FleetUpdates):
         wanted = fleet.asleep if tags is None else frozenset(memory_tags(tags))
         if not wanted or wanted - fleet.asleep:
             raise BadInputError(f"{sorted(wanted - fleet.asleep) or 'nothing'} is released; released: {fleet.asleep}")
-        self._members = fleet.up()  # who died asleep is started when all are awake
+        servers = fleet.up()  # who died asleep is started when all are awake
         if self.mode.rules.takes_weights:
-            self._each(lambda adapter: _wake(adapter, wanted, None))
+            self._on(servers, lambda adapter: _wake(adapter, wanted, None))
         else:  # weights that came back but were not loaded must never be served
-            self._each(lambda adapter: _wake(adapter, wanted, self._model_path), fatal=VerlServerError)
+            self._on(servers, lambda adapter: _wake(adapter, wanted, self._model_path), fatal=VerlServerError)
+            if MemoryTag.WEIGHTS in wanted:
+                fleet.defined(whole=True)
         fleet.sleep(fleet.asleep - wanted)
 
     @property
@@ -260,6 +304,7 @@ class RolloutManager(FleetUpdates):
         self._fleet.closed.set()
         with contextlib.ExitStack() as steps:  # last in, first out
             steps.callback(self._loop.close)
+            steps.callback(self._fleet.close)
             steps.callback(self._place.close)
             steps.callback(lambda: self._fleet.pool.shutdown(wait=True, cancel_futures=True))
             steps.callback(self._keeper.join)
@@ -281,12 +326,12 @@ def _wake(adapter: HttpServerEngineAdapter, tags: frozenset[str], model: str | N
     if model is None or MemoryTag.WEIGHTS not in mine:
         adapter.resume_memory_occupation(sorted(mine))
         return
-    was_paused = adapter.asynchronous.paused
-    if not was_paused:
+    goes_on = mine == adapter.asynchronous.asleep and not adapter.asynchronous.paused
+    if goes_on:
         adapter.pause_generation()
     adapter.resume_memory_occupation(sorted(mine))
     adapter.update_weights_from_disk(model)
-    if not was_paused:
+    if goes_on:
         adapter.continue_generation()
 
 

@@ -139,6 +139,8 @@ def apply(core: RouterCore, standing: Standing) -> None:
     elif known is None or (standing.engine is not None and known.engine is not standing.engine):
         if standing.engine is not None:
             core.put(standing.name, standing.engine, standing.version, admitted=standing.admitted)
+        else:
+            core.announce(standing.name, coming=standing.expected)
     else:
         core.update(
             standing.name,
@@ -150,16 +152,19 @@ def apply(core: RouterCore, standing: Standing) -> None:
 
 
 class Mailbox:
-    """The latest standing of each replica that has not been taken yet."""
+    """The latest standing of each replica that has not been taken yet. News are numbered."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._waiting: dict[str, Standing] = {}
         self._all: dict[str, Standing] = {}
         self._closed = False
+        self.number = 0
+        """Of the last news."""
 
     def put(self, standing: Standing) -> None:
         with self._condition:
+            self.number += 1
             self._waiting[standing.name] = self._all[standing.name] = standing
             if standing.gone:
                 del self._all[standing.name]
@@ -168,24 +173,21 @@ class Mailbox:
     def again(self) -> None:
         """All that stands, for a reader who knows nothing."""
         with self._condition:
-            self._waiting = dict(self._all)
+            self.number += 1
+            self._waiting = {**self._waiting, **self._all}
             self._condition.notify_all()
 
     def latest(self, name: str) -> Standing | None:
         return self._all.get(name)
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._waiting
-
-    def take(self) -> list[Standing] | None:
-        """Wait for news; None when closed."""
+    def take(self) -> tuple[int, list[Standing]] | None:
+        """Wait for news; the number of the last of them, and all. None when closed."""
         with self._condition:
             self._condition.wait_for(lambda: self._waiting or self._closed)
             if self._closed:
                 return None
             taken, self._waiting = list(self._waiting.values()), {}
-            return taken
+            return self.number, taken
 
     def close(self) -> None:
         with self._condition:
@@ -218,7 +220,7 @@ class SglangRouter:
 
     def _keep(self) -> None:
         while (news := self._mailbox.take()) is not None:
-            for standing in news:
+            for standing in news[1]:
                 try:
                     self._set(standing)
                 except VerlServerError as error:

@@ -179,7 +179,8 @@ class RayServer:
     def stop(self, deadline_s: float = 10.0) -> None:
         _end(self._hosts, deadline_s)
         self._note(Exit("stop", None, ""))
-        self._give_back()
+        with contextlib.suppress(Exception):  # Ray may be gone, and with it what it lent
+            self._give_back()
 
 
 class RayPlace:
@@ -197,6 +198,7 @@ class RayPlace:
         self._shape = Shape()
         self._lock = threading.Lock()
         self._machines: dict[str, set[str]] = {}
+        self._stays_near = False
 
     @property
     def _device(self) -> str:
@@ -219,6 +221,8 @@ class RayPlace:
         self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, give_up: GiveUp
     ) -> HttpServerEngineAdapter:
         need = {self._device: float(self._shape.devices_per_node)}
+        if self._stays_near:
+            need[f"node:{ray.util.get_node_ip_address()}"] = 0.001
         group = placement_group([dict(need) for _ in range(self._shape.nnodes)], strategy="STRICT_SPREAD")
         hosts: list[Any] = []
         try:
@@ -287,11 +291,13 @@ class RayPlace:
 
     @property
     def is_near(self) -> bool:
-        return all(machines == {machine_id()} for machines in self._machines.values())
+        """Once that was true, replicas start only here: somebody relies on it."""
+        self._stays_near = all(machines == {machine_id()} for machines in self._machines.values())
+        return self._stays_near
 
     @property
     def trainer_host(self) -> str:
-        return "127.0.0.1" if self.is_near else str(ray.util.get_node_ip_address())
+        return "127.0.0.1" if self._stays_near else str(ray.util.get_node_ip_address())
 
     def close(self) -> None:
         if self._mine:

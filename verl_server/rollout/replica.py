@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +11,18 @@ from typing import Any
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig, PauseMode
 from verl_server.engine.backend import load_over
-from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError
+from verl_server.errors import NotReadyError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.health import Observation, ReplicaState
 from verl_server.rollout.places import Place
 from verl_server.types import Member
 
+logger = logging.getLogger(__name__)
+
 Json = dict[str, Any]
+
+
+class GaveWayError(NotReadyError):
+    """A start was ended because the memory was lent."""
 
 
 class Replica:
@@ -36,23 +43,47 @@ class Replica:
         self.needs_update = False
         """What is staged cannot bring it up to date: it waits for the next update."""
         self._stop = threading.Event()
+        self._way = threading.Event()
+        self._starting = threading.Lock()
         self._busy = (0.0, time.monotonic())
         """Processor seconds of its schedulers, and when they last grew."""
+        self._rested_at = 0.0
+        """When it last had nothing to do, or was not to do it."""
 
     @property
     def member(self) -> Member:
         """Its server, as one that takes part in weight updates."""
         return Member(f"{self.name}/{len(self.deaths)}", int(self._server_args.get("tp_size") or 1))
 
-    def start(self) -> HttpServerEngineAdapter:
-        """A new server. Raises StartupError; ShutDownError when the replica was stopped meanwhile."""
+    def start(self, serve: Callable[[Replica, HttpServerEngineAdapter], None]) -> None:
+        """A new server, which `serve` takes into use; it is ended when that fails.
+
+        Raises StartupError, ShutDownError when the replica was stopped meanwhile, GaveWayError.
+        """
 
         def give_up() -> VerlServerError | None:
-            return ShutDownError(f"replica {self.name} was stopped while it started") if self._stop.is_set() else None
+            if self._stop.is_set():
+                return ShutDownError(f"replica {self.name} was stopped while it started")
+            return GaveWayError(f"the memory of {self.name} was lent while it started") if self._way.is_set() else None
 
-        adapter = self._place.start(self.name, self._server_args, self._config, give_up)
-        self._busy = (0.0, time.monotonic())
-        return adapter
+        with self._starting:
+            if (reason := give_up()) is not None:
+                raise reason
+            adapter = self._place.start(self.name, self._server_args, self._config, give_up)
+            self._busy = (0.0, time.monotonic())
+            try:
+                serve(self, adapter)
+            except BaseException:
+                adapter.shutdown()
+                raise
+
+    def give_way(self, way: bool) -> None:
+        """Whether a start is to end at once: the memory is somebody else's. Returns when none is under way."""
+        if way:
+            self._way.set()
+            with self._starting:
+                return
+        self._way.clear()
 
     def observe(self, requests: int, progress_at: float) -> Observation:
         """What is seen of it now; `requests` and `progress_at` are the router's."""
@@ -65,12 +96,15 @@ class Replica:
         if used != self._busy[0]:
             self._busy = (used, now)
         assert adapter is not None
+        paused = adapter.asynchronous.paused or bool(adapter.asynchronous.asleep)
+        if paused or not requests:
+            self._rested_at = now
         return Observation(
             alive=True,
             requests=requests,
-            quiet_s=now - progress_at if requests else 0.0,
-            idle_s=now - self._busy[1],
-            paused=adapter.asynchronous.paused or bool(adapter.asynchronous.asleep),
+            quiet_s=now - max(progress_at, self._rested_at),
+            idle_s=now - max(self._busy[1], self._rested_at),
+            paused=paused,
         )
 
     def died(self, why: str) -> VerlServerError:
@@ -84,7 +118,10 @@ class Replica:
         """End its server's whole tree, if it has one."""
         adapter, self.adapter = self.adapter, None
         if adapter is not None:
-            adapter.shutdown()
+            try:
+                adapter.shutdown()
+            except Exception:  # whatever it is, the replica goes on without this server
+                logger.exception("the server of %s did not end in order", self.name)
 
     def stop(self) -> None:
         """For good; also a start that is under way."""

@@ -1,7 +1,7 @@
 """The router process of a fleet: told of replicas through its standard input, it tells what it sees through its output.
 
-Wire: JSON lines. In: first the settings, then standings, each with a number. Out: the URL, then again and again what
-it sees and the number of the last standing that it keeps to. It ends when standard input does: its fleet has gone.
+Wire: JSON lines. In: first the settings, then standings with a number. Out: again and again what it sees, and the
+number of the last standings that it keeps to. It ends when standard input does: its fleet has gone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from aiohttp import web
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.config import AdapterConfig
+from verl_server.errors import ServerDiedError
 from verl_server.rollout.core import RouterCore
 from verl_server.rollout.http import RouterServer
 from verl_server.rollout.planes import Standing, apply
@@ -46,39 +47,47 @@ async def main() -> None:
     )
     await runner.setup()
     await web.SockSite(runner, listener).start()
-    said = _Said(core)
+    said = _Said(core, settings["parent"])
     reports = asyncio.create_task(said.repeat())
     engines: dict[str, AsyncHttpServerEngineAdapter] = {}
     try:
         while line := await stdin.readline():
             news = orjson.loads(line)
-            number, engine = news.pop("number"), await _engine(engines, news.pop("url"), news.pop("api_key"))
-            apply(core, Standing(engine=engine, **news))
-            said.number = number
+            for one in news["standings"]:
+                engine = await _engine(engines, one["name"], one.pop("url"), one.pop("api_key"))
+                apply(core, Standing(engine=engine, **one))
+            said.number = news["number"]
     finally:
         reports.cancel()
         os._exit(0)  # who waits for a sample asks the next router: there is nothing to be tidy about
 
 
 async def _engine(
-    engines: dict[str, AsyncHttpServerEngineAdapter], url: str | None, api_key: str | None
+    engines: dict[str, AsyncHttpServerEngineAdapter], name: str, url: str | None, api_key: str | None
 ) -> AsyncHttpServerEngineAdapter | None:
+    """Of the replica's server. What runs on the one before fails now: its machine may never say that it is gone."""
+    known = engines.get(name)
+    if known is not None and (known.base_url != url or known.api_key != api_key):
+        del engines[name]
+        known.fail(ServerDiedError(f"the fleet has lost the server at {known.base_url}", url=known.base_url))
+        await known.close_connections()
     if url is None:
         return None
-    if url not in engines or engines[url].api_key != api_key:
-        engines[url] = AsyncHttpServerEngineAdapter.attach(url, api_key=api_key, config=AdapterConfig(repeats=0))
-    return engines[url]
+    if name not in engines:
+        engines[name] = AsyncHttpServerEngineAdapter.attach(url, api_key=api_key, config=AdapterConfig(repeats=0))
+    return engines[name]
 
 
 class _Said:
     """What this process says of itself."""
 
-    def __init__(self, core: RouterCore) -> None:
-        self._core = core
+    def __init__(self, core: RouterCore, parent: int) -> None:
+        self._core, self._parent = core, parent
         self.number = 0
 
     async def repeat(self) -> None:
-        while True:
+        """Until the fleet's process has gone, even if a child of that still holds the other end of standard input."""
+        while os.getppid() == self._parent:
             now = time.monotonic()
             replicas = {
                 one.name: [len(one.tokens), now - one.progress_at, one.load.admitted]
@@ -86,6 +95,7 @@ class _Said:
             }
             os.write(1, orjson.dumps({"number": self.number, "replicas": replicas}) + b"\n")
             await asyncio.sleep(REPORT_S)
+        os._exit(0)
 
 
 if __name__ == "__main__":

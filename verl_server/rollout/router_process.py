@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import subprocess
 import sys
@@ -31,6 +32,7 @@ SETTLE_S = 2.0
 WAIT_S = 0.5
 """Before the second start in a row; doubled for each further one, up to `MAX_WAIT_S`."""
 MAX_WAIT_S = 10.0
+JOIN_S = 10.0
 
 
 class RouterProcess:
@@ -47,11 +49,15 @@ class RouterProcess:
             "port": self._reservation.port,
             "api_key": self.api_key,
             "router": asdict(config),
+            "parent": os.getpid(),
         }
-        self._log: Any = subprocess.DEVNULL if log_dir is None else Path(log_dir) / "router.log"
+        self._log: Path | None = None
+        if log_dir is not None:
+            self._log = Path(log_dir) / "router.log"
+            self._log.parent.mkdir(parents=True, exist_ok=True)
         self._mailbox = Mailbox()
         self._seen: dict[str, Seen] = {}
-        self._told = self._kept = 0
+        self._kept = 0
         self._heard_at = time.monotonic()
         self._closed = threading.Event()
         self._up = threading.Event()
@@ -72,7 +78,7 @@ class RouterProcess:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with contextlib.ExitStack() as stack:
-            log = self._log if isinstance(self._log, int) else stack.enter_context(self._log.open("ab"))
+            log = subprocess.DEVNULL if self._log is None else stack.enter_context(self._log.open("ab"))
             child = subprocess.Popen(
                 [sys.executable, "-m", "verl_server.rollout.routed"],
                 stdin=subprocess.PIPE,
@@ -92,7 +98,8 @@ class RouterProcess:
             assert self._child.stdout is not None
             for line in self._child.stdout:
                 heard = True
-                self._hear(orjson.loads(line))
+                with contextlib.suppress(orjson.JSONDecodeError, KeyError):  # the torn last line of one that died
+                    self._hear(orjson.loads(line))
             self._child.wait()
             self._up.clear()
             self._seen = {}
@@ -100,17 +107,25 @@ class RouterProcess:
                 return
             in_a_row = 0 if heard else in_a_row + 1
             logger.warning("the router process ended with %s; it is started again", self._child.returncode)
-            if self._closed.wait(0.0 if heard else min(WAIT_S * 2**in_a_row, MAX_WAIT_S)):
-                return
-            self.restarts += 1
             _close(self._child)
-            self._child = self._spawn()
+            while True:
+                if self._closed.wait(min(WAIT_S * 2**in_a_row, MAX_WAIT_S) if in_a_row else 0.0):
+                    return
+                try:
+                    self._child = self._spawn()
+                    break
+                except OSError:
+                    in_a_row += 1
+                    logger.exception("the router process cannot be started")
+            if self._closed.is_set():  # it came too late to be seen by `close`
+                self._child.kill()
+            self.restarts += 1
             self._mailbox.again()
 
     def _hear(self, said: Json) -> None:
         now = time.monotonic()
         self._seen = {
-            name: Seen(requests, now - quiet_s if requests else 0.0, admitted or self._told > said["number"])
+            name: Seen(requests, now - quiet_s if requests else 0.0, admitted or self._mailbox.number > said["number"])
             for name, (requests, quiet_s, admitted) in said["replicas"].items()
         }
         self._heard_at, self._kept = now, said["number"]
@@ -119,21 +134,8 @@ class RouterProcess:
     def _write(self) -> None:
         """Pass on what stands. A child that does not read is silent as well, and replaced."""
         while (news := self._mailbox.take()) is not None:
-            for standing in news:
-                self._told += 1
-                engine = standing.engine
-                line = {
-                    "number": self._told,
-                    "name": standing.name,
-                    "url": None if engine is None else engine.base_url,
-                    "api_key": None if engine is None else engine.api_key,
-                    "version": standing.version,
-                    "admitted": standing.admitted,
-                    "suspect": standing.suspect,
-                    "expected": standing.expected,
-                    "gone": standing.gone,
-                }
-                _send(self._child.stdin, line)
+            number, standings = news
+            _send(self._child.stdin, {"number": number, "standings": [_wire(one) for one in standings]})
 
     def _listen_for_silence(self) -> None:
         while not self._closed.wait(1.0):
@@ -154,8 +156,8 @@ class RouterProcess:
         return Seen(seen.requests, seen.progress_at, seen.admitted or not standing.admitted)
 
     def settle(self) -> None:
-        deadline = time.monotonic() + SETTLE_S
-        while not (self._mailbox.is_empty and self._kept >= self._told) and time.monotonic() < deadline:
+        deadline, number = time.monotonic() + SETTLE_S, self._mailbox.number
+        while self._kept < number and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -164,9 +166,23 @@ class RouterProcess:
         self._child.kill()
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join()
+                thread.join(JOIN_S)
         _close(self._child)
         self._reservation.release()
+
+
+def _wire(standing: Standing) -> Json:
+    engine = standing.engine
+    return {
+        "name": standing.name,
+        "url": None if engine is None else engine.base_url,
+        "api_key": None if engine is None else engine.api_key,
+        "version": standing.version,
+        "admitted": standing.admitted,
+        "suspect": standing.suspect,
+        "expected": standing.expected,
+        "gone": standing.gone,
+    }
 
 
 def _send(pipe: IO[bytes] | None, line: Json) -> None:

@@ -102,11 +102,14 @@ class Seats:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._waiting: deque[tuple[Ask, asyncio.Future[Replica]]] = deque()
         self._closed = False
+        self._coming: set[str] = set()
+        """Replicas that have no server yet, but will."""
 
     # -- the fleet's side ---------------------------------------------------------------------------
 
     def put(self, name: str, engine: Engine, version: int, *, admitted: bool = True) -> None:
         """A replica, new or with another server behind it."""
+        self._coming.discard(name)
         self.replicas[name] = Replica(name, engine, Load(name, 0, 0, version, admitted), progress_at=time.monotonic())
         self._place_waiting()
 
@@ -132,8 +135,14 @@ class Seats:
             one.expected = expected
         self._place_waiting()
 
+    def announce(self, name: str, *, coming: bool) -> None:
+        """Whether a replica that has no server yet will serve: then requests wait for it."""
+        (self._coming.add if coming else self._coming.discard)(name)
+        self._place_waiting()
+
     def drop(self, name: str) -> None:
         """Forget a replica; what runs on it goes on elsewhere."""
+        self._coming.discard(name)
         self.replicas.pop(name, None)
         self._place_waiting()
 
@@ -184,7 +193,7 @@ class Seats:
         try:
             name = choose(self._loads(), ask.need, sticky, ask.size, self.config.limits)
         except NotReadyError:
-            if any(not one.load.admitted and one.expected for one in self.replicas.values()):
+            if self._coming or any(not one.load.admitted and one.expected for one in self.replicas.values()):
                 return None
             self.counters.refused += 1
             raise

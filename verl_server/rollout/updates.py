@@ -36,17 +36,24 @@ class FleetUpdates:
     @property
     def members(self) -> Sequence[Member]:
         """The replicas that the next attempt at an update goes to."""
-        self._take_members()
+        self._members = self._up()
         return [one.member for one, _ in self._members]
 
-    def _each(
-        self, call: Callable[[HttpServerEngineAdapter], Any], fatal: type[VerlServerError] = DeadlineError
+    def _each(self, call: Callable[[HttpServerEngineAdapter], Any]) -> None:
+        """On all members of the update."""
+        self._on(self._members, call)
+
+    def _on(
+        self,
+        servers: Sequence[tuple[Replica, HttpServerEngineAdapter]],
+        call: Callable[[HttpServerEngineAdapter], Any],
+        fatal: type[VerlServerError] = DeadlineError,
     ) -> None:
-        """On all members at once; a failure is raised when all are done. Who has died needs no call.
+        """On all of them at once; a failure is raised when all are done. Who has died needs no call.
 
         After a failure that is `fatal` (by default: it answers nobody) a replica is started anew instead.
         """
-        calls = [(one, adapter, self._fleet.pool.submit(call, adapter)) for one, adapter in self._members]
+        calls = [(one, adapter, self._fleet.pool.submit(call, adapter)) for one, adapter in servers]
         errors = [(one, adapter, error) for one, adapter, done in calls if (error := done.exception()) is not None]
         for one, adapter, error in errors:
             if isinstance(error, fatal):
@@ -54,17 +61,17 @@ class FleetUpdates:
             elif not isinstance(error, (ServerDiedError, ShutDownError)):
                 raise error
 
-    def _every(
-        self, call: Callable[[HttpServerEngineAdapter], Any], fatal: type[VerlServerError] = DeadlineError
-    ) -> None:
-        """`_each` outside of an update."""
-        self._take_members()
-        self._each(call, fatal)
+    def _every(self, call: Callable[[HttpServerEngineAdapter], Any]) -> None:
+        """On all that are up now, outside of an update."""
+        self._on(self._up(), call)
 
-    def _take_members(self) -> None:
-        self._members = self._fleet.up()
-        if not self._members:
+    def _up(self) -> list[tuple[Replica, HttpServerEngineAdapter]]:
+        """Raises ServerDiedError when there is none; then nobody is kept waiting for the update, either."""
+        found = self._fleet.up()
+        if not found:
+            self._fleet.hold(False)
             raise ServerDiedError("no replica of the fleet is up")
+        return found
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -78,7 +85,11 @@ class FleetUpdates:
         self._mode = PauseMode.RETRACT if mode is PauseMode.WAIT else mode
         with self._phase("pause"):
             if mode is PauseMode.WAIT:
-                self._wait_until_idle()
+                try:
+                    self._wait_until_idle()
+                except BaseException:
+                    self._fleet.hold(False)
+                    raise
             self._each(lambda adapter: adapter.asynchronous.asleep or adapter.pause_generation(self._mode))
 
     def _wait_until_idle(self) -> None:
@@ -89,7 +100,6 @@ class FleetUpdates:
         self._planes.settle()
         while any(self._planes.seen(one.name).requests for one in self._fleet.replicas):
             if time.monotonic() > deadline:
-                self._fleet.hold(False)
                 raise DeadlineError(
                     f"requests still run after {limit_s:g} s (timeouts.weights_s); the weights stay as they are",
                     operation="wait",
@@ -116,6 +126,7 @@ class FleetUpdates:
     def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
         """Raises as soon as one server fails: a transport may have to tell the others. Who died is left out next."""
         loads: dict[Future[None], tuple[Replica, HttpServerEngineAdapter]] = {}
+        self._fleet.loading = True
         with self._phase("load"):
             for (one, adapter), wire in zip(self._members, wires, strict=True):
                 load = self._fleet.pool.submit(
@@ -135,8 +146,8 @@ class FleetUpdates:
         with self._phase("end"):
             self._each(lambda adapter: adapter.end_weight_update())
 
-    def published(self, version: int, catch_up: CatchUp | None) -> None:
-        """All members have verified that version, and nothing goes on yet. `catch_up` brings others to it."""
+    def published(self, version: int, whole: bool, catch_up: CatchUp | None) -> None:
+        """See `Backend`. Who served other weights before serves these only if they are whole."""
         fleet = self._fleet
         with fleet.lock:
             fleet.version, fleet.catch_up = version, catch_up
@@ -144,7 +155,7 @@ class FleetUpdates:
             loaded = {adapter for _, adapter in self._members}
             for replica in fleet.replicas:
                 replica.needs_update = False
-                if replica.adapter in loaded and replica.state in UP:
+                if replica.adapter in loaded and replica.state in (UP if whole else SERVING):
                     replica.version = version
                     if replica.state is ReplicaState.HEALTHY:
                         fleet.tell(replica)
@@ -152,3 +163,4 @@ class FleetUpdates:
                         fleet.turn(replica, ReplicaState.HEALTHY)
                 elif replica.state in SERVING:
                     fleet.turn(replica, ReplicaState.STALE)
+            fleet.defined(whole)
