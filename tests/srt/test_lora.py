@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,13 @@ from helpers import (
     change_weights,
     greedy_with_logprobs,
     reference_model,
+    wait_until,
 )
 
 from verl_server import VerlEngine
 from verl_server.errors import BadInputError, PeerError, VerlServerError, WeightManifestError
+from verl_server.rollout import RolloutManager
+from verl_server.rollout.health import ReplicaState
 
 RANK = 4
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
@@ -133,3 +138,31 @@ def test_adapters_that_do_not_fit_are_refused(engine: VerlEngine, tiny: Callable
     with pytest.raises(PeerError, match="the disk is gone"):
         engine.load_lora_adapter("bad", breaks(), CONFIG)
     assert_equals_reference(engine, model)
+
+
+@pytest.mark.timeout(600)
+def test_a_server_that_starts_again_has_the_adapters(one_rank: Any, tiny: Callable[..., Path]) -> None:
+    folder = str(tiny("qwen3"))
+    model = reference_model(folder)
+    one = adapter_for(model, 5)
+    fleet = RolloutManager(
+        1,
+        model_path=folder,
+        dtype="float32",
+        max_total_tokens=8192,
+        enable_lora=True,
+        max_lora_rank=8,
+        lora_target_modules=TARGETS,
+    )
+    with VerlEngine(one_rank, fleet=fleet, model_path=folder, dtype="float32") as engine:
+        engine.update_weights_from_tensor(model.state_dict().items())
+        engine.load_lora_adapter("one", one.items(), CONFIG)
+        replica = fleet.replicas[0]
+        assert replica.adapter is not None
+        process = replica.adapter.asynchronous.process
+        assert process is not None
+        os.kill(int(process.pid or 0), signal.SIGKILL)
+        wait_until(lambda: replica.state is not ReplicaState.HEALTHY, 10.0, "the loss is not seen")
+        wait_until(lambda: replica.state is ReplicaState.HEALTHY, 250.0, "it does not come back")
+        assert_serves(engine, "one", merged(model, one))
+        assert_equals_reference(engine, model)
