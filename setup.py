@@ -28,6 +28,7 @@ setup(
         "rich",
         "typer",
         "matplotlib",
+        "tensordict",
     ],
     extras_require={
         "ray": ["ray>=2.40"],

@@ -211,13 +211,15 @@ class Session:
 
     def locate(self, ids: Sequence[int]) -> tuple[int | None, int]:
         """The deepest node whose path begins `ids`, and the length of that path (None, 0: no root does)."""
-        found: tuple[int | None, int] = (None, 0)
-        while True:
-            parent, at = found
-            below = next((child for child in self.children(parent) if self._continues(child, ids, at)), None)
-            if below is None:
-                return found
-            found = below, self._lengths[below]
+        best: tuple[int | None, int] = (None, 0)
+        ahead = [best]
+        while ahead:
+            parent, at = ahead.pop()
+            for child in self.children(parent):
+                if self._continues(child, ids, at):
+                    ahead.append((child, self._lengths[child]))
+                    best = max(best, ahead[-1], key=lambda found: found[1])
+        return best
 
     def _continues(self, child: int, ids: Sequence[int], at: int) -> bool:
         tokens = self.nodes[child].tokens
