@@ -1,0 +1,128 @@
+"""Prompts that grow: the same ids as the template would give, and never those of earlier turns again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from verl_server.errors import BadInputError, UnsupportedError
+from verl_server.tiny import make_tokenizer
+from verl_server.trajectory.rendering import MARK, Renderer
+
+QWEN = (
+    "{%- for m in messages %}{%- set last = loop.index0 > (messages | map(attribute='role') | list)"
+    ".index('user') and loop.last %}<|im_start|>{{ m.role + '\n' }}"
+    "{%- if m.role == 'assistant' and '</think>' in m.content and not last %}{{ m.content.split('</think>')[-1] }}"
+    "{%- else %}{{ m.content }}{%- endif %}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As Qwen's: earlier turns lose their thoughts."""
+LLAMA = (
+    "{{ '<|begin_of_text|>' }}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
+    "<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+COUNTING = "{% for m in messages %}<|im_start|>{{ loop.index }} {{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+FORGETFUL = "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made = make_tokenizer(Path(tmp_path_factory.mktemp("tokenizer")))
+    names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<think>", "</think>"]
+    made.add_special_tokens({"additional_special_tokens": names})
+    return made
+
+
+def with_template(tokenizer: Any, template: str) -> Renderer:
+    tokenizer.chat_template = template
+    return Renderer(tokenizer)
+
+
+TEXT = (
+    st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), min_size=1, max_size=12)
+    .map(str.strip)
+    .filter(bool)
+)
+ROLE = st.sampled_from(["user", "tool", "system"])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    template=st.sampled_from([QWEN, LLAMA]),
+    start=TEXT,
+    turns=st.lists(st.tuples(TEXT, st.lists(st.tuples(ROLE, TEXT), min_size=1, max_size=3)), min_size=1, max_size=4),
+    ended=st.booleans(),
+)
+def test_what_grows_is_what_the_template_says(
+    tokenizer: Any, template: str, start: str, turns: list[Any], ended: bool
+) -> None:
+    """Whether the policy said the end of its turn itself or was cut off before it."""
+    renderer = with_template(tokenizer, template)
+    end = tokenizer.encode("<|im_end|>" if template is QWEN else "<|eot_id|>", add_special_tokens=False)
+    messages: list[dict[str, str]] = [{"role": "user", "content": start}]
+    ids = renderer.first(messages)
+    for said, answers in turns:
+        sampled = [*tokenizer.encode(said, add_special_tokens=False), *(end if ended else [])]
+        new = [{"role": role, "content": content} for role, content in answers]
+        ids += [*sampled, *renderer.suffix(new, sampled)]
+        messages += [{"role": "assistant", "content": said}, *new]
+    assert ids == renderer.first(messages)
+
+
+def test_thoughts_stay_where_the_template_would_strip_them(tokenizer: Any) -> None:
+    renderer = with_template(tokenizer, QWEN)
+    prompt = renderer.first([{"role": "user", "content": "u"}])
+    sampled = tokenizer.encode("<think>hm</think>yes<|im_end|>", add_special_tokens=False)
+    ids = [*prompt, *sampled, *renderer.suffix([{"role": "user", "content": "v"}], sampled)]
+    assert "<think>hm</think>yes" in tokenizer.decode(ids)
+    rendered = renderer.first(
+        [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "<think>hm</think>yes"},
+            {"role": "user", "content": "v"},
+        ]
+    )
+    assert "<think>" not in tokenizer.decode(rendered), "so rendering again would have drifted"
+    assert rendered[-8:] == ids[-8:]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (COUNTING, "differently after different histories"),
+        (BARE, "joins|differently"),
+        (FORGETFUL, "does not show"),
+    ],
+)
+def test_templates_that_cannot_be_cut_are_refused(tokenizer: Any, template: str, words: str) -> None:
+    if template is BARE:  # bytes are never joined by this tokenizer: the template itself is fine then
+        assert with_template(tokenizer, template).suffix([{"role": "user", "content": "z"}], []) == [
+            *tokenizer.encode("z")
+        ]
+        return
+    with pytest.raises(UnsupportedError, match=words):
+        with_template(tokenizer, template)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "no messages"),
+        ([{"role": "pope", "content": "x"}], "role 'pope'"),
+        (["x"], "role 'str'"),
+        ([{"role": "user", "content": 7}], "is a int"),
+        ([{"role": "user", "content": f"a{MARK}"}], "contains the mark"),
+    ],
+)
+def test_bad_messages(tokenizer: Any, messages: list[Any], words: str) -> None:
+    renderer = with_template(tokenizer, LLAMA)
+    with pytest.raises(BadInputError, match=words):
+        renderer.first(messages)
+    with pytest.raises(BadInputError, match=words):
+        renderer.suffix(messages, [1])
