@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 from helpers import (
     GREEDY,
@@ -439,6 +440,30 @@ def test_the_fleet_is_counted(fleet: Any) -> None:
         "verl_router_cached_tokens_total",
     ):
         assert name in text
+
+    def scraped() -> str:
+        return requests.get(f"{fleet.router_url}/metrics", timeout=10).text
+
+    wait_until(lambda: "verl_fleet_updates_total" in scraped(), 10.0, "the router does not show the fleet's metrics")
+    assert "verl_router_requests_total" in scraped()
+
+
+def test_who_asks_for_one_version_gets_no_other(engine: Any, fleet: Any, tiny: Callable[..., Path]) -> None:
+    """Though the update comes after it was placed."""
+    model = reference_model(tiny("qwen3"))
+    version = engine._weights.version
+
+    async def run() -> Any:
+        asking = asyncio.ensure_future(
+            fleet.router.generate(input_ids=[5, 6], sampling_params=LONG, weight_version=version)
+        )
+        while tokens_there(fleet) < 20:
+            await asyncio.sleep(0.005)
+        await asyncio.to_thread(engine.update_weights_from_tensor, model.state_dict().items())
+        return await asking
+
+    with pytest.raises(NotReadyError, match="the weights changed while it was sampled"):
+        asyncio.run(run())
 
 
 def test_released_weights_are_not_served_before_they_are_pushed(

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from verl_server.errors import (
     BadInputError,
     DeadlineError,
+    NotReadyError,
     ServerDiedError,
     ServerError,
     ShutDownError,
@@ -172,7 +173,9 @@ class RouterCore(Seats):
             finally:
                 self._leave(replica, attempt)
             self._count(sample)
-            return sample.reply()
+            reply = sample.reply()
+            _require_version(reply, ask.need)
+            return reply
 
     async def _attempt(self, sample: Sample, replica: Replica, attempt: str) -> None:
         body = sample.begin()
@@ -225,6 +228,16 @@ async def together(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
         for task in tasks:
             task.cancel()
         raise
+
+
+def _require_version(reply: Json, need: Need) -> None:
+    """An update may have come between the placing and the last token."""
+    wanted, meta = need.weight_version, reply["meta_info"]
+    if wanted is None:
+        return
+    made = {str(span["version"]) for span in meta.get("weight_versions") or [{"version": meta.get("weight_version")}]}
+    if made != {str(wanted)}:
+        raise NotReadyError(f"the weights changed while it was sampled: version {wanted} was asked for, it has {made}")
 
 
 def size_of(request: Mapping[str, Any]) -> int:

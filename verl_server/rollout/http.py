@@ -52,6 +52,8 @@ class RouterServer:
     def __init__(self, core: RouterCore, api_key: str | None) -> None:
         self._core, self._api_key = core, api_key
         self._session: aiohttp.ClientSession | None = None
+        self.fleet_metrics = ""
+        """Of the fleet behind it, in Prometheus' text format."""
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
@@ -148,7 +150,8 @@ class RouterServer:
         return _json({"replicas": len(self._core.replicas), "serving": serving}, 200 if serving else 503)
 
     async def _metrics(self, _: web.Request) -> web.StreamResponse:
-        return web.Response(body=exposition(self._core), headers={"Content-Type": "text/plain; version=0.0.4"})
+        text = exposition(self._core) + self.fleet_metrics.encode()
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _replicas(self, _: web.Request) -> web.StreamResponse:
         return _json(table(self._core))

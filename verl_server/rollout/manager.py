@@ -23,10 +23,10 @@ from verl_server.rollout.core import RouterCore, together
 from verl_server.rollout.fleet import Event, Fleet
 from verl_server.rollout.health import Recovery, ReplicaState
 from verl_server.rollout.keeper import Keeper
-from verl_server.rollout.metrics import exposition
+from verl_server.rollout.metrics import exposition, fleet_exposition
 from verl_server.rollout.modes import RolloutMode, mode_of, server_args_for
 from verl_server.rollout.places import Place, ThisMachine
-from verl_server.rollout.planes import OwnRouter, Plane, Planes, SglangRouter
+from verl_server.rollout.planes import OwnRouter, Planes, SglangRouter
 from verl_server.rollout.replica import Replica
 from verl_server.rollout.router import RolloutRouter
 from verl_server.rollout.router_process import RouterProcess
@@ -79,26 +79,22 @@ class RolloutManager(FleetUpdates):
         """Adapters that all servers have: tensors and config."""
         self._loras_lock = threading.RLock()
         self._router_process: RouterProcess | None = None
-        planes: list[Plane] = [OwnRouter(self._core, self._loop)]
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._loop.close)
-            if router_process:
-                self._router_process = RouterProcess(router or RouterConfig(), log_dir=config.log_dir)
-                undo.callback(self._router_process.close)
-                planes.append(self._router_process)
-            if config.router_ip is not None:
-                planes.append(SglangRouter(config))
-                undo.callback(planes[-1].close)
-            all_planes = Planes(planes)
-            fleet = Fleet(
-                lambda name: Replica(name, self._place, args, alone),
-                int(str(args.get("weight_version", "0"))),
-                all_planes,
-                on_event,
-            )
-            super().__init__(fleet, Keeper(fleet, all_planes, recovery or Recovery(), self._prepare), all_planes, alone)
-            undo.pop_all()
+        planes = Planes([OwnRouter(self._core, self._loop)])
+        fleet = Fleet(
+            lambda name: Replica(name, self._place, args, alone),
+            int(str(args.get("weight_version", "0"))),
+            planes,
+            on_event,
+        )
+        super().__init__(fleet, Keeper(fleet, planes, recovery or Recovery(), self._prepare), planes, alone)
         try:
+            if router_process:
+                self._router_process = RouterProcess(
+                    router or RouterConfig(), config.log_dir, lambda: fleet_exposition(fleet).decode()
+                )
+                planes.add(self._router_process)
+            if config.router_ip is not None:
+                planes.add(SglangRouter(config))
             for started in [fleet.pool.submit(self._start, fleet.new()) for _ in range(replicas)]:
                 started.result()
         except BaseException:
@@ -136,7 +132,7 @@ class RolloutManager(FleetUpdates):
 
     def metrics(self) -> bytes:
         """Of the router in this process and of the fleet, in Prometheus' text format."""
-        return exposition(self._core, self._fleet)
+        return exposition(self._core) + fleet_exposition(self._fleet)
 
     def add_replica(self) -> str:
         """Start one more; returns its name when it serves (or waits for the next update).

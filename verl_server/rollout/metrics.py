@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from verl_server.rollout.core import RouterCore
@@ -30,7 +31,7 @@ WORDS = {
 }
 
 
-class _RouterCollector:
+class _RouterCollector(Collector):
     def __init__(self, core: RouterCore) -> None:
         self._core = core
 
@@ -52,7 +53,7 @@ class _RouterCollector:
             yield family
 
 
-class _FleetCollector:
+class _FleetCollector(Collector):
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
@@ -76,10 +77,17 @@ class _FleetCollector:
         yield states
 
 
-def exposition(core: RouterCore, fleet: Fleet | None = None) -> bytes:
-    """All metrics in Prometheus' text format."""
+def exposition(core: RouterCore) -> bytes:
+    """A router's metrics in Prometheus' text format."""
+    return _text(_RouterCollector(core))
+
+
+def fleet_exposition(fleet: Fleet) -> bytes:
+    """A fleet's, without its routers'."""
+    return _text(_FleetCollector(fleet))
+
+
+def _text(collector: Collector) -> bytes:
     registry = CollectorRegistry()
-    registry.register(_RouterCollector(core))
-    if fleet is not None:
-        registry.register(_FleetCollector(fleet))
+    registry.register(collector)
     return generate_latest(registry)

@@ -75,6 +75,10 @@ class Planes:
     def __init__(self, planes: Sequence[Plane]) -> None:
         self._planes = list(planes)
 
+    def add(self, plane: Plane) -> None:
+        """Before there is anything to tell."""
+        self._planes.append(plane)
+
     def tell(self, standing: Standing) -> None:
         for plane in self._planes:
             plane.tell(standing)
@@ -180,10 +184,10 @@ class Mailbox:
     def latest(self, name: str) -> Standing | None:
         return self._all.get(name)
 
-    def take(self) -> tuple[int, list[Standing]] | None:
-        """Wait for news; the number of the last of them, and all. None when closed."""
+    def take(self, limit_s: float | None = None) -> tuple[int, list[Standing]] | None:
+        """Wait for news; the number of the last of them, and all; none after `limit_s` seconds. None when closed."""
         with self._condition:
-            self._condition.wait_for(lambda: self._waiting or self._closed)
+            self._condition.wait_for(lambda: self._waiting or self._closed, limit_s)
             if self._closed:
                 return None
             taken, self._waiting = list(self._waiting.values()), {}

@@ -42,9 +42,8 @@ async def main() -> None:
     limits = Limits(**settings["router"].pop("limits"))
     core = RouterCore(RouterConfig(limits=limits, **settings["router"]))
     listener = socket.create_server((settings["host"], settings["port"]), backlog=4096)
-    runner = web.AppRunner(
-        RouterServer(core, settings["api_key"]).application(), access_log=None, handler_cancellation=True
-    )
+    server = RouterServer(core, settings["api_key"])
+    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.SockSite(runner, listener).start()
     said = _Said(core, settings["parent"])
@@ -56,7 +55,7 @@ async def main() -> None:
             for one in news["standings"]:
                 engine = await _engine(engines, one["name"], one.pop("url"), one.pop("api_key"))
                 apply(core, Standing(engine=engine, **one))
-            said.number = news["number"]
+            said.number, server.fleet_metrics = news["number"], news["metrics"]
     finally:
         reports.cancel()
         os._exit(0)  # who waits for a sample asks the next router: there is nothing to be tidy about

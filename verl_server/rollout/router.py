@@ -32,12 +32,12 @@ class RolloutRouter:
 
         `request_id`: asked again with it, the call attaches to the running sample, returns its result, or takes up
         one that was aborted. `session_id`: turns of one conversation stay on one replica while that is not far
-        fuller than the others. `weight_version`, `min_weight_version`: which weights its replica must serve when it is
-        placed there (an update may come in between: `weight_versions` of the reply tells). The
-        reply's `meta_info` has `weight_versions` (spans of tokens) and `attempts`. Cancelling ends it in the engine.
+        fuller than the others. `weight_version`, `min_weight_version`: with which weights it must be made, exactly
+        or at least. The reply's `meta_info` has `weight_versions` (spans of tokens) and `attempts`. Cancelling ends
+        it in the engine.
 
-        Raises BadInputError, NotReadyError (retryable: no such weights, or no replica), ServerBusyError
-        (retryable: too many wait), DeadlineError, or what the last replica died of.
+        Raises BadInputError, NotReadyError (retryable: no such weights, or not any more; or no replica),
+        ServerBusyError (retryable: too many wait), DeadlineError, or what the last replica died of.
         """
         coroutine = self._core.generate(
             request,

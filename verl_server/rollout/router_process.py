@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -33,13 +34,22 @@ WAIT_S = 0.5
 """Before the second start in a row; doubled for each further one, up to `MAX_WAIT_S`."""
 MAX_WAIT_S = 10.0
 JOIN_S = 10.0
+METRICS_S = 2.0
+"""Between two tellings of the fleet's metrics."""
 
 
 class RouterProcess:
     """A `Plane` (planes.py). Its port stays the same over restarts, and so does its key."""
 
-    def __init__(self, config: RouterConfig, log_dir: Path | str | None, host: str = "127.0.0.1") -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: RouterConfig,
+        log_dir: Path | str | None,
+        metrics: Callable[[], str],
+        host: str = "127.0.0.1",
+    ) -> None:
+        """`metrics`: the fleet's own, which the router shows beside its own."""
+        self._metrics = metrics
         self._reservation = PortReservation(host)
         self.url = f"http://{authority(host, self._reservation.port)}"
         self.api_key = secrets.token_urlsafe(32)
@@ -133,9 +143,10 @@ class RouterProcess:
 
     def _write(self) -> None:
         """Pass on what stands. A child that does not read is silent as well, and replaced."""
-        while (news := self._mailbox.take()) is not None:
+        while (news := self._mailbox.take(METRICS_S)) is not None:
             number, standings = news
-            _send(self._child.stdin, {"number": number, "standings": [_wire(one) for one in standings]})
+            said = {"number": number, "standings": [_wire(one) for one in standings], "metrics": self._metrics()}
+            _send(self._child.stdin, said)
 
     def _listen_for_silence(self) -> None:
         while not self._closed.wait(1.0):

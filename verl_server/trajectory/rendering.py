@@ -31,6 +31,9 @@ PROBES: tuple[tuple[Json, ...], ...] = (
     ({"role": "user", "content": "f"},),
     ({"role": "user", "content": " \n g"}, {"role": "user", "content": "h"}),
 )
+CHARACTERS = 16
+"""That a token says at most, nearly always."""
+CUT = " [cut]"
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
@@ -73,6 +76,22 @@ class Renderer:
         _require(messages)
         tokens = self._encode(self._rest(HISTORIES[0], messages))
         return tokens[1:] if after and tokens and after[-1] == tokens[0] else tokens
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What tokens say, for people and parsers."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text that stands by itself."""
+        return self._encode(text)
+
+    def cut(self, text: str, tokens: int) -> str:
+        """The text, or as much of its beginning as about so many tokens say, and a word that there was more."""
+        text, more = text[: CHARACTERS * tokens], len(text) > CHARACTERS * tokens  # never encode ten megabytes
+        ids = self._encode(text)
+        if len(ids) <= tokens and not more:
+            return text
+        return self.text(ids[:tokens]) + CUT
 
     def _rest(self, history: Sequence[Message], messages: Sequence[Message]) -> str:
         """What the template puts behind an assistant's turn."""

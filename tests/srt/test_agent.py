@@ -1,0 +1,243 @@
+"""Agents on a real server: every token that is trained on is one that was sampled, whatever tools do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import reference_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from verl_server.agent.loops import AgentLoop, InterleavedLoop, SingleTurnLoop, ToolAgentLoop, loop_named, register
+from verl_server.agent.rollout import Budget, Rollout, Task, generate_of
+from verl_server.agent.tools import Tool, Toolbox, ToolCall, ToolResult, hermes_calls
+from verl_server.errors import BadInputError
+from verl_server.trajectory.batch import to_batch
+from verl_server.trajectory.graph import ForkReason, Session
+from verl_server.trajectory.record import Recorder, file_of, read
+from verl_server.trajectory.rendering import Renderer
+
+CALL = r'<tool_call>\{"name": "add", "arguments": \{"a": [0-9], "b": [0-9]\}\}</tool_call>'
+
+
+def add(a: int, b: int = 1) -> int:
+    """The sum of two numbers."""
+    return a + b
+
+
+class Asked:
+    """Passes requests on, and remembers the prompts."""
+
+    def __init__(self, engine: Any) -> None:
+        self._generate = generate_of(engine.adapter.asynchronous)
+        self.prompts: list[list[int]] = []
+
+    async def __call__(self, **request: Any) -> Any:
+        self.prompts.append(list(request["input_ids"]))
+        return await self._generate(**request)
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny: Callable[..., Path]) -> Renderer:
+    return Renderer(AutoTokenizer.from_pretrained(tiny("qwen3")))
+
+
+def rollout_of(engine: Any, renderer: Renderer, record: Any, **changed: Any) -> tuple[Rollout, Asked]:
+    asked = Asked(engine)
+    given: dict[str, Any] = {
+        "task": Task("t", [{"role": "user", "content": "add"}]),
+        "budget": Budget(response_tokens=600, turns=3),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 100},
+        **changed,
+    }
+    return Rollout(record=record, generate=asked, renderer=renderer, **given), asked
+
+
+def assert_exact(session: Session, asked: Asked, model: Any) -> None:
+    """Each prompt was the path so far, and Hugging Face gives each sampled token its recorded log prob."""
+    sampled = [node for node in session.nodes if node.sampled]
+    assert sorted(asked.prompts) == sorted(session.ids(node.parent) for node in sampled if node.parent is not None)
+    for leaf in session.leaves:
+        whole = session.trajectory(leaf)
+        with torch.no_grad():
+            logprobs = model(torch.tensor([whole.ids])).logits[0].log_softmax(-1)
+        for at, bit in enumerate(whole.mask):
+            if bit:
+                assert abs(float(logprobs[at - 1, whole.ids[at]]) - whole.logprobs[at]) < 1e-4
+
+
+def test_tools_over_many_turns(
+    shared_engine: Any, renderer: Renderer, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Many at a time, two calls in each turn; what is on disk is what was sampled."""
+    loop, model = ToolAgentLoop([add]), reference_model(tiny("qwen3"))
+    params = {"temperature": 1.0, "max_new_tokens": 200, "regex": f"{CALL}{CALL}"}
+
+    async def run() -> list[tuple[str, Rollout, Asked]]:
+        async def one(number: int) -> tuple[str, Rollout, Asked]:
+            recorder = Recorder(tmp_path, f"s{number}", sync=False)
+            rollout, asked = rollout_of(
+                shared_engine, renderer, recorder, sampling_params=params, budget=Budget(response_tokens=1500, turns=3)
+            )
+            with recorder:
+                return await loop.finish(rollout), rollout, asked
+
+        return list(await asyncio.gather(*(one(number) for number in range(12))))
+
+    for number, (reason, rollout, asked) in enumerate(asyncio.run(run())):
+        session = rollout.session
+        assert reason == "turns"
+        assert rollout.leaf is not None
+        assert session.turns(rollout.leaf) == 3
+        assert read(file_of(tmp_path, f"s{number}")) == session
+        for node in session.nodes:
+            if node.message and "messages" in node.message and node.parent is not None:
+                said = session.node(node.parent).message
+                assert said is not None
+                sums = [call.arguments["a"] + call.arguments["b"] for call in hermes_calls(said["content"])]  # type: ignore[union-attr]
+                assert [int(message["content"]) for message in node.message["messages"]] == sums
+        assert_exact(session, asked, model)
+        batch = to_batch([(session, rollout.leaf)], pad_token_id=0)
+        assert int(batch["response_mask"].sum()) == session.sampled_tokens(rollout.leaf)
+
+
+def test_forks_and_insertions_stay_exact(shared_engine: Any, renderer: Renderer, tiny: Callable[..., Path]) -> None:
+    session, model = Session("s"), reference_model(tiny("qwen3"))
+    rollout, asked = rollout_of(shared_engine, renderer, session, sampling_params={"max_new_tokens": 12})
+
+    async def run() -> None:
+        first = await rollout.turn(rollout.task.messages)
+        rollout.insert("<result>5</result>")
+        await rollout.speak()
+        rollout.fork(0, ForkReason.SAMPLE)
+        await rollout.speak()
+        rollout.fork(first.node, ForkReason.EDITED)
+        await rollout.turn([{"role": "user", "content": "again"}])
+
+    asyncio.run(run())
+    assert [node.fork for node in session.nodes if node.fork] == [ForkReason.SAMPLE, ForkReason.EDITED]
+    assert len(session.leaves) == 3
+    assert_exact(session, asked, model)
+
+
+def test_interleaved_calls(shared_engine: Any, renderer: Renderer, tiny: Callable[..., Path]) -> None:
+    session = Session("s")
+    params = {"max_new_tokens": 100, "regex": r'<call>\{"name": "add", "arguments": \{"a": [0-9]\}\}</call>'}
+    rollout, asked = rollout_of(
+        shared_engine, renderer, session, sampling_params=params, budget=Budget(response_tokens=900, turns=2)
+    )
+    assert asyncio.run(InterleavedLoop([add]).finish(rollout)) == "turns"
+    inserted = [node for node in session.nodes if node.message and "inserted" in node.message]
+    assert len(inserted) == 2
+    assert_exact(session, asked, reference_model(tiny("qwen3")))
+
+
+def test_budgets(shared_engine: Any, renderer: Renderer) -> None:
+    params = {"temperature": 1.0, "ignore_eos": True}
+    session = Session("s")
+    rollout, _ = rollout_of(shared_engine, renderer, session, sampling_params=params, budget=Budget(response_tokens=40))
+
+    class Talks(AgentLoop):
+        async def run(self, rollout: Rollout) -> None:
+            await rollout.turn(rollout.task.messages, max_new_tokens=15)
+            await rollout.turn([{"role": "user", "content": "x"}], max_new_tokens=1000)
+            await rollout.turn([{"role": "user", "content": "y"}])
+
+    assert asyncio.run(Talks().finish(rollout)) == "response_tokens"
+    assert rollout.used == 40, "the last turn was cut to what was left"
+    assert session.node(rollout.leaf or 0).finish == "length"
+
+    late, _ = rollout_of(shared_engine, renderer, Session("s"), budget=Budget(response_tokens=40, wall_s=0.001))
+    time.sleep(0.01)
+    assert asyncio.run(SingleTurnLoop().finish(late)) == "wall_s"
+    for bad in ({"response_tokens": 0}, {"response_tokens": 5, "turns": 0}, {"response_tokens": 5, "wall_s": -1.0}):
+        with pytest.raises(BadInputError, match="budget"):
+            Budget(**bad)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "no messages"),
+        ([{"role": "pope", "content": "x"}], "role 'pope'"),
+        ([{"role": "user", "content": "x" * 5000}], "context"),
+    ],
+)
+def test_a_failed_sample_carries_its_error(shared_engine: Any, renderer: Renderer, messages: Any, words: str) -> None:
+    session = Session("s")
+    rollout, _ = rollout_of(shared_engine, renderer, session, task=Task("t", messages))
+    loop = SingleTurnLoop()
+    assert asyncio.run(loop.finish(rollout)) == "error"
+    assert rollout.error is not None
+    assert words in rollout.error["message"]
+
+
+async def hangs() -> None:
+    await asyncio.sleep(60)
+
+
+def sleeps() -> None:
+    time.sleep(3)
+
+
+def raises() -> None:
+    raise RuntimeError("no")
+
+
+def prints() -> str:
+    return "x" * 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (ToolCall("nobody", {}), "unknown_tool", "there are: add, hangs, prints, raises, sleeps"),
+        (ToolCall("add", {"a": "x"}), "bad_arguments", "wrong arguments: a:"),
+        (ToolCall("add", {"a": 1, "c": 2}), "bad_arguments", "c:"),
+        (ToolCall("add", {}), "bad_arguments", "a: Field required"),
+        (ToolCall("hangs", {}), "timeout", "no answer within 0.2 s"),
+        (ToolCall("sleeps", {}), "timeout", "no answer within 0.2 s"),
+        (ToolCall("raises", {}), "raised", "RuntimeError: no"),
+    ],
+)
+def test_tools_that_fail_are_answers(call: ToolCall, kind: str, words: str) -> None:
+    box = Toolbox([add, *(Tool(one, timeout_s=0.2) for one in (hangs, sleeps, raises)), prints])
+    result = asyncio.run(box.call(call))
+    assert result.error == kind
+    assert words in result.content
+
+
+def test_tools_that_work(renderer: Renderer) -> None:
+    box = Toolbox([add, prints])
+    assert asyncio.run(box.call(ToolCall("add", {"a": 2}))) == ToolResult("add", "3")
+    schema = box.schemas[0]["function"]
+    assert (schema["name"], schema["description"]) == ("add", "The sum of two numbers.")
+    assert schema["parameters"]["required"] == ["a"]
+    long = asyncio.run(box.call(ToolCall("prints", {}))).content
+    cut = renderer.cut(long, 50)
+    assert cut == "x" * 50 + " [cut]"
+    with pytest.raises(BadInputError, match="two tools"):
+        Toolbox([add, add])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text() | st.text().map(lambda text: f"<tool_call>{text}</tool_call>") | st.just("<tool_call>{}</tool_call>"))
+def test_whatever_a_policy_says_is_read(text: str) -> None:
+    for call in hermes_calls(text):
+        result = asyncio.run(Toolbox([add]).call(call)) if isinstance(call, ToolCall) else call
+        assert isinstance(result.content, str)
+
+
+def test_loops_are_known_by_name() -> None:
+    assert loop_named("tool_agent") is ToolAgentLoop
+    with pytest.raises(BadInputError, match="there is no agent loop 'x'"):
+        loop_named("x")
+    with pytest.raises(BadInputError, match="registered already"):
+        register("single_turn")(ToolAgentLoop)

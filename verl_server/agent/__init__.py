@@ -1,0 +1,1 @@
+"""Agents: how one acts (`loops`), with what (`tools`), within which limits, and what is kept of it (`rollout`)."""

@@ -1,0 +1,207 @@
+"""One sample of one task: it grows turn by turn, within its budget, and every token of it is recorded."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verl_server.errors import BadInputError
+from verl_server.trajectory.graph import ForkReason, Node, Session, Span
+from verl_server.trajectory.record import Recorder
+from verl_server.trajectory.rendering import Message, Renderer
+
+Json = dict[str, Any]
+
+
+class Generate(Protocol):
+    """Tokens in, tokens out: `RolloutRouter.generate`, `RouterClient.generate`, or an engine's by `generate_of`."""
+
+    async def __call__(self, *, request_id: str, session_id: str, **request: Any) -> Json: ...
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of one sample, over all of its turns."""
+
+    response_tokens: int
+    """Everything after the first prompt: sampled, and put there by tools."""
+    turns: int = 64
+    wall_s: float | None = None
+    tool_tokens: int = 2048
+    """Of one result; the rest of it is cut."""
+
+    def __post_init__(self) -> None:
+        for name in ("response_tokens", "turns", "tool_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise BadInputError(f"budget.{name} must be a whole number, 1 or more, got {value!r}")
+        if self.wall_s is not None and not self.wall_s > 0:
+            raise BadInputError(f"budget.wall_s must be a positive number of seconds, got {self.wall_s!r}")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an agent is to do."""
+
+    id: str
+    messages: Sequence[Message]
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """For tools and rewards; the policy does not see it."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy said."""
+
+    text: str
+    ids: list[int]
+    node: int
+    finish: str
+    """SGLang's `finish_reason`: `stop`, `length`, ..."""
+
+
+class EndedError(Exception):
+    """The budget is spent: thrown through an agent's loop, not at its caller."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Rollout:
+    """What an agent's loop works with. `record` is a `Recorder`, or a `Session` that is kept in memory only."""
+
+    def __init__(
+        self,
+        task: Task,
+        record: Recorder | Session,
+        generate: Generate,
+        renderer: Renderer,
+        budget: Budget,
+        sampling_params: Mapping[str, Any],
+        tools: Sequence[Json] = (),
+    ) -> None:
+        self.task, self.budget = task, budget
+        self._record, self._generate, self._renderer = record, generate, renderer
+        self._params, self._tools = dict(sampling_params), list(tools)
+        self._deadline = None if budget.wall_s is None else time.monotonic() + budget.wall_s
+        self._prompt = 0
+        self._fork = ForkReason.SAMPLE
+        """Why the next node is beside another, should it be."""
+        self.leaf: int | None = None
+        """The last node."""
+        self.reason: str | None = None
+        """How it ended."""
+        self.error: Json | None = None
+        """The exception of one that failed, as it travels (`verl_server.errors.to_wire`)."""
+
+    @property
+    def session(self) -> Session:
+        return self._record if isinstance(self._record, Session) else self._record.session
+
+    @property
+    def used(self) -> int:
+        """Response tokens so far."""
+        return 0 if self.leaf is None else self.session.length(self.leaf) - self._prompt
+
+    async def turn(self, messages: Sequence[Message], **sampling_params: Any) -> Turn:
+        """Put `messages` there and let the policy speak.
+
+        Raises EndedError when that is more than the budget, and what generating raises.
+        """
+        self.put(messages)
+        return await self.speak(**sampling_params)
+
+    def put(self, messages: Sequence[Message]) -> None:
+        """Add what the world says. Raises EndedError when it does not fit; then the last turn is the end."""
+        if self.leaf is None:
+            ids = self._renderer.first(messages, self._tools or None)
+            self._prompt = len(ids)
+        else:
+            cut = [self._cut(message) for message in messages]
+            ids = self._renderer.suffix(cut, self.session.node(self.leaf).tokens)
+            if self.used + len(ids) >= self.budget.response_tokens:
+                raise EndedError("response_tokens")
+            messages = cut
+        self._add(ids, sampled=False, message={"messages": [dict(message) for message in messages]})
+
+    async def speak(self, **sampling_params: Any) -> Turn:
+        """One turn of the policy's; `max_new_tokens` is cut to what is left. See `turn`."""
+        if self.leaf is None:
+            raise BadInputError("an agent's first turn needs messages")
+        if self.session.turns(self.leaf) >= self.budget.turns:
+            raise EndedError("turns")
+        left_s = None if self._deadline is None else self._deadline - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            raise EndedError("wall_s")
+        params = {**self._params, **sampling_params}
+        left = self.budget.response_tokens - self.used
+        params["max_new_tokens"] = min(int(params.get("max_new_tokens") or left), left)
+        reply = await self._generate(
+            request_id=f"{self.session.id}-{self.leaf}-{uuid.uuid4().hex[:8]}",
+            session_id=self.session.id,
+            input_ids=self.session.ids(self.leaf),
+            sampling_params=params,
+            return_logprob=True,
+        )
+        node = self._sampled(reply)
+        return Turn(str((node.message or {})["content"]), list(node.tokens), node.id, node.finish or "")
+
+    def _sampled(self, reply: Json) -> Node:
+        meta, ids = reply["meta_info"], reply["output_ids"]
+        whole = [{"version": meta.get("weight_version"), "start": 0, "end": len(ids)}] if ids else []
+        reason = meta.get("finish_reason") or {}
+        return self._add(
+            ids,
+            sampled=True,
+            logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
+            spans=[Span(str(one["version"]), one["start"], one["end"]) for one in meta.get("weight_versions") or whole],
+            message={"role": "assistant", "content": self._renderer.text(ids)},
+            finish=str(reason.get("type")),
+            experts=meta.get("routed_experts"),
+        )
+
+    def _cut(self, message: Message) -> Message:
+        """A tool's result within its budget."""
+        content = message.get("content")
+        if message.get("role") != "tool" or not isinstance(content, str):
+            return message
+        return {**message, "content": self._renderer.cut(content, self.budget.tool_tokens)}
+
+    def insert(self, text: str) -> None:
+        """Put `text` behind what the policy has just said, within its turn. Raises EndedError when it does not fit."""
+        ids = self._renderer.encode(text)[: self.budget.tool_tokens]
+        if self.used + len(ids) >= self.budget.response_tokens:
+            raise EndedError("response_tokens")
+        self._add(ids, sampled=False, message={"inserted": text})
+
+    def fork(self, node: int, reason: ForkReason) -> None:
+        """Go on from an earlier node: what comes next is another branch. Raises BadInputError."""
+        self.session.node(node)
+        self.leaf, self._fork = node, reason
+
+    def _add(self, ids: Sequence[int], **fields: Any) -> Node:
+        fork = self._fork if self.session.children(self.leaf) else None
+        node = self._record.add(self.leaf, ids, fork=fork, **fields)
+        self.leaf, self._fork = node.id, ForkReason.RETRY
+        return node
+
+    def end(self, reason: str, error: Json | None = None) -> None:
+        """Recorded as the end of the path. A rollout that has no node yet has no path."""
+        self.reason, self.error = reason, error
+        if self.leaf is not None:
+            self._record.end(self.leaf, reason, error)
+
+
+def generate_of(adapter: Any) -> Generate:
+    """Of one server: an `AsyncHttpServerEngineAdapter` as `Generate`."""
+
+    async def generate(*, request_id: str, session_id: str, **request: Any) -> Json:
+        del session_id  # there is only one place to go
+        reply: Json = await adapter.generate(rid=request_id, **request)
+        return reply
+
+    return generate
