@@ -23,6 +23,7 @@ setup(
         "orjson",
         "prometheus-client",
         "psutil",
+        "pydantic",
         "requests",
         "uvloop",
         "rich",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +19,12 @@ from transformers import AutoTokenizer
 
 from verl_server.agent.loops import AgentLoop, InterleavedLoop, SingleTurnLoop, ToolAgentLoop, loop_named, register
 from verl_server.agent.rollout import Budget, Rollout, Task, generate_of
+from verl_server.agent.runner import RolloutRunner, Sample
 from verl_server.agent.tools import Tool, Toolbox, ToolCall, ToolResult, hermes_calls
 from verl_server.errors import BadInputError
 from verl_server.trajectory.batch import to_batch
 from verl_server.trajectory.graph import ForkReason, Session
-from verl_server.trajectory.record import Recorder, file_of, read
+from verl_server.trajectory.record import Recorder, file_of, read, recorded
 from verl_server.trajectory.rendering import Renderer
 
 CALL = r'<tool_call>\{"name": "add", "arguments": \{"a": [0-9], "b": [0-9]\}\}</tool_call>'
@@ -60,10 +63,15 @@ def rollout_of(engine: Any, renderer: Renderer, record: Any, **changed: Any) -> 
     return Rollout(record=record, generate=asked, renderer=renderer, **given), asked
 
 
-def assert_exact(session: Session, asked: Asked, model: Any) -> None:
-    """Each prompt was the path so far, and Hugging Face gives each sampled token its recorded log prob."""
+def assert_prompts(session: Session, asked: Asked) -> None:
+    """Each prompt was the path so far."""
     sampled = [node for node in session.nodes if node.sampled]
     assert sorted(asked.prompts) == sorted(session.ids(node.parent) for node in sampled if node.parent is not None)
+
+
+def assert_exact(session: Session, asked: Asked, model: Any) -> None:
+    """And Hugging Face gives each sampled token its recorded log prob (which a grammar would have changed)."""
+    assert_prompts(session, asked)
     for leaf in session.leaves:
         whole = session.trajectory(leaf)
         with torch.no_grad():
@@ -73,39 +81,66 @@ def assert_exact(session: Session, asked: Asked, model: Any) -> None:
                 assert abs(float(logprobs[at - 1, whole.ids[at]]) - whole.logprobs[at]) < 1e-4
 
 
+class CallsWhateverIsSaid(ToolAgentLoop):
+    """A random policy calls no tool by itself: here all that it says is two calls, also when it is cut off."""
+
+    async def run(self, rollout: Rollout) -> None:
+        turn = await rollout.turn(rollout.task.messages)
+        while True:
+            results = await self.tools.call_all(self.calls(turn.text))
+            turn = await rollout.turn([result.message for result in results])
+
+    def calls(self, text: str) -> list[ToolCall | ToolResult]:
+        return [ToolCall("add", {"a": len(text), "b": more}) for more in (1, 2)]
+
+
 def test_tools_over_many_turns(
     shared_engine: Any, renderer: Renderer, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Many at a time, two calls in each turn; what is on disk is what was sampled."""
-    loop, model = ToolAgentLoop([add]), reference_model(tiny("qwen3"))
-    params = {"temperature": 1.0, "max_new_tokens": 200, "regex": f"{CALL}{CALL}"}
+    loop, model = CallsWhateverIsSaid([add]), reference_model(tiny("qwen3"))
 
     async def run() -> list[tuple[str, Rollout, Asked]]:
         async def one(number: int) -> tuple[str, Rollout, Asked]:
+            params = {"temperature": 1.0, "max_new_tokens": 20 + number, "ignore_eos": number % 2 == 0}
             recorder = Recorder(tmp_path, f"s{number}", sync=False)
-            rollout, asked = rollout_of(
-                shared_engine, renderer, recorder, sampling_params=params, budget=Budget(response_tokens=1500, turns=3)
-            )
+            rollout, asked = rollout_of(shared_engine, renderer, recorder, sampling_params=params)
             with recorder:
-                return await loop.finish(rollout), rollout, asked
+                return await loop.act(rollout), rollout, asked
 
-        return list(await asyncio.gather(*(one(number) for number in range(12))))
+        return list(await asyncio.gather(*(one(number) for number in range(24))))
 
     for number, (reason, rollout, asked) in enumerate(asyncio.run(run())):
         session = rollout.session
-        assert reason == "turns"
+        assert reason == "turns", rollout.error
         assert rollout.leaf is not None
         assert session.turns(rollout.leaf) == 3
         assert read(file_of(tmp_path, f"s{number}")) == session
         for node in session.nodes:
             if node.message and "messages" in node.message and node.parent is not None:
-                said = session.node(node.parent).message
-                assert said is not None
-                sums = [call.arguments["a"] + call.arguments["b"] for call in hermes_calls(said["content"])]  # type: ignore[union-attr]
-                assert [int(message["content"]) for message in node.message["messages"]] == sums
+                said = len((session.node(node.parent).message or {})["content"])
+                assert [message["content"] for message in node.message["messages"]] == [str(said + 1), str(said + 2)]
         assert_exact(session, asked, model)
         batch = to_batch([(session, rollout.leaf)], pad_token_id=0)
         assert int(batch["response_mask"].sum()) == session.sampled_tokens(rollout.leaf)
+
+
+def test_a_policy_calls_tools(shared_engine: Any, renderer: Renderer) -> None:
+    """Two calls in each turn, in the words of the template (which a grammar makes a random policy say)."""
+    session = Session("s")
+    params = {"temperature": 1.0, "max_new_tokens": 200, "regex": f"{CALL}{CALL}"}
+    rollout, _ = rollout_of(
+        shared_engine, renderer, session, sampling_params=params, budget=Budget(response_tokens=1500, turns=3)
+    )
+    assert asyncio.run(ToolAgentLoop([add]).act(rollout)) == "turns"
+    answers = 0
+    for node in session.nodes:
+        if node.message and "messages" in node.message and node.parent is not None:
+            calls = hermes_calls((session.node(node.parent).message or {})["content"])
+            sums = [call.arguments["a"] + call.arguments["b"] for call in calls if isinstance(call, ToolCall)]
+            assert [int(message["content"]) for message in node.message["messages"]] == sums
+            answers += len(sums)
+    assert answers == 6
 
 
 def test_forks_and_insertions_stay_exact(shared_engine: Any, renderer: Renderer, tiny: Callable[..., Path]) -> None:
@@ -127,16 +162,42 @@ def test_forks_and_insertions_stay_exact(shared_engine: Any, renderer: Renderer,
     assert_exact(session, asked, model)
 
 
-def test_interleaved_calls(shared_engine: Any, renderer: Renderer, tiny: Callable[..., Path]) -> None:
+def test_a_turn_that_an_update_cuts_off_is_taken_up(
+    shared_engine: Any, renderer: Renderer, tiny: Callable[..., Path]
+) -> None:
+    """Paused with `abort` in the middle: the turn has all of its tokens, each with its own log prob."""
+    session = Session("s")
+    params = {"temperature": 1.0, "max_new_tokens": 300, "ignore_eos": True}
+    rollout, _ = rollout_of(shared_engine, renderer, session, sampling_params=params)
+    adapter = shared_engine.adapter.asynchronous
+
+    async def run() -> Any:
+        speaking = asyncio.ensure_future(rollout.turn(rollout.task.messages))
+        await asyncio.sleep(0.4)
+        assert not speaking.done()
+        await adapter.pause_generation("abort")
+        await adapter.continue_generation()
+        return await speaking
+
+    turn = asyncio.run(run())
+    assert (len(turn.ids), turn.finish) == (300, "length")
+    whole, model = session.trajectory(turn.node), reference_model(tiny("qwen3"))
+    with torch.no_grad():
+        logprobs = model(torch.tensor([whole.ids])).logits[0].log_softmax(-1)
+    for at in range(whole.prompt_length, len(whole.ids)):
+        assert abs(float(logprobs[at - 1, whole.ids[at]]) - whole.logprobs[at]) < 1e-4
+
+
+def test_interleaved_calls(shared_engine: Any, renderer: Renderer) -> None:
     session = Session("s")
     params = {"max_new_tokens": 100, "regex": r'<call>\{"name": "add", "arguments": \{"a": [0-9]\}\}</call>'}
     rollout, asked = rollout_of(
         shared_engine, renderer, session, sampling_params=params, budget=Budget(response_tokens=900, turns=2)
     )
-    assert asyncio.run(InterleavedLoop([add]).finish(rollout)) == "turns"
+    assert asyncio.run(InterleavedLoop([add]).act(rollout)) == "turns"
     inserted = [node for node in session.nodes if node.message and "inserted" in node.message]
     assert len(inserted) == 2
-    assert_exact(session, asked, reference_model(tiny("qwen3")))
+    assert_prompts(session, asked)
 
 
 def test_budgets(shared_engine: Any, renderer: Renderer) -> None:
@@ -150,13 +211,13 @@ def test_budgets(shared_engine: Any, renderer: Renderer) -> None:
             await rollout.turn([{"role": "user", "content": "x"}], max_new_tokens=1000)
             await rollout.turn([{"role": "user", "content": "y"}])
 
-    assert asyncio.run(Talks().finish(rollout)) == "response_tokens"
+    assert asyncio.run(Talks().act(rollout)) == "response_tokens"
     assert rollout.used == 40, "the last turn was cut to what was left"
     assert session.node(rollout.leaf or 0).finish == "length"
 
     late, _ = rollout_of(shared_engine, renderer, Session("s"), budget=Budget(response_tokens=40, wall_s=0.001))
     time.sleep(0.01)
-    assert asyncio.run(SingleTurnLoop().finish(late)) == "wall_s"
+    assert asyncio.run(SingleTurnLoop().act(late)) == "wall_s"
     for bad in ({"response_tokens": 0}, {"response_tokens": 5, "turns": 0}, {"response_tokens": 5, "wall_s": -1.0}):
         with pytest.raises(BadInputError, match="budget"):
             Budget(**bad)
@@ -167,14 +228,14 @@ def test_budgets(shared_engine: Any, renderer: Renderer) -> None:
     [
         ([], "no messages"),
         ([{"role": "pope", "content": "x"}], "role 'pope'"),
-        ([{"role": "user", "content": "x" * 5000}], "context"),
+        ([{"role": "user", "content": "x" * 5000}], "the server takes prompts of up to"),
     ],
 )
 def test_a_failed_sample_carries_its_error(shared_engine: Any, renderer: Renderer, messages: Any, words: str) -> None:
     session = Session("s")
     rollout, _ = rollout_of(shared_engine, renderer, session, task=Task("t", messages))
     loop = SingleTurnLoop()
-    assert asyncio.run(loop.finish(rollout)) == "error"
+    assert asyncio.run(loop.act(rollout)) == "error"
     assert rollout.error is not None
     assert words in rollout.error["message"]
 
@@ -241,3 +302,117 @@ def test_loops_are_known_by_name() -> None:
         loop_named("x")
     with pytest.raises(BadInputError, match="registered already"):
         register("single_turn")(ToolAgentLoop)
+
+
+def runner_of(engine: Any, renderer: Renderer, **changed: Any) -> RolloutRunner:
+    given: dict[str, Any] = {
+        "loop": ToolAgentLoop([add]),
+        "generate": generate_of(engine.adapter.asynchronous),
+        "renderer": renderer,
+        "budget": Budget(response_tokens=1000, turns=2),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 100, "regex": CALL},
+        **changed,
+    }
+    return RolloutRunner(**given)
+
+
+def tasks(count: int) -> list[Task]:
+    return [Task(f"t{number}", [{"role": "user", "content": f"add {number}"}]) for number in range(count)]
+
+
+def test_groups_come_as_they_finish(shared_engine: Any, renderer: Renderer) -> None:
+    """With rewards; more tasks than wanted, some groups are not kept, and the rest is given up."""
+
+    async def reward(sample: Sample) -> float:
+        if sample.task.id == "t1":
+            raise RuntimeError("no judge")
+        return float(sample.number)
+
+    async def run() -> list[Any]:
+        runner = runner_of(shared_engine, renderer, reward=reward)
+        keep = runner.run(tasks(6), samples=2, groups=3, keep=lambda group: group.task.id != "t0")
+        return [group async for group in keep]
+
+    groups = asyncio.run(run())
+    assert len(groups) == 3
+    for group in groups:
+        assert group.task.id != "t0"
+        for number, sample in enumerate(group.samples):
+            if group.task.id == "t1":
+                assert sample.reason == "error"
+                assert "no judge" in sample.error["message"]
+            else:
+                assert (sample.reason, sample.reward, sample.number) == ("turns", float(number), number)
+    scores = to_batch([one.path for group in groups for one in group.samples], 0)["rm_scores"].sum(-1)
+    assert sorted({round(value) for value in scores.tolist()}) in ([0, 1], [0.0, 1.0])
+
+    async def twice() -> Any:
+        return await anext(runner_of(shared_engine, renderer).run([*tasks(1), *tasks(1)]))
+
+    with pytest.raises(BadInputError, match="two tasks have the id 't0'"):
+        asyncio.run(twice())
+
+
+KILLED = """
+import asyncio, sys
+from transformers import AutoTokenizer
+from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+from verl_server.agent.loops import ToolAgentLoop
+from verl_server.agent.rollout import Budget, Task, generate_of
+from verl_server.agent.runner import RolloutRunner
+from verl_server.trajectory.rendering import Renderer
+
+def add(a: int, b: int = 1) -> int:
+    return a + b
+
+async def main(url, key, model, folder, regex):
+    adapter = AsyncHttpServerEngineAdapter.attach(url, api_key=key)
+    runner = RolloutRunner(
+        ToolAgentLoop([add]), generate_of(adapter), Renderer(AutoTokenizer.from_pretrained(model)),
+        Budget(response_tokens=1500, turns=6), {"temperature": 1.0, "max_new_tokens": 100, "regex": regex},
+        folder=folder, at_once=3,
+    )
+    tasks = [Task(f"t{n}", [{"role": "user", "content": f"add {n}"}]) for n in range(4)]
+    async for group in runner.run(tasks, samples=2):
+        print("group", flush=True)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_a_killed_run_is_taken_up(
+    shared_engine: Any, renderer: Renderer, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """What was on disk stays as it is, finished samples are not made again, and the others go on where they were."""
+    adapter = shared_engine.adapter
+    command = [sys.executable, "-c", KILLED, adapter.base_url, adapter.asynchronous.api_key]
+    process = subprocess.Popen([*command, str(tiny("qwen3")), str(tmp_path), CALL], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()  # a group has finished, others are under way
+    process.kill()
+    process.wait()
+    before = {path.name: read(path) for path in recorded(tmp_path)}
+    ended = [name for name, session in before.items() if session.endings]
+    assert ended
+    assert len(ended) < 8
+
+    asked = Asked(shared_engine)
+    runner = runner_of(
+        shared_engine, renderer, generate=asked, folder=tmp_path, budget=Budget(response_tokens=1500, turns=6)
+    )
+
+    async def run() -> list[Any]:
+        return [group async for group in runner.run(tasks(4), samples=2)]
+
+    groups = asyncio.run(run())
+    assert sorted(group.task.id for group in groups) == ["t0", "t1", "t2", "t3"]
+    after = {path.name: read(path) for path in recorded(tmp_path)}
+    assert len(after) == 8
+    for name, session in after.items():
+        assert len(session.endings) == 1
+        assert session.turns(session.leaves[0]) == 6
+        assert len(session.leaves) == 1, "nothing was sampled twice"
+        if name in before:
+            assert session.nodes[: len(before[name].nodes)] == before[name].nodes
+    turns_before = sum(node.sampled for session in before.values() for node in session.nodes)
+    assert len(asked.prompts) == 8 * 6 - turns_before

@@ -25,8 +25,8 @@ class AgentLoop(ABC):
     async def run(self, rollout: Rollout) -> None:
         """Act until the task is done: `await rollout.turn(messages)` as often as it takes."""
 
-    async def finish(self, rollout: Rollout) -> str:
-        """`run`, to its recorded end: `done`, what of the budget is spent, or `error`. Only cancelling is raised."""
+    async def act(self, rollout: Rollout) -> str:
+        """`run`, and how it ended: `done`, what of the budget is spent, or `error`. Only cancelling is raised."""
         try:
             await self.run(rollout)
         except EndedError as ended:
@@ -35,7 +35,7 @@ class AgentLoop(ABC):
             reason, error = "error", to_wire(failure)
         else:
             reason, error = "done", None
-        rollout.end(reason, error)
+        rollout.reason, rollout.error = reason, error
         return reason
 
 

@@ -1,7 +1,13 @@
-"""One sample of one task: it grows turn by turn, within its budget, and every token of it is recorded."""
+"""One sample of one task: it grows turn by turn, within its budget, and every token of it is recorded.
+
+A record that has turns already is played again first: what is put there and has been put there before is found, and
+so are the policy's answers; only then is anything sampled. (Tools are called again. One that answers something else
+this time begins another branch.)
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -9,11 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verl_server.errors import BadInputError
+from verl_server.rollout.sample import Sample as PartialSample
 from verl_server.trajectory.graph import ForkReason, Node, Session, Span
 from verl_server.trajectory.record import Recorder
 from verl_server.trajectory.rendering import Message, Renderer
 
 Json = dict[str, Any]
+
+AGAIN_S = 0.05
+MAX_CUTS = 64
+"""Weight updates that may cut off one turn."""
 
 
 class Generate(Protocol):
@@ -89,7 +100,8 @@ class Rollout:
         self._params, self._tools = dict(sampling_params), list(tools)
         self._deadline = None if budget.wall_s is None else time.monotonic() + budget.wall_s
         self._prompt = 0
-        self._fork = ForkReason.SAMPLE
+        self._had = len(self.session.nodes)
+        self._fork = ForkReason.RETRY
         """Why the next node is beside another, should it be."""
         self.leaf: int | None = None
         """The last node."""
@@ -137,18 +149,28 @@ class Rollout:
         left_s = None if self._deadline is None else self._deadline - time.monotonic()
         if left_s is not None and left_s <= 0:
             raise EndedError("wall_s")
+        if (played := self._played(True)) is not None:
+            return _turn(played)
         params = {**self._params, **sampling_params}
         left = self.budget.response_tokens - self.used
         params["max_new_tokens"] = min(int(params.get("max_new_tokens") or left), left)
-        reply = await self._generate(
+        reply = await self._whole(
             request_id=f"{self.session.id}-{self.leaf}-{uuid.uuid4().hex[:8]}",
             session_id=self.session.id,
             input_ids=self.session.ids(self.leaf),
             sampling_params=params,
             return_logprob=True,
         )
-        node = self._sampled(reply)
-        return Turn(str((node.message or {})["content"]), list(node.tokens), node.id, node.finish or "")
+        return _turn(self._sampled(reply))
+
+    async def _whole(self, **request: Any) -> Json:
+        """The reply; what a weight update has cut off is taken up by asking again."""
+        for _ in range(MAX_CUTS):
+            reply = await self._generate(**request)
+            if not _is_cut(reply):
+                break
+            await asyncio.sleep(AGAIN_S)
+        return reply
 
     def _sampled(self, reply: Json) -> Node:
         meta, ids = reply["meta_info"], reply["output_ids"]
@@ -183,25 +205,48 @@ class Rollout:
         self.session.node(node)
         self.leaf, self._fork = node, reason
 
+    def _played(self, sampled: bool, ids: Sequence[int] = ()) -> Node | None:
+        """The next node, if the record had it from the beginning: sampled, or with these tokens."""
+        for child in self.session.children(self.leaf):
+            node = self.session.node(child)
+            if child < self._had and node.sampled == sampled and (sampled or node.tokens == tuple(ids)):
+                self.leaf = child
+                return node
+        return None
+
     def _add(self, ids: Sequence[int], **fields: Any) -> Node:
+        if not fields["sampled"] and (played := self._played(False, ids)) is not None:
+            return played
         fork = self._fork if self.session.children(self.leaf) else None
         node = self._record.add(self.leaf, ids, fork=fork, **fields)
         self.leaf, self._fork = node.id, ForkReason.RETRY
         return node
 
-    def end(self, reason: str, error: Json | None = None) -> None:
-        """Recorded as the end of the path. A rollout that has no node yet has no path."""
-        self.reason, self.error = reason, error
-        if self.leaf is not None:
-            self._record.end(self.leaf, reason, error)
+
+def _is_cut(reply: Json) -> bool:
+    reason = reply["meta_info"].get("finish_reason") or {}
+    return bool(reason.get("type") == "abort")
+
+
+def _turn(node: Node) -> Turn:
+    return Turn(str((node.message or {})["content"]), list(node.tokens), node.id, node.finish or "")
 
 
 def generate_of(adapter: Any) -> Generate:
     """Of one server: an `AsyncHttpServerEngineAdapter` as `Generate`."""
 
+    partial: dict[str, PartialSample] = {}
+
     async def generate(*, request_id: str, session_id: str, **request: Any) -> Json:
         del session_id  # there is only one place to go
-        reply: Json = await adapter.generate(rid=request_id, **request)
+        sample = partial.pop(request_id, None) or PartialSample(request)
+        sample.arrived(await adapter.generate(rid=f"{request_id}~{sample.attempts}", **sample.begin()))
+        reply = sample.reply()
+        if sample.is_partial:
+            sample.interrupted()
+            if sample.is_full:
+                return sample.reply()
+            partial[request_id] = sample
         return reply
 
     return generate
