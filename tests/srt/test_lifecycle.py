@@ -261,3 +261,28 @@ def _talk(process: subprocess.Popen[str], spec: dict[str, Any]) -> list[str]:
     process.stdin.close()
     process.wait(30)
     return said
+
+
+HALF_DEAD = """
+import ctypes, platform, subprocess, threading, time
+print(subprocess.Popen(["sleep", "60"]).pid, flush=True)
+threading.Thread(target=time.sleep, args=(60,)).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit(2): only this thread
+"""
+
+
+def test_who_is_below_a_process_that_is_half_dead_is_found() -> None:
+    """Its first thread has gone, another runs on: a zombie to look at, and still the parent of its children."""
+    process = subprocess.Popen([sys.executable, "-c", HALF_DEAD], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        stat = Path(f"/proc/{process.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z", 10.0, "its first thread lives on")
+        below = descendants(os.getpid())
+        assert child in below
+        assert process.pid not in below
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.kill()
+        process.wait()

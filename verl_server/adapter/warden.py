@@ -90,8 +90,12 @@ class Log:
 
 
 def descendants(root: int) -> list[int]:
-    """Pids of the tree below `root`, parents first. Zombies are left out."""
+    """Pids of the tree below `root`, parents first. Zombies are left out, but not what is below them.
+
+    (A killed process is a zombie as soon as its first thread is gone; its children stay its own until the last one is.)
+    """
     children: dict[int, list[int]] = {}
+    zombies: set[int] = set()
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
@@ -100,14 +104,15 @@ def descendants(root: int) -> list[int]:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             continue
-        if fields[0] != b"Z":
-            children.setdefault(int(fields[1]), []).append(int(entry))
+        if fields[0] == b"Z":
+            zombies.add(int(entry))
+        children.setdefault(int(fields[1]), []).append(int(entry))
     found, queue = [], [root]
     while queue:
         below = children.get(queue.pop(), [])
         found += below
         queue += below
-    return found
+    return [pid for pid in found if pid not in zombies]
 
 
 def command_of(pid: int) -> bytes:
