@@ -8,9 +8,10 @@ from typing import Any, Self
 
 from verl_server.adapter.calls_lora import LoraCalls
 from verl_server.adapter.calls_memory import MemoryCalls
+from verl_server.adapter.ending import Exit, Supervisor
 from verl_server.adapter.launch import launch
 from verl_server.adapter.link import Link
-from verl_server.adapter.process import Exit, GiveUp, Supervisor, never
+from verl_server.adapter.process import GiveUp, never
 from verl_server.adapter.router import RouterRegistration
 from verl_server.config import AdapterConfig
 from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError

@@ -18,14 +18,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
 from verl_server.adapter import warden as warden_script
 from verl_server.adapter.child import EXIT_BAD_ARGUMENT
+from verl_server.adapter.ending import Exit, ExitNotice
 from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, StartupError, VerlServerError
 
 logger = logging.getLogger(__name__)
@@ -46,40 +46,7 @@ def never() -> None:
     """The `GiveUp` of a server that depends on nothing else."""
 
 
-@dataclass(frozen=True)
-class Exit:
-    """How a server ended. `code` is the exit code, negative for a signal; None when we ended it."""
-
-    reason: str
-    code: int | None
-    log_tail: str
-
-    def describe(self) -> str:
-        if self.code is None:
-            return f"its {self.reason}" if self.reason.startswith("sglang::") else self.reason
-        if self.code < 0:
-            return f"killed by {signal.Signals(-self.code).name}"
-        return f"exit code {self.code}"
-
-
-class Supervisor(Protocol):
-    """Whoever started a server and sees to its end: a `ServerProcess`, or somebody on another machine."""
-
-    @property
-    def pid(self) -> int | None: ...
-    @property
-    def exit(self) -> Exit | None:
-        """How the server ended, or None while it lives."""
-
-    def on_exit(self, listener: Callable[[Exit], None]) -> None: ...
-    def wait_exit(self, timeout_s: float) -> Exit | None: ...
-    def died(self, url: str) -> ServerDiedError: ...
-    def stop(self, deadline_s: float = 10.0) -> None: ...
-    def scheduler_seconds(self) -> float:
-        """Processor time that its schedulers have used; also stands still when it cannot be asked."""
-
-
-class ServerProcess:
+class ServerProcess(ExitNotice):
     """One supervised server tree.
 
     `server_args` are the keyword arguments of SGLang's `ServerArgs`, as plain JSON values. They travel by
@@ -102,10 +69,7 @@ class ServerProcess:
         else:
             Path(log_dir).mkdir(parents=True, exist_ok=True)
             self.log_path = Path(log_dir) / f"{self._folder.name}.log"
-        self._exit: Exit | None = None
-        self._exited = threading.Event()
-        self._listeners: list[Callable[[Exit], None]] = []
-        self._lock = threading.Lock()
+        super().__init__()
         self.pid: int | None = None
         spec = {
             "argv": [sys.executable, "-m", "verl_server.adapter.child"],
@@ -133,24 +97,6 @@ class ServerProcess:
             code = self._warden.wait()
             raise StartupError(f"the warden process ended at once with exit code {code}", exit_code=code) from None
         threading.Thread(target=self._listen, name="verl-server-warden", daemon=True).start()
-
-    def on_exit(self, listener: Callable[[Exit], None]) -> None:
-        """Call `listener` once, from another thread, when the server has ended; at once if it has."""
-        with self._lock:
-            if self._exit is None:
-                self._listeners.append(listener)
-                return
-        listener(self._exit)
-
-    @property
-    def exit(self) -> Exit | None:
-        """How the server ended, or None while it lives."""
-        return self._exit
-
-    def wait_exit(self, timeout_s: float) -> Exit | None:
-        """Wait until the server has ended; None if it lives on."""
-        self._exited.wait(timeout_s)
-        return self._exit
 
     def died(self, url: str) -> ServerDiedError:
         """The error for callers that needed the server. Call only when `exit` is set."""
@@ -256,24 +202,12 @@ class ServerProcess:
             elif event["event"] == "owns":
                 owned.update(event["shared_memory"])
             else:
-                self._note_exit(Exit(event["reason"], event["code"], event["tail"]))
+                self.note_exit(Exit(event["reason"], event["code"], event["tail"]))
         self._kill_session()
         self._warden.wait()
         if self._exit is None:
-            self._note_exit(Exit("warden killed", None, ""))
+            self.note_exit(Exit("warden killed", None, ""))
             self._remove(owned)
-
-    def _note_exit(self, ended: Exit) -> None:
-        """Tell everybody who waits, once."""
-        with self._lock:
-            if self._exit is not None:
-                return
-            self._exit = ended
-            listeners, self._listeners = self._listeners, []
-        self._exited.set()
-        logger.info("server %s ended: %s", self.pid, ended.describe())
-        for listener in listeners:
-            listener(ended)
 
     @staticmethod
     def _remove(shared_memory: set[str], patience_s: float = 5.0) -> None:

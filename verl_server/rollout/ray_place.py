@@ -18,9 +18,10 @@ from dataclasses import asdict
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter.ending import Exit, ExitNotice
 from verl_server.adapter.launch import launch
 from verl_server.adapter.ports import PortReservation, authority
-from verl_server.adapter.process import SECRET_ARGUMENTS, Exit, GiveUp
+from verl_server.adapter.process import SECRET_ARGUMENTS, GiveUp
 from verl_server.config import AdapterConfig, RemoteServer
 from verl_server.errors import (
     BadInputError,
@@ -107,17 +108,14 @@ class ServerHost:
                 self._server.process.stop()
 
 
-class RayServer:
-    """A `Supervisor` (adapter/process.py) of a server that actors look after. Holds their handles."""
+class RayServer(ExitNotice):
+    """A `Supervisor` (adapter/ending.py) of a server that actors look after. Holds their handles."""
 
     def __init__(self, name: str, hosts: list[Any], give_back: Callable[[], None], pid: int) -> None:
+        super().__init__()
         self._name, self._hosts, self._give_back = name, hosts, give_back
         self.pid: int | None = pid
         """On its own machine."""
-        self._exit: Exit | None = None
-        self._exited = threading.Event()
-        self._lock = threading.Lock()
-        self._listeners: list[Callable[[Exit], None]] = []
         self._seconds = 0.0
         threading.Thread(target=self._watch, name=f"verl-server-{name}-watch", daemon=True).start()
 
@@ -129,40 +127,15 @@ class RayServer:
             except GetTimeoutError:
                 continue  # a node that is busy; a dead one raises RayError
             except RayError as error:
-                self._note(Exit(f"its Ray actor: {_first_line(error)}", None, ""))
+                self.note_exit(Exit(f"its Ray actor: {_first_line(error)}", None, ""))
                 return
             except Exception as error:  # noqa: BLE001 - Ray itself was shut down
-                self._note(Exit(f"Ray: {_first_line(error)}", None, ""))
+                self.note_exit(Exit(f"Ray: {_first_line(error)}", None, ""))
                 return
             self._seconds = sum(one["seconds"] for one in looks)
             for one in looks:
                 if one["exit"] is not None:
-                    self._note(Exit(**one["exit"]))
-
-    def _note(self, ended: Exit) -> None:
-        with self._lock:
-            if self._exit is not None:
-                return
-            self._exit = ended
-            listeners, self._listeners = self._listeners, []
-        self._exited.set()
-        for listener in listeners:
-            listener(ended)
-
-    @property
-    def exit(self) -> Exit | None:
-        return self._exit
-
-    def on_exit(self, listener: Callable[[Exit], None]) -> None:
-        with self._lock:
-            if self._exit is None:
-                self._listeners.append(listener)
-                return
-        listener(self._exit)
-
-    def wait_exit(self, timeout_s: float) -> Exit | None:
-        self._exited.wait(timeout_s)
-        return self._exit
+                    self.note_exit(Exit(**one["exit"]))
 
     def died(self, url: str) -> ServerDiedError:
         assert self._exit is not None
@@ -178,7 +151,7 @@ class RayServer:
 
     def stop(self, deadline_s: float = 10.0) -> None:
         _end(self._hosts, deadline_s)
-        self._note(Exit("stop", None, ""))
+        self.note_exit(Exit("stop", None, ""))
         with contextlib.suppress(Exception):  # Ray may be gone, and with it what it lent
             self._give_back()
 
