@@ -372,6 +372,20 @@ def test_the_router_process_answers_like_the_router(fleet: Any, engine: Any) -> 
     asyncio.run(run())
 
 
+def test_what_accepts_and_closes_is_no_router() -> None:
+    """And is not asked for ever, without any deadline of the caller's."""
+
+    async def run() -> None:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            async with RouterClient(f"http://127.0.0.1:{port}", None, patience_s=0.5) as client:
+                with pytest.raises(ServerError, match="cannot be reached"):
+                    await client.generate(input_ids=[3], sampling_params=GREEDY)
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
 def ask_over_update(engine: Any, fleet: Any, mode: str, tiny: Callable[..., Path]) -> tuple[Any, Any, int]:
     """A sample that runs while weights change, and one that is asked for meanwhile; and the version before."""
     model = reference_model(tiny("qwen3"))

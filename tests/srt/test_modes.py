@@ -131,5 +131,7 @@ def test_a_colocated_replica_that_dies_asleep(judge: RolloutManager, tiny: Calla
 
 
 def test_a_colocated_fleet_takes_no_weights(judge: RolloutManager, one_rank: Any, tiny: Callable[..., Path]) -> None:
+    """The last test: an engine that does not start ends the fleet that it was given."""
+    folder = str(tiny("qwen3"))
     with pytest.raises(BadInputError, match="keeps the weights of its checkpoint"):
-        judge.nearest_transport  # noqa: B018
+        VerlEngine(one_rank, fleet=judge, model_path=folder, dtype="float32")

@@ -94,20 +94,29 @@ def test_thoughts_stay_where_the_template_would_strip_them(tokenizer: Any) -> No
 
 @pytest.mark.parametrize(
     ("template", "words"),
-    [
-        (COUNTING, "differently after different histories"),
-        (BARE, "joins|differently"),
-        (FORGETFUL, "does not show"),
-    ],
+    [(COUNTING, "differently after different histories"), (FORGETFUL, "does not show")],
 )
 def test_templates_that_cannot_be_cut_are_refused(tokenizer: Any, template: str, words: str) -> None:
-    if template is BARE:  # bytes are never joined by this tokenizer: the template itself is fine then
-        assert with_template(tokenizer, template).suffix([{"role": "user", "content": "z"}], []) == [
-            *tokenizer.encode("z")
-        ]
-        return
     with pytest.raises(UnsupportedError, match=words):
         with_template(tokenizer, template)
+
+
+def test_a_template_without_marks_is_fine_where_tokens_never_join(tokenizer: Any) -> None:
+    """Bytes: what stands before does not change them."""
+    suffix = with_template(tokenizer, BARE).suffix([{"role": "user", "content": "z"}], [])
+    assert suffix == tokenizer.encode("z", add_special_tokens=False)
+
+
+def test_a_tokenizer_that_joins_a_turn_with_what_follows_is_refused() -> None:
+    """A merge over the border: `x` and `f` are one token when they touch."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: number for number, letter in enumerate(dict.fromkeys("abcdefghxyz \n"))}
+    joined = Tokenizer(models.BPE(vocab={**letters, "xf": len(letters)}, merges=[("x", "f")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=joined)
+    with pytest.raises(UnsupportedError, match="joins what a policy says"):
+        with_template(tokenizer, BARE)
 
 
 @pytest.mark.parametrize(

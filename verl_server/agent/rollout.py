@@ -235,18 +235,18 @@ def _turn(node: Node) -> Turn:
 def generate_of(adapter: Any) -> Generate:
     """Of one server: an `AsyncHttpServerEngineAdapter` as `Generate`."""
 
-    partial: dict[str, PartialSample] = {}
-
     async def generate(*, request_id: str, session_id: str, **request: Any) -> Json:
         del session_id  # there is only one place to go
-        sample = partial.pop(request_id, None) or PartialSample(request)
-        sample.arrived(await adapter.generate(rid=f"{request_id}~{sample.attempts}", **sample.begin()))
-        reply = sample.reply()
-        if sample.is_partial:
+        sample = PartialSample(request)
+        for _ in range(MAX_CUTS):
+            sample.arrived(await adapter.generate(rid=f"{request_id}~{sample.attempts}", **sample.begin()))
+            reply = sample.reply()
+            if not sample.is_partial:
+                break
             sample.interrupted()
             if sample.is_full:
                 return sample.reply()
-            partial[request_id] = sample
+            await asyncio.sleep(AGAIN_S)
         return reply
 
     return generate

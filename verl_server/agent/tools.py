@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import threading
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +86,33 @@ class Tool:
     def _run(self, given: Json) -> Awaitable[Any]:
         if inspect.iscoroutinefunction(self._function):
             return typing.cast("Awaitable[Any]", self._function(**given))
-        return asyncio.to_thread(self._function, **given)
+        return _in_thread(lambda: self._function(**given))
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """In a daemon thread of its own: a pool would wait for one that hangs, at the latest when the process ends."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: Exception | None) -> None:
+        if done.done():  # given up
+            return
+        if error is None:
+            done.set_result(value)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        value, failure = None, None
+        try:
+            value = call()
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            failure = error
+        with contextlib.suppress(RuntimeError):  # nobody waits any more: the loop is closed
+            loop.call_soon_threadsafe(settle, value, failure)
+
+    threading.Thread(target=work, name="verl-server-tool", daemon=True).start()
+    return await done
 
 
 class Toolbox:

@@ -16,6 +16,8 @@ Json = dict[str, Any]
 
 CONNECT_S = 5.0
 FIRST_WAIT_S, MAX_WAIT_S = 0.05, 1.0
+WORKED_S = 2.0
+"""A router that keeps a call for so long was one; what accepts and closes is none."""
 
 
 class RouterClient:
@@ -70,16 +72,18 @@ class RouterClient:
         wait_s = FIRST_WAIT_S
         body["timeout_s"] = timeout_s
         while True:
+            asked_at = time.monotonic()
             try:
                 async with asyncio.timeout_at(None if deadline is None else _loop_time(deadline) + CONNECT_S):
                     return await self._post(body)
-            except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-                lost_at = lost_at or time.monotonic()
-                if time.monotonic() - lost_at > self._patience_s:
+            except (aiohttp.ClientError, ConnectionError) as error:
+                now = time.monotonic()
+                reached = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError))
+                if lost_at is None or (reached and now - asked_at > WORKED_S):
+                    lost_at, wait_s = now, FIRST_WAIT_S  # it was there until now
+                if now - lost_at > self._patience_s:
                     raise ServerError(f"the router at {self._url} cannot be reached: {error}", url=self._url) from error
                 wait_s = min(2 * wait_s, MAX_WAIT_S)
-            except (aiohttp.ClientError, ConnectionError):
-                lost_at, wait_s = None, FIRST_WAIT_S  # it was there
             except TimeoutError as error:
                 if isinstance(error, VerlServerError):
                     raise

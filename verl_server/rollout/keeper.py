@@ -38,8 +38,8 @@ class Keeper:
         for thread in self._threads:
             thread.join()  # every start asks whether it is to be given up
 
-    def _run(self, work: object, name: str, *arguments: object) -> None:
-        thread = threading.Thread(target=work, args=arguments, name=name, daemon=True)  # type: ignore[arg-type]
+    def _run(self, work: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
         self._threads = [one for one in self._threads if one.is_alive()] + [thread]
         thread.start()
 
@@ -64,7 +64,7 @@ class Keeper:
             self._fleet.tally.deaths += 1
             replica.deaths.append(time.monotonic())
             self._fleet.turn(replica, ReplicaState.DEAD, error)
-            self._run(self._restart, f"verl-server-{replica.name}", replica)
+            self._run(lambda: self._restart(replica), f"verl-server-{replica.name}")
 
     def _restart(self, replica: Replica) -> None:
         """Until it serves again, is given up, or the fleet ends. In a thread of its own."""

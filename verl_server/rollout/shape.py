@@ -36,11 +36,8 @@ class Shape:
         return self.devices // self.nnodes
 
 
-def shape_of(server_args: Mapping[str, Any], *, takes_weights: bool, devices_per_node: int | None = None) -> Shape:
-    """`devices_per_node` None: as many as it takes.
-
-    Raises BadInputError naming the sizes that do not go together, UnsupportedError for those that take no weights.
-    """
+def shape_of(server_args: Mapping[str, Any], *, takes_weights: bool) -> Shape:
+    """Raises BadInputError naming the sizes that do not go together; UnsupportedError for those without pushed weights."""
     sizes = {name: _size(name, server_args.get(name)) for name in SIZES}
     shape = Shape(**sizes, dp_attention=bool(server_args.get("enable_dp_attention")))
     if shape.dp_attention and shape.tp_size % shape.dp_size:
@@ -63,11 +60,6 @@ def shape_of(server_args: Mapping[str, Any], *, takes_weights: bool, devices_per
     if takes_weights and shape.pp_size > 1:
         raise UnsupportedError(
             f"weights cannot be pushed into pp_size={shape.pp_size} pipeline stages: use tp_size instead"
-        )
-    if devices_per_node is not None and shape.devices_per_node > devices_per_node:
-        raise BadInputError(
-            f"one replica takes {shape.devices_per_node} devices on each of {shape.nnodes} nodes "
-            f"(tp {shape.tp_size} * pp {shape.pp_size} * dp {shape.dp_size}), and a node has {devices_per_node}"
         )
     return shape
 
