@@ -37,7 +37,7 @@ class Shape:
 
 
 def shape_of(server_args: Mapping[str, Any], *, takes_weights: bool) -> Shape:
-    """Raises BadInputError naming the sizes that do not go together; UnsupportedError for those without pushed weights."""
+    """Raises BadInputError for sizes that do not go together; UnsupportedError for those without pushed weights."""
     sizes = {name: _size(name, server_args.get(name)) for name in SIZES}
     shape = Shape(**sizes, dp_attention=bool(server_args.get("enable_dp_attention")))
     if shape.dp_attention and shape.tp_size % shape.dp_size:
