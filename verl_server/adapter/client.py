@@ -11,7 +11,7 @@ from verl_server.adapter.calls_memory import MemoryCalls
 from verl_server.adapter.ending import Exit, Supervisor
 from verl_server.adapter.launch import launch
 from verl_server.adapter.link import Link
-from verl_server.adapter.process import GiveUp, never
+from verl_server.adapter.process import GiveUp, Wardens, never, spawn_warden
 from verl_server.adapter.router import RouterRegistration
 from verl_server.config import AdapterConfig
 from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError
@@ -23,7 +23,8 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
     `AsyncHttpServerEngineAdapter(model_path=..., **server_args)` blocks until the server is ready (inside
     an event loop use `await AsyncHttpServerEngineAdapter.launch(...)`); `attach` drives a server that
     somebody else started. `give_up` is asked while the server starts: an error that it returns ends the
-    start and is raised. Server arguments are the fields of SGLang's `ServerArgs`, passed on verbatim.
+    start and is raised. `warden` makes the process that starts and watches the server. Server arguments are
+    the fields of SGLang's `ServerArgs`, passed on verbatim.
     Every method raises the errors of `verl_server.errors`; none is swallowed.
     """
 
@@ -33,10 +34,11 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
         config: AdapterConfig | None = None,
         env: Mapping[str, str] | None = None,
         give_up: GiveUp = never,
+        warden: Wardens = spawn_warden,
         **server_args: Any,
     ) -> None:
         config = config or AdapterConfig()
-        server = launch(server_args, config, env or {}, give_up)
+        server = launch(server_args, config, env or {}, give_up, warden)
         try:
             self._setup(config, server.base_url, server.api_key, server.admin_api_key, server.process)
         except BaseException:

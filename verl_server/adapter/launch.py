@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_server.adapter import sglang as api
 from verl_server.adapter.ports import PortReservation, authority
-from verl_server.adapter.process import GiveUp, ServerProcess, never
+from verl_server.adapter.process import GiveUp, ServerProcess, Wardens, never, spawn_warden
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, StartupError
 
@@ -77,12 +77,16 @@ def _model_path(given: Any) -> str:
 
 
 def launch(
-    server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], give_up: GiveUp = never
+    server_args: Mapping[str, Any],
+    config: AdapterConfig,
+    env: Mapping[str, str],
+    give_up: GiveUp = never,
+    warden: Wardens = spawn_warden,
 ) -> LaunchedServer:
-    """Spawn a server and wait until it is ready, or until `give_up` returns an error, which is raised.
+    """Start a server below a new `warden` and wait until it is ready.
 
-    Raises StartupError, BadInputError (an argument that SGLang refuses) or DeadlineError; whatever was
-    started is ended first.
+    Raises what `give_up` returns meanwhile, StartupError, BadInputError (an argument that SGLang refuses) or
+    DeadlineError; whatever was started is ended first.
     """
     chosen_port = server_args.get("port")
     for attempt in range(1, config.start_attempts + 1):
@@ -90,7 +94,7 @@ def launch(
         reservation = PortReservation(args["host"], chosen_port)
         args["port"] = reservation.port
         try:
-            return _start_once(args, config, env, give_up)
+            return _start_once(args, config, env, give_up, warden)
         except StartupError as error:
             words = str(error.details.get("log_tail", "")).lower()
             taken = any(phrase in words for phrase in PORT_TAKEN)
@@ -102,9 +106,11 @@ def launch(
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _start_once(args: dict[str, Any], config: AdapterConfig, env: Mapping[str, str], give_up: GiveUp) -> LaunchedServer:
+def _start_once(
+    args: dict[str, Any], config: AdapterConfig, env: Mapping[str, str], give_up: GiveUp, warden: Wardens
+) -> LaunchedServer:
     host = _connect_host(args["host"])
-    process = ServerProcess(args, env=env, log_dir=config.log_dir, deadline_s=config.timeouts.start_s)
+    process = ServerProcess(args, env=env, log_dir=config.log_dir, deadline_s=config.timeouts.start_s, warden=warden)
     try:
         head = int(args.get("node_rank") or 0) == 0
         paths = (api.READY.path, api.HEALTH.path) if head else (api.PING.path, api.HEALTH.path)

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 import psutil
 
@@ -46,6 +46,34 @@ def never() -> None:
     """The `GiveUp` of a server that depends on nothing else."""
 
 
+class WardenProcess(Protocol):
+    """A warden that waits for its `spec`, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+Wardens = Callable[[], WardenProcess]
+
+
+def spawn_warden() -> WardenProcess:
+    """A process that has the standard library alone, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-I", warden_script.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
 class ServerProcess(ExitNotice):
     """One supervised server tree.
 
@@ -60,6 +88,7 @@ class ServerProcess(ExitNotice):
         env: Mapping[str, str],
         log_dir: Path | str | None,
         deadline_s: float,
+        warden: Wardens,
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="verl-server-"))
         scratch = self._folder / "tmp"
@@ -73,8 +102,13 @@ class ServerProcess(ExitNotice):
         self.pid: int | None = None
         spec = {
             "argv": [sys.executable, "-m", "verl_server.adapter.child"],
-            "env": {**_scratch_env(scratch), **_no_proxy(str(server_args.get("host") or "127.0.0.1")), **env},
-            "drop_env": [name for name in os.environ if name.startswith(RENDEZVOUS_VARIABLES)],
+            "env": {
+                **base_env(),
+                "TMPDIR": str(scratch),  # where the warden removes them
+                **_no_proxy(str(server_args.get("host") or "127.0.0.1")),
+                **env,
+            },
+            "drop_env": rendezvous_variables(),
             "payload": json.dumps(dict(server_args)) + "\n",
             "scratch": str(scratch),
             "log_path": str(self.log_path),
@@ -83,12 +117,7 @@ class ServerProcess(ExitNotice):
             "trainer_pid": os.getpid(),
             "deadline": time.monotonic() + deadline_s,
         }
-        self._warden = subprocess.Popen(
-            [sys.executable, "-I", warden_script.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self._warden = warden()
         assert self._warden.stdin is not None
         try:
             self._warden.stdin.write(json.dumps(spec).encode() + b"\n")
@@ -225,12 +254,16 @@ class ServerProcess(ExitNotice):
             os.killpg(self._warden.pid, signal.SIGKILL)
 
 
-def _scratch_env(scratch: Path) -> dict[str, str]:
-    """Temporary files of the tree go where the warden removes them; compile caches stay shared."""
+def rendezvous_variables() -> list[str]:
+    """Those of this process's environment that a server must not see."""
+    return [name for name in os.environ if name.startswith(RENDEZVOUS_VARIABLES)]
+
+
+def base_env() -> dict[str, str]:
+    """What is added to every server's environment."""
     user_cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     return {
-        "TMPDIR": str(scratch),
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(user_cache)),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(user_cache)),  # shared, and kept
         "PYTHONUNBUFFERED": "1",
         # Idle OpenMP threads spin for some 50 us, which bridges the gaps between two tensors of an update, and then
         # sleep: the trainer needs the cores. (OMP_WAIT_POLICY=PASSIVE made loading a third slower.)

@@ -30,7 +30,8 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import IO, Any, Protocol
 
 PR_SET_CHILD_SUBREAPER = 36
 TAIL_BYTES = 32 * 1024
@@ -191,10 +192,42 @@ def remove_shared_memory(names: set[str], dead_pids: set[int], reader: int | Non
             os.unlink(SHM_DIR + name)
 
 
+class Server(Protocol):
+    """The main process of a server, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Its output, errors included."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+
+def spawned(spec: dict[str, Any]) -> Server:
+    """A server in a new process that begins with nothing."""
+    server = subprocess.Popen(
+        spec["argv"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={name: value for name, value in os.environ.items() if name not in spec["drop_env"]} | spec["env"],
+        cwd=spec["scratch"],
+    )
+    assert server.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it died already: the loop reports its exit
+        server.stdin.write(spec["payload"].encode())
+        server.stdin.close()
+    return server
+
+
 class Warden:
     """One server tree, from spawn to the last file."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
+    def __init__(self, spec: dict[str, Any], start: Callable[[dict[str, Any]], Server]) -> None:
         self._spec = spec
         self._log = Log(spec["log_path"], spec["log_limit"], spec["secrets"])
         self._selector = selectors.DefaultSelector()
@@ -202,18 +235,7 @@ class Warden:
         self._pids: set[int] = set()
         self._workers: set[int] = set()
         self._next_survey = 0.0
-        self._server = subprocess.Popen(
-            spec["argv"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={name: value for name, value in os.environ.items() if name not in spec["drop_env"]} | spec["env"],
-            cwd=spec["scratch"],
-        )
-        assert self._server.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died already: the loop reports its exit
-            self._server.stdin.write(spec["payload"].encode())
-            self._server.stdin.close()
+        self._server = start(spec)
         self._emit({"event": "started", "pid": self._server.pid})
 
     def _emit(self, event: dict[str, Any]) -> None:
@@ -340,7 +362,8 @@ class Warden:
                 pass
 
 
-def main() -> None:
+def main(start: Callable[[dict[str, Any]], Server] = spawned) -> None:
+    """Until the tree has ended; `start` starts its first process."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the trainer decides, not its terminal
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`, so the tree goes too
@@ -353,7 +376,7 @@ def main() -> None:
         if not chunk:
             return  # the trainer died before it said what to start
         line += chunk
-    Warden(json.loads(line)).run()
+    Warden(json.loads(line), start).run()
 
 
 if __name__ == "__main__":

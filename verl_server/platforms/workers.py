@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 _launching = False
+_trusted = False
 #: Of `/proc/PID/stat`: forked, and no program executed since (linux/sched.h).
 PF_FORKNOEXEC = 0x40
 
@@ -34,12 +35,18 @@ def launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         multiprocessing.set_start_method(usual, force=True)
 
 
+def trust_forks() -> None:
+    """Forks of this process may fork in their turn: asked when it had never had a second thread (a zygote)."""
+    global _trusted
+    _trusted = True
+
+
 def can_fork() -> bool:
-    """Whether this process has one thread and began with a program, not with a fork."""
+    """Whether this process has one thread and began with a program, not with a fork (or is a zygote's)."""
     try:
         with open("/proc/self/stat", "rb") as file:
             flags = int(file.read().rpartition(b")")[2].split()[6])
-        return len(os.listdir("/proc/self/task")) == 1 and not flags & PF_FORKNOEXEC
+        return len(os.listdir("/proc/self/task")) == 1 and (_trusted or not flags & PF_FORKNOEXEC)
     except OSError:
         return False
 

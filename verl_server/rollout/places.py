@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.adapter.process import GiveUp
+from verl_server.adapter.process import GiveUp, Wardens, spawn_warden
+from verl_server.adapter.zygote import Zygote
 from verl_server.config import AdapterConfig
 from verl_server.rollout.shape import Shape, require_room
 
@@ -38,7 +39,10 @@ class Place(Protocol):
 
 
 class ThisMachine:
-    """Each server is a process tree of this machine. With accelerators, each replica has its own of them."""
+    """Each server is a process tree of this machine. With accelerators, each replica has its own of them.
+
+    Without, servers are forked by a zygote, which takes ten seconds of imports out of each start and restart.
+    """
 
     is_near, trainer_host = True, "127.0.0.1"
 
@@ -46,6 +50,8 @@ class ThisMachine:
         self._lock = threading.Lock()
         self._slots: dict[str, int] = {}
         self._devices = 1
+        self._zygote: Zygote | None = None
+        self._zygotes_work = True
 
     def admit(self, shape: Shape, replicas: int) -> None:
         self._devices = shape.devices
@@ -55,9 +61,27 @@ class ThisMachine:
         self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, give_up: GiveUp
     ) -> HttpServerEngineAdapter:
         args = dict(server_args)
-        if accelerators() is not None:
+        if accelerators() is not None:  # whose driver does not survive a fork
             args["base_gpu_id"] = int(args.get("base_gpu_id") or 0) + self._slot(name) * self._devices
-        return HttpServerEngineAdapter(config=config, give_up=give_up, **args)
+            return HttpServerEngineAdapter(config=config, give_up=give_up, **args)
+        warden = self._wardens(config, give_up)
+        return HttpServerEngineAdapter(config=config, give_up=give_up, warden=warden, **args)
+
+    def _wardens(self, config: AdapterConfig, give_up: GiveUp) -> Wardens:
+        """The zygote's, when it is ready; a killed one is replaced."""
+        with self._lock:
+            if self._zygote is not None and self._zygote.ended:
+                self._zygote.close()
+                self._zygote = None
+            if self._zygote is None and self._zygotes_work:
+                self._zygote = Zygote()
+            zygote = self._zygote
+        if zygote is None:
+            return spawn_warden
+        if zygote.wait_ready(config.timeouts.start_s, give_up):
+            return zygote.warden
+        self._zygotes_work = False
+        return spawn_warden
 
     def _slot(self, name: str) -> int:
         """The first free share of the devices."""
@@ -71,6 +95,10 @@ class ThisMachine:
 
     def close(self) -> None:
         """Its servers belong to their replicas."""
+        with self._lock:
+            zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            zygote.close()
 
 
 def accelerators() -> int | None:
