@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from verl_server.agent.loops import AgentLoop, InterleavedLoop, SingleTurnLoop, ToolAgentLoop, loop_named, register
 from verl_server.agent.rollout import Budget, Rollout, Task, generate_of
 from verl_server.agent.runner import RolloutRunner, Sample
-from verl_server.agent.tools import Tool, Toolbox, ToolCall, ToolResult, hermes_calls
+from verl_server.agent.tools import FunctionTool, Toolbox, ToolCall, ToolResult, hermes_calls
 from verl_server.errors import BadInputError
 from verl_server.trajectory.batch import to_batch
 from verl_server.trajectory.graph import ForkReason, Session
@@ -271,7 +271,7 @@ def prints() -> str:
     ],
 )
 def test_tools_that_fail_are_answers(call: ToolCall, kind: str, words: str) -> None:
-    box = Toolbox([add, *(Tool(one, timeout_s=0.2) for one in (hangs, sleeps, raises)), prints])
+    box = Toolbox([add, *(FunctionTool(one, timeout_s=0.2) for one in (hangs, sleeps, raises)), prints])
     result = asyncio.run(box.call(call))
     assert result.error == kind
     assert words in result.content

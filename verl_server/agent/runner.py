@@ -15,6 +15,7 @@ from typing import Any
 
 from verl_server.agent.loops import AgentLoop
 from verl_server.agent.rollout import Budget, Generate, Rollout, Task
+from verl_server.agent.threads import in_thread
 from verl_server.errors import BadInputError, to_wire
 from verl_server.trajectory.graph import Session
 from verl_server.trajectory.record import Recorder, file_of, read
@@ -53,6 +54,20 @@ class Group:
     samples: Sequence[Sample]
 
 
+@dataclass
+class Counts:
+    """Of a runner, since it was made."""
+
+    running: int = 0
+    """Samples under way."""
+    finished: int = 0
+    failed: int = 0
+    """Of the finished ones: their reason is `error`."""
+    turns: int = 0
+    tokens: int = 0
+    """Sampled."""
+
+
 Reward = Callable[[Sample], float | Awaitable[float]]
 
 
@@ -83,6 +98,7 @@ class RolloutRunner:
         self._loop, self._generate, self._renderer = loop, generate, renderer
         self._budget, self._params = budget, dict(sampling_params)
         self._reward, self._folder, self._at_once = reward, folder, at_once
+        self.counts = Counts()
 
     async def run(
         self,
@@ -118,13 +134,23 @@ class RolloutRunner:
 
     async def _sample(self, task: Task, number: int, room: asyncio.Semaphore) -> Sample:
         async with room:
-            name = f"{task.id}-{number}"
-            if self._folder is None:
-                return await self._make(task, number, Session(name))
-            if (known := self._recorded(task, number, name)) is not None:
-                return known
-            with Recorder(self._folder, name) as recorder:
-                return await self._make(task, number, recorder)
+            self.counts.running += 1
+            try:
+                sample = await self._taken_up(task, number, f"{task.id}-{number}")
+            finally:
+                self.counts.running -= 1
+        self.counts.finished += 1
+        self.counts.failed += sample.reason == "error"
+        return sample
+
+    async def _taken_up(self, task: Task, number: int, name: str) -> Sample:
+        """From the disk, if anything of it is there."""
+        if self._folder is None:
+            return await self._make(task, number, Session(name))
+        if (known := self._recorded(task, number, name)) is not None:
+            return known
+        with Recorder(self._folder, name) as recorder:
+            return await self._make(task, number, recorder)
 
     def _recorded(self, task: Task, number: int, name: str) -> Sample | None:
         """The sample that is on disk, with its end."""
@@ -141,7 +167,7 @@ class RolloutRunner:
 
     async def _make(self, task: Task, number: int, record: Recorder | Session) -> Sample:
         rollout = Rollout(
-            task, record, self._generate, self._renderer, self._budget, self._params, self._loop.tools.schemas
+            task, record, self._counted, self._renderer, self._budget, self._params, self._loop.tools.schemas
         )
         reason = await self._loop.act(rollout)
         sample = Sample(task, number, rollout.session, rollout.leaf, reason, rollout.error)
@@ -158,11 +184,17 @@ class RolloutRunner:
             record.end(sample.leaf, sample.reason, sample.error)
         return sample
 
+    async def _counted(self, **request: Any) -> Json:
+        reply = await self._generate(**request)
+        self.counts.turns += 1
+        self.counts.tokens += len(reply["output_ids"])
+        return reply
+
 
 async def _value(reward: Reward, sample: Sample) -> float:
     if inspect.iscoroutinefunction(reward):
         return float(await reward(sample))
-    value = await asyncio.to_thread(reward, sample)
+    value = await in_thread(lambda: reward(sample))
     return float(await value if inspect.isawaitable(value) else value)
 
 

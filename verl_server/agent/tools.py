@@ -1,19 +1,19 @@
-"""Tools: Python functions that a policy may call, with a schema, a time limit, and errors that it can read."""
+"""Tools that a policy may call, with a schema, a time limit, and errors that it can read; functions become tools."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
-import threading
 import typing
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 import pydantic
 
+from verl_server.agent.threads import in_thread
 from verl_server.errors import BadInputError
 
 Json = dict[str, Any]
@@ -41,78 +41,73 @@ class ToolResult:
         return {"role": "tool", "name": self.name, "content": self.content}
 
 
-class Tool:
-    """A function, sync (run in a thread) or async. Its annotations are the schema, its docstring the description."""
+class Tool(ABC):
+    """What a policy may call: its name, its schema (as chat templates take them), and how long a call may take."""
+
+    def __init__(self, name: str, description: str, parameters: Json, timeout_s: float) -> None:
+        """`parameters`: a JSON schema of the arguments."""
+        self.name, self.timeout_s = name, timeout_s
+        self.schema: Json = {
+            "type": "function",
+            "function": {"name": name, "description": description, "parameters": parameters},
+        }
+
+    @abstractmethod
+    async def run(self, arguments: Mapping[str, Any]) -> Any:
+        """Its answer: text, or what becomes text as JSON. Raises ToolArgumentsError for wrong arguments."""
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Never raises what the tool did: the policy is told, and learns."""
+        limit = asyncio.timeout(self.timeout_s)
+        try:
+            async with limit:
+                return ToolResult(self.name, _text(await self.run(arguments)))
+        except ToolArgumentsError as error:
+            return ToolResult(self.name, f"Error: wrong arguments: {error}", "bad_arguments")
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            return ToolResult(self.name, "Error: the tool was cancelled", "raised")  # by itself, not by our caller
+        except Exception as error:  # noqa: BLE001 - a tool may raise anything
+            if limit.expired():
+                return ToolResult(self.name, f"Error: no answer within {self.timeout_s:g} s", "timeout")
+            return ToolResult(self.name, f"Error: {type(error).__name__}: {error}", "raised")
+
+
+class ToolArgumentsError(Exception):
+    """A tool was called with what does not fit its schema."""
+
+
+class FunctionTool(Tool):
+    """A function, sync (run in a thread; one that is too late is left to itself) or async.
+
+    Its annotations are the schema, its docstring the description.
+    """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, timeout_s: float = 30.0) -> None:
-        self.name = name or function.__name__
-        self.timeout_s = timeout_s
+        name = name or function.__name__
         self._function = function
         hints = typing.get_type_hints(function)
         fields: dict[str, Any] = {}
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-                raise BadInputError(f"tool {self.name!r}: parameter {parameter.name!r} cannot be passed by its name")
+                raise BadInputError(f"tool {name!r}: parameter {parameter.name!r} cannot be passed by its name")
             given = ... if parameter.default is parameter.empty else parameter.default
             fields[parameter.name] = (hints.get(parameter.name, Any), given)
         config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-        self._arguments = pydantic.create_model(self.name, __config__=config, **fields)
-        self.schema: Json = {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": inspect.getdoc(function) or "",
-                "parameters": self._arguments.model_json_schema(),
-            },
-        }
+        self._arguments = pydantic.create_model(name, __config__=config, **fields)
+        super().__init__(name, inspect.getdoc(function) or "", self._arguments.model_json_schema(), timeout_s)
 
-    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Never raises what the function or its arguments did. A thread that is too late is left to itself."""
+    async def run(self, arguments: Mapping[str, Any]) -> Any:
         try:
             checked = self._arguments.model_validate(dict(arguments))
         except pydantic.ValidationError as error:
             words = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-            return ToolResult(self.name, f"Error: wrong arguments: {words}", "bad_arguments")
+            raise ToolArgumentsError(words) from error
         given = {name: getattr(checked, name) for name in type(checked).model_fields}
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                value = await self._run(given)
-        except TimeoutError:
-            return ToolResult(self.name, f"Error: no answer within {self.timeout_s:g} s", "timeout")
-        except Exception as error:  # noqa: BLE001 - the policy is told, and learns
-            return ToolResult(self.name, f"Error: {type(error).__name__}: {error}", "raised")
-        return ToolResult(self.name, _text(value))
-
-    def _run(self, given: Json) -> Awaitable[Any]:
         if inspect.iscoroutinefunction(self._function):
-            return typing.cast("Awaitable[Any]", self._function(**given))
-        return _in_thread(lambda: self._function(**given))
-
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """In a daemon thread of its own: a pool would wait for one that hangs, at the latest when the process ends."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: Exception | None) -> None:
-        if done.done():  # given up
-            return
-        if error is None:
-            done.set_result(value)
-        else:
-            done.set_exception(error)
-
-    def work() -> None:
-        value, failure = None, None
-        try:
-            value = call()
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
-            failure = error
-        with contextlib.suppress(RuntimeError):  # nobody waits any more: the loop is closed
-            loop.call_soon_threadsafe(settle, value, failure)
-
-    threading.Thread(target=work, name="verl-server-tool", daemon=True).start()
-    return await done
+            return await self._function(**given)
+        return await in_thread(lambda: self._function(**given))
 
 
 class Toolbox:
@@ -121,7 +116,7 @@ class Toolbox:
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
         self._tools: dict[str, Tool] = {}
         for one in tools:
-            tool = one if isinstance(one, Tool) else Tool(one)
+            tool = one if isinstance(one, Tool) else FunctionTool(one)
             if tool.name in self._tools:
                 raise BadInputError(f"two tools are called {tool.name!r}")
             self._tools[tool.name] = tool

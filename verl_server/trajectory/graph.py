@@ -104,6 +104,9 @@ class Session:
     """By node."""
     _children: dict[int | None, list[int]] = field(default_factory=dict)
     _lengths: list[int] = field(default_factory=list)
+    _turns: list[int] = field(default_factory=list)
+    _latest: tuple[int | None, list[int]] = field(default=(None, []), compare=False)
+    """The node whose `ids` were asked for last, and these: a conversation that grows does not walk its path again."""
 
     def add(
         self,
@@ -143,9 +146,10 @@ class Session:
         return node
 
     def _put(self, node: Node) -> None:
-        before = 0 if node.parent is None else self._lengths[node.parent]
+        before, spoken = (0, 0) if node.parent is None else (self._lengths[node.parent], self._turns[node.parent])
         self.nodes.append(node)
         self._lengths.append(before + len(node.tokens))
+        self._turns.append(spoken + node.sampled)
         self._children.setdefault(node.parent, []).append(node.id)
 
     def reward(self, node: int, values: Sequence[float]) -> None:
@@ -188,11 +192,22 @@ class Session:
 
     def ids(self, node: int) -> list[int]:
         """All tokens up to the end of the node: the prompt of whatever follows it."""
-        return [token for one in self.path(node) for token in one.tokens]
+        known, tokens = self._latest
+        behind: list[int] = []
+        here: int | None = self.node(node).id
+        while here is not None and here != known:
+            behind.append(here)
+            here = self.nodes[here].parent
+        whole = [] if here is None else tokens  # ours alone: callers have copies
+        for one in reversed(behind):
+            whole.extend(self.nodes[one].tokens)
+        self._latest = (node, whole)
+        return whole.copy()
 
     def turns(self, node: int) -> int:
         """How often the policy has spoken up to the end of the node."""
-        return sum(one.sampled for one in self.path(node))
+        self.node(node)
+        return self._turns[node]
 
     def sampled_tokens(self, node: int) -> int:
         return sum(len(one.tokens) for one in self.path(node) if one.sampled)
