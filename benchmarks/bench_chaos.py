@@ -43,6 +43,8 @@ SETS = 3
 """Different weights, pushed in turn: version v is set v modulo this."""
 TOKENS = (20, 120)
 BACK_TARGET = 1.5
+PAUSE_S = (2.0, 12.0)
+"""Between two kills."""
 MARK = "VERL_SERVER_CHAOS"
 
 
@@ -135,7 +137,7 @@ def _attack(fleet: Any, found: Found, kills: int, rng: random.Random, stop: thre
     started = time.monotonic()
     fleet.add_replica()
     found.loaded_start_s = time.monotonic() - started
-    while len(found.kills) < kills and not stop.wait(rng.uniform(1.0, 4.0)):
+    while len(found.kills) < kills and not stop.wait(rng.uniform(*PAUSE_S)):
         healthy = [one for one in fleet.replicas if one.state.value == "healthy" and one.adapter is not None]
         if len(healthy) < 2:
             continue

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from verl_server.tiny import make_tokenizer
+
 PROMPTS = [[1, 2, 3, 4, 5], [200, 17, 64], list(range(40, 75))]
 NEW_TOKENS = 12
 GREEDY = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
@@ -237,3 +239,26 @@ def no_new_shared_memory(but: str = "/") -> Iterator[None]:
     before = names()
     yield
     wait_until(lambda: not names() - before, 10.0, f"new in /dev/shm: {names() - before}")
+
+
+QWEN = (
+    "{%- for m in messages %}{%- set last = loop.index0 > (messages | map(attribute='role') | list)"
+    ".index('user') and loop.last %}<|im_start|>{{ m.role + '\n' }}"
+    "{%- if m.role == 'assistant' and '</think>' in m.content and not last %}{{ m.content.split('</think>')[-1] }}"
+    "{%- else %}{{ m.content }}{%- endif %}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As Qwen's: earlier turns lose their thoughts."""
+LLAMA = (
+    "{{ '<|begin_of_text|>' }}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
+    "<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+def chat_tokenizer(folder: Path) -> Any:
+    """Bytes, and the marks that these templates use: fits the vocabulary of the tiny models."""
+    made = make_tokenizer(folder)
+    names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<think>", "</think>"]
+    made.add_special_tokens({"additional_special_tokens": names})
+    return made

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import reference_model
-from hypothesis import given, settings
+from helpers import LLAMA, QWEN, chat_tokenizer, reference_model
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -24,6 +24,7 @@ from verl_server.agent.runner import RolloutRunner, Sample
 from verl_server.agent.tools import FunctionTool, Toolbox, ToolCall, ToolResult, hermes_calls
 from verl_server.errors import BadInputError
 from verl_server.trajectory.batch import to_batch
+from verl_server.trajectory.drift import drifts
 from verl_server.trajectory.graph import ForkReason, Session
 from verl_server.trajectory.record import Recorder, file_of, read, recorded
 from verl_server.trajectory.rendering import Renderer
@@ -124,6 +125,51 @@ def test_tools_over_many_turns(
         assert_exact(session, asked, model)
         batch = to_batch([(session, rollout.leaf)], pad_token_id=0)
         assert int(batch["response_mask"].sum()) == session.sampled_tokens(rollout.leaf)
+
+
+class ThinksAndForks(CallsWhateverIsSaid):
+    """Every fourth goes back to its prompt once and takes another way."""
+
+    async def run(self, rollout: Rollout) -> None:
+        turn = await rollout.turn(rollout.task.messages)
+        for again in range(2):
+            results = await self.tools.call_all(self.calls(turn.text))
+            turn = await rollout.turn([result.message for result in results])
+            if again == 0 and int(rollout.task.id) % 4 == 0:
+                rollout.fork(0, ForkReason.SAMPLE)
+                turn = await rollout.speak()
+
+
+def test_two_hundred_sessions(shared_engine: Any, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """Qwen's and Llama's way of rendering, at the same time: exact in every turn, no drift but the forks asked for."""
+    model = reference_model(tiny("qwen3"))
+
+    async def run() -> list[tuple[str, Rollout, Asked]]:
+        async def one(number: int) -> tuple[str, Rollout, Asked]:
+            task = Task(str(number), [{"role": "system", "content": "s"}, {"role": "user", "content": f"add {number}"}])
+            rollout, asked = rollout_of(
+                shared_engine,
+                renderers[number % 2],
+                Session(str(number)),
+                task=task,
+                sampling_params={"temperature": 1.0, "max_new_tokens": 8 + number % 9},
+                budget=Budget(response_tokens=600, turns=3),
+            )
+            return await loop.act(rollout), rollout, asked
+
+        return list(await asyncio.gather(*(one(number) for number in range(200))))
+
+    renderers = []
+    for template in (QWEN, LLAMA):
+        tokenizer = chat_tokenizer(tmp_path)
+        tokenizer.chat_template = template
+        renderers.append(Renderer(tokenizer))
+    loop = ThinksAndForks([add])
+    for number, (reason, rollout, asked) in enumerate(asyncio.run(run())):
+        assert reason == "done", rollout.error
+        assert_exact(rollout.session, asked, model)
+        forks = [(drift.reason, drift.turn) for drift in drifts(rollout.session)]
+        assert forks == ([(ForkReason.SAMPLE, 0)] if number % 4 == 0 else [])
 
 
 def test_a_policy_calls_tools(shared_engine: Any, renderer: Renderer) -> None:
@@ -296,6 +342,49 @@ def test_whatever_a_policy_says_is_read(text: str) -> None:
     for call in hermes_calls(text):
         result = asyncio.run(Toolbox([add]).call(call)) if isinstance(call, ToolCall) else call
         assert isinstance(result.content, str)
+
+
+JUNK = st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3))
+MESSAGE = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["system", "user", "assistant", "tool", "pope", ""]) | JUNK,
+        "content": st.text(max_size=20) | st.text(min_size=1, max_size=3).map(lambda text: text * 1000) | JUNK,
+    }
+)
+CALLED = st.builds(
+    lambda name, arguments: f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>',
+    st.sampled_from(["add", "raises", "prints", "hangs", "sleeps", "nobody"]),
+    st.sampled_from(["{}", '{"a": 1}', '{"a": "x"}', "[]", '{"a": 1', "null"]),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(messages=st.lists(MESSAGE, max_size=3), said=st.lists(CALLED | st.text(max_size=30), max_size=3).map("".join))
+def test_nothing_bad_is_unhandled(shared_engine: Any, renderer: Renderer, messages: Any, said: str) -> None:
+    """Whatever the task is and whatever the policy says: an end with a reason, and a record of what was sampled."""
+
+    class Says(ToolAgentLoop):
+        def calls(self, text: str) -> list[ToolCall | ToolResult]:
+            return hermes_calls(said)
+
+    loop = Says([add, *(FunctionTool(one, timeout_s=0.02) for one in (hangs, sleeps, raises)), prints])
+    session = Session("s")
+    budget = Budget(response_tokens=200, turns=2, tool_tokens=20)
+    params = {"max_new_tokens": 4, "ignore_eos": True}
+    rollout, _ = rollout_of(
+        shared_engine, renderer, session, task=Task("t", messages), budget=budget, sampling_params=params
+    )
+    reason = asyncio.run(loop.act(rollout))
+    assert reason in ("done", "turns", "response_tokens", "error")
+    assert (reason == "error") == (rollout.error is not None)
+    if reason == "error":
+        assert rollout.error is not None
+        assert rollout.error["type"] == "BadInputError", rollout.error
+        assert not any(node.sampled for node in session.nodes)
+    else:
+        assert session.turns(rollout.leaf or 0) in (1, 2)
+        for node in session.nodes:
+            assert len(node.tokens) <= 3 * 60 or node.parent is None, "a tool's answer was not cut"
 
 
 def test_loops_are_known_by_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import re
 import socket
@@ -67,6 +68,26 @@ def test_bench_weight_sync_measures_our_ways(
     assert len(record["targets"]) == 3  # of the promises for 0.5 B, those that were measured
     assert options.png.read_bytes().startswith(b"\x89PNG")
     assert shared_engine.generate(input_ids=[1, 2], sampling_params=greedy)["output_ids"] == before
+
+
+def test_bench_agent_loop_measures_every_way(
+    shared_engine: Any, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import bench_agent_loop as bench
+    from common import Options, environment
+    from transformers import AutoTokenizer
+
+    plan = bench.Plan(rounds=2, sessions=3, turns=3, tokens=4, long_turns=12, repeats=2)
+    tokenizer = AutoTokenizer.from_pretrained(tiny("qwen3"))
+    found = asyncio.run(bench.measure(shared_engine.adapter.asynchronous, tokenizer, plan))
+    options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
+    bench.report(options, environment(), plan, found)
+    record = json.loads(options.json.read_text())
+    assert {way: len(found) for way, found in record["samples"]["seconds"].items()} == dict.fromkeys(bench.WAYS, 2)
+    assert [len(talk[bench.OURS]) for talk in record["samples"]["talks"]] == [12, 12]
+    assert len(record["targets"]) == 3
+    assert options.png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_statistics_and_targets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import LLAMA, QWEN, chat_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from verl_server.errors import BadInputError, UnsupportedError
-from verl_server.tiny import make_tokenizer
 from verl_server.trajectory.rendering import MARK, Renderer
 
-QWEN = (
-    "{%- for m in messages %}{%- set last = loop.index0 > (messages | map(attribute='role') | list)"
-    ".index('user') and loop.last %}<|im_start|>{{ m.role + '\n' }}"
-    "{%- if m.role == 'assistant' and '</think>' in m.content and not last %}{{ m.content.split('</think>')[-1] }}"
-    "{%- else %}{{ m.content }}{%- endif %}<|im_end|>\n{% endfor %}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""As Qwen's: earlier turns lose their thoughts."""
-LLAMA = (
-    "{{ '<|begin_of_text|>' }}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
-    "<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
 COUNTING = "{% for m in messages %}<|im_start|>{{ loop.index }} {{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 FORGETFUL = "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}"
@@ -33,10 +19,7 @@ FORGETFUL = "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made = make_tokenizer(Path(tmp_path_factory.mktemp("tokenizer")))
-    names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<think>", "</think>"]
-    made.add_special_tokens({"additional_special_tokens": names})
-    return made
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def with_template(tokenizer: Any, template: str) -> Renderer:

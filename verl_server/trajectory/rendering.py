@@ -122,8 +122,8 @@ def _require(messages: Sequence[Message]) -> None:
     if not messages:
         raise BadInputError("there are no messages")
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-            role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
+        role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
+        if not isinstance(message, Mapping) or not isinstance(role, str) or role not in ROLES:
             raise BadInputError(f"message {number} has the role {role!r}; roles are {sorted(ROLES)}")
         content = message.get("content")
         if not (content is None or isinstance(content, (str, list))):
