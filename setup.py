@@ -30,6 +30,8 @@ setup(
         "typer",
         "matplotlib",
         "tensordict",
+        "mcp",
+        "renderers",
     ],
     extras_require={
         "ray": ["ray>=2.40"],

@@ -21,7 +21,7 @@ from typing import Any
 import calculator_task as task
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from verl_server import VerlEngine
@@ -178,7 +178,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # tiny matrices gain nothing from threads
     with tempfile.TemporaryDirectory(prefix="verl-example-") as folder:
         arguments = (Path(folder), options.steps, options.seed, options.png)
-        multiprocessing.spawn(train, arguments, nprocs=RANKS)  # type: ignore[no-untyped-call]
+        mp.spawn(train, arguments, nprocs=RANKS)  # type: ignore[attr-defined, no-untyped-call]
 
 
 if __name__ == "__main__":

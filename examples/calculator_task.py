@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_server.agent.loops import ToolAgentLoop
-from verl_server.agent.rollout import Task
+from verl_server.agent.rollout import Task, Turn
 from verl_server.agent.runner import Sample
 from verl_server.agent.tools import ToolCall, ToolResult
 
@@ -39,8 +39,8 @@ def calculate(expression: str) -> str:
 class CalculatorLoop(ToolAgentLoop):
     """`<call> ... </call>` instead of JSON, which is long for a policy that begins with nothing."""
 
-    def calls(self, text: str) -> list[ToolCall | ToolResult]:
-        inner = call_in(text)
+    def calls(self, turn: Turn) -> list[ToolCall | ToolResult]:
+        inner = call_in(turn.text)
         return [] if inner is None else [ToolCall("calculate", {"expression": inner})]
 
 

@@ -260,5 +260,7 @@ def chat_tokenizer(folder: Path) -> Any:
     """Bytes, and the marks that these templates use: fits the vocabulary of the tiny models."""
     made = make_tokenizer(folder)
     names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<think>", "</think>"]
+    names += ["<|end_of_text|>", "<|eom_id|>", "<|python_tag|>"]
+    names += ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
     made.add_special_tokens({"additional_special_tokens": names})
     return made

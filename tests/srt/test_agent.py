@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from verl_server.agent.loops import AgentLoop, InterleavedLoop, SingleTurnLoop, ToolAgentLoop, loop_named, register
-from verl_server.agent.rollout import Budget, Rollout, Task, generate_of
+from verl_server.agent.rollout import Budget, Rollout, Task, Turn, generate_of
 from verl_server.agent.runner import RolloutRunner, Sample
 from verl_server.agent.tools import FunctionTool, Toolbox, ToolCall, ToolResult, hermes_calls
 from verl_server.errors import BadInputError
@@ -89,11 +89,11 @@ class CallsWhateverIsSaid(ToolAgentLoop):
     async def run(self, rollout: Rollout) -> None:
         turn = await rollout.turn(rollout.task.messages)
         while True:
-            results = await self.tools.call_all(self.calls(turn.text))
+            results = await self.tools.call_all(self.calls(turn))
             turn = await rollout.turn([result.message for result in results])
 
-    def calls(self, text: str) -> list[ToolCall | ToolResult]:
-        return [ToolCall("add", {"a": len(text), "b": more}) for more in (1, 2)]
+    def calls(self, turn: Turn) -> list[ToolCall | ToolResult]:
+        return [ToolCall("add", {"a": len(turn.text), "b": more}) for more in (1, 2)]
 
 
 def test_tools_over_many_turns(
@@ -133,7 +133,7 @@ class ThinksAndForks(CallsWhateverIsSaid):
     async def run(self, rollout: Rollout) -> None:
         turn = await rollout.turn(rollout.task.messages)
         for again in range(2):
-            results = await self.tools.call_all(self.calls(turn.text))
+            results = await self.tools.call_all(self.calls(turn))
             turn = await rollout.turn([result.message for result in results])
             if again == 0 and int(rollout.task.id) % 4 == 0:
                 rollout.fork(0, ForkReason.SAMPLE)
@@ -364,7 +364,7 @@ def test_nothing_bad_is_unhandled(shared_engine: Any, renderer: Renderer, messag
     """Whatever the task is and whatever the policy says: an end with a reason, and a record of what was sampled."""
 
     class Says(ToolAgentLoop):
-        def calls(self, text: str) -> list[ToolCall | ToolResult]:
+        def calls(self, turn: Turn) -> list[ToolCall | ToolResult]:
             return hermes_calls(said)
 
     loop = Says([add, *(FunctionTool(one, timeout_s=0.02) for one in (hangs, sleeps, raises)), prints])

@@ -14,10 +14,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.timeout(900)
 
 
-def said_by(name: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=850, check=False
-    )
+def said_by(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -51,3 +50,13 @@ def test_ray_cluster() -> None:
     found = re.findall(r"(verl_server_\d_0): tokens (\[.*\]) of version 1", said)
     assert [name for name, _ in found] == ["verl_server_0_0", "verl_server_1_0"]
     assert found[0][1] == found[1][1], "greedy, so the same on both nodes"
+
+
+def test_calculator(tmp_path: Path) -> None:
+    """Three steps, in which nothing is learned yet: but what is learned from is exact."""
+    said = said_by("calculator.py", "--steps", "3", "--png", str(tmp_path / "curves.png"))
+    steps = re.findall(r"step (\d): reward (\d\.\d+), tool used (\d\.\d+), log prob gap (\S+),", said)
+    assert [step for step, *_ in steps] == ["0", "1", "2"]
+    assert all(0 < float(reward) < 1 for _, reward, _, _ in steps)
+    assert all(float(gap) < 1e-3 for *_, gap in steps)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

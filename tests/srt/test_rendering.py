@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from verl_server.errors import BadInputError, UnsupportedError
+from verl_server.trajectory.families import FamilyRenderer, renderer_for
 from verl_server.trajectory.rendering import MARK, Renderer
 
 COUNTING = "{% for m in messages %}<|im_start|>{{ loop.index }} {{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -118,3 +119,62 @@ def test_bad_messages(tokenizer: Any, messages: list[Any], words: str) -> None:
         renderer.first(messages)
     with pytest.raises(BadInputError, match=words):
         renderer.suffix(messages, [1])
+
+
+FAMILIES = st.sampled_from([("qwen3", "<|im_end|>"), ("llama-3", "<|eot_id|>")])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    family=FAMILIES,
+    start=TEXT,
+    turns=st.lists(st.tuples(TEXT, st.lists(st.sampled_from(["user", "tool"]), min_size=1, max_size=3)), min_size=1),
+    ended=st.booleans(),
+)
+def test_a_family_grows_as_it_renders(tokenizer: Any, family: Any, start: str, turns: list[Any], ended: bool) -> None:
+    """Prompts that grew equal the whole conversation, rendered by the family at once (thoughts aside)."""
+    name, end = family
+    renderer = FamilyRenderer(tokenizer, name)
+    close = tokenizer.encode(end, add_special_tokens=False)
+    messages: list[dict[str, str]] = [{"role": "user", "content": start}]
+    ids = renderer.first(messages)
+    before = ids
+    for said, roles in turns:
+        sampled = [*tokenizer.encode(said, add_special_tokens=False), *(close if ended else [])]
+        new = [{"role": role, "content": f"answer {number}"} for number, role in enumerate(roles)]
+        suffix = renderer.suffix(new, sampled, before)
+        assert suffix == renderer.suffix(new, sampled), "of earlier turns nothing is needed"
+        ids += [*sampled, *suffix]
+        messages += [{"role": "assistant", "content": said}, *new]
+        before = suffix
+    assert "<think>" in tokenizer.decode(renderer.first(messages)) or ids == renderer.first(messages)
+
+
+def test_a_family_keeps_thoughts_and_reads_calls(tokenizer: Any) -> None:
+    renderer = FamilyRenderer(tokenizer, "qwen3")
+    prompt = renderer.first([{"role": "user", "content": "u"}], [{"type": "function", "function": {"name": "add"}}])
+    text = '<think>hm</think>yes<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><tool_call>{</tool_call>'
+    sampled = tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
+    good, bad = renderer.calls(sampled, prompt, []) or []
+    assert (good.name, good.arguments, good.fault) == ("add", {"a": 1}, None)
+    assert bad.fault is not None
+    assert renderer.calls(tokenizer.encode("no", add_special_tokens=False), prompt, []) == []
+    suffix = renderer.suffix([{"role": "user", "content": "v"}], sampled, prompt)
+    assert "<think>hm</think>yes" in tokenizer.decode([*prompt, *sampled, *suffix])
+
+
+def test_which_renderer(tokenizer: Any) -> None:
+    tokenizer.chat_template = QWEN
+    assert type(renderer_for(tokenizer)) is Renderer
+    assert isinstance(renderer_for(tokenizer, "qwen3"), FamilyRenderer)
+    tokenizer.name_or_path = "Qwen/Qwen3-8B"
+    assert isinstance(renderer_for(tokenizer), FamilyRenderer)
+    tokenizer.name_or_path = ""
+    for name in ("kimi-k2", "no such family"):
+        with pytest.raises(UnsupportedError, match=f"not of the family '{name}'"):
+            renderer_for(tokenizer, name)
+    family = FamilyRenderer(tokenizer, "llama-3")
+    with pytest.raises(BadInputError, match="cannot let"):
+        family.suffix([{"role": "assistant", "content": "mine"}], [1])
+    with pytest.raises(BadInputError, match="no messages"):
+        family.first([])

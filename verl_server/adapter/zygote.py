@@ -54,7 +54,7 @@ class Zygote:
         try:
             drop = rendezvous_variables()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "verl_server.adapter.zygote_main"],
+                [sys.executable, "-P", "-m", "verl_server.adapter.zygote_main", str(os.getpid())],  # not this folder's
                 stdin=theirs.fileno(),
                 stdout=self._said,
                 stderr=self._said,
@@ -74,6 +74,11 @@ class Zygote:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
+    @property
+    def is_unfit(self) -> bool:
+        """Whether it ended by itself: another one would, too."""
+        return self._process.poll() is not None and self._process.returncode > 0
+
     def wait_ready(self, deadline_s: float, give_up: GiveUp) -> bool:
         """Whether it can fork. False: it has ended, and says why in the log.
 
@@ -84,13 +89,19 @@ class Zygote:
             if (reason := give_up()) is not None:
                 raise reason
             with self._lock:
-                if self._ready is None and select.select([self._commands], [], [], POLL_S)[0]:
+                if self._ready is None and self._has_spoken():
                     self._ready = self._word() == READY
                     if not self._ready:
                         self._say_why()
             if time.monotonic() > deadline:
                 raise DeadlineError(f"the servers' zygote was not ready after {deadline_s:g} s", operation="start")
         return self._ready
+
+    def _has_spoken(self) -> bool:
+        """Within a moment."""
+        if self._commands.fileno() < 0:  # closed by another thread
+            return True
+        return bool(select.select([self._commands], [], [], POLL_S)[0])
 
     def _word(self) -> bytes:
         try:
@@ -101,8 +112,10 @@ class Zygote:
     def _say_why(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
-        self._said.seek(0)
-        words = self._said.read()[-2000:].decode("utf-8", "replace").strip()
+        words = ""
+        with contextlib.suppress(ValueError):  # closed by another thread
+            self._said.seek(0)
+            words = self._said.read()[-2000:].decode("utf-8", "replace").strip()
         logger.warning("servers are started one by one, since their zygote ended: %s", words or "killed")
 
     def warden(self) -> WardenProcess:
@@ -135,6 +148,8 @@ class Zygote:
 
     def close(self) -> None:
         """Its servers are not touched. Safe to call twice."""
+        with contextlib.suppress(OSError):
+            self._commands.shutdown(socket.SHUT_RDWR)  # a fork of ours may hold it open
         self._commands.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)

@@ -3,8 +3,8 @@
     trainer --socket--> zygote --forks--> warden --forks--> SGLang main --forks--> scheduler, detokenizer
 
 Each server has a warden of its own, as always, which outlives the zygote. On standard input is a socket of packets:
-three descriptors come (a warden's standard input, output and error), its pid and a pidfd go back. The zygote ends when
-the socket does.
+three descriptors come (a warden's standard input, output and error), its pid and a pidfd go back. The zygote ends with
+the socket, and with the trainer, whose pid is its argument.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import fcntl
 import gc
 import importlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -44,7 +45,10 @@ class ForkedServer:
 
     def poll(self) -> int | None:
         if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # reaped with the rest of the tree
+                pid, status = self.pid, 0
             if pid:
                 self._code = os.waitstatus_to_exitcode(status)
         return self._code
@@ -137,7 +141,7 @@ def _end_with_trainer(commands: socket.socket, whether: bool) -> None:
 
 
 def main() -> None:
-    commands = socket.socket(fileno=0)
+    commands, trainer = socket.socket(fileno=0), os.pidfd_open(int(sys.argv[1]))
     _end_with_trainer(commands, True)
     child.load()
     for name in MORE:
@@ -155,6 +159,8 @@ def main() -> None:
     _end_with_trainer(commands, False)
     commands.send(READY)
     while True:
+        if trainer in select.select([commands.fileno(), trainer], [], [])[0]:
+            os._exit(0)  # a fork of the trainer's may still hold the other end of the socket
         word, descriptors, *_ = socket.recv_fds(commands, len(FORK), 3)
         if word != FORK:
             os._exit(0)  # the trainer has closed it, or is gone

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from verl_server.agent.rollout import EndedError, Rollout
-from verl_server.agent.tools import Tool, Toolbox, ToolCall, ToolResult, hermes_calls
+from verl_server.agent.rollout import EndedError, Rollout, Turn
+from verl_server.agent.tools import Tool, Toolbox, ToolCall, ToolResult, hermes_call, hermes_calls, read
 from verl_server.errors import BadInputError, to_wire
 
 L = TypeVar("L", bound="type[AgentLoop]")
@@ -69,13 +69,13 @@ class SingleTurnLoop(AgentLoop):
 class ToolAgentLoop(AgentLoop):
     """Calls tools until it answers without: all calls of a turn at the same time, results in their order."""
 
-    def calls(self, text: str) -> list[ToolCall | ToolResult]:
-        """The calls in what the policy said."""
-        return hermes_calls(text)
+    def calls(self, turn: Turn) -> list[ToolCall | ToolResult]:
+        """The calls in what the policy said: by its family's tokens, or by the marks that most templates teach."""
+        return hermes_calls(turn.text) if turn.calls is None else [read(call) for call in turn.calls]
 
     async def run(self, rollout: Rollout) -> None:
         turn = await rollout.turn(rollout.task.messages)
-        while turn.finish != "length" and (calls := self.calls(turn.text)):
+        while turn.finish != "length" and (calls := self.calls(turn)):
             results = await self.tools.call_all(calls)
             turn = await rollout.turn([result.message for result in results])
 
@@ -93,6 +93,5 @@ class InterleavedLoop(AgentLoop):
             _, called, text = turn.text.rpartition(self.OPEN)
             if not called or not turn.text.endswith(self.CLOSE):
                 return
-            calls = hermes_calls(f"<tool_call>{text.removesuffix(self.CLOSE)}</tool_call>")
-            (result,) = await self.tools.call_all(calls)
+            (result,) = await self.tools.call_all([hermes_call(text.removesuffix(self.CLOSE))])
             rollout.insert(f"<result>{result.content}</result>")

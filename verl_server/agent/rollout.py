@@ -18,11 +18,12 @@ from verl_server.errors import BadInputError
 from verl_server.rollout.sample import Sample as PartialSample
 from verl_server.trajectory.graph import ForkReason, Node, Session, Span
 from verl_server.trajectory.record import Recorder
-from verl_server.trajectory.rendering import Message, Renderer
+from verl_server.trajectory.rendering import Call, Message, Renderer
 
 Json = dict[str, Any]
 
 AGAIN_S = 0.05
+IMAGE_KEYS = ("image", "image_url", "url", "path", "base64")
 MAX_CUTS = 64
 """Weight updates that may cut off one turn."""
 
@@ -72,6 +73,8 @@ class Turn:
     node: int
     finish: str
     """SGLang's `finish_reason`: `stop`, `length`, ..."""
+    calls: Sequence[Call] | None = None
+    """The tools that it calls, where the renderer knows the family's tokens; None: the text tells."""
 
 
 class EndedError(Exception):
@@ -101,6 +104,9 @@ class Rollout:
         self._deadline = None if budget.wall_s is None else time.monotonic() + budget.wall_s
         self._prompt = 0
         self._had = len(self.session.nodes)
+        self._passed: set[int] = set()
+        """Nodes that were played again: a fork's other way is another node."""
+        self._has_images = False
         self._fork = ForkReason.RETRY
         """Why the next node is beside another, should it be."""
         self.leaf: int | None = None
@@ -134,10 +140,11 @@ class Rollout:
             self._prompt = len(ids)
         else:
             cut = [self._cut(message) for message in messages]
-            ids = self._renderer.suffix(cut, self.session.node(self.leaf).tokens)
+            ids = self._renderer.suffix(cut, self.session.node(self.leaf).tokens, self._before(self.leaf))
             if self.used + len(ids) >= self.budget.response_tokens:
                 raise EndedError("response_tokens")
             messages = cut
+        self._has_images = self._has_images or any(images_of(message) for message in messages)
         self._add(ids, sampled=False, message={"messages": [dict(message) for message in messages]})
 
     async def speak(self, **sampling_params: Any) -> Turn:
@@ -150,18 +157,37 @@ class Rollout:
         if left_s is not None and left_s <= 0:
             raise EndedError("wall_s")
         if (played := self._played(True)) is not None:
-            return _turn(played)
+            return self._turn(played)
         params = {**self._params, **sampling_params}
         left = self.budget.response_tokens - self.used
         params["max_new_tokens"] = min(int(params.get("max_new_tokens") or left), left)
+        images = self._images(self.leaf)
         reply = await self._whole(
             request_id=f"{self.session.id}-{self.leaf}-{uuid.uuid4().hex[:8]}",
             session_id=self.session.id,
             input_ids=self.session.ids(self.leaf),
             sampling_params=params,
             return_logprob=True,
+            **({"image_data": images} if images else {}),
         )
-        return _turn(self._sampled(reply))
+        return self._turn(self._sampled(reply))
+
+    def _images(self, leaf: int) -> list[str]:
+        """Those of the path, in their order. Its tokens have one placeholder for each, which SGLang makes longer."""
+        if not self._has_images:
+            return []
+        messages = [one for node in self.session.path(leaf) for one in (node.message or {}).get("messages", ())]
+        return [image for message in messages for image in images_of(message)]
+
+    def _turn(self, node: Node) -> Turn:
+        ids = list(node.tokens)
+        called = self._renderer.calls(ids, self._before(node.id), self._tools)
+        return Turn(str((node.message or {})["content"]), ids, node.id, node.finish or "", called)
+
+    def _before(self, node: int) -> Sequence[int]:
+        """What the world said last before a node."""
+        parent = self.session.node(node).parent
+        return () if parent is None else self.session.node(parent).tokens
 
     async def _whole(self, **request: Any) -> Json:
         """The reply; what a weight update has cut off is taken up by asking again."""
@@ -209,7 +235,9 @@ class Rollout:
         """The next node, if the record had it from the beginning: sampled, or with these tokens."""
         for child in self.session.children(self.leaf):
             node = self.session.node(child)
-            if child < self._had and node.sampled == sampled and (sampled or node.tokens == tuple(ids)):
+            known = child < self._had and child not in self._passed
+            if known and node.sampled == sampled and (sampled or node.tokens == tuple(ids)):
+                self._passed.add(child)
                 self.leaf = child
                 return node
         return None
@@ -223,13 +251,23 @@ class Rollout:
         return node
 
 
+def images_of(message: Message) -> list[str]:
+    """Paths, URLs or base64 of a message's images: parts `{"type": "image", "image": ...}`, or OpenAI's `image_url`."""
+    content = message.get("content")
+    found = []
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
+            given = next((part[key] for key in IMAGE_KEYS if part.get(key)), None)
+            image = given.get("url") if isinstance(given, Mapping) else given
+            if not isinstance(image, str) or not image:
+                raise BadInputError(f"an image is given by one of {IMAGE_KEYS}, as text; got {type(image).__name__}")
+            found.append(image)
+    return found
+
+
 def _is_cut(reply: Json) -> bool:
     reason = reply["meta_info"].get("finish_reason") or {}
     return bool(reason.get("type") == "abort")
-
-
-def _turn(node: Node) -> Turn:
-    return Turn(str((node.message or {})["content"]), list(node.tokens), node.id, node.finish or "")
 
 
 def generate_of(adapter: Any) -> Generate:

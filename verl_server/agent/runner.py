@@ -129,8 +129,14 @@ class RolloutRunner:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _group(self, task: Task, samples: int, room: asyncio.Semaphore) -> Group:
-        made = await asyncio.gather(*(self._sample(task, number, room) for number in range(samples)))
-        return Group(task, made)
+        making = [asyncio.create_task(self._sample(task, number, room)) for number in range(samples)]
+        try:
+            return Group(task, await asyncio.gather(*making))
+        except BaseException:  # one could not be recorded, say: the others must not go on without an owner
+            for one in making:
+                one.cancel()
+            await asyncio.gather(*making, return_exceptions=True)
+            raise
 
     async def _sample(self, task: Task, number: int, room: asyncio.Semaphore) -> Sample:
         async with room:
@@ -174,11 +180,11 @@ class RolloutRunner:
         if self._reward is not None and reason != "error":
             try:
                 reward = await _value(self._reward, sample)
+                if sample.leaf is not None:
+                    record.reward(sample.leaf, [reward])
             except Exception as error:  # noqa: BLE001 - it belongs to this sample
                 sample = Sample(task, number, sample.session, sample.leaf, "error", to_wire(error))
             else:
-                if sample.leaf is not None:
-                    record.reward(sample.leaf, [reward])
                 sample = Sample(task, number, sample.session, sample.leaf, reason, None, reward)
         if sample.leaf is not None:  # the end comes last: what is on disk with it is whole
             record.end(sample.leaf, sample.reason, sample.error)

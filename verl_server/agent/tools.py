@@ -15,6 +15,7 @@ import pydantic
 
 from verl_server.agent.threads import in_thread
 from verl_server.errors import BadInputError
+from verl_server.trajectory.rendering import Call
 
 Json = dict[str, Any]
 
@@ -146,10 +147,18 @@ def hermes_calls(text: str) -> list[ToolCall | ToolResult]:
 
     One that cannot be read is answered with why.
     """
-    return [_call(part.partition("</tool_call>")[0]) for part in text.split("<tool_call>")[1:]]
+    return [hermes_call(part.partition("</tool_call>")[0]) for part in text.split("<tool_call>")[1:]]
 
 
-def _call(text: str) -> ToolCall | ToolResult:
+def read(call: Call) -> ToolCall | ToolResult:
+    """A call that a renderer found."""
+    if call.fault is None and call.name is not None and call.arguments is not None:
+        return ToolCall(call.name, call.arguments)
+    return ToolResult(call.name or "", f"Error: this tool call cannot be read: {call.fault}", "malformed")
+
+
+def hermes_call(text: str) -> ToolCall | ToolResult:
+    """One call: what stands between the marks."""
     try:
         said = orjson.loads(text)
     except orjson.JSONDecodeError as error:

@@ -7,6 +7,7 @@ or gets its result. When a replica is lost in the middle the sample goes on with
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import uuid
 from collections import OrderedDict
@@ -53,6 +54,9 @@ class RouterCore(Seats):
         super().__init__(config)
         self._running: dict[str, Running] = {}
         self._finished: OrderedDict[str, Sample] = OrderedDict()
+        self._name = uuid.uuid4().hex[:8]
+        """Of this router: a sample may have been tried by another before."""
+        self._attempts = itertools.count()
 
     async def generate(
         self,
@@ -81,6 +85,8 @@ class RouterCore(Seats):
             running.lingering.cancel()
             running.lingering = None
         try:
+            if timeout_s is None:
+                return await asyncio.shield(running.task)
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(running.task)
         except asyncio.CancelledError:
@@ -153,7 +159,7 @@ class RouterCore(Seats):
         """Attempts until one finishes."""
         while True:
             replica = await self._place(ask)
-            attempt = f"{request_id}~{sample.attempts}~{uuid.uuid4().hex[:8]}"  # never the prefix of another
+            attempt = f"{request_id}~{next(self._attempts):x}~{self._name}"  # never the prefix of another
             try:
                 await self._attempt(sample, replica, attempt)
             except (ServerDiedError, ServerError, ShutDownError, DeadlineError) as error:
@@ -172,8 +178,8 @@ class RouterCore(Seats):
                     continue
             finally:
                 self._leave(replica, attempt)
-            self._count(sample)
             reply = sample.reply()
+            self._count(reply["meta_info"])
             _require_version(reply, ask.need)
             return reply
 
@@ -204,8 +210,7 @@ class RouterCore(Seats):
         replica.tokens[attempt] = prompt + len(event["output_ids"])
         return event["meta_info"].get("finish_reason") is not None
 
-    def _count(self, sample: Sample) -> None:
-        meta = sample.reply()["meta_info"]
+    def _count(self, meta: Json) -> None:
         self.counters.output_tokens += meta.get("completion_tokens") or 0
         self.counters.prompt_tokens += meta.get("prompt_tokens") or 0
         self.counters.cached_tokens += meta.get("cached_tokens") or 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,7 +11,10 @@ from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.process import GiveUp, Wardens, spawn_warden
 from verl_server.adapter.zygote import Zygote
 from verl_server.config import AdapterConfig
+from verl_server.errors import DeadlineError
 from verl_server.rollout.shape import Shape, require_room
+
+logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
@@ -71,6 +75,7 @@ class ThisMachine:
         """The zygote's, when it is ready; a killed one is replaced."""
         with self._lock:
             if self._zygote is not None and self._zygote.ended:
+                self._zygotes_work = self._zygotes_work and not self._zygote.is_unfit
                 self._zygote.close()
                 self._zygote = None
             if self._zygote is None and self._zygotes_work:
@@ -78,10 +83,12 @@ class ThisMachine:
             zygote = self._zygote
         if zygote is None:
             return spawn_warden
-        if zygote.wait_ready(config.timeouts.start_s, give_up):
-            return zygote.warden
-        self._zygotes_work = False
-        return spawn_warden
+        try:
+            return zygote.warden if zygote.wait_ready(config.timeouts.start_s / 2, give_up) else spawn_warden
+        except DeadlineError as error:
+            logger.warning("%s; servers are started without it", error.message)
+            zygote.close()  # it hangs: the next start makes another
+            return spawn_warden
 
     def _slot(self, name: str) -> int:
         """The first free share of the devices."""

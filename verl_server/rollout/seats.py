@@ -181,10 +181,12 @@ class Seats:
             self._leave(replica, ticket)
 
     def _loads(self) -> list[Load]:
-        return [
-            replace(one.load, tokens=sum(one.tokens.values()), requests=len(one.tokens))
-            for one in self.replicas.values()
-        ]
+        found = []
+        for one in self.replicas.values():
+            know = one.load  # (`replace` takes five times as long, and this is done for every request)
+            tokens, requests = sum(one.tokens.values()), len(one.tokens)
+            found.append(Load(one.name, tokens, requests, know.version, know.admitted, know.suspect))
+        return found
 
     def _choose(self, ask: Ask) -> Replica | None:
         """The replica for a request, None when it has to wait for one."""
@@ -219,6 +221,8 @@ class Seats:
 
     def _place_waiting(self) -> None:
         """Give places to those who wait, the first come first, as far as there is room."""
+        if not self._waiting:
+            return
         still: deque[tuple[Ask, asyncio.Future[Replica]]] = deque()
         while self._waiting:
             ask, ticket = self._waiting.popleft()

@@ -7,6 +7,7 @@ produced, because prompts are taken from it (`Session.ids`) and replies are adde
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -157,7 +158,10 @@ class Session:
         count = len(self.node(node).tokens)
         if len(values) not in (1, count):
             raise BadInputError(f"node {node} has {count} tokens; rewards are 1 or {count} values, got {len(values)}")
-        self.rewards[node] = [float(value) for value in values]
+        given = [float(value) for value in values]
+        if not all(map(math.isfinite, given)):
+            raise BadInputError(f"rewards must be finite numbers, got {given[:8]}")
+        self.rewards[node] = given
 
     def end(self, node: int, reason: str, error: Json | None = None) -> Ending:
         self.node(node)

@@ -9,6 +9,7 @@ proved on the template itself, once; one that cannot be cut so is refused (Unsup
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from verl_server.errors import BadInputError, UnsupportedError
@@ -35,6 +36,18 @@ CHARACTERS = 16
 """That a token says at most, nearly always."""
 CUT = " [cut]"
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call in a turn's tokens, well-formed or not."""
+
+    raw: str
+    """What the policy said."""
+    name: str | None
+    arguments: Json | None
+    fault: str | None
+    """Why it cannot be read."""
 
 
 class Renderer:
@@ -65,21 +78,26 @@ class Renderer:
 
     def first(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
         """The prompt of a conversation's first turn. Raises BadInputError for messages that the template refuses."""
-        _require(messages)
+        require_messages(messages)
         return self._encode(self._render(messages, tools))
 
-    def suffix(self, messages: Sequence[Message], after: Sequence[int]) -> list[int]:
+    def suffix(self, messages: Sequence[Message], after: Sequence[int], before: Sequence[int] = ()) -> list[int]:
         """What follows a turn whose tokens were `after` up to the next turn's first token: `messages` and the opening.
 
-        The turn's end belongs to it, unless the policy has said it itself. Raises BadInputError.
+        The turn's end belongs to it, unless the policy has said it itself. `before`: what the world said last before
+        that turn (a family may have opened a thought there). Raises BadInputError.
         """
-        _require(messages)
+        require_messages(messages)
         tokens = self._encode(self._rest(HISTORIES[0], messages))
         return tokens[1:] if after and tokens and after[-1] == tokens[0] else tokens
 
     def text(self, ids: Sequence[int]) -> str:
         """What tokens say, for people and parsers."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def calls(self, ids: Sequence[int], before: Sequence[int], tools: Sequence[Json]) -> list[Call] | None:
+        """The tools that a turn calls; None: only its text can tell."""
+        return None
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text that stands by itself."""
@@ -117,7 +135,7 @@ class Renderer:
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
 
 
-def _require(messages: Sequence[Message]) -> None:
+def require_messages(messages: Sequence[Message]) -> None:
     """Raises BadInputError for what is no list of messages."""
     if not messages:
         raise BadInputError("there are no messages")
