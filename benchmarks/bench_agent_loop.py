@@ -1,7 +1,7 @@
 """What waiting for tools costs: many agents of many turns, whose tools answer after long-tailed times.
 
 One real server, the same sessions for each way, in turns within a round: every session sends its next turn when its
-own tool has answered (ours); all wait for the slowest tool, and their turns go out as one batch; as ours, but each
+own tool has answered, and who is furthest behind goes first (ours); all wait for the slowest tool, and their turns go out as one batch; as ours, but each
 turn's prompt is the whole history, rendered again. The bound is the faster one, in each round, of ours and of
 batches with tools that take no time: then the engine is never idle for want of work. Then one conversation of a
 hundred turns: the processor time that each turn costs on the trainer's side.
@@ -47,8 +47,8 @@ ANSWER = {"role": "tool", "content": "the tool says 42"}
 
 @dataclass(frozen=True)
 class Plan:
-    rounds: int = 5
-    sessions: int = 128
+    rounds: int = 3
+    sessions: int = 192
     turns: int = 20
     tokens: int = 12
     """Sampled in each turn."""
@@ -88,14 +88,20 @@ class Ways:
         nothing = [[0.0] * (plan.turns - 1)] * plan.sessions
         self._sampling = {"temperature": 1.0, "max_new_tokens": plan.tokens, "ignore_eos": True}
         self.all: dict[str, Callable[[], Awaitable[None]]] = {
-            OURS: lambda: self._paced(self._times),
+            OURS: lambda: self._paced(self._times, self._in_turn()),
             BATCH: lambda: self._batches(self._times),
-            AGAIN: self._again,
-            FREE: lambda: self._paced(nothing),
+            AGAIN: lambda: self._again(self._in_turn()),
+            FREE: lambda: self._paced(nothing, self._generate),
             FREE_BATCH: lambda: self._batches(nothing),
         }
         self.sampled = self.prompted = 0
         """Tokens, since somebody set them to 0."""
+
+    def _in_turn(self) -> Any:
+        """Who is furthest behind goes first; as many at a time as the engine works on."""
+        from verl_server.agent.turnstile import Turnstile
+
+        return Turnstile(self._generate, SERVER["max_running_requests"])
 
     def _count(self, prompts: Sequence[Sequence[int]], replies: Sequence[Json]) -> None:
         self.prompted += sum(map(len, prompts))
@@ -104,17 +110,17 @@ class Ways:
     def first(self, number: int) -> list[Json]:
         return [{"role": "user", "content": f"question {number} of {self._plan.sessions}"}]
 
-    def rollout(self, name: str, number: int, turns: int) -> Any:
+    def rollout(self, name: str, number: int, turns: int, generate: Any) -> Any:
         from verl_server.agent.rollout import Budget, Rollout, Task
         from verl_server.trajectory.graph import Session
 
         budget = Budget(response_tokens=CONTEXT, turns=turns)
         task = Task(name, self.first(number))
-        return Rollout(task, Session(name), self._generate, self._renderer, budget, self._sampling)
+        return Rollout(task, Session(name), generate, self._renderer, budget, self._sampling)
 
-    async def _paced(self, times: Sequence[Sequence[float]]) -> None:
+    async def _paced(self, times: Sequence[Sequence[float]], generate: Any) -> None:
         async def one(number: int) -> None:
-            rollout = self.rollout(f"s{number}", number, self._plan.turns)
+            rollout = self.rollout(f"s{number}", number, self._plan.turns, generate)
             await rollout.turn(rollout.task.messages)
             for wait_s in times[number]:
                 await asyncio.sleep(wait_s)
@@ -134,22 +140,22 @@ class Ways:
                 path += reply["output_ids"]
                 path += self._renderer.suffix([ANSWER], path)
 
-    async def _again(self) -> None:
+    async def _again(self, generate: Any) -> None:
         async def one(number: int) -> None:
             messages = self.first(number)
             for wait_s in [*self._times[number], None]:
-                await self.ask_again(f"s{number}", messages)
+                await self.ask_again(f"s{number}", messages, generate)
                 if wait_s is not None:
                     await asyncio.sleep(wait_s)
 
         await asyncio.gather(*(one(number) for number in range(self._plan.sessions)))
 
-    async def ask_again(self, name: str, messages: list[Json]) -> None:
+    async def ask_again(self, name: str, messages: list[Json], generate: Any) -> None:
         """One turn of a client that keeps messages and renders them all."""
         ids = self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        reply = await self._generate(
+        reply = await generate(
             request_id=f"{name}-{len(messages)}",
             session_id=name,
             input_ids=ids,
@@ -161,12 +167,12 @@ class Ways:
     async def long_talk(self) -> dict[str, list[float]]:
         """Milliseconds of processor time that each turn of a long conversation costs, by way."""
         found: dict[str, list[float]] = {OURS: [], AGAIN: []}
-        rollout, messages = self.rollout("long", 0, self._plan.long_turns), self.first(0)
+        rollout, messages = self.rollout("long", 0, self._plan.long_turns, self._generate), self.first(0)
         for turn in range(self._plan.long_turns):
             begun = time.thread_time()
             await rollout.turn([ANSWER] if turn else rollout.task.messages)
             between = time.thread_time()
-            await self.ask_again("long", messages)
+            await self.ask_again("long", messages, self._generate)
             found[OURS].append((between - begun) * 1e3)
             found[AGAIN].append((time.thread_time() - between) * 1e3)
         return found
@@ -176,6 +182,7 @@ async def measure(adapter: Any, tokenizer: Any, plan: Plan) -> Json:
     """Seconds of each way, by round; then the long conversations. Raises RuntimeError for a missing token."""
     ways = Ways(adapter, tokenizer, plan)
     prompted: dict[str, int] = {}
+    await ways.all[FREE]()  # the engine's first batches of each size take longer
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(plan.rounds):
         for way in [*WAYS[turn % len(WAYS) :], *WAYS[: turn % len(WAYS)]]:

@@ -63,12 +63,17 @@ def draw(rng: random.Random, count: int, prefix: str) -> list[Task]:
 
 def reward(sample: Sample) -> float:
     """0 to 1: half for the right call, half for the right answer to what the tool said."""
-    said = [str((node.message or {})["content"]).split() for node in sample.session.nodes if node.sampled]
+    said = [[WORDS[token] for token in node.tokens] for node in sample.session.nodes if node.sampled]
     question = str(sample.task.messages[0]["content"]).split()
-    worth = 0.5 * share(said[0], ["<call>", *question, "</call>"])
+    worth = 0.5 * share(said[0], ["<call>", *question, "</call>", "<end>"])
     if used_tool(sample) and len(said) > 1:
-        worth += 0.5 * share(said[1], list(sample.task.data["answer"]))
+        worth += 0.5 * share(said[1], [*sample.task.data["answer"], "<end>"])
     return worth
+
+
+def show(sample: Sample) -> str:
+    """All that was said, word by word."""
+    return " ".join(WORDS[token] for node in sample.session.nodes for token in node.tokens)
 
 
 def used_tool(sample: Sample) -> bool:

@@ -17,6 +17,7 @@ from verl_server.agent.progress import shown
 from verl_server.agent.rollout import Budget, EndedError, Task, Turn, generate_of
 from verl_server.agent.runner import RolloutRunner
 from verl_server.agent.scheduler import ChatScheduler, fewest
+from verl_server.agent.turnstile import Turnstile
 from verl_server.errors import BadInputError, ServerError
 from verl_server.trajectory.rendering import Renderer
 
@@ -146,3 +147,32 @@ def test_a_live_bar(shared_engine: Any, renderer: Renderer) -> None:
     drawn = output.getvalue()
     for words in ("5/5", "10 finished", "tokens/s", "mean reward 0.500"):
         assert words in drawn
+
+
+def test_who_is_behind_goes_first(shared_engine: Any) -> None:
+    """One at a time: of those who wait, the one with the fewest turns; a cancelled one takes no place."""
+    order: list[str] = []
+    server = Server(shared_engine)
+
+    async def run() -> None:
+        stile = Turnstile(server, at_once=1)
+
+        async def turn(name: str) -> None:
+            await stile(request_id="r", session_id=name, input_ids=[1, 2], sampling_params={"max_new_tokens": 2})
+            order.append(name)
+
+        await turn("old")
+        await turn("old")
+        await turn("young")
+        running = asyncio.create_task(turn("first"))
+        await asyncio.sleep(0)
+        waiting = [asyncio.create_task(turn(name)) for name in ("old", "gone", "young", "new")]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        await asyncio.gather(running, *waiting, return_exceptions=True)
+        assert stile._room == 1
+        with pytest.raises(BadInputError, match="at_once"):
+            Turnstile(server, 0)
+
+    asyncio.run(run())
+    assert order == ["old", "old", "young", "first", "new", "young", "old"]
