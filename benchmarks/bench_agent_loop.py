@@ -1,10 +1,11 @@
 """What waiting for tools costs: many agents of many turns, whose tools answer after long-tailed times.
 
 One real server, the same sessions for each way, in turns within a round: every session sends its next turn when its
-own tool has answered, and who is furthest behind goes first (ours); all wait for the slowest tool, and their turns go out as one batch; as ours, but each
-turn's prompt is the whole history, rendered again. The bound is the faster one, in each round, of ours and of
-batches with tools that take no time: then the engine is never idle for want of work. Then one conversation of a
-hundred turns: the processor time that each turn costs on the trainer's side.
+own tool has answered, and who is furthest behind goes first (ours); all wait for the slowest tool, and their turns go
+out as one batch; as ours, but each turn's prompt is the whole history, rendered again. Two bounds, in which tools take
+no time, so that the engine is never idle for want of work: each session at its own pace, and in batches, which spares
+the engine's front and the client a request for each turn. Then one conversation of a hundred turns: the processor time
+that each turn costs on the trainer's side.
 """
 
 from __future__ import annotations
@@ -213,42 +214,42 @@ def growth(costs: Sequence[float]) -> float:
 def report(options: Options, machine: Json, plan: Plan, found: Json) -> None:
     tokens, seconds = plan.sessions * plan.turns * plan.tokens, found["seconds"]
     rates = {way: [tokens / s for s in seconds[way]] for way in WAYS}
-    bound = [max(pair) for pair in zip(rates[FREE], rates[FREE_BATCH], strict=True)]
 
-    def ratio(way: str, other: Sequence[float]) -> float:
-        return summarize([a / b for a, b in zip(rates[way], other, strict=True)]).median
+    def ratio(way: str, other: str) -> float:
+        return summarize([a / b for a, b in zip(rates[way], rates[other], strict=True)]).median
 
     rows = [
         [
             way,
             f"{summarize(seconds[way]).median:.1f}",
             f"{summarize(rates[way]).median:.0f}",
-            f"{ratio(way, bound):.2f}",
+            f"{ratio(way, FREE):.2f}",
             str(found["prompted"][way]),
         ]
         for way in WAYS
     ]
     title = f"{plan.sessions} sessions of {plan.turns} turns of {plan.tokens} tokens"
-    show_table(title, ["way", "seconds", "tokens/s", "of the bound", "prompt tokens"], rows)
+    show_table(title, ["way", "seconds", "tokens/s", "of no waiting", "prompt tokens"], rows)
     costs = {way: by_turn(found, way) for way in (OURS, AGAIN)}
     for way, values in costs.items():
         CONSOLE.print(
             f"{way}: turn 2 {values[1]:.2f} ms, turn {plan.long_turns} {values[-1]:.2f} ms, grown {growth(values):.2f}"
         )
     targets = [
-        Target("throughput over batch per turn", ratio(OURS, rates[BATCH]), 2.0, True),
-        Target("throughput of the bound", ratio(OURS, bound), 0.85, True),
+        Target("throughput over batch per turn", ratio(OURS, BATCH), 2.0, True),
+        Target("throughput of the same without waiting", ratio(OURS, FREE), 0.85, True),
+        Target("throughput of batches without waiting", ratio(OURS, FREE_BATCH), 0.85, True),
         Target("processor time of the last ten turns over turns 2 to 11", growth(costs[OURS]), 1.2, False),
     ]
     show_targets(targets)
     figures = {
         "tokens_per_s": {way: asdict(summarize(rates[way])) for way in WAYS},
-        "over_rendered_again": ratio(OURS, rates[AGAIN]),
+        "over_rendered_again": ratio(OURS, AGAIN),
         "growth": {way: growth(values) for way, values in costs.items()},
         "ms_by_turn": {way: [round(value, 3) for value in values] for way, values in costs.items()},
     }
     write_result(options, NAME, machine, settings=asdict(plan), figures=figures, targets=targets, samples=_short(found))
-    figure, (bars, lines) = new_figure(2, f"{title}, {machine['cores']} cores")
+    figure, (bars, lines) = new_figure(2, f"{title}, {machine['cores']} cores", width=10)
     grouped_bars(
         bars, [""], {way: [summarize(rates[way])] for way in WAYS},
         title="Sampled tokens a second (median; whiskers: quartiles)", ylabel="tokens/s", digits=0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -19,10 +20,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from verl_server.agent.loops import AgentLoop, InterleavedLoop, SingleTurnLoop, ToolAgentLoop, loop_named, register
-from verl_server.agent.rollout import Budget, Rollout, Task, Turn, generate_of
+from verl_server.agent.rollout import Budget, Rollout, Task, Turn, generate_of, images_of
 from verl_server.agent.runner import RolloutRunner, Sample
 from verl_server.agent.tools import FunctionTool, Toolbox, ToolCall, ToolResult, hermes_calls
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.trajectory.batch import to_batch
 from verl_server.trajectory.drift import drifts
 from verl_server.trajectory.graph import ForkReason, Session
@@ -300,6 +301,14 @@ def raises() -> None:
     raise RuntimeError("no")
 
 
+def leaves() -> None:
+    sys.exit(3)
+
+
+def finds_nothing() -> Any:
+    return next(iter(()))
+
+
 def prints() -> str:
     return "x" * 10_000_000
 
@@ -307,17 +316,24 @@ def prints() -> str:
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
-        (ToolCall("nobody", {}), "unknown_tool", "there are: add, hangs, prints, raises, sleeps"),
+        (
+            ToolCall("nobody", {}),
+            "unknown_tool",
+            "there are: add, finds_nothing, hangs",
+        ),
         (ToolCall("add", {"a": "x"}), "bad_arguments", "wrong arguments: a:"),
         (ToolCall("add", {"a": 1, "c": 2}), "bad_arguments", "c:"),
         (ToolCall("add", {}), "bad_arguments", "a: Field required"),
         (ToolCall("hangs", {}), "timeout", "no answer within 0.2 s"),
         (ToolCall("sleeps", {}), "timeout", "no answer within 0.2 s"),
         (ToolCall("raises", {}), "raised", "RuntimeError: no"),
+        (ToolCall("leaves", {}), "raised", "SystemExit: 3"),
+        (ToolCall("finds_nothing", {}), "raised", "StopIteration"),
     ],
 )
 def test_tools_that_fail_are_answers(call: ToolCall, kind: str, words: str) -> None:
-    box = Toolbox([add, *(FunctionTool(one, timeout_s=0.2) for one in (hangs, sleeps, raises)), prints])
+    slow = (FunctionTool(one, timeout_s=0.2) for one in (hangs, sleeps))
+    box = Toolbox([add, *slow, raises, leaves, finds_nothing, prints])
     result = asyncio.run(box.call(call))
     assert result.error == kind
     assert words in result.content
@@ -442,6 +458,73 @@ def test_groups_come_as_they_finish(shared_engine: Any, renderer: Renderer) -> N
 
     with pytest.raises(BadInputError, match="two tasks have the id 't0'"):
         asyncio.run(twice())
+
+
+def test_a_run_with_forks_is_played_again(shared_engine: Any, renderer: Renderer, tmp_path: Path) -> None:
+    """Both ways of the fork are found, each where it was, and nothing is sampled."""
+
+    async def run(recorder: Recorder) -> tuple[str, Asked]:
+        rollout, asked = rollout_of(
+            shared_engine,
+            renderer,
+            recorder,
+            task=Task("0", [{"role": "user", "content": "add"}]),
+            sampling_params={"temperature": 1.0, "max_new_tokens": 6, "ignore_eos": True},
+        )
+        return await ThinksAndForks([add]).act(rollout), asked
+
+    with Recorder(tmp_path, "s", sync=False) as recorder:
+        assert asyncio.run(run(recorder))[0] == "done"
+    before = read(file_of(tmp_path, "s"))
+    with Recorder(tmp_path, "s", sync=False) as recorder:
+        reason, asked = asyncio.run(run(recorder))
+    assert (reason, asked.prompts) == ("done", [])
+    assert read(file_of(tmp_path, "s")) == before
+    assert len(before.leaves) == 2
+
+
+def test_a_reward_that_is_no_number(shared_engine: Any, renderer: Renderer, tmp_path: Path) -> None:
+    """It fails its sample; what is on disk can be read, and is not made again."""
+
+    async def run(reward: Callable[[Sample], float]) -> Sample:
+        runner = runner_of(shared_engine, renderer, loop=SingleTurnLoop(), reward=reward, folder=tmp_path)
+        (group,) = [group async for group in runner.run(tasks(1))]
+        return group.samples[0]
+
+    sample = asyncio.run(run(lambda _: float("nan")))
+    assert sample.error is not None
+    assert "finite" in sample.error["message"]
+    again = asyncio.run(run(lambda _: 1.0))
+    assert again == dataclasses.replace(sample, task=again.task, session=again.session)
+    assert again.session == sample.session
+
+
+def test_one_sample_that_cannot_be_recorded_ends_its_group(
+    shared_engine: Any, renderer: Renderer, tmp_path: Path
+) -> None:
+    """And its siblings: their files are free when the error is raised."""
+
+    async def run() -> list[Any]:
+        runner = runner_of(shared_engine, renderer, folder=tmp_path)
+        return [group async for group in runner.run(tasks(1), samples=3)]
+
+    with Recorder(tmp_path, "t0-1"), pytest.raises(ServerBusyError, match="another process records"):
+        asyncio.run(run())
+    assert len(asyncio.run(run())[0].samples) == 3
+
+
+def test_images_of_a_message() -> None:
+    parts: list[Any] = [
+        {"type": "text", "text": "see"},
+        {"type": "image", "image": "a.png"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
+        {"type": "image", "url": "http://x/b.png"},
+    ]
+    message = {"role": "user", "content": parts}
+    assert images_of(message) == ["a.png", "data:image/png;base64,AA", "http://x/b.png"]
+    for bad in ({"type": "image"}, {"type": "image", "image": 3}):
+        with pytest.raises(BadInputError, match="an image is given by one of"):
+            images_of({"role": "user", "content": [bad]})
 
 
 KILLED = """

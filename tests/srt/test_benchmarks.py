@@ -86,7 +86,7 @@ def test_bench_agent_loop_measures_every_way(
     record = json.loads(options.json.read_text())
     assert {way: len(found) for way, found in record["samples"]["seconds"].items()} == dict.fromkeys(bench.WAYS, 2)
     assert [len(talk[bench.OURS]) for talk in record["samples"]["talks"]] == [12, 12]
-    assert len(record["targets"]) == 3
+    assert len(record["targets"]) == 4
     assert options.png.read_bytes().startswith(b"\x89PNG")
 
 

@@ -6,6 +6,8 @@ is: tried elsewhere as long as no byte of an answer has come, and broken off whe
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import hmac
 import time
 from collections.abc import Awaitable, Callable
@@ -32,10 +34,12 @@ from verl_server.rollout.sample import one_by_one
 from verl_server.rollout.strategies import Need
 
 Json = dict[str, Any]
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 MAX_BODY = 256 << 20
 CONNECT_S = 2.0
+OPEN_PATHS = ("/health", "/metrics")
+"""Asked without a key."""
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
 #: Fields of a request to `/generate` that are the router's own.
 OWN_FIELDS = ("session_id", "weight_version", "min_weight_version", "timeout_s")
@@ -52,43 +56,47 @@ class RouterServer:
     def __init__(self, core: RouterCore, api_key: str | None) -> None:
         self._core, self._api_key = core, api_key
         self._session: aiohttp.ClientSession | None = None
+        self._handlers: dict[tuple[str, str], Handler] = {
+            ("POST", "/generate"): self._generate,
+            **{("POST", path): self._forward for path in OPENAI_PATHS},
+            ("GET", "/v1/models"): self._forward,
+            ("GET", "/health"): self._health,
+            ("GET", "/metrics"): self._metrics,
+            ("GET", "/replicas"): self._replicas,
+        }
         self.fleet_metrics = ""
         """Of the fleet behind it, in Prometheus' text format."""
 
-    def application(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
-        app.router.add_post("/generate", self._generate)
-        for path in OPENAI_PATHS:
-            app.router.add_post(path, self._forward)
-        app.router.add_get("/v1/models", self._forward)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/replicas", self._replicas)
-        app.cleanup_ctx.append(self._client)
-        return app
-
-    async def _client(self, _: web.Application) -> Any:
+    async def server(self) -> web.Server:
+        """For a `web.ServerRunner`, in the running loop. (An `Application` resolves its routes for every request.)"""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
         self._session = aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False)
-        yield
-        await self._session.close()
+        make = functools.partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY)
+        return web.Server(self._handle, request_factory=make, handler_cancellation=True, access_log=None)
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Keys first, and every error as JSON."""
         try:
-            if self._api_key is not None and request.path not in ("/health", "/metrics"):
+            path = request.path
+            if self._api_key is not None and path not in OPEN_PATHS:
                 given = request.headers.get("Authorization", "").removeprefix("Bearer ")
                 given = given or request.headers.get("x-api-key", "")
                 if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._api_key.encode()):
                     return _json({"error": {"message": "the API key is missing or wrong"}}, 401)
+            handler = self._handlers.get((request.method, path))
+            if handler is None:
+                return _json({"error": {"message": f"there is no {request.method} {path}"}}, 404)
             return await handler(request)
         except VerlServerError as error:
             status = next((code for kind, code in STATUSES if isinstance(error, kind)), 500)
             own = error.details.get("status")
             return _json(_error(error), own if isinstance(own, int) and own >= 400 else status)
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
+    async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
         body = _object(await request.read())
         own = {name: body.pop(name, None) for name in OWN_FIELDS}
         stream = bool(body.pop("stream", False))
@@ -113,7 +121,7 @@ class RouterServer:
         await response.write(b"data: " + orjson.dumps(reply) + b"\n\ndata: [DONE]\n\n")
         return response
 
-    async def _forward(self, request: web.Request) -> web.StreamResponse:
+    async def _forward(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await request.read()
         session_id = request.headers.get("x-session-id")
         tried = 0
@@ -145,15 +153,15 @@ class RouterServer:
                             request.transport.abort()  # half an answer must not look like a whole one
                     return response
 
-    async def _health(self, _: web.Request) -> web.StreamResponse:
+    async def _health(self, _: web.BaseRequest) -> web.StreamResponse:
         serving = sum(one.load.admitted for one in self._core.replicas.values())
         return _json({"replicas": len(self._core.replicas), "serving": serving}, 200 if serving else 503)
 
-    async def _metrics(self, _: web.Request) -> web.StreamResponse:
+    async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:
         text = exposition(self._core) + self.fleet_metrics.encode()
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
-    async def _replicas(self, _: web.Request) -> web.StreamResponse:
+    async def _replicas(self, _: web.BaseRequest) -> web.StreamResponse:
         return _json(table(self._core))
 
 

@@ -43,7 +43,7 @@ async def main() -> None:
     core = RouterCore(RouterConfig(limits=limits, **settings["router"]))
     listener = socket.create_server((settings["host"], settings["port"]), backlog=4096)
     server = RouterServer(core, settings["api_key"])
-    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
+    runner = web.ServerRunner(await server.server())
     await runner.setup()
     await web.SockSite(runner, listener).start()
     said = _Said(core, settings["parent"])

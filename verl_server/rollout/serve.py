@@ -33,12 +33,9 @@ async def _serve(
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(fleet.close)
         await fleet.start()
-        runner = web.AppRunner(
-            RouterServer(fleet.core, api_key).application(),
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=DRAIN_S,
-        )
+        server = RouterServer(fleet.core, api_key)
+        runner = web.ServerRunner(await server.server(), shutdown_timeout=DRAIN_S)
+        stack.push_async_callback(server.close)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, host, port, backlog=4096)
