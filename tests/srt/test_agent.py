@@ -266,6 +266,16 @@ def test_budgets(shared_engine: Any, renderer: Renderer) -> None:
     late, _ = rollout_of(shared_engine, renderer, Session("s"), budget=Budget(response_tokens=40, wall_s=0.001))
     time.sleep(0.01)
     assert asyncio.run(SingleTurnLoop().act(late)) == "wall_s"
+    slow, asked = rollout_of(
+        shared_engine,
+        renderer,
+        Session("s"),
+        sampling_params={"max_new_tokens": 1500, "ignore_eos": True},
+        budget=Budget(response_tokens=1500, wall_s=0.5),
+    )
+    assert asyncio.run(SingleTurnLoop().act(slow)) == "wall_s", "also in the middle of a turn"
+    assert len(asked.prompts) == 1
+    assert [node.sampled for node in slow.session.nodes] == [False]
     for bad in ({"response_tokens": 0}, {"response_tokens": 5, "turns": 0}, {"response_tokens": 5, "wall_s": -1.0}):
         with pytest.raises(BadInputError, match="budget"):
             Budget(**bad)

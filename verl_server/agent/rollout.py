@@ -42,6 +42,7 @@ class Budget:
     """Everything after the first prompt: sampled, and put there by tools."""
     turns: int = 64
     wall_s: float | None = None
+    """A turn that is being sampled when it is over is given up; a tool has a limit of its own."""
     tool_tokens: int = 2048
     """Of one result; the rest of it is cut."""
 
@@ -162,14 +163,21 @@ class Rollout:
         left = self.budget.response_tokens - self.used
         params["max_new_tokens"] = min(int(params.get("max_new_tokens") or left), left)
         images = self._images(self.leaf)
-        reply = await self._whole(
-            request_id=f"{self.session.id}-{self.leaf}-{uuid.uuid4().hex[:8]}",
-            session_id=self.session.id,
-            input_ids=self.session.ids(self.leaf),
-            sampling_params=params,
-            return_logprob=True,
-            **({"image_data": images} if images else {}),
-        )
+        limit = asyncio.timeout(left_s)
+        try:
+            async with limit:
+                reply = await self._whole(
+                    request_id=f"{self.session.id}-{self.leaf}-{uuid.uuid4().hex[:8]}",
+                    session_id=self.session.id,
+                    input_ids=self.session.ids(self.leaf),
+                    sampling_params=params,
+                    return_logprob=True,
+                    **({"image_data": images} if images else {}),
+                )
+        except TimeoutError as error:
+            if limit.expired():
+                raise EndedError("wall_s") from error
+            raise  # a deadline of whoever generates
         return self._turn(self._sampled(reply))
 
     def _images(self, leaf: int) -> list[str]:
