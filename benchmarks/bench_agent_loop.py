@@ -72,7 +72,7 @@ class Ways:
     """All ways to the same sessions, on one server."""
 
     def __init__(self, adapter: Any, tokenizer: Any, plan: Plan) -> None:
-        from verl_server.agent.rollout import generate_of
+        from verl_server.agent.episode import generate_of
         from verl_server.trajectory.rendering import Renderer
 
         self._adapter, self._tokenizer, self._plan = adapter, tokenizer, plan
@@ -100,7 +100,7 @@ class Ways:
 
     def _in_turn(self) -> Any:
         """Who is furthest behind goes first; as many at a time as the engine works on."""
-        from verl_server.agent.turnstile import Turnstile
+        from verl_server.agent.fair_scheduler import Turnstile
 
         return Turnstile(self._generate, SERVER["max_running_requests"])
 
@@ -112,7 +112,7 @@ class Ways:
         return [{"role": "user", "content": f"question {number} of {self._plan.sessions}"}]
 
     def rollout(self, name: str, number: int, turns: int, generate: Any) -> Any:
-        from verl_server.agent.rollout import Budget, Rollout, Task
+        from verl_server.agent.episode import Budget, Rollout, Task
         from verl_server.trajectory.graph import Session
 
         budget = Budget(response_tokens=CONTEXT, turns=turns)

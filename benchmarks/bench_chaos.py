@@ -86,7 +86,7 @@ def weight_sets(folder: Path) -> list[dict[str, torch.Tensor]]:
 def run(folder: Path, replicas: int, requests: int, kills: int, callers: int, seed: int) -> Found:
     """The fleet, its load, its weights and its enemy."""
     from verl_server import VerlEngine
-    from verl_server.rollout.health import Recovery
+    from verl_server.rollout.health import RecoveryConfig
     from verl_server.rollout.manager import RolloutManager
 
     found, rng = Found(), random.Random(seed)
@@ -97,7 +97,7 @@ def run(folder: Path, replicas: int, requests: int, kills: int, callers: int, se
     with one_rank_mesh() as mesh:
         torch.set_num_threads(1)
         started = time.monotonic()
-        recovery = Recovery(wedged_s=20.0, max_restarts=kills + 1)
+        recovery = RecoveryConfig(stall_timeout_s=20.0, max_restarts=kills + 1)
         fleet = RolloutManager(
             1, model_path=str(folder), recovery=recovery, router_process=True, on_event=found.events.append, **SERVER
         )  # fmt: skip
@@ -172,7 +172,7 @@ def _push(engine: Any, sets: list[dict[str, torch.Tensor]], found: Found, stop: 
 
 async def _ask(fleet: Any, found: Found, requests: int, callers: int, seed: int, enemy: threading.Thread) -> None:
     """`requests` samples, and more as long as the enemy has not finished."""
-    from verl_server.rollout.client import RouterClient
+    from verl_server.router.client import RouterClient
 
     numbers = iter(range(10**9))
 

@@ -46,18 +46,18 @@ TURNS = 8
 
 
 @dataclass
-class Load:
+class ReplicaLoad:
     """One burst: requests a second, and the milliseconds of each request."""
 
     rate: float
     latencies_ms: list[float] = field(default_factory=list)
 
 
-async def burst(urls: Sequence[str], in_flight: int, requests: int) -> Load:
+async def burst(urls: Sequence[str], in_flight: int, requests: int) -> ReplicaLoad:
     """`requests` requests by `in_flight` callers."""
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     left = iter(range(requests))
-    found = Load(0.0)
+    found = ReplicaLoad(0.0)
 
     async def caller(session: aiohttp.ClientSession, url: str, number: int) -> None:
         for index in left:
@@ -167,7 +167,7 @@ def measure(rounds: int, requests: dict[int, int], count: int, scratch: Path) ->
     from verl_server.tiny import make_model
 
     folder = str(make_model(scratch / "model", "qwen3"))
-    bursts: dict[str, dict[str, list[Load]]] = {}
+    bursts: dict[str, dict[str, list[ReplicaLoad]]] = {}
     with ExitStack() as stack:
         servers = [stack.enter_context(HttpServerEngineAdapter(model_path=folder, **SERVER)) for _ in range(2)]
         urls = [one.base_url for one in servers]
@@ -176,7 +176,7 @@ def measure(rounds: int, requests: dict[int, int], count: int, scratch: Path) ->
         for in_flight, number in requests.items():
             for targets in ways.values():
                 asyncio.run(burst(targets, in_flight, number // 4 + 1))
-            found: dict[str, list[Load]] = {way: [] for way in ways}
+            found: dict[str, list[ReplicaLoad]] = {way: [] for way in ways}
             for turn in range(rounds):
                 order = list(ways)
                 for way in [*order[turn % 3 :], *order[: turn % 3]]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from verl_server.adapter.warden import remove_shared_memory, shared_memory_of
+from verl_server.server.warden import remove_shared_memory, shared_memory_of
 
 POLL_S = 0.05
 READY_LIMIT_S = 600.0

@@ -25,12 +25,12 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from verl_server import VerlEngine
-from verl_server.agent.rollout import Budget
+from verl_server.agent.episode import Budget
 from verl_server.agent.runner import Group, RolloutRunner
 from verl_server.demo import grpo, policy
 from verl_server.rollout import RolloutManager
 from verl_server.tiny import Architecture, make_config
-from verl_server.trajectory.batch import to_batch
+from verl_server.trajectory.batches import to_batch
 from verl_server.trajectory.rendering import Renderer
 
 RANKS, REPLICAS = 2, 2

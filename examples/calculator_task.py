@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_server.agent.episode import Task, Turn
 from verl_server.agent.loops import ToolAgentLoop
-from verl_server.agent.rollout import Task, Turn
 from verl_server.agent.runner import Sample
 from verl_server.agent.tools import ToolCall, ToolResult
 

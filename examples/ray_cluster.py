@@ -1,6 +1,6 @@
 """Ray: replicas as actors on a cluster of two nodes (two raylets of this machine), found by name by a second job.
 
-On a real cluster leave `Cluster` out: `RayPlace(address="auto")`.
+On a real cluster leave `Cluster` out: `RayLauncher(address="auto")`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from training import trainer
 
 from verl_server import VerlEngine
 from verl_server.rollout import RolloutManager
-from verl_server.rollout.client import RouterClient
-from verl_server.rollout.ray_place import RayPlace, discover
+from verl_server.rollout.ray_launcher import RayLauncher, discover
+from verl_server.router.client import RouterClient
 
 STORE = 80 << 20
 PARAMS = {"max_new_tokens": 8, "temperature": 0.0}
@@ -45,7 +45,7 @@ def main() -> None:
             fleet = RolloutManager(
                 2,
                 mode="standalone",
-                place=RayPlace(cluster.address),
+                launcher=RayLauncher(cluster.address),
                 model_path=training.model_path,
                 dtype="float32",
                 max_total_tokens=65536,

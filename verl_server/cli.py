@@ -115,7 +115,7 @@ def router(
     replicas want (the same when left out). Without a key for callers a random one is made.
     """
     from verl_server.config import RemoteServer
-    from verl_server.rollout.serve import serve
+    from verl_server.router.static_main import serve
 
     if not replica:
         raise BadInputError("name at least one replica: --replica http://127.0.0.1:30000")

@@ -26,9 +26,9 @@ from helpers import (
 )
 
 from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, PauseMode
-from verl_server.adapter.launch import launch
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, NotReadyError, PeerError, ServerError
+from verl_server.server.launch import launch
 
 LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
 

@@ -19,15 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from verl_server.agent.episode import Budget, Rollout, Task, Turn, generate_of, images_of
 from verl_server.agent.loops import AgentLoop, InterleavedLoop, SingleTurnLoop, ToolAgentLoop, loop_named, register
-from verl_server.agent.rollout import Budget, Rollout, Task, Turn, generate_of, images_of
 from verl_server.agent.runner import RolloutRunner, Sample
 from verl_server.agent.tools import FunctionTool, Toolbox, ToolCall, ToolResult, hermes_calls
 from verl_server.errors import BadInputError, ServerBusyError
-from verl_server.trajectory.batch import to_batch
-from verl_server.trajectory.drift import drifts
+from verl_server.trajectory.batches import to_batch
+from verl_server.trajectory.divergence import drifts
 from verl_server.trajectory.graph import ForkReason, Session
-from verl_server.trajectory.record import Recorder, file_of, read, recorded
+from verl_server.trajectory.recorder import Recorder, file_of, read, recorded
 from verl_server.trajectory.rendering import Renderer
 
 CALL = r'<tool_call>\{"name": "add", "arguments": \{"a": [0-9], "b": [0-9]\}\}</tool_call>'
@@ -542,7 +542,7 @@ import asyncio, sys
 from transformers import AutoTokenizer
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.agent.loops import ToolAgentLoop
-from verl_server.agent.rollout import Budget, Task, generate_of
+from verl_server.agent.episode import Budget, Task, generate_of
 from verl_server.agent.runner import RolloutRunner
 from verl_server.trajectory.rendering import Renderer
 

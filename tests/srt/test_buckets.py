@@ -22,7 +22,7 @@ from verl_server.errors import BadInputError, TornWeightsError, UnsupportedError
 from verl_server.types import TensorSpec
 from verl_server.weights import buckets
 from verl_server.weights.buckets import Reader, Writer
-from verl_server.weights.lane import COUNT, Lane, plan_lane
+from verl_server.weights.double_buffer import COUNT, DoubleBuffer, plan_double_buffer
 from verl_server.weights.layout import nbytes
 from verl_server.weights.transports import end_of
 
@@ -62,9 +62,9 @@ def test_what_goes_in_comes_out_whoever_is_faster(
         name: torch.randint(0, 100, spec.shape, generator=generator).to(getattr(torch, spec.dtype))
         for name, spec in specs.items()
     }
-    layout = plan_lane(specs, None, on_host=True)
-    lane = Lane.create(layout)
-    other = Lane.open(lane.path, layout)
+    layout = plan_double_buffer(specs, None, on_host=True)
+    lane = DoubleBuffer.create(layout)
+    other = DoubleBuffer.open(lane.path, layout)
 
     def write(index: int) -> None:
         writer = Writer(lane, number, index, index == 0, range(readers), nothing)
@@ -94,7 +94,7 @@ def test_staging_keeps_its_limit(given_specs: list[Any], pages: int) -> None:
     specs = {f"t{i}": TensorSpec(shape, dtype) for i, (shape, dtype) in enumerate(given_specs)}
     limit = pages * 4096
     try:
-        layout = plan_lane(specs, limit, on_host=True)
+        layout = plan_double_buffer(specs, limit, on_host=True)
     except BadInputError:
         assert COUNT * max(nbytes(spec) for spec in specs.values()) > limit - COUNT * 4096
     else:
@@ -107,7 +107,7 @@ class Passing:
 
     def __init__(self, tensors: int = 30) -> None:
         self.specs = {f"t{i}": TensorSpec((1024,), "float32") for i in range(tensors)}
-        self.lane = Lane.create(plan_lane(self.specs, 2 * 5 * 4096, on_host=True))
+        self.lane = DoubleBuffer.create(plan_double_buffer(self.specs, 2 * 5 * 4096, on_host=True))
         self._thread = threading.Thread(target=self._write)
         self._thread.start()
 
@@ -166,7 +166,7 @@ def test_a_model_that_keeps_everything_is_an_error(monkeypatch: pytest.MonkeyPat
 
 def test_waiting_ends_when_the_other_side_fails_or_is_late() -> None:
     specs = {"t": TensorSpec((1024,), "float32")}
-    lane = Lane.create(plan_lane(specs, None, on_host=True))
+    lane = DoubleBuffer.create(plan_double_buffer(specs, None, on_host=True))
     with pytest.raises(VerlServerError, match="bucket 0 was not filled by the trainer in time"):
         next(Reader(lane, 1, 0, 1, nothing, time.monotonic() + 0.05).tensors())
     lane.turns(1).fail("é" * 5000)
@@ -183,7 +183,7 @@ def test_waiting_ends_when_the_other_side_fails_or_is_late() -> None:
 def test_gpu_buckets_without_a_gpu_are_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    layout = plan_lane({"t": TensorSpec((4,), "float32")}, None, on_host=False)
+    layout = plan_double_buffer({"t": TensorSpec((4,), "float32")}, None, on_host=False)
     with pytest.raises(UnsupportedError, match="'cuda_ipc' needs an NVIDIA GPU"):
         end_of("cuda_ipc", "Stream").create(layout)
 

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 from helpers import MARK, marked_processes, wait_until
 
-from verl_server.adapter.warden import shared_memory_of
 from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY, parse_server_args
 from verl_server.errors import BadInputError
+from verl_server.server.warden import shared_memory_of
 
 COMMAND = [sys.executable, "-m", "verl_server.cli"]
 KEYS = {API_KEY: "the-users-key", ADMIN_API_KEY: "the-admins-key"}

@@ -28,15 +28,14 @@ from helpers import (
 
 from verl_server import VerlEngine
 from verl_server.errors import BadInputError, DeadlineError, NotReadyError, ServerBusyError, ServerError
-from verl_server.rollout import router_process
-from verl_server.rollout.client import RouterClient
-from verl_server.rollout.health import Recovery, ReplicaState
+from verl_server.rollout.health import RecoveryConfig, ReplicaState
 from verl_server.rollout.manager import RolloutManager
+from verl_server.router.client import RouterClient
 
 pytestmark = pytest.mark.timeout(900)
 
 LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
-RECOVERY = Recovery(wedged_s=3.0)
+RECOVERY = RecoveryConfig(stall_timeout_s=3.0)
 #: A start takes ten seconds, and minutes on a machine that has other work. Nothing here is timed.
 RESTART_S = 250.0
 
@@ -240,7 +239,7 @@ def test_a_wedged_scheduler_is_replaced(engine: Any, fleet: Any, events: list[An
     assert reply["meta_info"]["attempts"] == 2
     seen = [event["after"] for event in events]
     assert seen[:2] == ["suspect", "dead"]
-    assert events[1]["time"] - stopped[0] < RECOVERY.wedged_s + 5.0
+    assert events[1]["time"] - stopped[0] < RECOVERY.stall_timeout_s + 5.0
     assert "no progress" in events[1]["error"]
     wait_until(lambda: healthy(fleet) == 2, RESTART_S, f"not healthy: {states(fleet)}")
 
@@ -254,7 +253,7 @@ def test_a_paused_fleet_is_not_sick(fleet: Any, events: list[Any]) -> None:
             await asyncio.sleep(0.005)
         for one in fleet.replicas:
             await asyncio.to_thread(one.adapter.pause_generation, "retract")
-        await asyncio.sleep(RECOVERY.wedged_s + 2.0)
+        await asyncio.sleep(RECOVERY.stall_timeout_s + 2.0)
         for one in fleet.replicas:
             await asyncio.to_thread(one.adapter.continue_generation)
         return await asking
@@ -316,7 +315,7 @@ def test_replicas_come_and_go_under_load(engine: Any, fleet: Any) -> None:
 
 
 def seen_requests(fleet: RolloutManager) -> int:
-    return sum(fleet._planes.seen(one.name).requests for one in fleet.replicas)
+    return sum(fleet._targets.seen(one.name).requests for one in fleet.replicas)
 
 
 async def until_requests(fleet: RolloutManager, count: int) -> None:
@@ -365,7 +364,7 @@ def test_the_router_process_answers_like_the_router(fleet: Any, engine: Any) -> 
         async with RouterClient(fleet.router_url, "wrong") as stranger:
             with pytest.raises(ServerError, match="the API key is missing or wrong"):
                 await stranger.generate(input_ids=[3], sampling_params=GREEDY)
-        async with RouterClient("http://127.0.0.1:1", None, patience_s=0.3) as nobody:
+        async with RouterClient("http://127.0.0.1:1", None, reconnect_timeout_s=0.3) as nobody:
             with pytest.raises(ServerError, match="cannot be reached"):
                 await nobody.generate(input_ids=[3], sampling_params=GREEDY)
 
@@ -379,7 +378,7 @@ def test_what_accepts_and_closes_is_no_router() -> None:
         server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            async with RouterClient(f"http://127.0.0.1:{port}", None, patience_s=0.5) as client:
+            async with RouterClient(f"http://127.0.0.1:{port}", None, reconnect_timeout_s=0.5) as client:
                 with pytest.raises(ServerError, match="cannot be reached"):
                     await client.generate(input_ids=[3], sampling_params=GREEDY)
 

@@ -20,8 +20,6 @@ import pytest
 from helpers import GREEDY, MARK, all_at_once, marked_processes, no_new_shared_memory, wait_until
 
 from verl_server import HttpServerEngineAdapter
-from verl_server.adapter import warden
-from verl_server.adapter.warden import descendants, shared_memory_of
 from verl_server.config import AdapterConfig, Timeouts
 from verl_server.errors import (
     BadInputError,
@@ -31,6 +29,8 @@ from verl_server.errors import (
     StartupError,
     VerlServerError,
 )
+from verl_server.server import warden
+from verl_server.server.warden import descendants, shared_memory_of
 
 HERE = Path(__file__).parent
 

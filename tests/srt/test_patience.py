@@ -10,7 +10,7 @@ import pytest
 from helpers import no_new_shared_memory
 
 from verl_server.rollout import RolloutManager
-from verl_server.rollout.health import Recovery
+from verl_server.rollout.health import RecoveryConfig
 from verl_server.tiny import make_model
 
 pytestmark = pytest.mark.timeout(900)
@@ -32,7 +32,7 @@ def test_a_long_prefill_is_not_sick(tmp_path: Path) -> None:
             model_path=model,
             dtype="float32",
             max_total_tokens=40000,
-            recovery=Recovery(wedged_s=WEDGED_S),
+            recovery=RecoveryConfig(stall_timeout_s=WEDGED_S),
             on_event=events.append,
         ) as fleet,
     ):

@@ -24,7 +24,7 @@ import requests
 import torch
 from helpers import all_at_once
 
-from verl_server.adapter.warden import remove_shared_memory, shared_memory_of
+from verl_server.server.warden import remove_shared_memory, shared_memory_of
 from verl_server.tiny import make_model
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is present")

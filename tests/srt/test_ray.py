@@ -39,25 +39,25 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture
-def place(address: str) -> Any:
+def launcher(address: str) -> Any:
     """Its fleet closes it."""
-    from verl_server.rollout.ray_place import RayPlace
+    from verl_server.rollout.ray_launcher import RayLauncher
 
-    return RayPlace(address)
+    return RayLauncher(address)
 
 
 def healthy(fleet: Any) -> int:
     return sum(one.state is ReplicaState.HEALTHY for one in fleet.replicas)
 
 
-def test_replicas_are_actors(place: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
+def test_replicas_are_actors(launcher: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
     """They are found by name, come back when their actor is killed, and leave nothing."""
-    from verl_server.rollout.ray_place import discover
+    from verl_server.rollout.ray_launcher import discover
 
     folder = str(tiny("qwen3"))
     model = reference_model(folder)
     with no_new_shared_memory():
-        fleet: Any = RolloutManager(2, place=place, model_path=folder, **SERVER)
+        fleet: Any = RolloutManager(2, launcher=launcher, model_path=folder, **SERVER)
         with VerlEngine(one_rank, fleet=fleet, model_path=folder, dtype="float32") as engine:
             change_weights(model, seed=6)
             engine.update_weights_from_tensor(model.state_dict().items())
@@ -85,10 +85,10 @@ def test_replicas_are_actors(place: Any, one_rank: Any, tiny: Callable[..., Path
     assert not ray.is_initialized()
 
 
-def test_a_replica_on_two_nodes(place: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
+def test_a_replica_on_two_nodes(launcher: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
     folder = str(tiny("qwen3"))
     model = reference_model(folder)
-    fleet = RolloutManager(1, place=place, mode="standalone", model_path=folder, tp_size=2, nnodes=2, **SERVER)
+    fleet = RolloutManager(1, launcher=launcher, mode="standalone", model_path=folder, tp_size=2, nnodes=2, **SERVER)
     with VerlEngine(one_rank, fleet=fleet, model_path=folder, dtype="float32") as engine:
         actors = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
         assert sorted(actors) == ["verl_server_0_0", "verl_server_0_1"]
@@ -97,7 +97,7 @@ def test_a_replica_on_two_nodes(place: Any, one_rank: Any, tiny: Callable[..., P
         assert_equals_reference(engine, model)
 
 
-def test_what_does_not_fit_is_refused(place: Any, tiny: Callable[..., Path]) -> None:
+def test_what_does_not_fit_is_refused(launcher: Any, tiny: Callable[..., Path]) -> None:
     cases: list[tuple[int, dict[str, Any], str]] = [
         (1, {"tp_size": 3, "nnodes": 3}, "the cluster has 2"),
         (1, {"tp_size": 4}, "one replica takes 4 of CPU on a node; the largest node has 2"),
@@ -105,5 +105,5 @@ def test_what_does_not_fit_is_refused(place: Any, tiny: Callable[..., Path]) -> 
     ]
     for replicas, sizes, words in cases:
         with pytest.raises(BadInputError, match=words):
-            RolloutManager(replicas, place=place, model_path=str(tiny("qwen3")), **sizes)
-    place.close()
+            RolloutManager(replicas, launcher=launcher, model_path=str(tiny("qwen3")), **sizes)
+    launcher.close()

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, UnsupportedError
-from verl_server.rollout.health import Observation, Recovery, ReplicaState, judged, restart_after
+from verl_server.rollout.health import Observation, RecoveryConfig, ReplicaState, judged, restart_after
 from verl_server.rollout.modes import RolloutMode, mode_of, server_args_for
-from verl_server.rollout.planes import Mailbox, Seen, Standing, merged
-from verl_server.rollout.sample import Sample, spans_of
-from verl_server.rollout.shape import require_room, shape_of
-from verl_server.rollout.strategies import Limits, Load, Need, choose, require_place_in_queue, suitable
+from verl_server.rollout.parallel_config import parallel_config_of, require_room
+from verl_server.router.policy import Limits, ReplicaLoad, VersionRequirement, choose, require_place_in_queue, suitable
+from verl_server.router.resumable_generation import ResumableGeneration, spans_of
+from verl_server.router.targets import ReplicaStats, ReplicaStatus, StatusQueue, merged
 
 LIMITS = Limits(requests=4, overload=1.5)
 
@@ -40,7 +40,9 @@ STOP = {"type": "stop", "matched": 2}
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=40), st.lists(st.integers(1, 10), max_size=6))
 def test_a_sample_cut_anywhere_is_the_same_sample(tokens: list[int], cuts: list[int]) -> None:
     """However often it is interrupted: the same tokens, logprobs and lengths, each token from its own weights."""
-    sample = Sample({"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 40, "min_new_tokens": 5}})
+    sample = ResumableGeneration(
+        {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 40, "min_new_tokens": 5}}
+    )
     at = 0
     for number, cut in enumerate(cuts):
         body = sample.begin()
@@ -67,7 +69,7 @@ def test_a_sample_cut_anywhere_is_the_same_sample(tokens: list[int], cuts: list[
 
 def test_tokens_of_uncertain_weights_are_made_again() -> None:
     """New weights came while it ran, and its server was lost after that: what came between two words may be of both."""
-    sample = Sample({"input_ids": [1], "sampling_params": {"max_new_tokens": 9}})
+    sample = ResumableGeneration({"input_ids": [1], "sampling_params": {"max_new_tokens": 9}})
     sample.begin()
     for count, version in ((1, "4"), (3, "4"), (6, "5"), (7, "5")):
         sample.arrived(event(list(range(count)), version))
@@ -84,7 +86,7 @@ def test_tokens_of_uncertain_weights_are_made_again() -> None:
 
 
 def test_a_sample_that_has_all_its_tokens_is_done() -> None:
-    sample = Sample({"input_ids": [1], "sampling_params": {"max_new_tokens": 3}})
+    sample = ResumableGeneration({"input_ids": [1], "sampling_params": {"max_new_tokens": 3}})
     sample.begin()
     sample.arrived(event([5, 6, 7], "1"))
     sample.interrupted()
@@ -96,7 +98,7 @@ def test_a_sample_that_has_all_its_tokens_is_done() -> None:
     "params", [{"regex": "a+"}, {"json_schema": "{}"}, {"stop": ["x"]}, {"frequency_penalty": 0.5}]
 )
 def test_what_cannot_be_taken_up_begins_again(params: dict[str, Any]) -> None:
-    sample = Sample({"input_ids": [1], "sampling_params": params})
+    sample = ResumableGeneration({"input_ids": [1], "sampling_params": params})
     sample.begin()
     sample.arrived(event([5, 6], "1"))
     sample.interrupted()
@@ -105,7 +107,7 @@ def test_what_cannot_be_taken_up_begins_again(params: dict[str, Any]) -> None:
 
 
 def test_an_aborted_sample_is_partial() -> None:
-    sample = Sample({"input_ids": [1], "sampling_params": {"max_new_tokens": 9}})
+    sample = ResumableGeneration({"input_ids": [1], "sampling_params": {"max_new_tokens": 9}})
     sample.begin()
     sample.arrived(event([5, 6], "1", {"type": "abort"}))
     assert sample.is_partial
@@ -120,16 +122,16 @@ def test_spans_of_equal_weights_are_one() -> None:
 
 def test_one_prompt_only() -> None:
     with pytest.raises(BadInputError, match="one prompt"):
-        Sample({"input_ids": [[1], [2]]})
+        ResumableGeneration({"input_ids": [[1], [2]]})
     with pytest.raises(BadInputError, match="n=1"):
-        Sample({"input_ids": [1], "sampling_params": {"n": 2}})
+        ResumableGeneration({"input_ids": [1], "sampling_params": {"n": 2}})
     with pytest.raises(BadInputError, match="one sampling_params"):
-        Sample({"input_ids": [1], "sampling_params": [{}]})
+        ResumableGeneration({"input_ids": [1], "sampling_params": [{}]})
 
 
 LOADS = st.lists(
     st.builds(
-        Load,
+        ReplicaLoad,
         name=st.sampled_from(list("abcdef")),
         tokens=st.integers(0, 5000),
         requests=st.integers(0, 6),
@@ -147,9 +149,9 @@ VERSIONS = st.none() | st.integers(0, 4)
 
 @given(LOADS, VERSIONS, VERSIONS, st.none() | st.sampled_from("abcdef"), st.integers(0, 500))
 def test_a_request_goes_only_where_it_may(
-    loads: list[Load], exact: int | None, least: int | None, sticky: str | None, size: int
+    loads: list[ReplicaLoad], exact: int | None, least: int | None, sticky: str | None, size: int
 ) -> None:
-    need = Need(exact, least)
+    need = VersionRequirement(exact, least)
     able = [load for load in loads if load.admitted and need.is_met_by(load.version)]
     if not able:
         with pytest.raises(NotReadyError):
@@ -167,14 +169,16 @@ def test_a_request_goes_only_where_it_may(
 
 def test_a_session_stays_until_its_replica_has_far_more_than_its_share() -> None:
     def at(tokens: int, elsewhere: int = 0) -> str | None:
-        return choose([Load("a", tokens, 1, 0), Load("b", elsewhere, 0, 0)], Need(), "a", 200, LIMITS)
+        return choose(
+            [ReplicaLoad("a", tokens, 1, 0), ReplicaLoad("b", elsewhere, 0, 0)], VersionRequirement(), "a", 200, LIMITS
+        )
 
     assert at(150) == "a", "moving costs a prefill of 200"
     assert at(250) == "b"
     assert at(3000, 2700) == "a", "that is no more than its share"
-    full = [Load("a", 10, 4, 0), Load("b", 500, 1, 0)]
-    assert choose(full, Need(), "a", 50, LIMITS) == "b"
-    assert choose([Load("a", 10, 4, 0)], Need(), None, 50, LIMITS) is None
+    full = [ReplicaLoad("a", 10, 4, 0), ReplicaLoad("b", 500, 1, 0)]
+    assert choose(full, VersionRequirement(), "a", 50, LIMITS) == "b"
+    assert choose([ReplicaLoad("a", 10, 4, 0)], VersionRequirement(), None, 50, LIMITS) is None
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
@@ -188,8 +192,8 @@ def test_skewed_sessions_leave_nobody_with_far_more_than_his_share(replicas: int
     worst: list[float] = []
     for _ in range(4000):
         session = rng.randrange(64)
-        loads = [Load(name, held, 0, 0) for name, held in tokens.items()]
-        name = choose(loads, Need(), at.get(session), lengths[session], LIMITS)
+        loads = [ReplicaLoad(name, held, 0, 0) for name, held in tokens.items()]
+        name = choose(loads, VersionRequirement(), at.get(session), lengths[session], LIMITS)
         assert name is not None
         at[session] = name
         tokens[name] += lengths[session]
@@ -204,7 +208,7 @@ def test_skewed_sessions_leave_nobody_with_far_more_than_his_share(replicas: int
 @pytest.mark.parametrize("bad", [-1, "2", 1.5, True])
 def test_versions_are_whole_numbers(bad: Any) -> None:
     with pytest.raises(BadInputError, match="weight_version must be a whole number"):
-        Need(weight_version=bad)
+        VersionRequirement(weight_version=bad)
 
 
 def test_a_full_queue_pushes_back() -> None:
@@ -213,7 +217,9 @@ def test_a_full_queue_pushes_back() -> None:
         require_place_in_queue(10, 10)
 
 
-RECOVERY = Recovery(wedged_s=10.0, busy_s=100.0, backoff_s=1.0, max_backoff_s=5.0, max_restarts=4, window_s=60.0)
+RECOVERY = RecoveryConfig(
+    stall_timeout_s=10.0, hard_stall_timeout_s=100.0, backoff_s=1.0, max_backoff_s=5.0, max_restarts=4, window_s=60.0
+)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +248,8 @@ def test_restarts_back_off_and_end() -> None:
         waits.append(restart_after(deaths, float(now), RECOVERY))
     assert waits == [0.0, 1.0, 2.0, 4.0, None, None]
     assert restart_after(deaths, 1000.0, RECOVERY) == 0.0, "long ago is forgotten"
-    with pytest.raises(BadInputError, match="wedged_s"):
-        Recovery(wedged_s=0)
+    with pytest.raises(BadInputError, match="stall_timeout_s"):
+        RecoveryConfig(stall_timeout_s=0)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +263,7 @@ def test_restarts_back_off_and_end() -> None:
     ],
 )
 def test_shapes(args: dict[str, Any], devices: int) -> None:
-    shape = shape_of(args, takes_weights=True)
+    shape = parallel_config_of(args, takes_weights=True)
     assert shape.devices == devices
     assert shape.devices_per_node * shape.nnodes == devices
     require_room(shape, 3, 3 * devices)
@@ -267,7 +273,7 @@ def test_shapes(args: dict[str, Any], devices: int) -> None:
 
 def test_shapes_of_fixed_weights() -> None:
     """Who takes no weights may have stages and copies."""
-    assert shape_of({"tp_size": 2, "pp_size": 2, "dp_size": 3}, takes_weights=False).devices == 12
+    assert parallel_config_of({"tp_size": 2, "pp_size": 2, "dp_size": 3}, takes_weights=False).devices == 12
 
 
 @pytest.mark.parametrize(
@@ -286,7 +292,7 @@ def test_shapes_of_fixed_weights() -> None:
 )
 def test_impossible_shapes(args: dict[str, Any], words: str) -> None:
     with pytest.raises((BadInputError, UnsupportedError), match=words):
-        shape_of(args, takes_weights=True)
+        parallel_config_of(args, takes_weights=True)
 
 
 def test_modes() -> None:
@@ -298,16 +304,18 @@ def test_modes() -> None:
 
 
 def test_progress_anywhere_is_progress() -> None:
-    assert merged([Seen(2, 10.0, True), Seen(1, 30.0, True), Seen(0, 0.0, True), None]) == Seen(3, 30.0, True)
-    assert not merged([Seen(0, 0.0, True), Seen(0, 0.0, False)]).admitted
-    assert merged([None]) == Seen(0, 0.0, True)
+    assert merged(
+        [ReplicaStats(2, 10.0, True), ReplicaStats(1, 30.0, True), ReplicaStats(0, 0.0, True), None]
+    ) == ReplicaStats(3, 30.0, True)
+    assert not merged([ReplicaStats(0, 0.0, True), ReplicaStats(0, 0.0, False)]).admitted
+    assert merged([None]) == ReplicaStats(0, 0.0, True)
 
 
 def test_a_mailbox_keeps_the_latest() -> None:
-    def standing(name: str, version: int, gone: bool = False) -> Standing:
-        return Standing(name, None, version, admitted=True, suspect=False, expected=True, gone=gone)
+    def standing(name: str, version: int, gone: bool = False) -> ReplicaStatus:
+        return ReplicaStatus(name, None, version, admitted=True, suspect=False, expected=True, gone=gone)
 
-    mailbox = Mailbox()
+    mailbox = StatusQueue()
     for version in range(3):
         mailbox.put(standing("a", version))
     mailbox.put(standing("b", 7))

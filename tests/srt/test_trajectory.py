@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_server.errors import BadInputError, ServerBusyError
-from verl_server.trajectory.batch import to_batch, to_packed, to_tree
-from verl_server.trajectory.drift import drifts
+from verl_server.trajectory.batches import to_batch, to_packed, to_tree
+from verl_server.trajectory.divergence import drifts
 from verl_server.trajectory.graph import ForkReason, Session, Span
-from verl_server.trajectory.record import Recorder, file_of, parse, read, recorded
+from verl_server.trajectory.recorder import Recorder, file_of, parse, read, recorded
 
 TURN = st.tuples(st.booleans(), st.lists(st.integers(0, 300), max_size=5), st.integers(0, 3))
 
@@ -140,7 +140,7 @@ def test_a_damaged_record_is_told(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from verl_server.trajectory.record import Recorder
+from verl_server.trajectory.recorder import Recorder
 with Recorder(sys.argv[1], "s") as recorder:
     for number in range(10**6):
         recorder.add(number - 1 if number else None, [number], sampled=False)

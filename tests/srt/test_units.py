@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 
 import verl_server
 from verl_server import errors
-from verl_server.adapter.ports import PortReservation, authority
-from verl_server.adapter.warden import Log
-from verl_server.engine.channel import admit, join
-from verl_server.engine.placement import place
-from verl_server.engine.stage import require_finite
+from verl_server.ranks.channel import admit, join
+from verl_server.ranks.placement import place
+from verl_server.server.ports import PortReservation, authority
+from verl_server.server.warden import Log
 from verl_server.types import Member, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.checksum import checksum_of
@@ -38,6 +37,7 @@ from verl_server.weights.names import unfused, unfused_spec
 from verl_server.weights.transports import patches, shared_memory
 from verl_server.weights.transports.base import Settings, Update
 from verl_server.weights.transports.group import Members, chunks, parcels
+from verl_server.weights.update.shard_writer import require_finite
 
 PACKAGE = Path(verl_server.__file__).parent
 #: Rooms from top to bottom; imports go down only (ARCHITECTURE.md).
@@ -47,12 +47,17 @@ ROOMS = [
     "demo",
     "doctor",
     "gateway",
+    "integrations",
+    "ray",
     "agent",
     "trajectory",
     "rollout",
+    "router",
     "engine",
     "weights",
+    "ranks",
     "adapter",
+    "server",
     "platforms",
 ]
 VOCABULARY = ["types", "config", "errors"]

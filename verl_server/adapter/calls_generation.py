@@ -53,7 +53,7 @@ class GenerationCalls(InformationCalls):
         body = await self._generate_body(prompt, sampling_params, input_ids, rid, False, given)
         self._in_flight += 1
         try:
-            return await self._link.call(api.GENERATE, body)
+            return await self._http.call(api.GENERATE, body)
         finally:
             self._in_flight -= 1
 
@@ -73,7 +73,7 @@ class GenerationCalls(InformationCalls):
         body = await self._generate_body(prompt, sampling_params, input_ids, rid, True, fields)
         self._in_flight += 1
         try:
-            async for event in self._link.stream(api.GENERATE, body):
+            async for event in self._http.stream(api.GENERATE, body):
                 yield event
         finally:
             self._in_flight -= 1
@@ -112,24 +112,24 @@ class GenerationCalls(InformationCalls):
 
     async def abort_request(self, rid: str | None = None, abort_all: bool = False) -> None:
         """End requests whose id *begins* with `rid` (SGLang matches prefixes), or all."""
-        await self._link.call(api.ABORT, api.abort_payload(rid, abort_all))
+        await self._http.call(api.ABORT, api.abort_payload(rid, abort_all))
 
     async def pause_generation(self, mode: str = PauseMode.ABORT) -> None:
         """Hold generation; new requests wait. See `PauseMode`."""
-        await self._link.call(api.PAUSE, api.pause_payload(mode))
+        await self._http.call(api.PAUSE, api.pause_payload(mode))
         self._paused = True
 
     async def continue_generation(self) -> None:
         """Go on after `pause_generation`. Refused (NotReadyError) while memory is released."""
         if self._asleep:
             raise NotReadyError(f"cannot continue while {sorted(self._asleep)} is released", url=self.base_url)
-        await self._link.call(api.CONTINUE, {})
+        await self._http.call(api.CONTINUE, {})
         self._paused = False
 
     async def flush_cache(self) -> None:
         """Forget the prefix cache. Raises ServerBusyError when requests run that are not paused."""
         try:
-            await self._link.call(api.FLUSH, {})
+            await self._http.call(api.FLUSH, {})
         except BadInputError as error:
             raise ServerBusyError(
                 f"the cache of {self.base_url} was not flushed because requests are running: {error.message}",

@@ -33,16 +33,16 @@ class MemoryCalls(GenerationCalls):
                     f"{running} requests run on {self.base_url}: wait for them or abort them, then release",
                     url=self.base_url,
                 )
-            await self._link.call(api.PAUSE, api.pause_payload(PauseMode.RETRACT))
+            await self._http.call(api.PAUSE, api.pause_payload(PauseMode.RETRACT))
         before = frozenset(self._asleep)
         self._asleep.update(wanted)
         try:
-            await self._link.call(api.RELEASE_MEMORY, {"tags": wanted})
+            await self._http.call(api.RELEASE_MEMORY, {"tags": wanted})
         except (ServerError, BadInputError) as error:
             if "status" in error.details:  # an answer, so a refusal: nothing was released, go on as before
                 self._asleep = set(before)
                 if not before and not self._paused:
-                    await self._link.call(api.CONTINUE, {})
+                    await self._http.call(api.CONTINUE, {})
             raise
 
     @property
@@ -56,9 +56,9 @@ class MemoryCalls(GenerationCalls):
         missing = set(wanted) - self._asleep
         if missing or not wanted:
             raise BadInputError(f"{sorted(missing) or 'nothing'} is released; released: {sorted(self._asleep)}")
-        await self._link.call(api.RESUME_MEMORY, {"tags": wanted})
+        await self._http.call(api.RESUME_MEMORY, {"tags": wanted})
         self._asleep.difference_update(wanted)
         if not self._asleep:
-            await self._link.call(api.FLUSH, {})
+            await self._http.call(api.FLUSH, {})
             if not self._paused:
-                await self._link.call(api.CONTINUE, {})
+                await self._http.call(api.CONTINUE, {})

@@ -23,17 +23,17 @@ class WeightCalls(InformationCalls):
         if not (await self.capabilities()).update_sessions:
             return
         try:
-            await self._link.call(api.BEGIN_UPDATE, {})
+            await self._http.call(api.BEGIN_UPDATE, {})
         except VerlServerError as error:
             if "already open" not in error.message:
                 raise
-            await self._link.call(api.END_UPDATE, {})
-            await self._link.call(api.BEGIN_UPDATE, {})
+            await self._http.call(api.END_UPDATE, {})
+            await self._http.call(api.BEGIN_UPDATE, {})
 
     async def end_weight_update(self) -> None:
         """Close the session; the server then finishes quantized layers."""
         if (await self.capabilities()).update_sessions:
-            await self._link.call(api.END_UPDATE, {})
+            await self._http.call(api.END_UPDATE, {})
 
     async def update_weights_from_tensor(
         self,
@@ -123,7 +123,7 @@ class WeightCalls(InformationCalls):
     async def update_weight_version(self, version: str, abort_all_requests: bool = False) -> None:
         """Name the weights that are served now."""
         body = {"new_version": str(version), "abort_all_requests": abort_all_requests}
-        await self._link.call(api.WEIGHT_VERSION, body)
+        await self._http.call(api.WEIGHT_VERSION, body)
 
     async def weights_checker(self, action: str = "checksum") -> Json:
         """Hash (`checksum`), remember (`snapshot`) or compare the weights inside the server."""
@@ -136,5 +136,5 @@ class WeightCalls(InformationCalls):
         return self.server_args
 
     async def _weights_call(self, endpoint: api.Endpoint, body: Json) -> Json:
-        reply = await self._link.call(endpoint, body)
+        reply = await self._http.call(endpoint, body)
         return api.require_success(reply, self.base_url + endpoint.path)

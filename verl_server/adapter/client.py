@@ -8,13 +8,13 @@ from typing import Any, Self
 
 from verl_server.adapter.calls_lora import LoraCalls
 from verl_server.adapter.calls_memory import MemoryCalls
-from verl_server.adapter.ending import Exit, Supervisor
-from verl_server.adapter.launch import launch
-from verl_server.adapter.link import Link
-from verl_server.adapter.process import GiveUp, Wardens, never, spawn_warden
-from verl_server.adapter.router import RouterRegistration
+from verl_server.adapter.http_client import HttpClient
+from verl_server.adapter.router_registration import RouterRegistration
 from verl_server.config import AdapterConfig
 from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError
+from verl_server.server.exit_status import ExitStatus, Supervisor
+from verl_server.server.launch import launch
+from verl_server.server.process import GiveUp, Wardens, never, spawn_warden
 
 
 class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
@@ -74,7 +74,7 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
         admin_api_key: str | None,
         process: Supervisor | None,
     ) -> None:
-        link = Link(
+        http = HttpClient(
             base_url,
             api_key=api_key,
             admin_api_key=admin_api_key,
@@ -82,7 +82,7 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
             repeats=config.repeats,
             death=self._death,
         )
-        self._start_calls(link)
+        self._start_calls(http)
         self.config = config
         self.api_key, self.admin_api_key = api_key, admin_api_key
         self.process = process
@@ -96,13 +96,13 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
             return None
         return self.process.died(self.base_url)
 
-    def _on_exit(self, _: Exit) -> None:
+    def _on_exit(self, _: ExitStatus) -> None:
         assert self.process is not None
         self.fail(ShutDownError("the adapter was shut down") if self._closed else self.process.died(self.base_url))
 
     def fail(self, error: VerlServerError) -> None:
         """Make every call in flight and every later call raise `error` (a peer's server died, say)."""
-        self._link.fail(error)
+        self._http.fail(error)
 
     # -- end ----------------------------------------------------------------------------------------
 
@@ -111,13 +111,13 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
         if not self._closed:
             self._closed = True
             self._registration.stop()
-            self._link.fail(ShutDownError(f"the adapter of {self.base_url} was shut down"))
+            self._http.fail(ShutDownError(f"the adapter of {self.base_url} was shut down"))
         if self.process is not None:
             self.process.stop(self.config.timeouts.stop_s)
 
     async def close_connections(self) -> None:
         """Close the connections of the running event loop; the server and other loops are not touched."""
-        await self._link.aclose()
+        await self._http.aclose()
 
     async def shutdown(self) -> None:
         """End the server (unless attached) and close the connections. Safe to call twice."""

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from verl_server.agent.rollout import EndedError, Rollout, Turn
+from verl_server.agent.episode import EndedError, Rollout, Turn
 from verl_server.agent.tools import Tool, Toolbox, ToolCall, ToolResult, hermes_call, hermes_calls, read
 from verl_server.errors import BadInputError, to_wire
 

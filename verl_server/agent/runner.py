@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_server.agent.episode import Budget, Generate, Rollout, Task
 from verl_server.agent.loops import AgentLoop
-from verl_server.agent.rollout import Budget, Generate, Rollout, Task
 from verl_server.agent.threads import in_thread
 from verl_server.errors import BadInputError, to_wire
 from verl_server.trajectory.graph import Session
-from verl_server.trajectory.record import Recorder, file_of, read
+from verl_server.trajectory.recorder import Recorder, file_of, read
 from verl_server.trajectory.rendering import Renderer
 
 Json = dict[str, Any]

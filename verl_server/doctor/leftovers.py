@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from verl_server.adapter.warden import SHM_DIR, SHM_NAMES, shared_memory_of
 from verl_server.doctor.finding import Finding, gib, ok, warn
+from verl_server.server.warden import SHM_DIR, SHM_NAMES, shared_memory_of
 
 #: File names shown at most.
 SHOWN = 8

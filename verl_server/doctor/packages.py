@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from verl_server.adapter.capabilities import TESTED_VERSIONS
+from verl_server.adapter.sglang.capabilities import TESTED_VERSIONS
 from verl_server.doctor.finding import Finding, fail, ok, warn
 
 MINIMUM_PYTHON = (3, 11)

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.adapter.launch import WEIGHT_LOADER
-from verl_server.adapter.process import GiveUp
 from verl_server.config import AdapterConfig, PauseMode
 from verl_server.errors import VerlServerError
+from verl_server.server.launch import WEIGHT_LOADER
+from verl_server.server.process import GiveUp
 from verl_server.types import Member
 from verl_server.weights.loader import payload
+from verl_server.weights.update.servers import ReplayFn, UpdatableServers
 
 Json = dict[str, Any]
 
 
-class Updatable(Protocol):
-    """What a weight update needs of the servers that it goes to. Calls raise `verl_server.errors`."""
-
-    @property
-    def members(self) -> Sequence[Member]:
-        """Those that the next attempt at an update goes to. Raises ServerDiedError when there is none."""
-
-    def hold(self, mode: PauseMode) -> None:
-        """Stop generating; `mode` says what becomes of requests in flight."""
-
-    def go_on(self) -> None: ...
-    def begin_weight_update(self) -> None: ...
-    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
-        """Make each member's TP ranks call the loader; `wires` has what it is told, by member."""
-
-    def end_weight_update(self) -> None: ...
-
-
-#: Loads what is published last into others.
-CatchUp = Callable[[Updatable], None]
-
-
-class Backend(Updatable, Protocol):
+class Backend(UpdatableServers, Protocol):
     """One or more inference engines, in servers or in this process."""
 
     @property
@@ -49,8 +28,8 @@ class Backend(Updatable, Protocol):
     def trainer_host(self) -> str:
         """This machine's address as they reach it."""
 
-    def published(self, version: int, whole: bool, catch_up: CatchUp | None) -> None:
-        """All members have verified that version, nothing goes on yet. `catch_up` brings others to it.
+    def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
+        """All members have verified that version, nothing goes on yet. `replay` brings others to it.
 
         `whole`: it had all parameters, so a member serves it whatever it had before.
         """
@@ -98,11 +77,11 @@ class ServerBackend:
     def flush_cache(self) -> None:
         self.adapter.flush_cache()
 
-    def hold(self, mode: PauseMode) -> None:
+    def pause(self, mode: PauseMode) -> None:
         if not self.asleep:
             self.adapter.pause_generation(mode)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         if not self.asleep:
             self.adapter.continue_generation()
 
@@ -116,7 +95,7 @@ class ServerBackend:
     def end_weight_update(self) -> None:
         self.adapter.end_weight_update()
 
-    def published(self, version: int, whole: bool, catch_up: CatchUp | None) -> None:
+    def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         """Nobody else is to catch up."""
 
     def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:

@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from verl_server.adapter import sglang as api
-from verl_server.adapter.launch import WEIGHT_LOADER
 from verl_server.adapter.model_files import read_model_config
-from verl_server.adapter.warden import descendants, remove_shared_memory, shared_memory_of
 from verl_server.config import PauseMode
-from verl_server.engine.backend import CatchUp
 from verl_server.errors import BadInputError, NotReadyError, ServerError, ShutDownError, StartupError, VerlServerError
+from verl_server.server.launch import WEIGHT_LOADER
+from verl_server.server.warden import descendants, remove_shared_memory, shared_memory_of
 from verl_server.types import Member
 from verl_server.weights.loader import named_tensors_of
+from verl_server.weights.update.servers import ReplayFn
 
 Json = dict[str, Any]
 R = TypeVar("R")
@@ -92,10 +92,10 @@ class InProcessBackend:
     def flush_cache(self) -> None:
         self._run(lambda: self._engine.flush_cache())
 
-    def hold(self, mode: PauseMode) -> None:
+    def pause(self, mode: PauseMode) -> None:
         """Nothing to hold: no other call can be under way."""
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """See `hold`."""
 
     def begin_weight_update(self) -> None:
@@ -116,7 +116,7 @@ class InProcessBackend:
         if self._sessions:
             self._run(lambda: _require(self._engine.end_weight_update()))
 
-    def published(self, version: int, whole: bool, catch_up: CatchUp | None) -> None:
+    def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         """Nobody else is to catch up."""
 
     def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:

@@ -8,30 +8,30 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl_server.adapter.launch import checked_server_args, complete_server_args
-from verl_server.adapter.ports import PortReservation, authority
 from verl_server.config import AdapterConfig, RemoteServer, WeightsConfig
 from verl_server.engine.backend import Backend, ServerBackend
-from verl_server.engine.placement import Placement
-from verl_server.engine.remote import RemoteBackend
-from verl_server.engine.staged import StagedWeights
-from verl_server.engine.streamed import Seat, StreamedWeights
-from verl_server.engine.weights_side import Ranks, WeightsSide, first_version
+from verl_server.engine.servers import RemoteBackend
 from verl_server.errors import BadInputError, ServerDiedError, UnsupportedError, VerlServerError
+from verl_server.ranks.placement import Placement
+from verl_server.server.launch import checked_server_args, complete_server_args
+from verl_server.server.ports import PortReservation, authority
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
-from verl_server.weights.lane import MAX_WRITERS, Lane, plan_lane
+from verl_server.weights.double_buffer import MAX_WRITERS, DoubleBuffer, plan_double_buffer
 from verl_server.weights.layout import plan
 from verl_server.weights.manifest import Manifest, manifest_of
 from verl_server.weights.transports import end_of, is_stream
 from verl_server.weights.transports.base import Settings
+from verl_server.weights.update.staged import StagedUpdater
+from verl_server.weights.update.streamed import Seat, StreamedUpdater
+from verl_server.weights.update.updater import Ranks, WeightUpdater, first_version
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from verl_server.engine.group import TpGroup
+    from verl_server.ranks.coordinator import RankCoordinator
 
-M = TypeVar("M", Arena, Lane)
+M = TypeVar("M", Arena, DoubleBuffer)
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def share_over(mesh: DeviceMesh) -> Callable[[Any], Any]:
 
 
 def start_backend(
-    group: TpGroup,
+    group: RankCoordinator,
     placement: Placement,
     launch_server: bool,
     servers: Sequence[RemoteServer],
@@ -89,7 +89,7 @@ def start_backend(
     return backend
 
 
-def _agree_on_args(group: TpGroup, placement: Placement, server_args: Mapping[str, Any]) -> Json:
+def _agree_on_args(group: RankCoordinator, placement: Placement, server_args: Mapping[str, Any]) -> Json:
     """The server arguments, equal on all nodes but for the node's number: rank 0's count."""
 
     def complete(_: list[Json]) -> Json:
@@ -114,7 +114,7 @@ def _agree_on_args(group: TpGroup, placement: Placement, server_args: Mapping[st
 
 
 def _start(
-    group: TpGroup,
+    group: RankCoordinator,
     args: Json,
     launch_server: bool,
     config: AdapterConfig,
@@ -132,7 +132,7 @@ def _start(
     return backend
 
 
-def start_weights_side(ranks: Ranks, server_args: Mapping[str, Any], config: WeightsConfig) -> WeightsSide:
+def start_weight_updater(ranks: Ranks, server_args: Mapping[str, Any], config: WeightsConfig) -> WeightUpdater:
     """Agree on what the model accepts and how it travels, and make the staging memory."""
     manifest = _agree_on_manifest(ranks.group, server_args)
     layout = plan(manifest.tensors)
@@ -168,7 +168,7 @@ def _start_staged(
     version: int,
     config: WeightsConfig,
     transport: str,
-) -> WeightsSide:
+) -> WeightUpdater:
     """Make an arena on each node's leader; with one node, let every rank map it, if every rank can."""
     layout, placement = plan(manifest.tensors), ranks.placement
     arena = Arena.create(layout) if placement.is_node_leader else None
@@ -192,7 +192,7 @@ def _start_staged(
         logger.info("weights are staged in %.1f MB of memory and go by %s", layout.size / 1e6, transport)
         sender = end_of(transport, "Sender")(settings)
     writers = ranks.numbers if shared else frozenset()
-    return StagedWeights(ranks, manifest, version, layout, arena, writers, sender)
+    return StagedUpdater(ranks, manifest, version, layout, arena, writers, sender)
 
 
 def _start_streamed(
@@ -201,14 +201,14 @@ def _start_streamed(
     version: int,
     config: WeightsConfig,
     transport: str,
-) -> WeightsSide:
+) -> WeightUpdater:
     """Make one lane that all ranks write, or one for each rank on its GPU."""
     stream, group = end_of(transport, "Stream"), ranks.group
-    layout = plan_lane(manifest.tensors, config.max_staging_bytes, stream.on_host)
+    layout = plan_double_buffer(manifest.tensors, config.max_staging_bytes, stream.on_host)
     leads = group.rank == 0 or not stream.on_host
     if group.size > MAX_WRITERS:
         raise UnsupportedError(f"{group.size} trainer ranks are more than {MAX_WRITERS} for buckets")
-    lane: Lane | None = None
+    lane: DoubleBuffer | None = None
     mine: Any = None
     failure: VerlServerError | None = None
     try:
@@ -234,10 +234,10 @@ def _start_streamed(
     else:
         assert lane is not None
         seat = Seat(lane, 0, 1, leads=True, number=group.rank)
-    return StreamedWeights(ranks, manifest, version, transport, layout, seat, writers, described)
+    return StreamedUpdater(ranks, manifest, version, transport, layout, seat, writers, described)
 
 
-def _all(group: TpGroup, call: str, value: Any, error: VerlServerError | None = None) -> list[Any]:
+def _all(group: RankCoordinator, call: str, value: Any, error: VerlServerError | None = None) -> list[Any]:
     """What the ranks bring, on all ranks, without those that bring None."""
     found: list[Any] = group.agree(
         group.next_call(call),
@@ -249,7 +249,7 @@ def _all(group: TpGroup, call: str, value: Any, error: VerlServerError | None = 
     return found
 
 
-def _mapped_by_all(group: TpGroup, mine: M | None, open_it: Callable[[], M]) -> tuple[M | None, bool]:
+def _mapped_by_all(group: RankCoordinator, mine: M | None, open_it: Callable[[], M]) -> tuple[M | None, bool]:
     """Rank 0's memory, mapped here, and whether every rank could map it (or None, then no rank but 0 needs it)."""
     mapped = mine
     if mapped is None:
@@ -262,7 +262,7 @@ def _mapped_by_all(group: TpGroup, mine: M | None, open_it: Callable[[], M]) -> 
     return mapped, everywhere
 
 
-def _agree_on_manifest(group: TpGroup, server_args: Mapping[str, Any]) -> Manifest:
+def _agree_on_manifest(group: RankCoordinator, server_args: Mapping[str, Any]) -> Manifest:
     def describe(_: list[Json]) -> Json:
         manifest = manifest_of(server_args)
         tensors = {name: [list(spec.shape), spec.dtype] for name, spec in manifest.tensors.items()}

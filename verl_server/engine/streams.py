@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from verl_server.engine.backend import Backend
-from verl_server.engine.group import TpGroup
 from verl_server.errors import VerlServerError, from_wire, to_wire
+from verl_server.ranks.coordinator import RankCoordinator
 
 Json = dict[str, Any]
 
 
 def stream_of(
-    group: TpGroup, head: Callable[[], Backend], request: Json, refusal: VerlServerError | None
+    group: RankCoordinator, head: Callable[[], Backend], request: Json, refusal: VerlServerError | None
 ) -> Iterator[Json]:
     """The replies to one prompt as they grow, the same on every rank."""
     call = group.next_call("stream")
@@ -35,7 +35,7 @@ def stream_of(
 
 
 async def async_stream_of(
-    group: TpGroup, head: Callable[[], Backend], request: Json, refusal: VerlServerError | None
+    group: RankCoordinator, head: Callable[[], Backend], request: Json, refusal: VerlServerError | None
 ) -> AsyncIterator[Json]:
     """`stream_of` for an event loop."""
     call = group.next_call("async_stream")
@@ -58,7 +58,7 @@ async def async_stream_of(
 class _EndOfStream:
     """Tells the other ranks how a stream ended, whatever ended it."""
 
-    def __init__(self, group: TpGroup, call: str) -> None:
+    def __init__(self, group: RankCoordinator, call: str) -> None:
         self._group, self._call = group, call
 
     def __enter__(self) -> None:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from verl_server.config import AdapterConfig, PauseMode, RemoteServer, Timeouts, WeightsConfig
 from verl_server.engine.backend import Backend
-from verl_server.engine.group import TpGroup
 from verl_server.engine.lora import LoraAdapters
-from verl_server.engine.placement import place
-from verl_server.engine.start import share_over, start_backend, start_weights_side
+from verl_server.engine.start import share_over, start_backend, start_weight_updater
 from verl_server.engine.streams import async_stream_of, stream_of
-from verl_server.engine.weights_side import Ranks, WeightsSide, Wish
 from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
+from verl_server.ranks.coordinator import RankCoordinator
+from verl_server.ranks.placement import place
 from verl_server.types import WeightUpdateResult
+from verl_server.weights.update.updater import Ranks, UpdateOptions, WeightUpdater
 
 if TYPE_CHECKING:
     import torch
@@ -65,9 +65,11 @@ class VerlEngine:
         self._tp_rank, size = device_mesh_cpu.get_local_rank(), device_mesh_cpu.size()
         self._placement = place(self._tp_rank, size, nnodes, server_args)
         self._backend: Backend | None = None
-        self._weights: WeightsSide | None = None
+        self._weights: WeightUpdater | None = None
         self._loras = LoraAdapters(server_args.get("lora_paths"))
-        self._group = TpGroup.form(self._tp_rank, size, share_over(device_mesh_cpu), nnodes > 1, self._timeouts.ranks_s)
+        self._group = RankCoordinator.form(
+            self._tp_rank, size, share_over(device_mesh_cpu), nnodes > 1, self._timeouts.ranks_s
+        )
         try:
             self._backend = start_backend(
                 self._group,
@@ -83,7 +85,7 @@ class VerlEngine:
             self._group.on_broken = self._on_broken
             numbers = frozenset(device_mesh_cpu.mesh.flatten().tolist())
             ranks = Ranks(self._group, self._placement, numbers, self._backend, self._timeouts.weights_s)
-            self._weights = start_weights_side(ranks, server_args, weights or WeightsConfig())
+            self._weights = start_weight_updater(ranks, server_args, weights or WeightsConfig())
         except BaseException:
             self.shutdown()
             raise
@@ -173,8 +175,8 @@ class VerlEngine:
         Raises WeightManifestError or BadInputError before the server hears of it (old weights are served
         on), TornWeightsError when it failed half-way (push again), PeerError, ServerDiedError.
         """
-        wish = Wish(weight_version, verify, check_finite, pause_mode, flush_cache)
-        return self._weights_side().update(named_tensors, load_format, wish)
+        options = UpdateOptions(weight_version, verify, check_finite, pause_mode, flush_cache)
+        return self._weight_updater().update(named_tensors, load_format, options)
 
     def staging_tensors(self) -> dict[str, torch.Tensor]:
         """The staging memory as CPU tensors, by Hugging Face name, full shapes, in the server's dtypes.
@@ -183,7 +185,7 @@ class VerlEngine:
         them copies nothing. All ranks of one machine share it: write your own part only, and not during a push.
         What is in it before the first push is undefined.
         """
-        return self._weights_side().tensors()
+        return self._weight_updater().tensors()
 
     def load_lora_adapter(
         self, name: str, named_tensors: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any]
@@ -198,7 +200,7 @@ class VerlEngine:
         Raises BadInputError or WeightManifestError before the server hears of it, PeerError, ServerDiedError.
         """
         call = self._group.next_call("load_lora")
-        weights = self._weights_side()
+        weights = self._weight_updater()
         tensors, error = weights.collected(named_tensors)
 
         def load(_: list[Json]) -> None:
@@ -242,7 +244,7 @@ class VerlEngine:
 
         limit = 4 * self._timeouts.control_s
         asleep = self._group.agree(call, act, error=self._refusal(allow_torn=True), action_s=limit)
-        self._weights_side().asleep = frozenset(asleep)
+        self._weight_updater().asleep = frozenset(asleep)
 
     # -- state --------------------------------------------------------------------------------------
 
@@ -265,7 +267,7 @@ class VerlEngine:
         self._loras.require(request["lora_path"])
         return self._head()
 
-    def _weights_side(self) -> WeightsSide:
+    def _weight_updater(self) -> WeightUpdater:
         if self._weights is None:
             raise ShutDownError("the engine was shut down")
         return self._weights

@@ -36,13 +36,13 @@ def launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def trust_forks() -> None:
-    """Forks of this process may fork in their turn: asked when it had never had a second thread (a zygote)."""
+    """Forks of this process may fork in their turn: asked when it had never had a second thread (a forkserver)."""
     global _trusted
     _trusted = True
 
 
 def can_fork() -> bool:
-    """Whether this process has one thread and began with a program, not with a fork (or is a zygote's)."""
+    """Whether this process has one thread and began with a program, not with a fork (or is a forkserver's)."""
     try:
         with open("/proc/self/stat", "rb") as file:
             flags = int(file.read().rpartition(b")")[2].split()[6])

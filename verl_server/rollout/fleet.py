@@ -14,11 +14,11 @@ from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import MemoryTag
-from verl_server.engine.backend import CatchUp
 from verl_server.errors import BadInputError, ShutDownError, VerlServerError
 from verl_server.rollout.health import ReplicaState
-from verl_server.rollout.planes import Planes, Standing
-from verl_server.rollout.replica import GaveWayError, Replica
+from verl_server.rollout.replica import Replica, StartPreempted
+from verl_server.router.targets import ReplicaStatus, RoutingTargets
+from verl_server.weights.update.servers import ReplayFn
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +51,13 @@ class Fleet:
         self,
         make: Callable[[str], Replica],
         first_version: int,
-        planes: Planes,
+        targets: RoutingTargets,
         on_event: Callable[[Event], None],
     ) -> None:
-        self._make, self._on_event, self._planes = make, on_event, planes
+        self._make, self._on_event, self._targets = make, on_event, targets
         self.first_version = self.version = first_version
         """Of the weights that a new server has; of those that are published."""
-        self.catch_up: CatchUp | None = None
+        self.replay: ReplayFn | None = None
         """Brings a replica to the published version."""
         self.asleep: frozenset[str] = frozenset()
         """Memory tags that are released."""
@@ -117,9 +117,9 @@ class Fleet:
             if self.closed.is_set() or not self.has(replica):
                 raise ShutDownError("the fleet was shut down")
             if self.asleep:
-                raise GaveWayError(f"the memory of {replica.name} was lent while it started")
+                raise StartPreempted(f"the memory of {replica.name} was lent while it started")
             replica.adapter = adapter
-            current = self.version == self.first_version and self.catch_up is None
+            current = self.version == self.first_version and self.replay is None
             replica.version = self.first_version
             self.turn(replica, ReplicaState.HEALTHY if current else ReplicaState.STALE)
 
@@ -187,9 +187,9 @@ class Fleet:
     def tell(self, replica: Replica) -> None:
         """The routers, how it stands with a replica."""
         state = replica.state
-        waits = state is ReplicaState.STALE and (self.catch_up is None or replica.needs_update)
-        self._planes.tell(
-            Standing(
+        waits = state is ReplicaState.STALE and (self.replay is None or replica.needs_update)
+        self._targets.tell(
+            ReplicaStatus(
                 name=replica.name,
                 engine=None if replica.adapter is None else replica.adapter.asynchronous,
                 version=replica.version,

@@ -47,12 +47,12 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoveryConfig:
     """How long is too long, in seconds, and how often is too often."""
 
-    wedged_s: float = 120.0
+    stall_timeout_s: float = 120.0
     """No token and no processor time for so long, with work there: it is wedged."""
-    busy_s: float = 1800.0
+    hard_stall_timeout_s: float = 1800.0
     """No token for so long, though it uses the processor: it is wedged, too."""
     backoff_s: float = 1.0
     """Before the second restart in a row; doubled for each further one."""
@@ -68,21 +68,21 @@ class Recovery:
                 raise BadInputError(f"recovery.{item.name} must be a positive number, got {value!r}")
 
 
-def judged(seen: Observation, recovery: Recovery) -> ReplicaState:
+def judged(seen: Observation, recovery: RecoveryConfig) -> ReplicaState:
     """HEALTHY, SUSPECT or DEAD."""
     if not seen.alive:
         return ReplicaState.DEAD
     if seen.paused or seen.requests == 0:
         return ReplicaState.HEALTHY
     stuck_s = min(seen.quiet_s, seen.idle_s)
-    if stuck_s >= recovery.wedged_s or seen.quiet_s >= recovery.busy_s:
+    if stuck_s >= recovery.stall_timeout_s or seen.quiet_s >= recovery.hard_stall_timeout_s:
         return ReplicaState.DEAD
-    if stuck_s >= recovery.wedged_s / 2 or seen.quiet_s >= recovery.busy_s / 2:
+    if stuck_s >= recovery.stall_timeout_s / 2 or seen.quiet_s >= recovery.hard_stall_timeout_s / 2:
         return ReplicaState.SUSPECT
     return ReplicaState.HEALTHY
 
 
-def restart_after(deaths: Sequence[float], now: float, recovery: Recovery) -> float | None:
+def restart_after(deaths: Sequence[float], now: float, recovery: RecoveryConfig) -> float | None:
     """Seconds to wait before the next restart, given the times of past deaths; None: give it up."""
     recent = [death for death in deaths if now - death < recovery.window_s]
     if len(recent) > recovery.max_restarts:

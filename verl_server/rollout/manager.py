@@ -14,26 +14,26 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.adapter.blocking import LoopThread
-from verl_server.adapter.launch import checked_server_args
+from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.adapter.sglang import memory_tags
 from verl_server.config import AdapterConfig, MemoryTag
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerDiedError, VerlServerError
-from verl_server.rollout.core import RouterCore, together
 from verl_server.rollout.fleet import Event, Fleet
-from verl_server.rollout.health import Recovery, ReplicaState
-from verl_server.rollout.keeper import Keeper
+from verl_server.rollout.health import RecoveryConfig, ReplicaState
+from verl_server.rollout.launcher import Launcher, LocalLauncher
 from verl_server.rollout.metrics import exposition, fleet_exposition
 from verl_server.rollout.modes import RolloutMode, mode_of, server_args_for
-from verl_server.rollout.places import Place, ThisMachine
-from verl_server.rollout.planes import OwnRouter, Planes, SglangRouter
+from verl_server.rollout.parallel_config import parallel_config_of
+from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.rollout.replica import Replica
-from verl_server.rollout.router import RolloutRouter
-from verl_server.rollout.router_process import RouterProcess
-from verl_server.rollout.sample import one_by_one
-from verl_server.rollout.seats import RouterConfig
-from verl_server.rollout.shape import shape_of
 from verl_server.rollout.updates import FleetUpdates
+from verl_server.router.dispatcher import Dispatcher, together
+from verl_server.router.process import RouterProcess
+from verl_server.router.replica_pool import RouterConfig
+from verl_server.router.resumable_generation import one_by_one
+from verl_server.router.router import RolloutRouter
+from verl_server.router.targets import InProcessRouter, RoutingTargets, SglangRouterTarget
+from verl_server.server.launch import checked_server_args
 
 Json = dict[str, Any]
 
@@ -52,9 +52,9 @@ class RolloutManager(FleetUpdates):
         replicas: int,
         *,
         mode: RolloutMode | str = RolloutMode.HYBRID,
-        place: Place | None = None,
+        launcher: Launcher | None = None,
         config: AdapterConfig | None = None,
-        recovery: Recovery | None = None,
+        recovery: RecoveryConfig | None = None,
         router: RouterConfig | None = None,
         router_process: bool = False,
         on_event: Callable[[Event], None] = lambda event: None,
@@ -65,45 +65,47 @@ class RolloutManager(FleetUpdates):
         self.mode = mode_of(mode)
         args = {**server_args_for(self.mode, checked_server_args(server_args)), "port": None}
         self._model_path = str(args["model_path"])
-        shape = shape_of(args, takes_weights=self.mode.rules.takes_weights)
-        self._place = place or ThisMachine()
-        self._place.admit(shape, replicas)
+        shape = parallel_config_of(args, takes_weights=self.mode.capabilities.takes_weights)
+        self._launcher = launcher or LocalLauncher()
+        self._launcher.admit(shape, replicas)
         config = config or AdapterConfig()
         alone = AdapterConfig(config.timeouts, config.log_dir, config.start_attempts, config.repeats)
 
-        self._loop = LoopThread()
-        self._core = self._loop.run(_made(lambda: RouterCore(router)))
+        self._loop = EventLoopThread()
+        self._core = self._loop.run(_made(lambda: Dispatcher(router)))
         self.router = RolloutRouter(self._core, self._loop)
         self._fatal: VerlServerError | None = None
         self._loras: dict[str, tuple[dict[str, Any], Json]] = {}
         """Adapters that all servers have: tensors and config."""
         self._loras_lock = threading.RLock()
         self._router_process: RouterProcess | None = None
-        planes = Planes([OwnRouter(self._core, self._loop)])
+        targets = RoutingTargets([InProcessRouter(self._core, self._loop)])
         fleet = Fleet(
-            lambda name: Replica(name, self._place, args, alone),
+            lambda name: Replica(name, self._launcher, args, alone),
             int(str(args.get("weight_version", "0"))),
-            planes,
+            targets,
             on_event,
         )
-        super().__init__(fleet, Keeper(fleet, planes, recovery or Recovery(), self._prepare), planes, alone)
+        super().__init__(
+            fleet, RecoveryLoop(fleet, targets, recovery or RecoveryConfig(), self._prepare), targets, alone
+        )
         try:
             if router_process:
                 self._router_process = RouterProcess(
                     router or RouterConfig(), config.log_dir, lambda: fleet_exposition(fleet).decode()
                 )
-                planes.add(self._router_process)
+                targets.add(self._router_process)
             if config.router_ip is not None:
-                planes.add(SglangRouter(config))
+                targets.add(SglangRouterTarget(config))
             for started in [fleet.pool.submit(self._start, fleet.new()) for _ in range(replicas)]:
                 started.result()
         except BaseException:
             self.shutdown()
             raise
-        self._keeper.start()
+        self._recovery_loop.start()
 
     def _start(self, replica: Replica) -> None:
-        replica.start(self._keeper.serve)
+        replica.start(self._recovery_loop.serve)
 
     @property
     def replicas(self) -> list[Replica]:
@@ -148,7 +150,7 @@ class RolloutManager(FleetUpdates):
             self._fleet.forget(replica)
             replica.stop()
             raise
-        self._keeper.bring_up_to_date(replica)
+        self._recovery_loop.bring_up_to_date(replica)
         return replica.name
 
     def remove_replica(self, name: str, drain_s: float = 60.0) -> None:
@@ -159,9 +161,9 @@ class RolloutManager(FleetUpdates):
             if len(fleet.replicas) == 1:
                 raise BadInputError(f"{name} is the last replica of this fleet: shut the fleet down instead")
             fleet.turn(replica, ReplicaState.DRAINING)
-        self._planes.settle()
+        self._targets.settle()
         deadline = time.monotonic() + drain_s
-        while time.monotonic() < deadline and self._planes.seen(name).requests:
+        while time.monotonic() < deadline and self._targets.seen(name).requests:
             time.sleep(0.02)
         with fleet.lock:
             fleet.forget(replica)
@@ -173,16 +175,16 @@ class RolloutManager(FleetUpdates):
     @property
     def nearest_transport(self) -> str:
         """Raises BadInputError for a fleet that takes no weights."""
-        rules = self.mode.rules
-        if not rules.takes_weights:
+        capabilities = self.mode.capabilities
+        if not capabilities.takes_weights:
             raise BadInputError(
                 f"a {self.mode} fleet keeps the weights of its checkpoint: use it by itself, not through VerlEngine"
             )
-        return rules.transport or ("shared_memory" if self._place.is_near else "distributed")
+        return capabilities.transport or ("shared_memory" if self._launcher.is_near else "distributed")
 
     @property
     def trainer_host(self) -> str:
-        return self._place.trainer_host
+        return self._launcher.trainer_host
 
     @property
     def adapter(self) -> HttpServerEngineAdapter:
@@ -232,7 +234,7 @@ class RolloutManager(FleetUpdates):
 
         Raises BadInputError for a fleet that has its devices for itself, ServerBusyError while requests run.
         """
-        if not self.mode.rules.lends_memory:
+        if not self.mode.capabilities.lends_memory:
             raise BadInputError(f"a {self.mode} fleet has its devices for itself: there is nobody to lend memory to")
         fleet, wanted = self._fleet, frozenset(memory_tags(tags))
         if again := sorted(fleet.asleep & wanted):
@@ -240,8 +242,8 @@ class RolloutManager(FleetUpdates):
         before, undefined = fleet.asleep, fleet.undefined
         fleet.hold(True)  # no new requests
         try:
-            self._planes.settle()
-            if busy := sum(self._planes.seen(one.name).requests for one in self.replicas):
+            self._targets.settle()
+            if busy := sum(self._targets.seen(one.name).requests for one in self.replicas):
                 raise ServerBusyError(f"{busy} requests run in the fleet: wait for them or abort them, then release")
             fleet.sleep(before | wanted)  # and no new servers
             try:
@@ -263,7 +265,7 @@ class RolloutManager(FleetUpdates):
         except VerlServerError as error:  # all of them or none
             for one, adapter in servers:
                 if adapter.asynchronous.asleep & wanted:  # what it had is lost
-                    self._keeper.dead(one, adapter, error)
+                    self._recovery_loop.dead(one, adapter, error)
             raise
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
@@ -273,7 +275,7 @@ class RolloutManager(FleetUpdates):
         if not wanted or wanted - fleet.asleep:
             raise BadInputError(f"{sorted(wanted - fleet.asleep) or 'nothing'} is released; released: {fleet.asleep}")
         servers = fleet.up()  # who died asleep is started when all are awake
-        if self.mode.rules.takes_weights:
+        if self.mode.capabilities.takes_weights:
             self._on(servers, lambda adapter: _wake(adapter, wanted, None))
         else:  # weights that came back but were not loaded must never be served
             self._on(servers, lambda adapter: _wake(adapter, wanted, self._model_path), fatal=VerlServerError)
@@ -301,11 +303,11 @@ class RolloutManager(FleetUpdates):
         with contextlib.ExitStack() as steps:  # last in, first out
             steps.callback(self._loop.close)
             steps.callback(self._fleet.close)
-            steps.callback(self._place.close)
+            steps.callback(self._launcher.close)
             steps.callback(lambda: self._fleet.pool.shutdown(wait=True, cancel_futures=True))
-            steps.callback(self._keeper.join)
+            steps.callback(self._recovery_loop.join)
             steps.callback(_all_at_once, [one.stop for one in self.replicas])
-            steps.callback(self._planes.close)
+            steps.callback(self._targets.close)
 
     def __enter__(self) -> RolloutManager:
         return self
@@ -339,9 +341,9 @@ def _all_at_once(calls: Sequence[Callable[[], None]]) -> None:
         thread.join()
 
 
-async def _made(make: Callable[[], RouterCore]) -> RouterCore:
+async def _made(make: Callable[[], Dispatcher]) -> Dispatcher:
     return make()
 
 
-async def _all(core: RouterCore, bodies: Sequence[Json]) -> list[Json]:
+async def _all(core: Dispatcher, bodies: Sequence[Json]) -> list[Json]:
     return await together(core.generate(body) for body in bodies)

@@ -12,9 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from verl_server.rollout.core import RouterCore
     from verl_server.rollout.fleet import Fleet
-    from verl_server.rollout.seats import Replica
+    from verl_server.router.dispatcher import Dispatcher
+    from verl_server.router.replica_pool import Replica
 
 WORDS = {
     "requests": "Samples that were asked for",
@@ -32,7 +32,7 @@ WORDS = {
 
 
 class _RouterCollector(Collector):
-    def __init__(self, core: RouterCore) -> None:
+    def __init__(self, core: Dispatcher) -> None:
         self._core = core
 
     def collect(self) -> Iterable[Metric]:
@@ -77,7 +77,7 @@ class _FleetCollector(Collector):
         yield states
 
 
-def exposition(core: RouterCore) -> bytes:
+def exposition(core: Dispatcher) -> bytes:
     """A router's metrics in Prometheus' text format."""
     return _text(_RouterCollector(core))
 

@@ -21,12 +21,12 @@ class RolloutMode(enum.StrEnum):
     """Shares devices and keeps the weights of its checkpoint, as a judge or reward model: only lends its memory."""
 
     @property
-    def rules(self) -> Rules:
-        return _RULES[self]
+    def capabilities(self) -> ModeCapabilities:
+        return _CAPABILITIES[self]
 
 
 @dataclass(frozen=True)
-class Rules:
+class ModeCapabilities:
     """What a mode allows."""
 
     takes_weights: bool
@@ -35,10 +35,10 @@ class Rules:
     """Of weights; None: the nearest that reaches all replicas."""
 
 
-_RULES: Mapping[RolloutMode, Rules] = {
-    RolloutMode.HYBRID: Rules(takes_weights=True, lends_memory=True, transport=None),
-    RolloutMode.STANDALONE: Rules(takes_weights=True, lends_memory=False, transport="distributed"),
-    RolloutMode.COLOCATED: Rules(takes_weights=False, lends_memory=True, transport=None),
+_CAPABILITIES: Mapping[RolloutMode, ModeCapabilities] = {
+    RolloutMode.HYBRID: ModeCapabilities(takes_weights=True, lends_memory=True, transport=None),
+    RolloutMode.STANDALONE: ModeCapabilities(takes_weights=True, lends_memory=False, transport="distributed"),
+    RolloutMode.COLOCATED: ModeCapabilities(takes_weights=False, lends_memory=True, transport=None),
 }
 
 
@@ -53,6 +53,6 @@ def mode_of(given: RolloutMode | str) -> RolloutMode:
 def server_args_for(mode: RolloutMode, server_args: Mapping[str, Any]) -> dict[str, Any]:
     """With what SGLang needs for the mode: memory can only be released by a server that was started for it."""
     args = dict(server_args)
-    if mode.rules.lends_memory:
+    if mode.capabilities.lends_memory:
         args.setdefault("enable_memory_saver", True)
     return args

@@ -13,7 +13,7 @@ from verl_server.config import AdapterConfig, PauseMode
 from verl_server.engine.backend import load_over
 from verl_server.errors import NotReadyError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.health import Observation, ReplicaState
-from verl_server.rollout.places import Place
+from verl_server.rollout.launcher import Launcher
 from verl_server.types import Member
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 
-class GaveWayError(NotReadyError):
+class StartPreempted(NotReadyError):
     """A start was ended because the memory was lent."""
 
 
@@ -31,8 +31,8 @@ class Replica:
     State is written under the manager's lock only.
     """
 
-    def __init__(self, name: str, place: Place, server_args: Mapping[str, Any], config: AdapterConfig) -> None:
-        self.name, self._place, self._server_args, self._config = name, place, dict(server_args), config
+    def __init__(self, name: str, launcher: Launcher, server_args: Mapping[str, Any], config: AdapterConfig) -> None:
+        self.name, self._launcher, self._server_args, self._config = name, launcher, dict(server_args), config
         self.state = ReplicaState.STARTING
         self.version = 0
         self.adapter: HttpServerEngineAdapter | None = None
@@ -58,18 +58,20 @@ class Replica:
     def start(self, serve: Callable[[Replica, HttpServerEngineAdapter], None]) -> None:
         """A new server, which `serve` takes into use; it is ended when that fails.
 
-        Raises StartupError, ShutDownError when the replica was stopped meanwhile, GaveWayError.
+        Raises StartupError, ShutDownError when the replica was stopped meanwhile, StartPreempted.
         """
 
         def give_up() -> VerlServerError | None:
             if self._stop.is_set():
                 return ShutDownError(f"replica {self.name} was stopped while it started")
-            return GaveWayError(f"the memory of {self.name} was lent while it started") if self._way.is_set() else None
+            return (
+                StartPreempted(f"the memory of {self.name} was lent while it started") if self._way.is_set() else None
+            )
 
         with self._starting:
             if (reason := give_up()) is not None:
                 raise reason
-            adapter = self._place.start(self.name, self._server_args, self._config, give_up)
+            adapter = self._launcher.start(self.name, self._server_args, self._config, give_up)
             self._busy = (0.0, time.monotonic())
             try:
                 serve(self, adapter)
@@ -127,7 +129,7 @@ class Replica:
         """For good; also a start that is under way."""
         self._stop.set()
         self.end()
-        self._place.leave(self.name)
+        self._launcher.leave(self.name)
 
 
 class OneReplica:
@@ -142,11 +144,11 @@ class OneReplica:
             raise VerlServerError(f"{self._member.name} need not or cannot catch up any more")
         return [self._member]
 
-    def hold(self, mode: PauseMode) -> None:
+    def pause(self, mode: PauseMode) -> None:
         """It has no requests yet, whatever becomes of those of others."""
         self._adapter.pause_generation(PauseMode.RETRACT)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._adapter.continue_generation()
 
     def begin_weight_update(self) -> None:

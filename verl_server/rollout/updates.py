@@ -10,14 +10,15 @@ from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig, PauseMode
-from verl_server.engine.backend import CatchUp, load_over
+from verl_server.engine.backend import load_over
 from verl_server.errors import DeadlineError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.fleet import SERVING, UP, Fleet
 from verl_server.rollout.health import ReplicaState
-from verl_server.rollout.keeper import Keeper
-from verl_server.rollout.planes import Planes
+from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.rollout.replica import Replica
+from verl_server.router.targets import RoutingTargets
 from verl_server.types import Member
+from verl_server.weights.update.servers import ReplayFn
 
 Json = dict[str, Any]
 
@@ -27,8 +28,8 @@ IDLE_POLL_S = 0.02
 class FleetUpdates:
     """The part of a `Backend` that an update needs (engine/backend.py)."""
 
-    def __init__(self, fleet: Fleet, keeper: Keeper, planes: Planes, config: AdapterConfig) -> None:
-        self._fleet, self._keeper, self._planes, self._config = fleet, keeper, planes, config
+    def __init__(self, fleet: Fleet, keeper: RecoveryLoop, targets: RoutingTargets, config: AdapterConfig) -> None:
+        self._fleet, self._recovery_loop, self._targets, self._config = fleet, keeper, targets, config
         self._members: list[tuple[Replica, HttpServerEngineAdapter]] = []
         """Of the update under way, with the servers that they had when it began."""
         self._mode = PauseMode.RETRACT
@@ -57,7 +58,7 @@ class FleetUpdates:
         errors = [(one, adapter, error) for one, adapter, done in calls if (error := done.exception()) is not None]
         for one, adapter, error in errors:
             if isinstance(error, fatal):
-                self._keeper.dead(one, adapter, error)
+                self._recovery_loop.dead(one, adapter, error)
             elif not isinstance(error, (ServerDiedError, ShutDownError)):
                 raise error
 
@@ -81,7 +82,7 @@ class FleetUpdates:
         finally:
             seconds[name] = seconds.get(name, 0.0) + time.monotonic() - started
 
-    def hold(self, mode: PauseMode) -> None:
+    def pause(self, mode: PauseMode) -> None:
         self._mode = PauseMode.RETRACT if mode is PauseMode.WAIT else mode
         with self._phase("pause"):
             if mode is PauseMode.WAIT:
@@ -97,8 +98,8 @@ class FleetUpdates:
         limit_s = self._config.timeouts.weights_s
         deadline = time.monotonic() + limit_s
         self._fleet.hold(True)
-        self._planes.settle()
-        while any(self._planes.seen(one.name).requests for one in self._fleet.replicas):
+        self._targets.settle()
+        while any(self._targets.seen(one.name).requests for one in self._fleet.replicas):
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"requests still run after {limit_s:g} s (timeouts.weights_s); the weights stay as they are",
@@ -107,7 +108,7 @@ class FleetUpdates:
                 )
             time.sleep(IDLE_POLL_S)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         with self._phase("continue"):
             try:
                 self._each(lambda adapter: adapter.asynchronous.asleep or adapter.continue_generation())
@@ -136,7 +137,7 @@ class FleetUpdates:
             for load in as_completed(loads):
                 error = load.exception()
                 if isinstance(error, DeadlineError):
-                    self._keeper.dead(*loads[load], error)
+                    self._recovery_loop.dead(*loads[load], error)
                 if isinstance(error, (ServerDiedError, ShutDownError)):
                     raise VerlServerError(error.message, **error.details)  # not the death of the fleet
                 if error is not None:
@@ -146,11 +147,11 @@ class FleetUpdates:
         with self._phase("end"):
             self._each(lambda adapter: adapter.end_weight_update())
 
-    def published(self, version: int, whole: bool, catch_up: CatchUp | None) -> None:
+    def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         """See `Backend`. Who served other weights before serves these only if they are whole."""
         fleet = self._fleet
         with fleet.lock:
-            fleet.version, fleet.catch_up = version, catch_up
+            fleet.version, fleet.replay = version, replay
             fleet.tally.updates += 1
             loaded = {adapter for _, adapter in self._members}
             for replica in fleet.replicas:

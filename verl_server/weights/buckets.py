@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, DeadlineError, VerlServerError
 from verl_server.types import TensorSpec
-from verl_server.weights.lane import COUNT, Buckets, Lane, Turns
+from verl_server.weights.double_buffer import COUNT, Buckets, DoubleBuffer, ProgressCounters
 from verl_server.weights.layout import ALIGNMENT, aligned, nbytes
 from verl_server.weights.views import tensor_in
 
@@ -27,7 +27,13 @@ class Writer:
     """One trainer rank's part of one update. `check` raises when waiting on makes no sense any more."""
 
     def __init__(
-        self, lane: Lane, number: int, index: int, leads: bool, readers: Sequence[int], check: Callable[[], None]
+        self,
+        lane: DoubleBuffer,
+        number: int,
+        index: int,
+        leads: bool,
+        readers: Sequence[int],
+        check: Callable[[], None],
     ) -> None:
         self._lane, self._index, self._leads, self._readers, self._check = lane, index, leads, readers, check
         self._turns = lane.turns(number)
@@ -79,7 +85,7 @@ class Reader:
     """One reader's part of one update."""
 
     def __init__(
-        self, lane: Lane, number: int, index: int, writers: int, check: Callable[[], None], deadline: float
+        self, lane: DoubleBuffer, number: int, index: int, writers: int, check: Callable[[], None], deadline: float
     ) -> None:
         self._lane, self._index, self._writers = lane, index, writers
         self._check, self._deadline = check, deadline
@@ -89,9 +95,9 @@ class Reader:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors as they come. Each is valid for as long as it is held, at least while the next one is taken."""
         bucket = 0
-        before: Lent | None = None
+        before: BucketLease | None = None
         while self._wait_for(bucket):
-            lent = Lent(self._lane.buckets, bucket % COUNT, self._lane.table(bucket % COUNT))
+            lent = BucketLease(self._lane.buckets, bucket % COUNT, self._lane.table(bucket % COUNT))
             for name, tensor in lent.tensors():
                 yield name, tensor
                 del tensor
@@ -119,7 +125,7 @@ class Reader:
         return found
 
 
-class Lent:
+class BucketLease:
     """The tensors of one bucket while a model loads them. `rows`: name, offset in the bucket, shape, dtype.
 
     Models keep tensors for a while: to fuse them with a later one, or for threads that load. A bucket is filled
@@ -157,7 +163,9 @@ class Lent:
             time.sleep(POLL_S)
 
 
-def _wait(ready: Callable[[], bool], turns: Turns, check: Callable[[], None], deadline: float, otherwise: str) -> None:
+def _wait(
+    ready: Callable[[], bool], turns: ProgressCounters, check: Callable[[], None], deadline: float, otherwise: str
+) -> None:
     while not ready():
         if (failure := turns.failure) is not None:
             raise VerlServerError(failure)

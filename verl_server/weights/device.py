@@ -12,7 +12,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import UnsupportedError, VerlServerError
-from verl_server.weights.lane import COUNT
+from verl_server.weights.double_buffer import COUNT
 from verl_server.weights.layout import aligned
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from verl_server.weights.buckets import Reader
-from verl_server.weights.lane import Lane, LaneLayout
+from verl_server.weights.double_buffer import DoubleBuffer, DoubleBufferLayout
 from verl_server.weights.reports import Report
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import Json
@@ -27,22 +27,22 @@ class Stream:
     """All ranks write into one lane, or each has one of its own on its GPU."""
 
     @staticmethod
-    def create(layout: LaneLayout) -> Lane:
-        return Lane.create(layout)
+    def create(layout: DoubleBufferLayout) -> DoubleBuffer:
+        return DoubleBuffer.create(layout)
 
     @staticmethod
-    def describe(lane: Lane) -> Json:
+    def describe(lane: DoubleBuffer) -> Json:
         """How a server opens it; JSON."""
         return {"path": lane.path, "inode": lane.inode}
 
     @staticmethod
-    def open(described: Json, layout: LaneLayout) -> Lane:
+    def open(described: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
         """In the server."""
-        return Lane.open(described["path"], layout)
+        return DoubleBuffer.open(described["path"], layout)
 
 
 #: The lane opened last: mapping it anew costs its page faults, and a GPU's handle is to be opened once.
-_opened: dict[tuple[str, int], Lane] = {}
+_opened: dict[tuple[str, int], DoubleBuffer] = {}
 
 
 class Receiver(base.Receiver):
@@ -51,11 +51,13 @@ class Receiver(base.Receiver):
     def __init__(self, wire: Json, rank: int) -> None:
         super().__init__(wire, rank)
         self._slot = wire["first"] + rank
-        self._lane = self._lane_for(wire["lanes"][self._slot % len(wire["lanes"])], LaneLayout(**wire["layout"]))
+        self._lane = self._lane_for(
+            wire["lanes"][self._slot % len(wire["lanes"])], DoubleBufferLayout(**wire["layout"])
+        )
         deadline = time.monotonic() + wire["timeout_s"]
         self._reader = Reader(self._lane, wire["number"], self._slot, wire["writers"], self._check, deadline)
 
-    def _lane_for(self, described: Json, layout: LaneLayout) -> Lane:
+    def _lane_for(self, described: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
         key = (described["path"], described["inode"])
         if key not in _opened:
             while _opened:

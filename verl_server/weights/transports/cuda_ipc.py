@@ -10,7 +10,7 @@ import base64
 from collections.abc import Callable
 
 from verl_server.weights.device import DeviceBuckets
-from verl_server.weights.lane import Lane, LaneLayout
+from verl_server.weights.double_buffer import DoubleBuffer, DoubleBufferLayout
 from verl_server.weights.transports import buckets
 from verl_server.weights.transports.base import Json
 
@@ -19,25 +19,27 @@ class Stream(buckets.Stream):
     on_host = False
 
     @staticmethod
-    def create(layout: LaneLayout) -> Lane:
-        return _behind(Lane.create(layout), lambda: DeviceBuckets.create(layout.bucket_bytes))
+    def create(layout: DoubleBufferLayout) -> DoubleBuffer:
+        return _behind(DoubleBuffer.create(layout), lambda: DeviceBuckets.create(layout.bucket_bytes))
 
     @staticmethod
-    def describe(lane: Lane) -> Json:
+    def describe(lane: DoubleBuffer) -> Json:
         assert isinstance(lane.buckets, DeviceBuckets)
         return {**buckets.Stream.describe(lane), "handle": base64.b64encode(lane.buckets.handle()).decode()}
 
     @staticmethod
-    def open(described: Json, layout: LaneLayout) -> Lane:
+    def open(described: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
         handle = base64.b64decode(described["handle"])
-        return _behind(Lane.open(described["path"], layout), lambda: DeviceBuckets.open(handle, layout.bucket_bytes))
+        return _behind(
+            DoubleBuffer.open(described["path"], layout), lambda: DeviceBuckets.open(handle, layout.bucket_bytes)
+        )
 
 
 class Receiver(buckets.Receiver):
     stream = Stream
 
 
-def _behind(lane: Lane, buckets_of: Callable[[], DeviceBuckets]) -> Lane:
+def _behind(lane: DoubleBuffer, buckets_of: Callable[[], DeviceBuckets]) -> DoubleBuffer:
     """The lane with its buckets, or neither."""
     try:
         lane.buckets = buckets_of()

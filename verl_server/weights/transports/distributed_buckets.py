@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from verl_server.weights.buckets import Lent
+from verl_server.weights.buckets import BucketLease
 from verl_server.weights.device import DeviceBuckets
-from verl_server.weights.lane import BUCKET_BYTES, COUNT, Buckets, HostBuckets
+from verl_server.weights.double_buffer import BUCKET_BYTES, COUNT, Buckets, HostBuckets
 from verl_server.weights.layout import PAGE, aligned, nbytes
 from verl_server.weights.reports import Report
 from verl_server.weights.transports import base, distributed, group
@@ -117,12 +117,12 @@ class Receiver(base.Receiver):
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         work = self._receive(0)
-        before: Lent | None = None
+        before: BucketLease | None = None
         taken = 0
         for number, (start, _, count) in enumerate(self._parcels):
             group.wait_for_work(work, self._deadline, lambda: not self._seat.is_cancelled())
             rows = [[name, at - start, *kind] for name, at, *kind in self._rows[taken : taken + count]]
-            lent = Lent(self._seat.buckets, number % COUNT, rows)
+            lent = BucketLease(self._seat.buckets, number % COUNT, rows)
             next_work = self._receive(number + 1) if number == 0 else None
             for name, tensor in lent.tensors():
                 yield name, tensor

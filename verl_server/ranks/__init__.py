@@ -1,0 +1,1 @@
+"""How the trainer ranks of one engine agree on every call."""

@@ -1,0 +1,1 @@
+"""One supervised server process: how it is started, watched and ended."""

@@ -1,0 +1,1 @@
+"""One weight update on the trainer side: validate, stage, commit."""
