@@ -26,9 +26,9 @@ from helpers import (
 )
 
 from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, PauseMode
+from verl_server.adapter.sglang.launch import launch_sglang_server
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, NotReadyError, PeerError, ServerError
-from verl_server.server.launch import launch
 
 LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
 
@@ -227,7 +227,9 @@ def test_a_port_taken_in_between_is_retried(tiny: Callable[..., Path]) -> None:
     thief.start()
     try:
         with no_new_shared_memory():
-            server = launch({"model_path": str(tiny("qwen3")), "max_total_tokens": 4096}, AdapterConfig(), {})
+            server = launch_sglang_server(
+                {"model_path": str(tiny("qwen3")), "max_total_tokens": 4096}, AdapterConfig(), {}
+            )
             server.process.stop()
         assert thieves
         assert server.base_url != f"http://127.0.0.1:{thieves[0].getsockname()[1]}"

@@ -22,7 +22,7 @@ from verl_server.errors import BadInputError, ServerDiedError
 from verl_server.rollout.launcher import LocalLauncher
 from verl_server.server import forkserver as forkserver_module
 from verl_server.server.forkserver import ForkedWarden, Forkserver
-from verl_server.server.process import ServerProcess, never
+from verl_server.server.process import ServerProcess, never_abort
 
 READY_S = 250.0
 
@@ -30,7 +30,7 @@ READY_S = 250.0
 @pytest.fixture(scope="module")
 def forkserver() -> Iterator[Forkserver]:
     forkserver = Forkserver()
-    assert forkserver.wait_ready(READY_S, never)
+    assert forkserver.wait_ready(READY_S, never_abort)
     yield forkserver
     forkserver.close()
     assert forkserver.ended
@@ -38,7 +38,7 @@ def forkserver() -> Iterator[Forkserver]:
 
 def start(tiny: Callable[..., Path], warden: Any, **changed: Any) -> HttpServerEngineAdapter:
     given = {"model_path": str(tiny("qwen3")), "dtype": "float32", "max_total_tokens": 8192, **changed}
-    return HttpServerEngineAdapter(warden=warden, **given)
+    return HttpServerEngineAdapter(warden_factory=warden, **given)
 
 
 def answer(adapter: HttpServerEngineAdapter) -> Any:
@@ -106,7 +106,7 @@ def test_a_forkserver_that_is_lost_or_hangs(tiny: Callable[..., Path], monkeypat
     place = LocalLauncher()
 
     def forks() -> Forkserver:
-        wardens = place._wardens(AdapterConfig(), never)
+        wardens = place._wardens(AdapterConfig(), never_abort)
         owner = getattr(wardens, "__self__", None)
         assert isinstance(owner, Forkserver), "not forked"
         return owner
@@ -135,14 +135,14 @@ def test_a_forkserver_that_is_lost_or_hangs(tiny: Callable[..., Path], monkeypat
 TRAINER = """
 import sys, time
 from verl_server import HttpServerEngineAdapter
-from verl_server.server.process import ServerProcess, never
+from verl_server.server.process import ServerProcess, never_abort
 from verl_server.server.forkserver import Forkserver
 forkserver = Forkserver()
 print("importing", flush=True)
 if len(sys.argv) > 1:
-    assert forkserver.wait_ready(250, never)
+    assert forkserver.wait_ready(250, never_abort)
     server = HttpServerEngineAdapter(
-        warden=forkserver.warden, model_path=sys.argv[1], dtype="float32", max_total_tokens=8192
+        warden_factory=forkserver.warden, model_path=sys.argv[1], dtype="float32", max_total_tokens=8192
     )
     print("working", flush=True)
 time.sleep(600)

@@ -23,7 +23,7 @@ import verl_server
 from verl_server import errors
 from verl_server.ranks.channel import admit, join
 from verl_server.ranks.placement import place
-from verl_server.server.ports import PortReservation, authority
+from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.server.warden import Log
 from verl_server.types import Member, TensorSpec
 from verl_server.weights.arena import Arena
@@ -229,7 +229,7 @@ def test_a_reserved_port_is_given_to_nobody_else_but_can_be_bound() -> None:
         server.bind(("127.0.0.1", reservation.port))
         server.listen()
     reservation.release()
-    assert authority("::1", 80) == "[::1]:80"
+    assert join_host_port("::1", 80) == "[::1]:80"
 
 
 def test_log_is_bounded_and_keeps_the_tail(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from verl_server.adapter.calls_lora import LoraCalls
 from verl_server.adapter.calls_memory import MemoryCalls
 from verl_server.adapter.http_client import HttpClient
 from verl_server.adapter.router_registration import RouterRegistration
+from verl_server.adapter.sglang.launch import launch_sglang_server
 from verl_server.config import AdapterConfig
 from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError
 from verl_server.server.exit_status import ExitStatus, Supervisor
-from verl_server.server.launch import launch
-from verl_server.server.process import GiveUp, Wardens, never, spawn_warden
+from verl_server.server.process import AbortCheck, WardenFactory, never_abort, spawn_warden
 
 
 class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
@@ -22,7 +22,7 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
 
     `AsyncHttpServerEngineAdapter(model_path=..., **server_args)` blocks until the server is ready (inside
     an event loop use `await AsyncHttpServerEngineAdapter.launch(...)`); `attach` drives a server that
-    somebody else started. `give_up` is asked while the server starts: an error that it returns ends the
+    somebody else started. `check_abort` is asked while the server starts: an error that it returns ends the
     start and is raised. `warden` makes the process that starts and watches the server. Server arguments are
     the fields of SGLang's `ServerArgs`, passed on verbatim.
     Every method raises the errors of `verl_server.errors`; none is swallowed.
@@ -33,12 +33,12 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
         *,
         config: AdapterConfig | None = None,
         env: Mapping[str, str] | None = None,
-        give_up: GiveUp = never,
-        warden: Wardens = spawn_warden,
+        check_abort: AbortCheck = never_abort,
+        warden_factory: WardenFactory = spawn_warden,
         **server_args: Any,
     ) -> None:
         config = config or AdapterConfig()
-        server = launch(server_args, config, env or {}, give_up, warden)
+        server = launch_sglang_server(server_args, config, env or {}, check_abort, warden_factory)
         try:
             self._setup(config, server.base_url, server.api_key, server.admin_api_key, server.process)
         except BaseException:

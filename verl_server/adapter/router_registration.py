@@ -14,7 +14,7 @@ import requests
 
 from verl_server.config import AdapterConfig
 from verl_server.errors import DeadlineError, ServerError
-from verl_server.server.ports import authority
+from verl_server.server.ports import join_host_port
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class RouterRegistration:
         """
         if config.router_ip is None or config.router_port is None:
             return cls(None, worker_url)
-        self = cls(f"http://{authority(config.router_ip, config.router_port)}", worker_url)
+        self = cls(f"http://{join_host_port(config.router_ip, config.router_port)}", worker_url)
         try:
             self._register(api_key, config.timeouts.control_s)
         except requests.RequestException as error:

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.config import AdapterConfig, PauseMode
 from verl_server.errors import VerlServerError
-from verl_server.server.launch import WEIGHT_LOADER
-from verl_server.server.process import GiveUp
+from verl_server.server.process import AbortCheck
 from verl_server.types import Member
 from verl_server.weights.loader import payload
 from verl_server.weights.update.servers import ReplayFn, UpdatableServers
@@ -57,9 +57,9 @@ class ServerBackend:
     nearest_transport, trainer_host = "shared_memory", "127.0.0.1"
 
     def __init__(
-        self, server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], give_up: GiveUp
+        self, server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], check_abort: AbortCheck
     ) -> None:
-        self.adapter = HttpServerEngineAdapter(config=config, env=env, give_up=give_up, **server_args)
+        self.adapter = HttpServerEngineAdapter(config=config, env=env, check_abort=check_abort, **server_args)
         self.members = [Member("the server", int(server_args.get("tp_size") or 1))]
 
     def generate(self, **request: Any) -> Any:

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from verl_server.adapter import sglang as api
 from verl_server.adapter.model_files import read_model_config
+from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, NotReadyError, ServerError, ShutDownError, StartupError, VerlServerError
-from verl_server.server.launch import WEIGHT_LOADER
 from verl_server.server.warden import descendants, remove_shared_memory, shared_memory_of
 from verl_server.types import Member
 from verl_server.weights.loader import named_tensors_of

@@ -10,10 +10,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.config import AdapterConfig, PauseMode, RemoteServer
 from verl_server.engine.backend import load_over
 from verl_server.errors import BadInputError, VerlServerError
-from verl_server.server.launch import WEIGHT_LOADER
 from verl_server.types import Member
 from verl_server.weights.transports.group import own_address
 from verl_server.weights.update.servers import ReplayFn

@@ -8,13 +8,13 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_server_args
 from verl_server.config import AdapterConfig, RemoteServer, WeightsConfig
 from verl_server.engine.backend import Backend, ServerBackend
 from verl_server.engine.servers import RemoteBackend
 from verl_server.errors import BadInputError, ServerDiedError, UnsupportedError, VerlServerError
 from verl_server.ranks.placement import Placement
-from verl_server.server.launch import checked_server_args, complete_server_args
-from verl_server.server.ports import PortReservation, authority
+from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.double_buffer import MAX_WRITERS, DoubleBuffer, plan_double_buffer
@@ -93,7 +93,7 @@ def _agree_on_args(group: RankCoordinator, placement: Placement, server_args: Ma
     """The server arguments, equal on all nodes but for the node's number: rank 0's count."""
 
     def complete(_: list[Json]) -> Json:
-        args: Json = {**checked_server_args(server_args), "tp_size": placement.tp_size}
+        args: Json = {**validate_server_args(server_args), "tp_size": placement.tp_size}
         args.setdefault("weight_version", "0")
         if placement.nnodes > 1:
             keyed = complete_server_args(args)
@@ -102,7 +102,7 @@ def _agree_on_args(group: RankCoordinator, placement: Placement, server_args: Ma
                 host = socket.gethostbyname(socket.gethostname())
                 reservation = PortReservation(host)
                 reservation.release()
-                args["dist_init_addr"] = authority(host, reservation.port)
+                args["dist_init_addr"] = join_host_port(host, reservation.port)
         return args
 
     args = dict(group.agree(group.next_call("arguments"), complete, action_s=10.0))
@@ -125,7 +125,7 @@ def _start(
         from verl_server.engine.inprocess import InProcessBackend
 
         return InProcessBackend(args)
-    backend = ServerBackend(args, config, env, give_up=lambda: group.broken)
+    backend = ServerBackend(args, config, env, check_abort=lambda: group.broken)
     process = backend.adapter.asynchronous.process
     assert process is not None
     process.on_exit(lambda _: on_death(process.died(backend.adapter.base_url)))

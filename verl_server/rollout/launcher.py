@@ -12,7 +12,7 @@ from verl_server.config import AdapterConfig
 from verl_server.errors import DeadlineError
 from verl_server.rollout.parallel_config import ParallelConfig, require_room
 from verl_server.server.forkserver import Forkserver
-from verl_server.server.process import GiveUp, Wardens, spawn_warden
+from verl_server.server.process import AbortCheck, WardenFactory, spawn_warden
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +24,9 @@ class Launcher(Protocol):
         """Raises BadInputError when it has no room for that many replicas of that shape."""
 
     def start(
-        self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, give_up: GiveUp
+        self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, check_abort: AbortCheck
     ) -> HttpServerEngineAdapter:
-        """A server for the replica `name`, when it is ready. Raises StartupError and what `give_up` returns."""
+        """A server for the replica `name`, when it is ready. Raises StartupError and what `check_abort` returns."""
 
     def leave(self, name: str) -> None:
         """The replica `name` will start no more servers."""
@@ -62,16 +62,16 @@ class LocalLauncher:
         require_room(shape, replicas, accelerators())
 
     def start(
-        self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, give_up: GiveUp
+        self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, check_abort: AbortCheck
     ) -> HttpServerEngineAdapter:
         args = dict(server_args)
         if accelerators() is not None:  # whose driver does not survive a fork
             args["base_gpu_id"] = int(args.get("base_gpu_id") or 0) + self._slot(name) * self._devices
-            return HttpServerEngineAdapter(config=config, give_up=give_up, **args)
-        warden = self._wardens(config, give_up)
-        return HttpServerEngineAdapter(config=config, give_up=give_up, warden=warden, **args)
+            return HttpServerEngineAdapter(config=config, check_abort=check_abort, **args)
+        warden = self._wardens(config, check_abort)
+        return HttpServerEngineAdapter(config=config, check_abort=check_abort, warden_factory=warden, **args)
 
-    def _wardens(self, config: AdapterConfig, give_up: GiveUp) -> Wardens:
+    def _wardens(self, config: AdapterConfig, check_abort: AbortCheck) -> WardenFactory:
         """The forkserver's, when it is ready; a killed one is replaced."""
         with self._lock:
             if self._forkserver is not None and self._forkserver.ended:
@@ -84,7 +84,9 @@ class LocalLauncher:
         if forkserver is None:
             return spawn_warden
         try:
-            return forkserver.warden if forkserver.wait_ready(config.timeouts.start_s / 2, give_up) else spawn_warden
+            return (
+                forkserver.warden if forkserver.wait_ready(config.timeouts.start_s / 2, check_abort) else spawn_warden
+            )
         except DeadlineError as error:
             logger.warning("%s; servers are started without it", error.message)
             forkserver.close()  # it hangs: the next start makes another

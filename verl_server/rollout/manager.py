@@ -16,6 +16,7 @@ from typing import Any
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.adapter.sglang import memory_tags
+from verl_server.adapter.sglang.server_arguments import validate_server_args
 from verl_server.config import AdapterConfig, MemoryTag
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerDiedError, VerlServerError
 from verl_server.rollout.fleet import Event, Fleet
@@ -33,7 +34,6 @@ from verl_server.router.replica_pool import RouterConfig
 from verl_server.router.resumable_generation import one_by_one
 from verl_server.router.router import RolloutRouter
 from verl_server.router.targets import InProcessRouter, RoutingTargets, SglangRouterTarget
-from verl_server.server.launch import checked_server_args
 
 Json = dict[str, Any]
 
@@ -63,7 +63,7 @@ class RolloutManager(FleetUpdates):
         if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
             raise BadInputError(f"a fleet has 1 or more replicas, got {replicas!r}")
         self.mode = mode_of(mode)
-        args = {**server_args_for(self.mode, checked_server_args(server_args)), "port": None}
+        args = {**server_args_for(self.mode, validate_server_args(server_args)), "port": None}
         self._model_path = str(args["model_path"])
         shape = parallel_config_of(args, takes_weights=self.mode.capabilities.takes_weights)
         self._launcher = launcher or LocalLauncher()

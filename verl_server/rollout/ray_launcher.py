@@ -18,6 +18,8 @@ from dataclasses import asdict
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter.sglang.launch import launch_sglang_server
+from verl_server.adapter.sglang.server_arguments import SECRET_ARGUMENTS
 from verl_server.config import AdapterConfig, RemoteServer
 from verl_server.errors import (
     BadInputError,
@@ -31,9 +33,8 @@ from verl_server.errors import (
 )
 from verl_server.rollout.parallel_config import ParallelConfig, require_room
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
-from verl_server.server.launch import launch
-from verl_server.server.ports import PortReservation, authority
-from verl_server.server.process import SECRET_ARGUMENTS, GiveUp
+from verl_server.server.ports import PortReservation, join_host_port
+from verl_server.server.process import AbortCheck
 from verl_server.weights.transports.group import machine_id
 
 try:
@@ -67,16 +68,16 @@ class ServerHost:
         host = ray.util.get_node_ip_address()
         reservation = PortReservation(host)
         reservation.release()
-        return {"host": host, "machine": machine_id(), "free": authority(host, reservation.port)}
+        return {"host": host, "machine": machine_id(), "free": join_host_port(host, reservation.port)}
 
     def start(self, server_args: Json, config: AdapterConfig) -> Json:
         """Where the server is, once it is ready; or the error, as it travels."""
 
-        def give_up() -> VerlServerError | None:
+        def check_abort() -> VerlServerError | None:
             return ShutDownError("the replica was stopped while it started") if self._stop.is_set() else None
 
         try:
-            server = launch(server_args, config, {}, give_up)
+            server = launch_sglang_server(server_args, config, {}, check_abort)
         except Exception as error:  # noqa: BLE001 - raised where the replica is started
             return {"error": to_wire(error)}
         with self._lock:
@@ -191,7 +192,7 @@ class RayLauncher:
         self._shape = shape
 
     def start(
-        self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, give_up: GiveUp
+        self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, check_abort: AbortCheck
     ) -> HttpServerEngineAdapter:
         need = {self._device: float(self._shape.devices_per_node)}
         if self._stays_near:
@@ -199,16 +200,18 @@ class RayLauncher:
         group = placement_group([dict(need) for _ in range(self._shape.nnodes)], strategy="STRICT_SPREAD")
         hosts: list[Any] = []
         try:
-            _wait(group.ready(), config.timeouts.start_s, give_up, f"the cluster has no room for {name} ({need})")
+            _wait(group.ready(), config.timeouts.start_s, check_abort, f"the cluster has no room for {name} ({need})")
             for node in range(self._shape.nnodes):
-                hosts.append(self._host(f"{name.rsplit('_', 1)[0]}_{node}", group, node, need, config, give_up))
-            met = [_wait(one.meet.remote(), ANSWER_S, give_up, f"an actor of {name} does not answer") for one in hosts]
+                hosts.append(self._host(f"{name.rsplit('_', 1)[0]}_{node}", group, node, need, config, check_abort))
+            met = [
+                _wait(one.meet.remote(), ANSWER_S, check_abort, f"an actor of {name} does not answer") for one in hosts
+            ]
             keys = {name: server_args.get(name) or secrets.token_urlsafe(32) for name in SECRET_ARGUMENTS}
             calls = [
                 one.start.remote(_args_of({**server_args, **keys}, node, met), config) for node, one in enumerate(hosts)
             ]  # at the same time: they wait for each other
             replies = [
-                _wait(call, config.timeouts.start_s + ANSWER_S, give_up, f"{name} was not ready in time")
+                _wait(call, config.timeouts.start_s + ANSWER_S, check_abort, f"{name} was not ready in time")
                 for call in calls
             ]
             _require_started(replies)
@@ -231,7 +234,13 @@ class RayLauncher:
         )
 
     def _host(
-        self, name: str, group: Any, node: int, need: Mapping[str, float], config: AdapterConfig, give_up: GiveUp
+        self,
+        name: str,
+        group: Any,
+        node: int,
+        need: Mapping[str, float],
+        config: AdapterConfig,
+        check_abort: AbortCheck,
     ) -> Any:
         """A new actor; the one that had this name before may still be on its way out."""
         resources = {"num_cpus": need.get("CPU", 0), "num_gpus": need.get("GPU", 0)}
@@ -254,7 +263,7 @@ class RayLauncher:
                     raise StartupError(
                         f"an actor is called {name} already in the namespace {self._namespace}"
                     ) from error
-                if (reason := give_up()) is not None:
+                if (reason := check_abort()) is not None:
                     raise reason from error
                 time.sleep(POLL_S)
 
@@ -309,13 +318,13 @@ def _require_started(replies: list[Json]) -> None:
             raise from_wire(reply["error"])
 
 
-def _wait(reference: Any, limit_s: float, give_up: GiveUp, otherwise: str) -> Any:
-    """The value, or StartupError after `limit_s`, or what `give_up` returns."""
+def _wait(reference: Any, limit_s: float, check_abort: AbortCheck, otherwise: str) -> Any:
+    """The value, or StartupError after `limit_s`, or what `check_abort` returns."""
     deadline = time.monotonic() + limit_s
     while True:
         with contextlib.suppress(GetTimeoutError):
             return ray.get(reference, timeout=POLL_S)
-        if (reason := give_up()) is not None:
+        if (reason := check_abort()) is not None:
             raise reason
         if time.monotonic() > deadline:
             raise StartupError(f"{otherwise} after {limit_s:g} s")

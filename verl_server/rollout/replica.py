@@ -61,7 +61,7 @@ class Replica:
         Raises StartupError, ShutDownError when the replica was stopped meanwhile, StartPreempted.
         """
 
-        def give_up() -> VerlServerError | None:
+        def check_abort() -> VerlServerError | None:
             if self._stop.is_set():
                 return ShutDownError(f"replica {self.name} was stopped while it started")
             return (
@@ -69,9 +69,9 @@ class Replica:
             )
 
         with self._starting:
-            if (reason := give_up()) is not None:
+            if (reason := check_abort()) is not None:
                 raise reason
-            adapter = self._launcher.start(self.name, self._server_args, self._config, give_up)
+            adapter = self._launcher.start(self.name, self._server_args, self._config, check_abort)
             self._busy = (0.0, time.monotonic())
             try:
                 serve(self, adapter)

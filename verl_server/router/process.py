@@ -20,7 +20,7 @@ import orjson
 from verl_server.errors import DeadlineError
 from verl_server.router.replica_pool import RouterConfig
 from verl_server.router.targets import ReplicaStats, ReplicaStatus, StatusQueue
-from verl_server.server.ports import PortReservation, authority
+from verl_server.server.ports import PortReservation, join_host_port
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RouterProcess:
         """`metrics`: the fleet's own, which the router shows beside its own."""
         self._metrics = metrics
         self._reservation = PortReservation(host)
-        self.url = f"http://{authority(host, self._reservation.port)}"
+        self.url = f"http://{join_host_port(host, self._reservation.port)}"
         self.api_key = secrets.token_urlsafe(32)
         self.restarts = 0
         self._settings: Json = {

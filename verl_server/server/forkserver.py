@@ -18,7 +18,7 @@ from typing import IO
 
 from verl_server.errors import DeadlineError
 from verl_server.server.forkserver_main import FORK, READY
-from verl_server.server.process import GiveUp, WardenProcess, base_env, rendezvous_variables, spawn_warden
+from verl_server.server.process import AbortCheck, WardenProcess, base_env, rendezvous_variables, spawn_warden
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +85,14 @@ class Forkserver:
         """Whether it ended by itself: another one would, too."""
         return self._process.poll() is not None and self._process.returncode > 0
 
-    def wait_ready(self, deadline_s: float, give_up: GiveUp) -> bool:
+    def wait_ready(self, deadline_s: float, check_abort: AbortCheck) -> bool:
         """Whether it can fork. False: it has ended, and says why in the log.
 
-        Raises DeadlineError, and what `give_up` returns.
+        Raises DeadlineError, and what `check_abort` returns.
         """
         deadline = time.monotonic() + deadline_s
         while self._ready is None:
-            if (reason := give_up()) is not None:
+            if (reason := check_abort()) is not None:
                 raise reason
             with self._lock:
                 if self._ready is None and self._has_spoken():

@@ -1,162 +1,132 @@
-"""Start a supervised server: keys, port, readiness, one more try when the port was snatched."""
+"""Start a supervised server: reserve a port, wait until the server is ready, retry when the port was taken."""
 
 from __future__ import annotations
 
 import http.client
-import json
 import logging
-import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from verl_server.adapter import sglang as api
 from verl_server.config import AdapterConfig
-from verl_server.errors import BadInputError, StartupError
-from verl_server.server.ports import PortReservation, authority
-from verl_server.server.process import GiveUp, ServerProcess, Wardens, never, spawn_warden
+from verl_server.errors import StartupError
+from verl_server.server.engine_profile import EngineProfile
+from verl_server.server.ports import PortReservation, join_host_port
+from verl_server.server.process import AbortCheck, ServerProcess, WardenFactory, never_abort, spawn_warden
 
 logger = logging.getLogger(__name__)
 
-#: The loader that runs inside the server and reads weights from shared memory (see `weights/loader.py`).
-WEIGHT_LOADER = "verl_server.weights.loader.load"
-PORT_TAKEN = ("address already in use", "port is already in use", "is not available", "errno 98")
+PROBE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class LaunchedServer:
-    """A server that is ready. Keys are never shown by `repr`."""
+    """A server that is ready. `repr` does not show the keys."""
 
     process: ServerProcess
     base_url: str
     api_key: str = field(repr=False)
     admin_api_key: str = field(repr=False)
     server_args: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    """Arguments that the server was started with, its port included."""
 
 
-def complete_server_args(server_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The caller's arguments with what we always add: loopback, random keys, our weight loader.
-
-    `tp` and `dp` style short names are not translated: these are the fields of SGLang's `ServerArgs`.
-    """
-    args = checked_server_args(server_args)
-    args["host"] = args.get("host") or "127.0.0.1"
-    args["api_key"] = args.get("api_key") or secrets.token_urlsafe(32)
-    args["admin_api_key"] = args.get("admin_api_key") or secrets.token_urlsafe(32)
-    loaders = args.get("custom_weight_loader") or []
-    loaders = [loaders] if isinstance(loaders, str) else list(loaders)
-    args["custom_weight_loader"] = [*loaders, *([] if WEIGHT_LOADER in loaders else [WEIGHT_LOADER])]
-    return args
-
-
-def checked_server_args(server_args: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in plain JSON values, as they travel to the server's process. Raises BadInputError otherwise."""
-    args = {**server_args, "model_path": _model_path(server_args.get("model_path"))}
-    for name, value in args.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise BadInputError(
-                f"server argument {name!r} must be a plain JSON value to travel to the server process, "
-                f"got {type(value).__name__}: {error}",
-                argument=name,
-            ) from error
-    return args
-
-
-def _model_path(given: Any) -> str:
-    """Refuse what is surely no model before a process is spawned. A name without a root may be a hub's."""
-    if not isinstance(given, (str, os.PathLike)) or not str(given):
-        raise BadInputError(f"model_path must name a folder or a model of a hub, got {given!r}")
-    path = str(given)
-    if path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
-        raise BadInputError(f"there is no model at {path}")
-    return path
-
-
-def launch(
+def launch_server(
     server_args: Mapping[str, Any],
+    profile: EngineProfile,
     config: AdapterConfig,
     env: Mapping[str, str],
-    give_up: GiveUp = never,
-    warden: Wardens = spawn_warden,
+    check_abort: AbortCheck = never_abort,
+    warden_factory: WardenFactory = spawn_warden,
 ) -> LaunchedServer:
-    """Start a server below a new `warden` and wait until it is ready.
+    """Start a server as a child of a new warden and wait until the server is ready.
 
-    Raises what `give_up` returns meanwhile, StartupError, BadInputError (an argument that SGLang refuses) or
-    DeadlineError; whatever was started is ended first.
+    `server_args` must contain `host`, `api_key` and `admin_api_key`. Without a `port` a free port is chosen; if another
+    program takes that port before the server listens, the start is repeated with another port.
+
+    Raises the error that `check_abort` returns, StartupError, BadInputError (the engine refuses an argument) or
+    DeadlineError. All processes that were started are ended before the error is raised.
     """
-    chosen_port = server_args.get("port")
+    requested_port = server_args.get("port")
     for attempt in range(1, config.start_attempts + 1):
-        args = complete_server_args(server_args)
-        reservation = PortReservation(args["host"], chosen_port)
-        args["port"] = reservation.port
+        reservation = PortReservation(server_args["host"], requested_port)
+        args = {**server_args, "port": reservation.port}
         try:
-            return _start_once(args, config, env, give_up, warden)
+            return _launch_once(args, profile, config, env, check_abort, warden_factory)
         except StartupError as error:
-            words = str(error.details.get("log_tail", "")).lower()
-            taken = any(phrase in words for phrase in PORT_TAKEN)
-            if not taken or chosen_port is not None or attempt == config.start_attempts:
+            log_tail = str(error.details.get("log_tail", "")).lower()
+            is_port_taken = any(phrase in log_tail for phrase in profile.port_taken_phrases)
+            if not is_port_taken or requested_port is not None or attempt == config.start_attempts:
                 raise
-            logger.warning("port %d was taken by another program; trying another", reservation.port)
+            logger.warning("another program took port %d; starting the server on another port", reservation.port)
         finally:
             reservation.release()
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _start_once(
-    args: dict[str, Any], config: AdapterConfig, env: Mapping[str, str], give_up: GiveUp, warden: Wardens
+def _launch_once(
+    args: dict[str, Any],
+    profile: EngineProfile,
+    config: AdapterConfig,
+    env: Mapping[str, str],
+    check_abort: AbortCheck,
+    warden_factory: WardenFactory,
 ) -> LaunchedServer:
     host = _connect_host(args["host"])
-    process = ServerProcess(args, env=env, log_dir=config.log_dir, deadline_s=config.timeouts.start_s, warden=warden)
+    process = ServerProcess(
+        args,
+        profile,
+        env=env,
+        log_dir=config.log_dir,
+        start_timeout_s=config.timeouts.start_s,
+        warden_factory=warden_factory,
+    )
     try:
-        head = int(args.get("node_rank") or 0) == 0
-        paths = (api.READY.path, api.HEALTH.path) if head else (api.PING.path, api.HEALTH.path)
+        is_main_node = int(args.get("node_rank") or 0) == 0
+        paths = profile.ready_paths if is_main_node else profile.worker_node_ready_paths
         process.wait_ready(
-            lambda: _answers(host, args["port"], paths),
+            lambda: _is_ready(host, args["port"], paths),
             config.timeouts.start_s,
-            fatal_words=PORT_TAKEN,
-            give_up=give_up,
+            fatal_log_phrases=profile.port_taken_phrases,
+            check_abort=check_abort,
         )
-        if head:
-            _require_our_own(host, args["port"], args["api_key"])
+        if is_main_node:
+            _require_own_server(host, args["port"], args["api_key"], profile)
     except BaseException:
         process.stop(config.timeouts.stop_s)
         raise
     return LaunchedServer(
         process=process,
-        base_url=f"http://{authority(host, args['port'])}",
+        base_url=f"http://{join_host_port(host, args['port'])}",
         api_key=args["api_key"],
         admin_api_key=args["admin_api_key"],
         server_args=args,
     )
 
 
-def _require_our_own(host: str, port: int, api_key: str) -> None:
-    """Raise StartupError when it is somebody else's server that answers: it does not know our key."""
-    if _status(host, port, api.MODEL_INFO.path, api_key) == 401:
-        raise StartupError("another server answers on this port", log_tail=PORT_TAKEN[0])
+def _require_own_server(host: str, port: int, api_key: str, profile: EngineProfile) -> None:
+    """Raise StartupError when another server answers on the port: that server does not accept our API key."""
+    if _get_status(host, port, profile.authenticated_path, api_key) == 401:
+        raise StartupError(f"another server answers on port {port}", log_tail=profile.port_taken_phrases[0])
 
 
 def _connect_host(bind_host: str) -> str:
-    """Where to reach a server of this machine that binds `bind_host`."""
+    """The address at which this machine reaches a server that binds `bind_host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind_host, bind_host)
 
 
-def _answers(host: str, port: int, paths: tuple[str, str]) -> bool:
-    """Whether the server is ready; the second path is asked where the first does not exist (old versions)."""
+def _is_ready(host: str, port: int, paths: tuple[str, ...]) -> bool:
+    """Whether the server is ready. `paths` are requested in order; a path that answers 404 is skipped."""
     for path in paths:
-        status = _status(host, port, path)
+        status = _get_status(host, port, path)
         if status != 404:
             return status == 200
     return False
 
 
-def _status(host: str, port: int, path: str, api_key: str = "") -> int | None:
-    """The status of one GET, or None when nobody answers."""
-    connection = http.client.HTTPConnection(host, port, timeout=5.0)
+def _get_status(host: str, port: int, path: str, api_key: str = "") -> int | None:
+    """The HTTP status of one GET request, or None when no server answers."""
+    connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {api_key}"})
         return connection.getresponse().status

@@ -34,6 +34,6 @@ class PortReservation:
         self._socket.close()
 
 
-def authority(host: str, port: int) -> str:
+def join_host_port(host: str, port: int) -> str:
     """`host:port` as a URL wants it; IPv6 addresses in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

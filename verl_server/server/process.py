@@ -25,12 +25,12 @@ import psutil
 
 from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, StartupError, VerlServerError
 from verl_server.server import warden as warden_script
+from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT
 
 logger = logging.getLogger(__name__)
 
-SECRET_ARGUMENTS = ("api_key", "admin_api_key")
 #: Variables of the trainer's own rendezvous. With torchrun's, SGLang's scheduler would look for the trainer's
 #: store instead of making its own (TORCHELASTIC_USE_AGENT_STORE), and run on one thread (OMP_NUM_THREADS=1).
 RENDEZVOUS_VARIABLES = (
@@ -39,11 +39,11 @@ RENDEZVOUS_VARIABLES = (
 )  # fmt: skip
 LOG_LIMIT_BYTES = 16 * 1024 * 1024
 #: Asked while a server starts: the error to end the start with (another node has failed, say), or None.
-GiveUp = Callable[[], VerlServerError | None]
+AbortCheck = Callable[[], VerlServerError | None]
 
 
-def never() -> None:
-    """The `GiveUp` of a server that depends on nothing else."""
+def never_abort() -> None:
+    """The `AbortCheck` of a server that depends on nothing else."""
 
 
 class WardenProcess(Protocol):
@@ -61,7 +61,7 @@ class WardenProcess(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-Wardens = Callable[[], WardenProcess]
+WardenFactory = Callable[[], WardenProcess]
 
 
 def spawn_warden() -> WardenProcess:
@@ -84,11 +84,12 @@ class ServerProcess(ExitNotifier):
     def __init__(
         self,
         server_args: Mapping[str, Any],
+        profile: EngineProfile,
         *,
         env: Mapping[str, str],
         log_dir: Path | str | None,
-        deadline_s: float,
-        warden: Wardens,
+        start_timeout_s: float,
+        warden_factory: WardenFactory,
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="verl-server-"))
         scratch = self._folder / "tmp"
@@ -101,7 +102,7 @@ class ServerProcess(ExitNotifier):
         super().__init__()
         self.pid: int | None = None
         spec = {
-            "argv": [sys.executable, "-m", "verl_server.server.server_main"],
+            "argv": [sys.executable, "-m", profile.main_module],
             "env": {
                 **base_env(),
                 "TMPDIR": str(scratch),  # where the warden removes them
@@ -113,11 +114,11 @@ class ServerProcess(ExitNotifier):
             "scratch": str(scratch),
             "log_path": str(self.log_path),
             "log_limit": LOG_LIMIT_BYTES,
-            "secrets": [str(server_args[name]) for name in SECRET_ARGUMENTS if server_args.get(name)],
+            "secrets": [str(server_args[name]) for name in profile.secret_arguments if server_args.get(name)],
             "trainer_pid": os.getpid(),
-            "deadline": time.monotonic() + deadline_s,
+            "deadline": time.monotonic() + start_timeout_s,
         }
-        self._warden = warden()
+        self._warden = warden_factory()
         assert self._warden.stdin is not None
         try:
             self._warden.stdin.write(json.dumps(spec).encode() + b"\n")
@@ -154,14 +155,14 @@ class ServerProcess(ExitNotifier):
         probe: Callable[[], bool],
         deadline_s: float,
         *,
-        fatal_words: tuple[str, ...] = (),
-        give_up: GiveUp = never,
+        fatal_log_phrases: tuple[str, ...] = (),
+        check_abort: AbortCheck = never_abort,
         poll_s: float = 0.05,
     ) -> None:
-        """Poll `probe` until it is true. `fatal_words` in the log end the wait: SGLang may live on for minutes.
+        """Poll `probe` until it is true. `fatal_log_phrases` in the log end the wait: SGLang may live on for minutes.
 
         Raises StartupError with the server's last words when it ends first, BadInputError when SGLang
-        refuses an argument, DeadlineError when `deadline_s` seconds pass, and what `give_up` returns.
+        refuses an argument, DeadlineError when `deadline_s` seconds pass, and what `check_abort` returns.
         """
         deadline = time.monotonic() + deadline_s
         while not probe():
@@ -175,10 +176,10 @@ class ServerProcess(ExitNotifier):
                     log_tail=words,
                     log_path=str(self.log_path),
                 )
-            if (reason := give_up()) is not None:
+            if (reason := check_abort()) is not None:
                 raise reason
-            said = self._log_end().lower() if fatal_words else ""
-            if any(words in said for words in fatal_words):
+            said = self._log_end().lower() if fatal_log_phrases else ""
+            if any(words in said for words in fatal_log_phrases):
                 raise StartupError(
                     "the server cannot start", log_tail=_last_words(self._log_end()), log_path=str(self.log_path)
                 )

@@ -1,0 +1,39 @@
+"""Start one SGLang server under supervision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl_server.adapter.sglang.endpoints import HEALTH, MODEL_INFO, PING, READY
+from verl_server.adapter.sglang.server_arguments import SECRET_ARGUMENTS, complete_server_args
+from verl_server.config import AdapterConfig
+from verl_server.server.engine_profile import EngineProfile
+from verl_server.server.launch import LaunchedServer, launch_server
+from verl_server.server.process import AbortCheck, WardenFactory, never_abort, spawn_warden
+
+#: SGLang's main node answers `/ready` with 200 only while it accepts requests (0.5.15 has no `/ready`, but `/health`).
+#: Nodes after the first serve only `/ping` and `/health`. The log phrases are those of uvicorn, ZeroMQ and SGLang.
+SGLANG = EngineProfile(
+    name="SGLang",
+    main_module="verl_server.server.server_main",
+    secret_arguments=SECRET_ARGUMENTS,
+    ready_paths=(READY.path, HEALTH.path),
+    worker_node_ready_paths=(PING.path, HEALTH.path),
+    authenticated_path=MODEL_INFO.path,
+    port_taken_phrases=("address already in use", "port is already in use", "is not available", "errno 98"),
+)
+
+
+def launch_sglang_server(
+    server_args: Mapping[str, Any],
+    config: AdapterConfig,
+    env: Mapping[str, str],
+    check_abort: AbortCheck = never_abort,
+    warden_factory: WardenFactory = spawn_warden,
+) -> LaunchedServer:
+    """Complete `server_args` (fields of SGLang's `ServerArgs`), start a server and wait until it is ready.
+
+    Raises the errors of `verl_server.server.launch.launch_server`, and BadInputError for invalid `server_args`.
+    """
+    return launch_server(complete_server_args(server_args), SGLANG, config, env, check_abort, warden_factory)

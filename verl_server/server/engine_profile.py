@@ -1,0 +1,29 @@
+"""What the launcher of servers knows about one inference engine. The engine's adapter provides the values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineProfile:
+    """Facts about an inference engine that `launch_server` needs to start its server and to see that it is ready.
+
+    `adapter/sglang/launch.py` defines the profile of SGLang.
+    """
+
+    name: str
+    """Name of the engine, for messages."""
+    main_module: str
+    """Python module that the server process runs (`python -m`). It reads the server arguments from standard input."""
+    secret_arguments: tuple[str, ...]
+    """Names of the server arguments that hold keys. Their values are replaced by `***` in the server's log."""
+    ready_paths: tuple[str, ...]
+    """URL paths of the readiness probe, the preferred path first. A path that answers 404 does not exist in the
+    engine's version; the next path is then requested. The server is ready when a path answers 200."""
+    worker_node_ready_paths: tuple[str, ...]
+    """URL paths of the readiness probe on the nodes after the first node of a multi-node server."""
+    authenticated_path: str
+    """URL path that answers 401 when the API key is wrong. It shows whether the server behind the port is our own."""
+    port_taken_phrases: tuple[str, ...]
+    """Lower-case phrases in the server's log that mean that another program listens on the server's port."""
