@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable
 from typing import IO, Any, NoReturn
 
-from verl_server.adapter import child, warden
+from verl_server.server import server_main, warden
 
 READY, FORK = b"ready", b"fork"
 #: What servers import after they have forked their workers; where a version of SGLang has no such module, they do.
@@ -86,7 +86,7 @@ def _be_server(spec: dict[str, Any], payload: int, words: int) -> None:
     tempfile.tempdir = None
     _be_called("python -m verl_server.server.server_main")
     gc.enable()
-    child.serve(child.read_arguments())
+    server_main.serve(server_main.read_arguments())
 
 
 def _be_warden(descriptors: list[int]) -> None:
@@ -143,7 +143,7 @@ def _end_with_trainer(commands: socket.socket, whether: bool) -> None:
 def main() -> None:
     commands, trainer = socket.socket(fileno=0), os.pidfd_open(int(sys.argv[1]))
     _end_with_trainer(commands, True)
-    child.load()
+    server_main.load()
     for name in MORE:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
