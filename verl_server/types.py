@@ -42,3 +42,15 @@ class WeightUpdateResult:
     """Seconds in which the ranks copied their shards into the staging memory."""
     load_s: float
     """Seconds from the pause to the continuation of generation."""
+
+
+def parse_weight_version(label: int | str | None) -> int:
+    """The weight version that a server's label names.
+
+    SGLang labels weights with strings. A label that is not a whole number, for example SGLang's "default", and a
+    missing label name the checkpoint's weights: version 0.
+    """
+    try:
+        return int(label)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return 0
