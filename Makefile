@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 UV_VERSION := 0.13.8
 
-.PHONY: setup demo test check format doctor bench clean
+.PHONY: setup demo test check format docs doctor bench clean
 
 setup: $(READY)
 
@@ -35,6 +35,10 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The documentation site, into site/. A broken link, a missing anchor or an unlisted page is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
+
 doctor: setup
 	$(BIN)/verl-server doctor
 
@@ -44,4 +48,4 @@ bench: setup
 	$(BIN)/python benchmarks/bench_weight_sync.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

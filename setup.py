@@ -11,6 +11,19 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["reinforcement learning", "language models", "rollout", "SGLang", "weight synchronization", "agents"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11",
     packages=find_packages(include=["verl_server", "verl_server.*"]),
     package_data={"verl_server": ["py.typed"]},
@@ -36,6 +49,7 @@ setup(
     extras_require={
         "ray": ["ray>=2.40"],
         "gateway": ["fastapi", "uvicorn"],
+        "docs": ["mkdocs-material", "mkdocstrings[python]"],
         "dev": [
             "pytest",
             "pytest-timeout",
