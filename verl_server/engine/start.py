@@ -132,20 +132,22 @@ def _start(
     return backend
 
 
-def start_weight_updater(ranks: Ranks, server_args: Mapping[str, Any], config: WeightsConfig) -> WeightUpdater:
+def start_weight_updater(
+    ranks: Ranks, backend: Backend | None, server_args: Mapping[str, Any], config: WeightsConfig
+) -> WeightUpdater:
     """Agree on what the model accepts and how it travels, and make the staging memory."""
     manifest = _agree_on_manifest(ranks.group, server_args)
     layout = plan(manifest.tensors)
     transport = ranks.group.agree(
-        ranks.group.next_call("transport"), lambda _: _transport(ranks, config, layout.size), action_s=10.0
+        ranks.group.next_call("transport"), lambda _: _transport(ranks, backend, config, layout.size), action_s=10.0
     )
     start = _start_streamed if is_stream(transport) else _start_staged
-    return start(ranks, manifest, first_version(server_args), config, transport)
+    return start(ranks, backend, manifest, first_version(server_args), config, transport)
 
 
-def _transport(ranks: Ranks, config: WeightsConfig, whole: int) -> str:
+def _transport(ranks: Ranks, backend: Backend | None, config: WeightsConfig, whole: int) -> str:
     """On rank 0: the transport. `whole`: bytes to stage the whole model."""
-    backend, nnodes, limit = ranks.backend, ranks.placement.nnodes, config.max_staging_bytes
+    nnodes, limit = ranks.placement.nnodes, config.max_staging_bytes
     assert backend is not None
     transport = config.transport
     if transport == "auto":
@@ -164,6 +166,7 @@ def _transport(ranks: Ranks, config: WeightsConfig, whole: int) -> str:
 
 def _start_staged(
     ranks: Ranks,
+    backend: Backend | None,
     manifest: Manifest,
     version: int,
     config: WeightsConfig,
@@ -178,7 +181,7 @@ def _start_staged(
         arena, shared = _mapped_by_all(ranks.group, arena, lambda: Arena.open(paths[0], layout))
     arena = arena or Arena.create(layout)  # on another machine: pages that are never written cost nothing
     sender = None
-    if ranks.backend is not None:
+    if backend is not None:
         settings = Settings(
             arena=arena,
             layout=layout,
@@ -187,7 +190,7 @@ def _start_staged(
             ranks_per_node=placement.ranks_per_node if placement.nnodes > 1 else 0,
             node_rank=placement.node_rank,
             folder=None if config.folder is None else str(config.folder),
-            host=config.host or ranks.backend.trainer_host,
+            host=config.host or backend.trainer_host,
         )
         logger.info("weights are staged in %.1f MB of memory and go by %s", layout.size / 1e6, transport)
         sender = end_of(transport, "Sender")(settings)
@@ -197,6 +200,7 @@ def _start_staged(
 
 def _start_streamed(
     ranks: Ranks,
+    backend: Backend | None,
     manifest: Manifest,
     version: int,
     config: WeightsConfig,

@@ -85,7 +85,7 @@ class VerlEngine:
             self._group.on_broken = self._on_broken
             numbers = frozenset(device_mesh_cpu.mesh.flatten().tolist())
             ranks = Ranks(self._group, self._placement, numbers, self._backend, self._timeouts.weights_s)
-            self._weights = start_weight_updater(ranks, server_args, weights or WeightsConfig())
+            self._weights = start_weight_updater(ranks, self._backend, server_args, weights or WeightsConfig())
         except BaseException:
             self.shutdown()
             raise

@@ -1,4 +1,4 @@
-"""What a weight update needs of the servers that it goes to."""
+"""The servers that a weight update is sent to, as the update protocol sees them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,45 @@ Json = dict[str, Any]
 
 
 class UpdatableServers(Protocol):
-    """What a weight update needs of the servers that it goes to. Calls raise `verl_server.errors`."""
+    """One or more inference servers whose weights can be updated together.
+
+    Trainer rank 0 calls the methods in this order: `pause`, `begin_weight_update`, `load`, `end_weight_update`,
+    `published`, `resume`. Every method raises a `VerlServerError` when a server fails. ServerDiedError and ShutDownError
+    mean that no server is left.
+    """
 
     @property
     def members(self) -> Sequence[Member]:
-        """Those that the next attempt at an update goes to. Raises ServerDiedError when there is none."""
+        """The servers that take part in the next attempt at an update. Raises ServerDiedError if there is none."""
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop generating; `mode` says what becomes of requests in flight."""
+        """Pause generation on every member. `mode` says what happens to running requests."""
 
-    def resume(self) -> None: ...
-    def begin_weight_update(self) -> None: ...
-    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
-        """Make each member's TP ranks call the loader; `wires` has what it is told, by member."""
+    def resume(self) -> None:
+        """Continue generation on every member."""
 
-    def end_weight_update(self) -> None: ...
+    def begin_weight_update(self) -> None:
+        """Open a weight update session on every member."""
+
+    def load(self, wires: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
+        """Make every TP rank of every member call the weight loader (`verl_server.weights.loader.load`).
+
+        `wires` holds the loader's JSON message for each member, in the order of `members`. The method returns when all
+        loaders have returned. Requests that start afterwards carry `weight_version`. `flush_cache` removes the prefix
+        cache, which was computed with the old weights.
+        """
+
+    def end_weight_update(self) -> None:
+        """Close the weight update session on every member."""
+
+    def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
+        """Record that all members have loaded and verified weight version `version`. Generation is still paused.
+
+        `whole`: the update contained every parameter of the model, so a member's earlier weights do not matter.
+        `replay`: loads the same weights into other servers later, for example into a server that was started again.
+        None if the trainer does not keep them.
+        """
 
 
-#: Loads what is published last into others.
 ReplayFn = Callable[[UpdatableServers], None]
+"""Loads the weights that were published last into servers that missed the update. Raises VerlServerError."""

@@ -99,8 +99,8 @@ class StagedUpdater(WeightUpdater):
 
     def _committed(self, names: list[str], validated: ValidatedUpdate) -> Json:
         assert self._sender is not None
-        assert self.ranks.backend is not None
-        backend, sender = self.ranks.backend, self._sender
+        assert self.ranks.servers is not None
+        backend, sender = self.ranks.servers, self._sender
         ordered = in_layout_order(self._layout, names)
 
         def publish(sums: Sequence[int]) -> None:
@@ -141,8 +141,8 @@ class StagedUpdater(WeightUpdater):
     def _check(self, update_id: str, verify: bool, names: list[str]) -> VerlServerError | None:
         """On a node's leader: the error that a TP rank of this node reported, or None."""
         assert self._sender is not None
-        assert self.ranks.backend is not None
-        update = Update(update_id, in_layout_order(self._layout, names), verify, self.ranks.backend.members)
+        assert self.ranks.servers is not None
+        update = Update(update_id, in_layout_order(self._layout, names), verify, self.ranks.servers.members)
         try:
             check_reports(self._sender.reports(update), update, checksums(self._arena, update), len(self._layout.slots))
         except VerlServerError as error:

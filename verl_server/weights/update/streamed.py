@@ -183,7 +183,7 @@ class StreamedUpdater(WeightUpdater):
             check_same_names(brought, all_bring=len(self._described) > 1)
         if names is not None:
             self.require_whole_if_torn(names)
-        backend = self.ranks.backend
+        backend = self.ranks.servers
         assert backend is not None
         members = backend.members
         sizes = [member.tp_size for member in members]
@@ -306,7 +306,7 @@ class StreamedUpdater(WeightUpdater):
 
     def _confirm(self, brought: list[Json], validated: ValidatedUpdate, names: list[str], started: float) -> Json:
         """On rank 0: every lane's reports are good, so generation goes on."""
-        backend, specs = self.ranks.backend, self.manifest.tensors
+        backend, specs = self.ranks.servers, self.manifest.tensors
         assert backend is not None
         try:
             for one in brought:

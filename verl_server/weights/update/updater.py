@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_server.config import PauseMode
-from verl_server.engine.backend import Backend
 from verl_server.errors import BadInputError, PeerError, TornWeightsError, VerlServerError
 from verl_server.ranks.placement import Placement
 from verl_server.types import TensorSpec, WeightUpdateResult
 from verl_server.weights.lora import check_adapter
 from verl_server.weights.manifest import Manifest
+from verl_server.weights.update.servers import UpdatableServers
 from verl_server.weights.update.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class Ranks:
     placement: Placement
     numbers: frozenset[int]
     """Their numbers in the trainer's whole world."""
-    backend: Backend | None
-    """On the ranks that have started one."""
+    servers: UpdatableServers | None
+    """The servers that are updated. None on trainer ranks that have no connection to a server."""
     timeout_s: float
     """Deadline of one step of an update."""
 
