@@ -1,6 +1,6 @@
-"""Settings of this library, typed and frozen. Settings of the server are SGLang's own arguments.
+"""Settings of this library: frozen dataclasses and enumerations. The settings of a server are SGLang's own arguments.
 
-Nothing here imports torch, ray or sglang.
+This module imports neither torch nor ray nor sglang.
 """
 
 from __future__ import annotations
@@ -14,67 +14,87 @@ from verl_server.errors import BadInputError
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Deadlines in seconds, by class of operation. None waits as long as the server's process lives."""
+    """Deadlines of operations, in seconds. Only `generation_s` can be None."""
 
     start_s: float = 600.0
-    """From spawn to ready; loading a large model from a cold disk takes minutes."""
+    """Seconds from the creation of a server process until the server is ready. Loading a large model from a cold disk
+    takes minutes."""
     connect_s: float = 5.0
-    """To open one connection."""
+    """Seconds to open one connection."""
     control_s: float = 60.0
-    """Pause, continue, flush, abort, information, memory release and resume."""
+    """Seconds for one control request: pause, continue, flush, abort, information, release and resume of memory."""
     weights_s: float = 600.0
-    """One request of a weight update."""
+    """Seconds for one request of a weight update."""
     generation_s: float | None = None
-    """One generation. A 32k-token rollout takes many minutes, and the server's death is noticed anyway."""
+    """Seconds for one generation request. None: no limit; the end of the server process still ends the request. A
+    generation of 32k tokens takes many minutes."""
     ranks_s: float = 300.0
-    """Between the arrival of the first and the last trainer rank at a collective call."""
+    """Seconds between the arrival of the first and of the last trainer rank at a collective call."""
     stop_s: float = 10.0
-    """From the order to stop until the last process is gone."""
+    """Seconds from the request to stop a server until its last process must have ended."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
             if value is None and item.name == "generation_s":
                 continue
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+            if not _is_positive_number(value):
                 raise BadInputError(f"timeouts.{item.name} must be a positive number of seconds, got {value!r}")
 
 
 class PauseMode(enum.StrEnum):
-    """What a pause does to requests in flight (names but the last are SGLang's)."""
+    """What a pause of generation does to running requests. All names except `WAIT` are SGLang's."""
 
     ABORT = "abort"
-    """They end with `finish_reason: abort` and what they have."""
+    """Running requests end with `finish_reason: abort` and return the tokens generated so far."""
     RETRACT = "retract"
-    """They go back to the queue and are recomputed after `continue_generation`."""
+    """Running requests return to the queue. They are recomputed after `continue_generation`."""
     IN_PLACE = "in_place"
-    """They keep their KV cache; a cache flush is refused until they are done."""
+    """Running requests keep their KV cache. The server refuses to flush its cache until these requests have ended."""
     WAIT = "wait"
-    """They are finished first, while new ones wait. Of a fleet only: its router keeps new ones out."""
+    """Running requests are finished first; new requests wait. Only a fleet has this mode, because only its router can
+    hold back new requests."""
 
 
 class MemoryTag(enum.StrEnum):
-    """Parts of a server's memory that can be released and resumed on their own."""
+    """Parts of a server's memory that can be released and resumed separately."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
     CUDA_GRAPH = "cuda_graph"
 
 
+class RolloutMode(enum.StrEnum):
+    """How a fleet shares devices and weights with the trainer. The names are verl's."""
+
+    HYBRID = "hybrid"
+    """The fleet shares the trainer's devices. It takes pushed weights and can release its memory (on-policy)."""
+    STANDALONE = "standalone"
+    """The fleet has its own devices, on this machine or others. It takes pushed weights by broadcast and never
+    releases its memory (off-policy)."""
+    COLOCATED = "colocated"
+    """The fleet shares devices but keeps the weights of its checkpoint, as a judge or a reward model does. It takes no
+    pushed weights; it can release its memory."""
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Settings of one server adapter."""
+    """Settings of the adapter of one server."""
 
     timeouts: Timeouts = field(default_factory=Timeouts)
     log_dir: Path | str | None = None
-    """Where the server's log is kept. None: in a temporary folder that a clean shutdown removes."""
+    """Folder of the server's log. None: a temporary folder, which a clean shutdown removes."""
     start_attempts: int = 3
-    """How often a start is tried again on another port when the port was taken in between."""
+    """Maximum number of starts when another program takes the server's port before the server listens on it."""
+    use_forkserver: bool = True
+    """Whether servers may be forked by a forkserver that this process keeps, see `server/shared_forkserver.py`. The
+    second server of a process then starts in about 2 s. False: every server is a new program, and no forkserver runs."""
     repeats: int = 3
-    """How often a call that is safe to repeat is sent again when its connection breaks."""
+    """Maximum number of repetitions of a request that is safe to repeat, after its connection broke."""
     router_ip: str | None = None
-    """Host of an SGLang router to register with; needs `router_port`."""
+    """Host of an `sglang-router` that the server is registered with. Requires `router_port`."""
     router_port: int | None = None
+    """Port of that `sglang-router`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.log_dir, str):
@@ -85,29 +105,94 @@ class AdapterConfig:
 
 @dataclass(frozen=True)
 class RemoteServer:
-    """A server that runs already, started by `verl-server launch` or by another engine."""
+    """Address and keys of a running server, which `verl-server launch` or another engine started."""
 
     base_url: str
+    """URL of the server without a path, for example `http://10.0.0.1:30000`."""
     api_key: str | None = field(default=None, repr=False)
+    """Key for requests."""
     admin_api_key: str | None = field(default=None, repr=False)
+    """Key for administrative requests, such as weight updates."""
 
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    """How weights get to the servers."""
+    """How weights travel from the trainer to the servers."""
 
     transport: str = "auto"
-    """A file of `verl_server/weights/transports/`. "auto": `shared_memory` on one machine (`buckets` when
-    `max_staging_bytes` is too little for it), else `distributed`."""
+    """Name of a file of `verl_server/weights/transports/`. "auto": `shared_memory` when all servers run on this machine
+    (`buckets` when the staging memory would exceed `max_staging_bytes`), otherwise `distributed`."""
     folder: Path | str | None = None
-    """For `disk`: a folder that trainer and servers share."""
+    """Folder that trainer and servers share. Only the transport `disk` uses it."""
     host: str | None = None
-    """For broadcasts: the trainer's address as the servers reach it. None: found out."""
+    """Address of the trainer's machine as the servers reach it, for broadcasts. None: determined automatically."""
     max_staging_bytes: int | None = None
-    """What staging may take on this machine. When one copy of the weights is larger, "auto" takes `buckets`, which
-    needs twice the largest tensor, and other transports refuse to start. None: no limit. On GPUs: for each rank."""
+    """Maximum number of bytes of staging memory on this machine; on GPUs, of each rank. None: no limit. When one copy
+    of the weights is larger, "auto" chooses `buckets`, which needs twice the largest tensor; other transports refuse
+    to start."""
 
     def __post_init__(self) -> None:
         limit = self.max_staging_bytes
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0):
             raise BadInputError(f"max_staging_bytes must be a positive number of bytes, got {limit!r}")
+
+
+@dataclass(frozen=True)
+class RecoveryConfig:
+    """When a replica of a fleet counts as stalled, and how often its server is started again."""
+
+    stall_timeout_s: float = 120.0
+    """Seconds without a new token and without CPU time before a replica with running requests counts as stalled."""
+    hard_stall_timeout_s: float = 1800.0
+    """Seconds without a new token before a replica with running requests counts as stalled although it uses CPU
+    time."""
+    backoff_s: float = 1.0
+    """Seconds before the second restart in a row. The delay doubles with each further restart."""
+    max_backoff_s: float = 60.0
+    """Maximum number of seconds before a restart."""
+    max_restarts: int = 5
+    """Maximum number of restarts within `window_s` seconds. After one more failure the replica is not started
+    again."""
+    window_s: float = 600.0
+    """Seconds after which a failure is no longer counted."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not _is_positive_number(value):
+                raise BadInputError(f"recovery.{item.name} must be a positive number, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far a router fills its replicas."""
+
+    requests: int = 256
+    """Maximum number of requests that run on one replica at the same time."""
+    overload: float = 1.5
+    """Maximum load of a session's replica, as a multiple of the mean number of tokens in flight. A session may move to
+    another replica when its own replica would exceed this load."""
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a router distributes requests over replicas, and how long it keeps results and sessions."""
+
+    limits: Limits = field(default_factory=Limits)
+    max_queued_requests: int = 4096
+    """Maximum number of queued requests. A further request is refused with ServerBusyError."""
+    max_attempts: int = 8
+    """Maximum number of replicas that one request may lose before its error is raised."""
+    stream_interval: int = 16
+    """Minimum number of tokens per stream event of a replica: the tokens that a request loses with its replica. Long
+    generations use larger events, at most 64 events each."""
+    keep_results: int = 4096
+    """Maximum number of finished results that a repeated request with the same id still receives."""
+    keep_sessions: int = 65536
+    """Maximum number of sessions whose replica is remembered."""
+    orphan_timeout_s: float = 10.0
+    """Seconds that a generation continues when no caller waits for it, so that a caller can connect again."""
+
+
+def _is_positive_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

@@ -17,20 +17,20 @@ from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.adapter.sglang import memory_tags
 from verl_server.adapter.sglang.server_arguments import validate_server_args
-from verl_server.config import AdapterConfig, MemoryTag
+from verl_server.config import AdapterConfig, MemoryTag, RecoveryConfig, RolloutMode, RouterConfig
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerDiedError, VerlServerError
 from verl_server.rollout.fleet import Event, Fleet
-from verl_server.rollout.health import RecoveryConfig, ReplicaState
+from verl_server.rollout.health import ReplicaState
 from verl_server.rollout.launcher import Launcher, LocalLauncher
-from verl_server.rollout.metrics import exposition, fleet_exposition
-from verl_server.rollout.modes import RolloutMode, mode_of, server_args_for
+from verl_server.rollout.metrics import fleet_exposition
+from verl_server.rollout.modes import capabilities_of, mode_of, server_args_for
 from verl_server.rollout.parallel_config import parallel_config_of
 from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.rollout.replica import Replica
 from verl_server.rollout.updates import FleetUpdates
 from verl_server.router.dispatcher import Dispatcher, together
+from verl_server.router.metrics import router_metrics
 from verl_server.router.process import RouterProcess
-from verl_server.router.replica_pool import RouterConfig
 from verl_server.router.resumable_generation import one_by_one
 from verl_server.router.router import RolloutRouter
 from verl_server.router.targets import InProcessRouter, RoutingTargets, SglangRouterTarget
@@ -65,7 +65,7 @@ class RolloutManager(FleetUpdates):
         self.mode = mode_of(mode)
         args = {**server_args_for(self.mode, validate_server_args(server_args)), "port": None}
         self._model_path = str(args["model_path"])
-        shape = parallel_config_of(args, takes_weights=self.mode.capabilities.takes_weights)
+        shape = parallel_config_of(args, takes_weights=capabilities_of(self.mode).takes_weights)
         self._launcher = launcher or LocalLauncher()
         self._launcher.admit(shape, replicas)
         config = config or AdapterConfig()
@@ -134,7 +134,7 @@ class RolloutManager(FleetUpdates):
 
     def metrics(self) -> bytes:
         """Of the router in this process and of the fleet, in Prometheus' text format."""
-        return exposition(self._core) + fleet_exposition(self._fleet)
+        return router_metrics(self._core) + fleet_exposition(self._fleet)
 
     def add_replica(self) -> str:
         """Start one more; returns its name when it serves (or waits for the next update).
@@ -175,7 +175,7 @@ class RolloutManager(FleetUpdates):
     @property
     def nearest_transport(self) -> str:
         """Raises BadInputError for a fleet that takes no weights."""
-        capabilities = self.mode.capabilities
+        capabilities = capabilities_of(self.mode)
         if not capabilities.takes_weights:
             raise BadInputError(
                 f"a {self.mode} fleet keeps the weights of its checkpoint: use it by itself, not through VerlEngine"
@@ -234,7 +234,7 @@ class RolloutManager(FleetUpdates):
 
         Raises BadInputError for a fleet that has its devices for itself, ServerBusyError while requests run.
         """
-        if not self.mode.capabilities.lends_memory:
+        if not capabilities_of(self.mode).lends_memory:
             raise BadInputError(f"a {self.mode} fleet has its devices for itself: there is nobody to lend memory to")
         fleet, wanted = self._fleet, frozenset(memory_tags(tags))
         if again := sorted(fleet.asleep & wanted):
@@ -275,7 +275,7 @@ class RolloutManager(FleetUpdates):
         if not wanted or wanted - fleet.asleep:
             raise BadInputError(f"{sorted(wanted - fleet.asleep) or 'nothing'} is released; released: {fleet.asleep}")
         servers = fleet.up()  # who died asleep is started when all are awake
-        if self.mode.capabilities.takes_weights:
+        if capabilities_of(self.mode).takes_weights:
             self._on(servers, lambda adapter: _wake(adapter, wanted, None))
         else:  # weights that came back but were not loaded must never be served
             self._on(servers, lambda adapter: _wake(adapter, wanted, self._model_path), fatal=VerlServerError)

@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from verl_server.config import RouterConfig
 from verl_server.errors import (
     BadInputError,
     DeadlineError,
@@ -25,7 +26,7 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.router.policy import VersionRequirement
-from verl_server.router.replica_pool import Replica, ReplicaPool, RouterConfig, RoutingRequest, checked_id
+from verl_server.router.replica_pool import Replica, ReplicaPool, RoutingRequest, checked_id
 from verl_server.router.resumable_generation import ResumableGeneration
 
 Json = dict[str, Any]

@@ -28,8 +28,8 @@ from verl_server.errors import (
     VerlServerError,
     to_wire,
 )
-from verl_server.rollout.metrics import exposition
 from verl_server.router.dispatcher import CHARACTERS_A_TOKEN, Dispatcher, together
+from verl_server.router.metrics import router_metrics
 from verl_server.router.policy import VersionRequirement
 from verl_server.router.resumable_generation import one_by_one
 
@@ -158,7 +158,7 @@ class RouterServer:
         return _json({"replicas": len(self._core.replicas), "serving": serving}, 200 if serving else 503)
 
     async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:
-        text = exposition(self._core) + self.fleet_metrics.encode()
+        text = router_metrics(self._core) + self.fleet_metrics.encode()
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _replicas(self, _: web.BaseRequest) -> web.StreamResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from verl_server.config import Limits
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
 
 
@@ -43,16 +44,6 @@ class VersionRequirement:
         return (self.weight_version is None or version == self.weight_version) and (
             self.min_weight_version is None or version >= self.min_weight_version
         )
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How far a router fills its replicas."""
-
-    requests: int = 256
-    """On one replica at a time."""
-    overload: float = 1.5
-    """A session may leave its replica when that would have more than this many times the mean of tokens in flight."""
 
 
 def suitable(loads: Sequence[ReplicaLoad], need: VersionRequirement) -> list[ReplicaLoad]:

@@ -17,8 +17,8 @@ from typing import IO, Any
 
 import orjson
 
+from verl_server.config import RouterConfig
 from verl_server.errors import DeadlineError
-from verl_server.router.replica_pool import RouterConfig
 from verl_server.router.targets import ReplicaStats, ReplicaStatus, StatusQueue
 from verl_server.server.ports import PortReservation, join_host_port
 

@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from verl_server.config import RouterConfig
 from verl_server.errors import BadInputError, NotReadyError, ShutDownError, VerlServerError
-from verl_server.router.policy import Limits, ReplicaLoad, VersionRequirement, choose, require_place_in_queue
+from verl_server.router.policy import ReplicaLoad, VersionRequirement, choose, require_place_in_queue
 
 MAX_ID = 512
 """Characters of a request's or session's id."""
@@ -27,25 +28,6 @@ class Engine(Protocol):
 
     async def generate(self, **request: Any) -> Any: ...
     def generate_stream(self, **request: Any) -> Any: ...
-
-
-@dataclass(frozen=True)
-class RouterConfig:
-    """How requests are spread, and how long things are remembered."""
-
-    limits: Limits = field(default_factory=Limits)
-    max_queued_requests: int = 4096
-    """Requests that wait for a place; one more is refused (ServerBusyError)."""
-    max_attempts: int = 8
-    """Replicas that one sample may lose before its error is raised."""
-    stream_interval: int = 16
-    """Tokens between two words from the engine, at least: what a lost replica costs for each of its requests.
-    A long sample has longer words, 64 at most."""
-    keep_results: int = 4096
-    """Finished samples that can still be asked for by their id."""
-    keep_sessions: int = 65536
-    orphan_timeout_s: float = 10.0
-    """How long a sample goes on when nobody waits for it any more, for a caller that comes again."""
 
 
 @dataclass

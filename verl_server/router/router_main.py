@@ -20,12 +20,10 @@ import uvloop
 from aiohttp import web
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
-from verl_server.config import AdapterConfig
+from verl_server.config import AdapterConfig, Limits, RouterConfig
 from verl_server.errors import ServerDiedError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http_server import RouterServer
-from verl_server.router.policy import Limits
-from verl_server.router.replica_pool import RouterConfig
 from verl_server.router.targets import ReplicaStatus, apply
 
 Json = dict[str, Any]

@@ -8,10 +8,9 @@ import time
 from collections.abc import Sequence
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
-from verl_server.config import AdapterConfig, RemoteServer, Timeouts
+from verl_server.config import AdapterConfig, RemoteServer, RouterConfig, Timeouts
 from verl_server.errors import BadInputError
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.replica_pool import RouterConfig
 
 logger = logging.getLogger(__name__)
 
