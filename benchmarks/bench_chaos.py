@@ -86,7 +86,7 @@ def weight_sets(folder: Path) -> list[dict[str, torch.Tensor]]:
 def run(folder: Path, replicas: int, requests: int, kills: int, callers: int, seed: int) -> Found:
     """The fleet, its load, its weights and its enemy."""
     from verl_server import VerlEngine
-    from verl_server.rollout.health import RecoveryConfig
+    from verl_server.config import RecoveryConfig
     from verl_server.rollout.manager import RolloutManager
 
     found, rng = Found(), random.Random(seed)

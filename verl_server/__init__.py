@@ -1,8 +1,8 @@
-"""verl_server: the rollout engine for RL post-training.
+"""verl_server: a rollout engine for reinforcement-learning post-training.
 
     from verl_server import VerlEngine
 
-Importing this package imports neither torch nor ray nor sglang; they come with the first use.
+Public names are imported on first use. `import verl_server` imports neither torch nor ray nor sglang.
 """
 
 from __future__ import annotations
@@ -11,39 +11,92 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl_server.adapter import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter
-    from verl_server.config import AdapterConfig, MemoryTag, PauseMode, RemoteServer, Timeouts, WeightsConfig
+    from verl_server.config import (
+        AdapterConfig,
+        MemoryTag,
+        PauseMode,
+        RecoveryConfig,
+        RemoteServer,
+        RolloutMode,
+        RouterConfig,
+        Timeouts,
+        WeightsConfig,
+    )
     from verl_server.engine.verl_engine import VerlEngine
+    from verl_server.errors import (
+        BadInputError,
+        DeadlineError,
+        NotReadyError,
+        PeerError,
+        ServerBusyError,
+        ServerDiedError,
+        ServerError,
+        ShutDownError,
+        StartupError,
+        TornWeightsError,
+        UnsupportedError,
+        VerlServerError,
+        WeightManifestError,
+    )
+    from verl_server.rollout.launcher import LocalLauncher
+    from verl_server.rollout.manager import RolloutManager
+    from verl_server.router.client import RouterClient
+    from verl_server.types import WeightUpdateResult
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdapterConfig",
     "AsyncHttpServerEngineAdapter",
+    "BadInputError",
+    "DeadlineError",
     "HttpServerEngineAdapter",
+    "LocalLauncher",
     "MemoryTag",
+    "NotReadyError",
     "PauseMode",
+    "PeerError",
+    "RecoveryConfig",
     "RemoteServer",
+    "RolloutManager",
+    "RolloutMode",
+    "RouterClient",
+    "RouterConfig",
+    "ServerBusyError",
+    "ServerDiedError",
+    "ServerError",
+    "ShutDownError",
+    "StartupError",
     "Timeouts",
+    "TornWeightsError",
+    "UnsupportedError",
     "VerlEngine",
+    "VerlServerError",
+    "WeightManifestError",
+    "WeightUpdateResult",
     "WeightsConfig",
 ]
 
-_HOME = {
-    "AdapterConfig": "verl_server.config",
-    "MemoryTag": "verl_server.config",
-    "PauseMode": "verl_server.config",
-    "RemoteServer": "verl_server.config",
-    "WeightsConfig": "verl_server.config",
-    "Timeouts": "verl_server.config",
+_MODULES = {
     "AsyncHttpServerEngineAdapter": "verl_server.adapter",
     "HttpServerEngineAdapter": "verl_server.adapter",
+    "LocalLauncher": "verl_server.rollout.launcher",
+    "RolloutManager": "verl_server.rollout.manager",
+    "RouterClient": "verl_server.router.client",
     "VerlEngine": "verl_server.engine.verl_engine",
+    "WeightUpdateResult": "verl_server.types",
 }
+"""Module of each public name. Missing names: `verl_server.errors` if they end in `Error`, else `verl_server.config`."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOME[name]), name)
+    default = "verl_server.errors" if name.endswith("Error") else "verl_server.config"
+    return getattr(importlib.import_module(_MODULES.get(name, default)), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

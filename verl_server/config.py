@@ -88,7 +88,7 @@ class AdapterConfig:
     """Maximum number of starts when another program takes the server's port before the server listens on it."""
     use_forkserver: bool = True
     """Whether servers may be forked by a forkserver that this process keeps, see `server/shared_forkserver.py`. The
-    second server of a process then starts in about 2 s. False: every server is a new program, and no forkserver runs."""
+    second server of a process then starts in about 2 s. False: every server is a new program and no forkserver runs."""
     repeats: int = 3
     """Maximum number of repetitions of a request that is safe to repeat, after its connection broke."""
     router_ip: str | None = None

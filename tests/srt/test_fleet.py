@@ -27,8 +27,9 @@ from helpers import (
 )
 
 from verl_server import VerlEngine
+from verl_server.config import RecoveryConfig
 from verl_server.errors import BadInputError, DeadlineError, NotReadyError, ServerBusyError, ServerError
-from verl_server.rollout.health import RecoveryConfig, ReplicaState
+from verl_server.rollout.health import ReplicaState
 from verl_server.rollout.manager import RolloutManager
 from verl_server.router import process as router_process
 from verl_server.router.client import RouterClient

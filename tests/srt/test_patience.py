@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from helpers import no_new_shared_memory
 
+from verl_server.config import RecoveryConfig
 from verl_server.rollout import RolloutManager
-from verl_server.rollout.health import RecoveryConfig
 from verl_server.tiny import make_model
 
 pytestmark = pytest.mark.timeout(900)

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl_server.config import Limits, RecoveryConfig, RolloutMode
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, UnsupportedError
-from verl_server.rollout.health import Observation, RecoveryConfig, ReplicaState, judged, restart_after
-from verl_server.rollout.modes import RolloutMode, mode_of, server_args_for
+from verl_server.rollout.health import Observation, ReplicaState, judged, restart_after
+from verl_server.rollout.modes import mode_of, server_args_for
 from verl_server.rollout.parallel_config import parallel_config_of, require_room
-from verl_server.router.policy import Limits, ReplicaLoad, VersionRequirement, choose, require_place_in_queue, suitable
+from verl_server.router.policy import ReplicaLoad, VersionRequirement, choose, require_place_in_queue, suitable
 from verl_server.router.resumable_generation import ResumableGeneration, spans_of
 from verl_server.router.targets import ReplicaStats, ReplicaStatus, StatusQueue, merged
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from verl_server.errors import BadInputError
+from verl_server.config import RecoveryConfig
 
 
 class ReplicaState(enum.StrEnum):
@@ -44,28 +44,6 @@ class Observation:
     idle_s: float
     """Since its schedulers last used the processor."""
     paused: bool = False
-
-
-@dataclass(frozen=True)
-class RecoveryConfig:
-    """How long is too long, in seconds, and how often is too often."""
-
-    stall_timeout_s: float = 120.0
-    """No token and no processor time for so long, with work there: it is wedged."""
-    hard_stall_timeout_s: float = 1800.0
-    """No token for so long, though it uses the processor: it is wedged, too."""
-    backoff_s: float = 1.0
-    """Before the second restart in a row; doubled for each further one."""
-    max_backoff_s: float = 60.0
-    max_restarts: int = 5
-    """In `window_s`; then it is given up."""
-    window_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-                raise BadInputError(f"recovery.{item.name} must be a positive number, got {value!r}")
 
 
 def judged(seen: Observation, recovery: RecoveryConfig) -> ReplicaState:

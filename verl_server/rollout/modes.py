@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl_server.config import RolloutMode
 from verl_server.errors import BadInputError
-
-
-class RolloutMode(enum.StrEnum):
-    """Terms are verl's."""
-
-    HYBRID = "hybrid"
-    """Shares the trainer's devices: takes its weights where they lie, and lends its memory (on-policy)."""
-    STANDALONE = "standalone"
-    """Has devices of its own, here or elsewhere: takes weights by broadcast, never sleeps (off-policy)."""
-    COLOCATED = "colocated"
-    """Shares devices and keeps the weights of its checkpoint, as a judge or reward model: only lends its memory."""
-
-    @property
-    def capabilities(self) -> ModeCapabilities:
-        return _CAPABILITIES[self]
 
 
 @dataclass(frozen=True)
@@ -42,6 +27,10 @@ _CAPABILITIES: Mapping[RolloutMode, ModeCapabilities] = {
 }
 
 
+def capabilities_of(mode: RolloutMode) -> ModeCapabilities:
+    return _CAPABILITIES[mode]
+
+
 def mode_of(given: RolloutMode | str) -> RolloutMode:
     """Raises BadInputError for a word that is none."""
     try:
@@ -53,6 +42,6 @@ def mode_of(given: RolloutMode | str) -> RolloutMode:
 def server_args_for(mode: RolloutMode, server_args: Mapping[str, Any]) -> dict[str, Any]:
     """With what SGLang needs for the mode: memory can only be released by a server that was started for it."""
     args = dict(server_args)
-    if mode.capabilities.lends_memory:
+    if capabilities_of(mode).lends_memory:
         args.setdefault("enable_memory_saver", True)
     return args

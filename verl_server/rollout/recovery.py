@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 
 from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.config import RecoveryConfig
 from verl_server.errors import DeadlineError, ServerDiedError, ShutDownError, StartupError, VerlServerError
 from verl_server.rollout.fleet import SERVING, UP, Fleet
-from verl_server.rollout.health import RecoveryConfig, ReplicaState, judged, restart_after
+from verl_server.rollout.health import ReplicaState, judged, restart_after
 from verl_server.rollout.replica import OneReplica, Replica, StartPreempted
 from verl_server.router.targets import RoutingTargets
 
