@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 import verl_server
 from verl_server import errors
-from verl_server.ranks.channel import admit, join
-from verl_server.ranks.placement import place
+from verl_server.ranks.channel import accept_rank, connect_to_rank_0
+from verl_server.ranks.placement import compute_placement
 from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.server.warden import Log
 from verl_server.types import Member, TensorSpec
@@ -195,23 +195,23 @@ def test_fused_experts_are_views_of_the_checkpoint_names() -> None:
 
 
 def test_placement() -> None:
-    first, second = (place(rank, 2, 2, {}) for rank in (0, 1))
+    first, second = (compute_placement(rank, 2, 2, {}) for rank in (0, 1))
     assert (first.node_rank, second.node_rank) == (0, 1)
     assert first.is_node_leader
     assert second.is_node_leader
-    assert place(1, 2, 1, {}).is_node_leader is False
-    assert place(1, 2, 1, {"tp_size": 1}).tp_size == 1
+    assert compute_placement(1, 2, 1, {}).is_node_leader is False
+    assert compute_placement(1, 2, 1, {"tp_size": 1}).tp_size == 1
     with pytest.raises(errors.BadInputError):
-        place(0, 3, 2, {})
+        compute_placement(0, 3, 2, {})
 
 
 def test_channel_admits_only_who_knows_the_key() -> None:
     def attempt(key: bytes) -> int | None:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            thread = threading.Thread(target=join, args=(server.getsockname(), key, 3, 5.0))
+            thread = threading.Thread(target=connect_to_rank_0, args=(server.getsockname(), key, 3, 5.0))
             thread.start()
             connection, _ = server.accept()
-            rank = admit(connection, b"right")
+            rank = accept_rank(connection, b"right")
             connection.close()
             thread.join()
             return rank

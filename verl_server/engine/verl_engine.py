@@ -12,7 +12,7 @@ from verl_server.engine.start import share_over, start_backend, start_weight_upd
 from verl_server.engine.streams import async_stream_of, stream_of
 from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
-from verl_server.ranks.placement import place
+from verl_server.ranks.placement import compute_placement
 from verl_server.types import WeightUpdateResult
 from verl_server.weights.update.updater import Ranks, UpdateOptions, WeightUpdater
 
@@ -63,11 +63,11 @@ class VerlEngine:
             timeouts=self._timeouts, log_dir=log_dir, router_ip=router_ip, router_port=router_port
         )
         self._tp_rank, size = device_mesh_cpu.get_local_rank(), device_mesh_cpu.size()
-        self._placement = place(self._tp_rank, size, nnodes, server_args)
+        self._placement = compute_placement(self._tp_rank, size, nnodes, server_args)
         self._backend: Backend | None = None
         self._weights: WeightUpdater | None = None
         self._loras = LoraAdapters(server_args.get("lora_paths"))
-        self._group = RankCoordinator.form(
+        self._group = RankCoordinator.connect(
             self._tp_rank, size, share_over(device_mesh_cpu), nnodes > 1, self._timeouts.ranks_s
         )
         try:
@@ -82,7 +82,7 @@ class VerlEngine:
                 env or {},
                 self._fault,
             )
-            self._group.on_broken = self._on_broken
+            self._group.on_failure = self._on_broken
             numbers = frozenset(device_mesh_cpu.mesh.flatten().tolist())
             ranks = Ranks(self._group, self._placement, numbers, self._backend, self._timeouts.weights_s)
             self._weights = start_weight_updater(ranks, self._backend, server_args, weights or WeightsConfig())
@@ -118,10 +118,10 @@ class VerlEngine:
         request = _request(locals(), fields)
         if stream:
             return stream_of(self._group, lambda: self._head_for(request), request, self._refusal())
-        call = self._group.next_call("generate")
+        call = self._group.next_call_id("generate")
         limit = self._timeouts.generation_s
         return self._group.agree(
-            call, lambda _: self._head_for(request).generate(**request), error=self._refusal(), action_s=limit
+            call, lambda _: self._head_for(request).generate(**request), error=self._refusal(), action_timeout_s=limit
         )
 
     async def async_generate(
@@ -143,7 +143,7 @@ class VerlEngine:
         request = _request(locals(), fields)
         if stream:
             return async_stream_of(self._group, lambda: self._head_for(request), request, self._refusal())
-        call = self._group.next_call("async_generate")
+        call = self._group.next_call_id("async_generate")
         return await self._group.agree_async(
             call, lambda _: self._head_for(request).async_generate(**request), error=self._refusal()
         )
@@ -199,7 +199,7 @@ class VerlEngine:
 
         Raises BadInputError or WeightManifestError before the server hears of it, PeerError, ServerDiedError.
         """
-        call = self._group.next_call("load_lora")
+        call = self._group.next_call_id("load_lora")
         weights = self._weight_updater()
         tensors, error = weights.collected(named_tensors)
 
@@ -207,15 +207,15 @@ class VerlEngine:
             weights.check_adapter(tensors, config)
             self._loras.load(self._head(), name, tensors, config)
 
-        self._group.agree(call, load, error=error, action_s=2 * self._timeouts.weights_s)
+        self._group.agree(call, load, error=error, action_timeout_s=2 * self._timeouts.weights_s)
 
     def unload_lora_adapter(self, name: str) -> None:
         """Forget an adapter; returns when the requests that use it have ended."""
         self._group.agree(
-            self._group.next_call("unload_lora"),
+            self._group.next_call_id("unload_lora"),
             lambda _: self._loras.unload(self._head(), name),
             error=self._refusal(allow_torn=True),
-            action_s=self._timeouts.weights_s,
+            action_timeout_s=self._timeouts.weights_s,
         )
 
     # -- control ------------------------------------------------------------------------------------
@@ -236,14 +236,14 @@ class VerlEngine:
         self._control("flush_cache", lambda head: head.flush_cache())
 
     def _control(self, operation: str, action: Callable[[Backend], None]) -> None:
-        call = self._group.next_call(operation)
+        call = self._group.next_call_id(operation)
 
         def act(_: list[Json]) -> list[str]:
             action(self._head())
             return sorted(self._head().asleep)
 
         limit = 4 * self._timeouts.control_s
-        asleep = self._group.agree(call, act, error=self._refusal(allow_torn=True), action_s=limit)
+        asleep = self._group.agree(call, act, error=self._refusal(allow_torn=True), action_timeout_s=limit)
         self._weight_updater().asleep = frozenset(asleep)
 
     # -- state --------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class VerlEngine:
 
     def _fault(self, error: ServerDiedError) -> None:
         """The server of this rank's node has ended: every rank's calls fail now, not at a deadline."""
-        self._group.fault(error)
+        self._group.fail_all(error)
 
     def _on_broken(self, error: VerlServerError) -> None:
         if self._backend is not None:

@@ -1,1 +1,1 @@
-"""How the trainer ranks of one engine agree on every call."""
+"""Agreement of the trainer ranks of one engine: every call happens on all ranks, or fails on all ranks."""

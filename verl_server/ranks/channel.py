@@ -1,6 +1,7 @@
-"""Frames between two trainer ranks: JSON with a length in front, over a socket that proved to know the key.
+"""An authenticated connection between two trainer ranks that carries JSON messages.
 
-Plain JSON, so nothing is unpickled; the proof is an HMAC over a fresh challenge, so the key never travels.
+A frame is an 8-byte big-endian length followed by JSON. The messages are plain JSON, so nothing is unpickled. A rank
+proves that it knows the key with an HMAC of a fresh challenge, so the key itself is never sent.
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ import orjson
 
 Json = dict[str, Any]
 _HEADER = struct.Struct("!Q")
-HANDSHAKE_S = 10.0
+HANDSHAKE_TIMEOUT_S = 10.0
+RECEIVE_BYTES = 2**20
+"""Maximum number of bytes that one call of `recv` asks for."""
 
 
 class Channel:
-    """One connection to a peer. `send` is thread-safe; a thread hands what arrives to `on_message`."""
+    """A connection to one other trainer rank.
+
+    `send` is thread-safe. A thread passes received messages to a callback.
+    """
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         self._socket, self.peer = connection, peer
@@ -30,46 +36,52 @@ class Channel:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def listen(self, on_message: Callable[[int, Json], None], on_end: Callable[[int], None]) -> None:
-        """Start the reading thread; `on_end` is called once, when the peer's end is closed or dead."""
+    def listen(self, on_message: Callable[[int, Json], None], on_disconnect: Callable[[int], None]) -> None:
+        """Start the receiving thread.
 
-        def read() -> None:
+        The thread calls `on_message(peer, message)` for every message, and `on_disconnect(peer)` once, when the peer
+        has closed the connection or its process has ended.
+        """
+
+        def receive_messages() -> None:
             with contextlib.suppress(OSError):
-                while (frame := receive(self._socket)) is not None:
+                while (frame := receive_frame(self._socket)) is not None:
                     on_message(self.peer, orjson.loads(frame))
-            on_end(self.peer)
+            on_disconnect(self.peer)
 
-        threading.Thread(target=read, name=f"verl-server-rank-{self.peer}", daemon=True).start()
+        threading.Thread(target=receive_messages, name=f"verl-server-rank-{self.peer}", daemon=True).start()
 
     def send(self, message: Json) -> bool:
-        """Send one message; False if the peer is gone (its reader reports that as well)."""
+        """Send one message. Returns False if the connection is closed; the receiving thread notices that as well."""
         try:
             with self._lock:
-                transmit(self._socket, orjson.dumps(message, option=orjson.OPT_SERIALIZE_NUMPY))
+                send_frame(self._socket, orjson.dumps(message, option=orjson.OPT_SERIALIZE_NUMPY))
         except OSError:
             return False
         return True
 
     def close(self) -> None:
+        """Close the connection."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
-def transmit(connection: socket.socket, frame: bytes) -> None:
+def send_frame(connection: socket.socket, frame: bytes) -> None:
+    """Send one frame with its length in front."""
     connection.sendall(_HEADER.pack(len(frame)) + frame)
 
 
-def receive(connection: socket.socket) -> bytes | None:
-    """One frame, or None at the end of the stream."""
-    header = _exactly(connection, _HEADER.size)
-    return None if header is None else _exactly(connection, _HEADER.unpack(header)[0])
+def receive_frame(connection: socket.socket) -> bytes | None:
+    """Receive one frame. Returns None when the connection was closed."""
+    header = _receive_exactly(connection, _HEADER.size)
+    return None if header is None else _receive_exactly(connection, _HEADER.unpack(header)[0])
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes | None:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
     data = bytearray()
     while len(data) < size:
-        chunk = connection.recv(min(size - len(data), 2**20))
+        chunk = connection.recv(min(size - len(data), RECEIVE_BYTES))
         if not chunk:
             return None
         data += chunk
@@ -80,13 +92,13 @@ def _proof(key: bytes, challenge: bytes, rank: int) -> bytes:
     return hmac.digest(key, challenge + rank.to_bytes(8, "big"), "sha256")
 
 
-def admit(connection: socket.socket, key: bytes) -> int | None:
-    """The hub's side of the handshake: the rank that proved to know `key`, or None for a stranger."""
-    connection.settimeout(HANDSHAKE_S)
+def accept_rank(connection: socket.socket, key: bytes) -> int | None:
+    """Authenticate a new connection on rank 0. Returns the connecting rank, or None if it does not know `key`."""
+    connection.settimeout(HANDSHAKE_TIMEOUT_S)
     challenge = secrets.token_bytes(32)
     try:
-        transmit(connection, challenge)
-        answer = receive(connection)
+        send_frame(connection, challenge)
+        answer = receive_frame(connection)
     except OSError:
         return None
     if answer is None or len(answer) != 40:
@@ -95,11 +107,11 @@ def admit(connection: socket.socket, key: bytes) -> int | None:
     return rank if hmac.compare_digest(answer[8:], _proof(key, challenge, rank)) else None
 
 
-def join(address: tuple[str, int], key: bytes, rank: int, timeout_s: float) -> Channel:
-    """The spoke's side: connect to the hub and prove to know `key`. Raises OSError if it cannot."""
+def connect_to_rank_0(address: tuple[str, int], key: bytes, rank: int, timeout_s: float) -> Channel:
+    """Connect `rank` to rank 0 at `address` and authenticate with `key`. Raises OSError if that fails."""
     connection = socket.create_connection(address, timeout=timeout_s)
-    challenge = receive(connection)
+    challenge = receive_frame(connection)
     if challenge is None:
-        raise ConnectionError("the hub closed the connection")
-    transmit(connection, rank.to_bytes(8, "big") + _proof(key, challenge, rank))
+        raise ConnectionError("rank 0 closed the connection before it sent its challenge")
+    send_frame(connection, rank.to_bytes(8, "big") + _proof(key, challenge, rank))
     return Channel(connection, peer=0)

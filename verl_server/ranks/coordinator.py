@@ -1,309 +1,267 @@
-"""The ranks of one engine agree: every call happens on all of them, or fails on all with the same error.
+"""The coordinator of one engine's trainer ranks: a call happens on all ranks, or fails on all with the same error.
 
-A star: rank 0 is the hub. For each call every rank says that it has arrived (and what it brings, or what
-failed); when all have, the hub acts; then all get the outcome. No collective of the trainer's process group
-is used after the start, so none can be left half-entered; a rank that dies closes its connection, which
-all notice at once; a rank that never comes is named when the deadline passes.
+The coordinator and its ranks form a star of sockets with rank 0 in the middle. For each call, every rank sends rank 0
+a message when it arrives, with its contribution or its error. When all ranks have arrived, rank 0 runs the call's
+action and sends the outcome to all. After the start no collective operation of the trainer's process group is used, so
+no rank can be left inside a collective. A rank that dies closes its connection, and all ranks notice that at once. A
+rank that never arrives is named when the deadline passes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import queue
-import threading
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
 from typing import Any
 
 from verl_server.errors import DeadlineError, PeerError, ShutDownError, VerlServerError, from_wire, to_wire
 from verl_server.ranks.channel import Channel, Json
-from verl_server.ranks.rendezvous import connect
+from verl_server.ranks.pending_calls import PendingCalls
+from verl_server.ranks.rendezvous import connect_ranks
 
-#: How long after the hub's own deadline a spoke still waits for the hub to say so.
 OUTCOME_SLACK_S = 5.0
-FORGET_AFTER = 1000
-
-
-@dataclass
-class _Arrivals:
-    """Who has arrived at one call (hub only)."""
-
-    brought: dict[int, Json] = field(default_factory=dict)
-    complete: Future[None] = field(default_factory=Future)
+"""Seconds that the other ranks wait for an outcome after rank 0's own deadline."""
 
 
 class RankCoordinator:
-    """The control channel of one engine's ranks. Made by `form`, on all of them."""
+    """The control channel among the trainer ranks of one engine. Created by `connect` on every rank."""
 
-    def __init__(self, rank: int, size: int, channels: dict[int, Channel], ranks_s: float) -> None:
+    def __init__(self, rank: int, size: int, channels: dict[int, Channel], arrival_timeout_s: float) -> None:
         self.rank, self.size = rank, size
-        self._channels, self._ranks_s = channels, ranks_s
-        self._lock = threading.Lock()
-        self._counts: dict[str, int] = defaultdict(int)
-        self._arrivals: dict[str, _Arrivals] = {}
-        self._outcomes: dict[str, Future[Json]] = {}
-        self._given_up: dict[str, Json] = {}
-        self._streams: dict[str, queue.SimpleQueue[Json]] = {}
-        self._broken: VerlServerError | None = None
-        self._farewells: set[int] = set()
-        self.on_broken: Callable[[VerlServerError], None] = lambda error: None
+        self._channels, self._arrival_timeout_s = channels, arrival_timeout_s
+        self._calls = PendingCalls(size)
+        self._closed_peers: set[int] = set()
+        """Ranks that said that they shut their engine down."""
+        self.on_failure: Callable[[VerlServerError], None] = lambda error: None
+        """Called once, when `failure` is set."""
         for channel in channels.values():
-            channel.listen(self._on_message, self._on_end)
+            channel.listen(self._on_message, self._on_disconnect)
 
     @classmethod
-    def form(
-        cls, rank: int, size: int, share: Callable[[Any], Any], reachable: bool, ranks_s: float
+    def connect(
+        cls,
+        rank: int,
+        size: int,
+        broadcast_from_rank_0: Callable[[Any], Any],
+        multiple_machines: bool,
+        arrival_timeout_s: float,
     ) -> RankCoordinator:
-        """Connect the ranks. `share(x)` gives rank 0's `x` to all (one broadcast of the trainer's group).
+        """Connect the ranks.
 
-        `reachable`: ranks may be on other machines, so the hub listens on an address that they can reach.
-        Raises DeadlineError naming the ranks that did not come within `ranks_s` seconds.
+        `broadcast_from_rank_0(x)` returns rank 0's `x` on every rank; it is called once. With `multiple_machines`,
+        rank 0 listens on an address that other machines can reach. Raises PeerError with the ranks that did not connect
+        within `arrival_timeout_s` seconds.
         """
-        return cls(rank, size, connect(rank, size, share, reachable, ranks_s), ranks_s)
+        channels = connect_ranks(rank, size, broadcast_from_rank_0, multiple_machines, arrival_timeout_s)
+        return cls(rank, size, channels, arrival_timeout_s)
 
     # -- one call -----------------------------------------------------------------------------------
 
-    def next_call(self, operation: str) -> str:
-        """The name of this rank's next call of `operation`; equal on all ranks, as their order is."""
-        with self._lock:
-            self._counts[operation] += 1
-            return f"{operation}#{self._counts[operation]}"
+    def next_call_id(self, operation: str) -> str:
+        """The id of this rank's next call of `operation`; equal on all ranks, which make the same calls in order."""
+        return self._calls.next_call_id(operation)
 
     def agree(
         self,
-        call: str,
+        call_id: str,
         action: Callable[[list[Json]], Any],
         *,
-        bring: Json | None = None,
+        contribution: Json | None = None,
         error: VerlServerError | None = None,
-        action_s: float | None = None,
+        action_timeout_s: float | None = None,
     ) -> Any:
-        """Arrive at `call`; when all ranks have, rank 0 runs `action` and all return its JSON result.
+        """Run `action` on rank 0 when all ranks have arrived at the call, and return its JSON result on every rank.
 
-        `bring` is what this rank contributes (`action` gets all, by rank); with `error` the call fails on
-        all ranks with it. `action_s` bounds the action as the other ranks see it.
+        `action` gets the `contribution` of each rank, in the order of ranks. If a rank passes an `error`, the call
+        raises it on all ranks. `action_timeout_s` is the number of seconds that the other ranks wait for the action.
         """
         if self.size == 1:
-            self._check_alone(error)
-            return action([bring or {}])
-        mine = _entry(bring, error)
+            self._raise_failure_or(error)
+            return action([contribution or {}])
+        arrival = _arrival(contribution, error)
         if self.rank != 0:
-            outcome = self._arrive(call, mine)
-            limit = None if action_s is None else self._ranks_s + action_s + OUTCOME_SLACK_S
-            return _result(self._wait(outcome, call, limit))
-        brought = self._gather(call, mine)
-        with self._reporting(call) as report:
-            report.result = action(brought)
-        return report.result
+            outcome = self._arrive(call_id, arrival)
+            timeout_s = None
+            if action_timeout_s is not None:
+                timeout_s = self._arrival_timeout_s + action_timeout_s + OUTCOME_SLACK_S
+            return _result(self._wait(outcome, call_id, timeout_s))
+        contributions = self._collect(call_id, arrival)
+        with _OutcomeSender(self, call_id) as sender:
+            sender.result = action(contributions)
+        return sender.result
 
     async def agree_async(
-        self, call: str, action: Callable[[list[Json]], Awaitable[Any]], *, error: VerlServerError | None = None
+        self, call_id: str, action: Callable[[list[Json]], Awaitable[Any]], *, error: VerlServerError | None = None
     ) -> Any:
-        """`agree` for an event loop; many such calls may be under way at once."""
+        """`agree` for an event loop, without contributions. Any number of such calls may run at the same time."""
         if self.size == 1:
-            self._check_alone(error)
+            self._raise_failure_or(error)
             return await action([{}])
-        mine = _entry(None, error)
+        arrival = _arrival(None, error)
         if self.rank != 0:
-            return _result(await asyncio.wrap_future(self._arrive(call, mine)))
-        brought = await asyncio.to_thread(self._gather, call, mine)
-        with self._reporting(call) as report:
-            report.result = await action(brought)
-        return report.result
+            return _result(await asyncio.wrap_future(self._arrive(call_id, arrival)))
+        contributions = await asyncio.to_thread(self._collect, call_id, arrival)
+        with _OutcomeSender(self, call_id) as sender:
+            sender.result = await action(contributions)
+        return sender.result
 
     # -- streams ------------------------------------------------------------------------------------
 
-    def open_stream(self, call: str) -> queue.SimpleQueue[Json]:
-        """On ranks other than 0, before arriving: what rank 0 publishes for `call` comes here."""
-        events: queue.SimpleQueue[Json] = queue.SimpleQueue()
-        with self._lock:
-            self._streams[call] = events
-        return events
+    def open_stream(self, call_id: str) -> queue.SimpleQueue[Json]:
+        """The queue of the events that rank 0 publishes for a call. To be opened before this rank arrives."""
+        return self._calls.open_stream(call_id)
 
-    def publish(self, call: str, event: Json) -> None:
-        """On rank 0: hand an event of a stream to the others; `{"end": ...}` is the last."""
+    def publish_event(self, call_id: str, event: Json) -> None:
+        """Send an event of a stream from rank 0 to the other ranks. `{"end": error or None}` is the last event."""
         for channel in self._channels.values():
-            channel.send({"call": call, "event": event})
+            channel.send({"call_id": call_id, "event": event})
 
-    def close_stream(self, call: str) -> None:
-        with self._lock:
-            self._streams.pop(call, None)
+    def close_stream(self, call_id: str) -> None:
+        """Discard the queue of a stream."""
+        self._calls.close_stream(call_id)
 
-    # -- faults and the end -------------------------------------------------------------------------
-
-    def fault(self, error: VerlServerError) -> None:
-        """This rank cannot go on (its node's server died, say): every rank's calls fail with `error` now."""
-        for channel in self._channels.values():
-            channel.send({"fault": to_wire(error)})
-        self._break(error)
-
-    def close(self) -> None:
-        """Say farewell and close. Other ranks that still call will be told that this one has gone."""
-        for channel in self._channels.values():
-            channel.send({"farewell": True})
-            channel.close()
-        self._break(ShutDownError("the engine was shut down on this rank"))
+    # -- failure and shutdown -----------------------------------------------------------------------
 
     @property
-    def broken(self) -> VerlServerError | None:
-        """Why this group cannot be used any more, or None."""
-        return self._broken
+    def failure(self) -> VerlServerError | None:
+        """Why the ranks cannot work together any more, or None."""
+        return self._calls.failure
 
-    # -- inside -------------------------------------------------------------------------------------
+    def fail_all(self, error: VerlServerError) -> None:
+        """Make all pending and later calls of all ranks raise `error`, for example when this node's server has died."""
+        for channel in self._channels.values():
+            channel.send({"failure": to_wire(error)})
+        self._fail(error)
 
-    def _check_alone(self, error: VerlServerError | None) -> None:
-        """A group of one agrees with itself."""
-        if self._broken is not None or error is not None:
-            raise self._broken or error  # type: ignore[misc]
+    def close(self) -> None:
+        """Send a closing message and disconnect. Calls of the other ranks then fail with a PeerError."""
+        for channel in self._channels.values():
+            channel.send({"closing": True})
+            channel.close()
+        self._fail(ShutDownError("the engine was shut down on this rank"))
 
-    def _arrive(self, call: str, mine: Json) -> Future[Json]:
-        outcome: Future[Json] = Future()
-        with self._lock:
-            if self._broken is not None:
-                raise self._broken
-            self._outcomes[call] = outcome
-        if not self._channels[0].send({"call": call, "enter": mine}):
-            self._on_end(0)
+    def _fail(self, error: VerlServerError) -> None:
+        if self._calls.fail_all(error):
+            self.on_failure(error)
+
+    def _raise_failure_or(self, error: VerlServerError | None) -> None:
+        """The check before a call of an engine with one rank."""
+        if self.failure is not None or error is not None:
+            raise self.failure or error  # type: ignore[misc]
+
+    # -- the parts of a call ------------------------------------------------------------------------
+
+    def _arrive(self, call_id: str, arrival: Json) -> Future[Json]:
+        """On ranks other than 0: tell rank 0 that this rank has arrived. Returns a future of the outcome."""
+        outcome = self._calls.expect_outcome(call_id)
+        if not self._channels[0].send({"call_id": call_id, "arrival": arrival}):
+            self._on_disconnect(0)
         return outcome
 
-    def _gather(self, call: str, mine: Json) -> list[Json]:
-        """Rank 0: wait for all; raise the first error that any rank brought, after telling all."""
-        with self._lock:
-            if self._broken is not None:
-                raise self._broken
-            arrivals = self._arrivals.setdefault(call, _Arrivals())
-            arrivals.brought[0] = mine
-            if len(arrivals.brought) == self.size:
-                arrivals.complete.set_result(None)
-        with self._reporting(call, only_failure=True):
+    def _collect(self, call_id: str, arrival: Json) -> list[Json]:
+        """On rank 0: wait for all ranks. Raises the first error that a rank contributed, on all ranks."""
+        arrivals = self._calls.add_own_arrival(call_id, arrival)
+        with _OutcomeSender(self, call_id, only_failure=True):
             try:
-                self._wait(arrivals.complete, call, self._ranks_s)
+                self._wait(arrivals.complete, call_id, self._arrival_timeout_s)
             except DeadlineError:
-                missing = sorted(set(range(self.size)) - arrivals.brought.keys())
+                missing = sorted(set(range(self.size)) - arrivals.by_rank.keys())
                 raise PeerError(
-                    f"rank(s) {missing} did not arrive at {call.partition('#')[0]} within {self._ranks_s:g} s; "
+                    f"rank(s) {missing} did not arrive at {_operation(call_id)} within {self._arrival_timeout_s:g} s; "
                     "all ranks of an engine must make the same calls in the same order",
                     ranks=missing,
-                    operation=call,
+                    operation=call_id,
                 ) from None
             finally:
-                with self._lock:
-                    self._arrivals.pop(call, None)
+                self._calls.remove_arrivals(call_id)
             for rank in range(self.size):
-                wire = arrivals.brought[rank].get("error")
-                if wire is not None:
-                    raise from_wire(wire)
-            return [arrivals.brought[rank]["bring"] for rank in range(self.size)]
+                error = arrivals.by_rank[rank].get("error")
+                if error is not None:
+                    raise from_wire(error)
+            return [arrivals.by_rank[rank]["contribution"] for rank in range(self.size)]
 
-    def _reporting(self, call: str, only_failure: bool = False) -> _Report:
-        return _Report(self, call, only_failure)
-
-    def _tell(self, call: str, outcome: Json, missing_ok: bool) -> None:
-        if "error" in outcome and missing_ok:
-            with self._lock:
-                self._given_up[call] = outcome
-                if len(self._given_up) > FORGET_AFTER:
-                    self._given_up.pop(next(iter(self._given_up)))
+    def send_outcome(self, call_id: str, outcome: Json, *, before_all_arrived: bool) -> None:
+        """On rank 0: send `{"result": ...}` or `{"error": ...}` of a call to all ranks."""
+        if before_all_arrived:
+            self._calls.remember_failure(call_id, outcome)
         for channel in self._channels.values():
-            channel.send({"call": call, "outcome": outcome})
+            channel.send({"call_id": call_id, "outcome": outcome})
 
-    def _wait(self, future: Future[Any], call: str, limit_s: float | None) -> Any:
+    def _wait(self, future: Future[Any], call_id: str, timeout_s: float | None) -> Any:
         try:
-            return future.result(limit_s)
+            return future.result(timeout_s)
         except FutureTimeout:
             raise DeadlineError(
-                f"{call.partition('#')[0]} was not finished by the other ranks after {limit_s:g} s",
-                operation=call,
-                seconds=limit_s,
+                f"the other ranks did not finish {_operation(call_id)} within {timeout_s:g} s",
+                operation=call_id,
+                seconds=timeout_s,
             ) from None
 
+    # -- messages -----------------------------------------------------------------------------------
+
     def _on_message(self, peer: int, message: Json) -> None:
-        if "farewell" in message:
-            self._farewells.add(peer)
-        elif "fault" in message:
-            error = from_wire(message["fault"])
-            for rank, channel in self._channels.items():
-                if rank != peer:
-                    channel.send(message)
-            self._break(error)
-        elif "enter" in message:
-            self._on_enter(peer, message["call"], message["enter"])
+        if "closing" in message:
+            self._closed_peers.add(peer)
+        elif "failure" in message:
+            self._forward(message, source=peer)
+            self._fail(from_wire(message["failure"]))
+        elif "arrival" in message:
+            outcome = self._calls.add_arrival(message["call_id"], peer, message["arrival"])
+            if outcome is not None:
+                self._channels[peer].send({"call_id": message["call_id"], "outcome": outcome})
         elif "event" in message:
-            with self._lock:
-                events = self._streams.get(message["call"])
-            if events is not None:
-                events.put(message["event"])
+            self._calls.add_event(message["call_id"], message["event"])
         else:
-            with self._lock:
-                outcome = self._outcomes.pop(message["call"], None)
-            if outcome is not None and not outcome.done():
-                outcome.set_result(message["outcome"])
+            self._calls.set_outcome(message["call_id"], message["outcome"])
 
-    def _on_enter(self, peer: int, call: str, entry: Json) -> None:
-        with self._lock:
-            late = self._given_up.get(call)
-            if late is None:
-                arrivals = self._arrivals.setdefault(call, _Arrivals())
-                arrivals.brought[peer] = entry
-                if len(arrivals.brought) == self.size:
-                    arrivals.complete.set_result(None)
-        if late is not None:
-            self._channels[peer].send({"call": call, "outcome": late})
+    def _on_disconnect(self, peer: int) -> None:
+        if self.failure is not None:
+            return
+        how = "has shut its engine down" if peer in self._closed_peers else "died"
+        error = PeerError(
+            f"trainer rank {peer} of this engine {how}; the engine cannot continue without it. Shut the engine down.",
+            ranks=[peer],
+        )
+        self._forward({"failure": to_wire(error)}, source=peer)
+        self._fail(error)
 
-    def _on_end(self, peer: int) -> None:
-        if self._broken is None:
-            how = "has shut its engine down" if peer in self._farewells else "died"
-            error = PeerError(
-                f"trainer rank {peer} of this engine {how}; the engine cannot go on without it. Shut it down.",
-                ranks=[peer],
-            )
-            for rank, channel in self._channels.items():
-                if rank != peer:
-                    channel.send({"fault": to_wire(error)})
-            self._break(error)
-
-    def _break(self, error: VerlServerError) -> None:
-        with self._lock:
-            if self._broken is not None:
-                return
-            self._broken = error
-            waiting: list[Future[Any]] = [*self._outcomes.values(), *(a.complete for a in self._arrivals.values())]
-            streams = list(self._streams.values())
-            self._outcomes.clear()
-        for future in waiting:
-            with contextlib.suppress(Exception):  # it was just done: then there is nothing to tell
-                future.set_exception(error)
-        for events in streams:
-            events.put({"end": to_wire(error)})
-        self.on_broken(error)
+    def _forward(self, message: Json, source: int) -> None:
+        """Send a message to all connected ranks but `source`."""
+        for rank, channel in self._channels.items():
+            if rank != source:
+                channel.send(message)
 
 
-class _Report:
-    """Tells all ranks how a call ended, whatever ended it; `result` is the call's result."""
+class _OutcomeSender:
+    """Sends all ranks the outcome of a call when the body ends: `result`, or the error that the body raised."""
 
-    def __init__(self, group: RankCoordinator, call: str, only_failure: bool) -> None:
-        self._group, self._call, self._only_failure = group, call, only_failure
+    def __init__(self, coordinator: RankCoordinator, call_id: str, only_failure: bool = False) -> None:
+        self._coordinator, self._call_id, self._only_failure = coordinator, call_id, only_failure
         self.result: Any = None
 
-    def __enter__(self) -> _Report:
+    def __enter__(self) -> _OutcomeSender:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            self._group._tell(self._call, {"error": to_wire(error)}, missing_ok=self._only_failure)
+            outcome = {"error": to_wire(error)}
+            self._coordinator.send_outcome(self._call_id, outcome, before_all_arrived=self._only_failure)
         elif not self._only_failure:
-            self._group._tell(self._call, {"result": self.result}, missing_ok=False)
+            self._coordinator.send_outcome(self._call_id, {"result": self.result}, before_all_arrived=False)
 
 
-def _entry(bring: Json | None, error: VerlServerError | None) -> Json:
-    return {"bring": bring} if error is None else {"error": to_wire(error)}
+def _arrival(contribution: Json | None, error: VerlServerError | None) -> Json:
+    return {"contribution": contribution} if error is None else {"error": to_wire(error)}
 
 
 def _result(outcome: Json) -> Any:
     if "error" in outcome:
         raise from_wire(outcome["error"])
     return outcome["result"]
+
+
+def _operation(call_id: str) -> str:
+    """The name of the operation that a call id counts."""
+    return call_id.partition("#")[0]

@@ -1,4 +1,4 @@
-"""Which trainer rank starts a server, with which arguments. Pure."""
+"""Placement of the trainer ranks of one engine on nodes: which ranks start a server process. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,35 +11,39 @@ from verl_server.errors import BadInputError
 
 @dataclass(frozen=True)
 class Placement:
-    """The part of one trainer rank in a server that may span nodes."""
+    """The role of one trainer rank in starting a server that may span several nodes."""
 
     node_rank: int
+    """Number of this rank's node, from 0."""
     is_node_leader: bool
-    """The first rank of each node starts its node's server process."""
+    """Whether this rank is the first rank of its node, which starts the node's server process."""
     tp_size: int
+    """Number of TP ranks of the whole server."""
     ranks_per_node: int
-    """TP ranks of the server on each node."""
+    """Number of TP ranks of the server on each node."""
     nnodes: int
+    """Number of nodes that the server spans."""
 
 
-def place(rank: int, mesh_size: int, nnodes: int, server_args: Mapping[str, Any]) -> Placement:
-    """The placement of `rank` (0 to mesh_size - 1, ranks of a node are neighbours).
+def compute_placement(rank: int, mesh_size: int, nnodes: int, server_args: Mapping[str, Any]) -> Placement:
+    """The placement of trainer rank `rank`, which is between 0 and `mesh_size - 1`.
 
-    The server's `tp_size` is that of the mesh unless given. Raises BadInputError for sizes that do not fit.
+    The ranks of one node are consecutive. The server's `tp_size` is `mesh_size` unless `server_args` contains it.
+    Raises BadInputError if the ranks or the TP ranks cannot be divided evenly among the nodes.
     """
     if not isinstance(nnodes, int) or isinstance(nnodes, bool) or nnodes < 1:
         raise BadInputError(f"nnodes must be a whole number of at least 1, got {nnodes!r}")
     if mesh_size % nnodes:
-        raise BadInputError(f"{mesh_size} trainer ranks cannot be spread evenly over {nnodes} nodes")
+        raise BadInputError(f"{mesh_size} trainer ranks cannot be divided evenly among {nnodes} nodes")
     tp_size = server_args.get("tp_size", mesh_size)
     if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
         raise BadInputError(f"tp_size must be a whole number of at least 1, got {tp_size!r}")
     if tp_size % nnodes:
-        raise BadInputError(f"tp_size {tp_size} cannot be spread evenly over {nnodes} nodes")
-    per_node = mesh_size // nnodes
+        raise BadInputError(f"tp_size {tp_size} cannot be divided evenly among {nnodes} nodes")
+    trainer_ranks_per_node = mesh_size // nnodes
     return Placement(
-        node_rank=rank // per_node,
-        is_node_leader=rank % per_node == 0,
+        node_rank=rank // trainer_ranks_per_node,
+        is_node_leader=rank % trainer_ranks_per_node == 0,
         tp_size=tp_size,
         ranks_per_node=tp_size // nnodes,
         nnodes=nnodes,

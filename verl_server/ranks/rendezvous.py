@@ -1,4 +1,4 @@
-"""How the ranks of one engine find each other: rank 0 listens, the others join with a key."""
+"""Connection of the trainer ranks of one engine: rank 0 listens, and the other ranks connect with a key."""
 
 from __future__ import annotations
 
@@ -10,33 +10,41 @@ from collections.abc import Callable
 from typing import Any
 
 from verl_server.errors import PeerError
-from verl_server.ranks.channel import Channel, admit, join
+from verl_server.ranks.channel import Channel, accept_rank, connect_to_rank_0
 
 
-def connect(rank: int, size: int, share: Callable[[Any], Any], reachable: bool, ranks_s: float) -> dict[int, Channel]:
-    """The channels of this rank: on rank 0 one to every other, elsewhere one to rank 0.
+def connect_ranks(
+    rank: int,
+    size: int,
+    broadcast_from_rank_0: Callable[[Any], Any],
+    multiple_machines: bool,
+    timeout_s: float,
+) -> dict[int, Channel]:
+    """Connect the ranks in a star. Returns the channels of this rank by peer.
 
-    Raises PeerError naming the ranks that did not come within `ranks_s` seconds, or that could not.
+    Rank 0 has a channel to every other rank. The other ranks have one channel, to rank 0. `broadcast_from_rank_0(x)`
+    returns rank 0's `x` on every rank. With `multiple_machines`, rank 0 listens on an address that other machines can
+    reach. Raises PeerError with the ranks that did not connect within `timeout_s` seconds, or that cannot reach rank 0.
     """
     if size == 1:
         return {}
     if rank == 0:
-        host = _own_address() if reachable else "127.0.0.1"
+        host = _address_towards_master() if multiple_machines else "127.0.0.1"
         key = secrets.token_bytes(32)
         with socket.create_server((host, 0), backlog=size) as listener:
-            share([host, listener.getsockname()[1], key.hex()])
-            return _admit_all(listener, key, size, ranks_s)
-    host, port, key_hex = share(None)
+            broadcast_from_rank_0([host, listener.getsockname()[1], key.hex()])
+            return _accept_all(listener, key, size, timeout_s)
+    host, port, key_hex = broadcast_from_rank_0(None)
     try:
-        channel = join((host, port), bytes.fromhex(key_hex), rank, ranks_s)
+        channel = connect_to_rank_0((host, port), bytes.fromhex(key_hex), rank, timeout_s)
     except OSError as error:
         raise PeerError(f"rank {rank} cannot reach rank 0 at {host}:{port}: {error}", ranks=[0]) from error
     return {0: channel}
 
 
-def _admit_all(listener: socket.socket, key: bytes, size: int, ranks_s: float) -> dict[int, Channel]:
+def _accept_all(listener: socket.socket, key: bytes, size: int, timeout_s: float) -> dict[int, Channel]:
     channels: dict[int, Channel] = {}
-    deadline = time.monotonic() + ranks_s
+    deadline = time.monotonic() + timeout_s
     while len(channels) < size - 1:
         listener.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
@@ -46,9 +54,9 @@ def _admit_all(listener: socket.socket, key: bytes, size: int, ranks_s: float) -
             for channel in channels.values():
                 channel.close()
             raise PeerError(
-                f"rank(s) {missing} did not connect to rank 0 within {ranks_s:g} s", ranks=missing
+                f"rank(s) {missing} did not connect to rank 0 within {timeout_s:g} s", ranks=missing
             ) from None
-        rank = admit(connection, key)
+        rank = accept_rank(connection, key)
         if rank is None or rank in channels or not 0 < rank < size:
             connection.close()
         else:
@@ -56,8 +64,8 @@ def _admit_all(listener: socket.socket, key: bytes, size: int, ranks_s: float) -
     return channels
 
 
-def _own_address() -> str:
-    """The address of this machine on the way to the trainer's rendezvous host (no packet is sent)."""
+def _address_towards_master() -> str:
+    """This machine's address on the route to MASTER_ADDR. The datagram socket is connected; no packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))

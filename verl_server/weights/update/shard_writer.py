@@ -111,8 +111,8 @@ class ShardWriter:
         deadline = time.monotonic() + self._deadline_s
         while thread.is_alive():
             thread.join(0.02)
-            if self._group.broken is not None:
-                raise self._group.broken
+            if self._group.failure is not None:
+                raise self._group.failure
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"gathering a tensor from the trainer's ranks took longer than {self._deadline_s:g} s; "

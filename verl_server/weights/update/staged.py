@@ -53,7 +53,7 @@ class StagedUpdater(WeightUpdater):
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], options: UpdateOptions, refusal: VerlServerError | None
     ) -> WeightUpdateResult:
         started = time.monotonic()
-        call = self.group.next_call("update_weights")
+        call = self.group.next_call_id("update_weights")
         stage = ShardWriter(
             self._arena.tensor,
             self.manifest,
@@ -71,9 +71,9 @@ class StagedUpdater(WeightUpdater):
         wire = self.group.agree(
             call,
             lambda brought: self._commit(brought, names, options),
-            bring={"tensors": len(names), "digest": digest(names), "sharded": stage.sharded},
+            contribution={"tensors": len(names), "digest": digest(names), "sharded": stage.sharded},
             error=error,
-            action_s=4 * self.ranks.timeout_s,
+            action_timeout_s=4 * self.ranks.timeout_s,
         )
         self.settled(wire)
         self._confirm(wire, names)
@@ -134,7 +134,7 @@ class StagedUpdater(WeightUpdater):
             return
         error = self._check(wire["update_id"], wire["verify"], names) if self._leads else None
         try:
-            self.group.agree(self.group.next_call("confirm"), lambda _: None, error=error, action_s=10.0)
+            self.group.agree(self.group.next_call_id("confirm"), lambda _: None, error=error, action_timeout_s=10.0)
         except VerlServerError as failure:
             self.torn = TornWeightsError(f"the weight update failed on a node: {failure.message}", **failure.details)
 

@@ -105,7 +105,7 @@ class StreamedUpdater(WeightUpdater):
     def _update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], options: UpdateOptions, refusal: VerlServerError | None
     ) -> WeightUpdateResult:
-        call = self.group.next_call("update_weights")
+        call = self.group.next_call_id("update_weights")
         source, failure = (
             (None, refusal)
             if refusal
@@ -114,9 +114,9 @@ class StreamedUpdater(WeightUpdater):
         opened = self.group.agree(
             call,
             lambda brought: self._open(brought, options),
-            bring=None if source is None else source.bring,
+            contribution=None if source is None else source.bring,
             error=failure,
-            action_s=4 * self.ranks.timeout_s,
+            action_timeout_s=4 * self.ranks.timeout_s,
         )
         assert source is not None
         started = time.monotonic()
@@ -152,15 +152,18 @@ class StreamedUpdater(WeightUpdater):
         action_s = 2 * self.ranks.timeout_s
         self._require_whole(
             self.group.agree(
-                f"{call}/load", lambda brought: self._end(brought, validated), bring=bring, action_s=action_s
+                f"{call}/load",
+                lambda brought: self._end(brought, validated),
+                contribution=bring,
+                action_timeout_s=action_s,
             )
         )
         problem = self._problem(update_id, names, validated)
         wire = self.group.agree(
             f"{call}/confirm",
             lambda brought: self._confirm(brought, validated, names, started),
-            bring={"error": None if problem is None else to_wire(problem)},
-            action_s=action_s,
+            contribution={"error": None if problem is None else to_wire(problem)},
+            action_timeout_s=action_s,
         )
         self._require_whole(wire)
         self.settled(wire)
@@ -364,8 +367,8 @@ class StreamedUpdater(WeightUpdater):
             pool.shutdown(wait=False)
 
     def _check_group(self) -> None:
-        if self.group.broken is not None:
-            raise self.group.broken
+        if self.group.failure is not None:
+            raise self.group.failure
 
     def _check(self) -> None:
         self._check_group()

@@ -1,0 +1,141 @@
+"""State of the calls that one trainer rank takes part in. Thread-safe; no sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections import defaultdict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_server.errors import VerlServerError, to_wire
+
+Json = dict[str, Any]
+MAX_REMEMBERED_OUTCOMES = 1000
+"""Maximum number of failed calls whose outcome rank 0 keeps for ranks that arrive late."""
+
+
+@dataclass
+class Arrivals:
+    """The ranks that have arrived at one call. Exists on rank 0 only."""
+
+    by_rank: dict[int, Json] = field(default_factory=dict)
+    """What each rank sent when it arrived: its contribution, or its error."""
+    complete: Future[None] = field(default_factory=Future)
+    """Done when all ranks have arrived, or when the engine's ranks cannot work together any more."""
+
+
+class PendingCalls:
+    """Arrivals, outcomes and event streams of the calls that have not ended."""
+
+    def __init__(self, rank_count: int) -> None:
+        self._rank_count = rank_count
+        self._lock = threading.Lock()
+        self._call_counts: dict[str, int] = defaultdict(int)
+        self._arrivals: dict[str, Arrivals] = {}
+        self._outcomes: dict[str, Future[Json]] = {}
+        self._early_failures: dict[str, Json] = {}
+        self._streams: dict[str, queue.SimpleQueue[Json]] = {}
+        self.failure: VerlServerError | None = None
+        """Why no call can succeed any more, or None."""
+
+    def next_call_id(self, operation: str) -> str:
+        """The id of this rank's next call of `operation`. All ranks count alike, so their ids are equal."""
+        with self._lock:
+            self._call_counts[operation] += 1
+            return f"{operation}#{self._call_counts[operation]}"
+
+    # -- rank 0 -------------------------------------------------------------------------------------
+
+    def add_own_arrival(self, call_id: str, arrival: Json) -> Arrivals:
+        """Record that rank 0 has arrived. Raises `failure` if it is set."""
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            return self._add(call_id, 0, arrival)
+
+    def add_arrival(self, call_id: str, rank: int, arrival: Json) -> Json | None:
+        """Record that another rank has arrived. Returns the call's outcome if the call has failed already."""
+        with self._lock:
+            outcome = self._early_failures.get(call_id)
+            if outcome is None:
+                self._add(call_id, rank, arrival)
+            return outcome
+
+    def _add(self, call_id: str, rank: int, arrival: Json) -> Arrivals:
+        arrivals = self._arrivals.setdefault(call_id, Arrivals())
+        arrivals.by_rank[rank] = arrival
+        if len(arrivals.by_rank) == self._rank_count:
+            arrivals.complete.set_result(None)
+        return arrivals
+
+    def remove_arrivals(self, call_id: str) -> None:
+        """Forget who has arrived at a call."""
+        with self._lock:
+            self._arrivals.pop(call_id, None)
+
+    def remember_failure(self, call_id: str, outcome: Json) -> None:
+        """Keep the outcome of a call that failed before all ranks had arrived, for the ranks that arrive later."""
+        with self._lock:
+            self._early_failures[call_id] = outcome
+            if len(self._early_failures) > MAX_REMEMBERED_OUTCOMES:
+                self._early_failures.pop(next(iter(self._early_failures)))
+
+    # -- other ranks --------------------------------------------------------------------------------
+
+    def expect_outcome(self, call_id: str) -> Future[Json]:
+        """A future of the outcome that rank 0 will send. Raises `failure` if it is set."""
+        outcome: Future[Json] = Future()
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            self._outcomes[call_id] = outcome
+        return outcome
+
+    def set_outcome(self, call_id: str, outcome: Json) -> None:
+        """Record the outcome that rank 0 sent."""
+        with self._lock:
+            future = self._outcomes.pop(call_id, None)
+        if future is not None and not future.done():
+            future.set_result(outcome)
+
+    # -- streams ------------------------------------------------------------------------------------
+
+    def open_stream(self, call_id: str) -> queue.SimpleQueue[Json]:
+        """A queue that receives the events of a call."""
+        events: queue.SimpleQueue[Json] = queue.SimpleQueue()
+        with self._lock:
+            self._streams[call_id] = events
+        return events
+
+    def add_event(self, call_id: str, event: Json) -> None:
+        """Put an event into the queue of its call, if the stream is open."""
+        with self._lock:
+            events = self._streams.get(call_id)
+        if events is not None:
+            events.put(event)
+
+    def close_stream(self, call_id: str) -> None:
+        """Discard the queue of a call."""
+        with self._lock:
+            self._streams.pop(call_id, None)
+
+    # -- failure ------------------------------------------------------------------------------------
+
+    def fail_all(self, error: VerlServerError) -> bool:
+        """Make every pending and every later call raise `error`. Returns False if a failure was recorded before."""
+        with self._lock:
+            if self.failure is not None:
+                return False
+            self.failure = error
+            waiting: list[Future[Any]] = [*self._outcomes.values(), *(a.complete for a in self._arrivals.values())]
+            streams = list(self._streams.values())
+            self._outcomes.clear()
+        for future in waiting:
+            with contextlib.suppress(Exception):  # the future was completed in the meantime
+                future.set_exception(error)
+        for events in streams:
+            events.put({"end": to_wire(error)})
+        return True
