@@ -86,15 +86,15 @@ class AdapterConfig:
     """Folder of the server's log. None: a temporary folder, which a clean shutdown removes."""
     start_attempts: int = 3
     """Maximum number of starts when another program takes the server's port before the server listens on it."""
-    use_forkserver: bool = True
-    """Whether servers may be forked by a forkserver that this process keeps, see `server/shared_forkserver.py`. The
-    second server of a process then starts in about 2 s. False: every server is a new program and no forkserver runs."""
     repeats: int = 3
     """Maximum number of repetitions of a request that is safe to repeat, after its connection broke."""
     router_ip: str | None = None
     """Host of an `sglang-router` that the server is registered with. Requires `router_port`."""
     router_port: int | None = None
     """Port of that `sglang-router`."""
+    use_forkserver: bool = True
+    """Whether servers may be forked by a forkserver that this process keeps, see `server/shared_forkserver.py`. The
+    second server of a process then starts in about 2 s. False: every server is a new program and no forkserver runs."""
 
     def __post_init__(self) -> None:
         if isinstance(self.log_dir, str):

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
-from verl_server.errors import DeadlineError
 from verl_server.rollout.parallel_config import ParallelConfig, require_room
-from verl_server.server.forkserver import Forkserver
-from verl_server.server.process import AbortCheck, WardenFactory, spawn_warden
-
-logger = logging.getLogger(__name__)
+from verl_server.server.process import AbortCheck
 
 Json = dict[str, Any]
 
@@ -45,7 +40,8 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Each server is a process tree of this machine. With accelerators, each replica has its own of them.
 
-    Without, servers are forked by a forkserver, which takes ten seconds of imports out of each start and restart.
+    Without accelerators, the servers are forked by this process's forkserver (`server/shared_forkserver.py`), so that a
+    replica starts and restarts in about 2 s.
     """
 
     is_near, trainer_host = True, "127.0.0.1"
@@ -54,8 +50,6 @@ class LocalLauncher:
         self._lock = threading.Lock()
         self._slots: dict[str, int] = {}
         self._devices = 1
-        self._forkserver: Forkserver | None = None
-        self._forkservers_work = True
 
     def admit(self, shape: ParallelConfig, replicas: int) -> None:
         self._devices = shape.devices
@@ -65,32 +59,9 @@ class LocalLauncher:
         self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, check_abort: AbortCheck
     ) -> HttpServerEngineAdapter:
         args = dict(server_args)
-        if accelerators() is not None:  # whose driver does not survive a fork
+        if accelerators() is not None:
             args["base_gpu_id"] = int(args.get("base_gpu_id") or 0) + self._slot(name) * self._devices
-            return HttpServerEngineAdapter(config=config, check_abort=check_abort, **args)
-        warden = self._wardens(config, check_abort)
-        return HttpServerEngineAdapter(config=config, check_abort=check_abort, warden_factory=warden, **args)
-
-    def _wardens(self, config: AdapterConfig, check_abort: AbortCheck) -> WardenFactory:
-        """The forkserver's, when it is ready; a killed one is replaced."""
-        with self._lock:
-            if self._forkserver is not None and self._forkserver.ended:
-                self._forkservers_work = self._forkservers_work and not self._forkserver.is_unfit
-                self._forkserver.close()
-                self._forkserver = None
-            if self._forkserver is None and self._forkservers_work:
-                self._forkserver = Forkserver()
-            forkserver = self._forkserver
-        if forkserver is None:
-            return spawn_warden
-        try:
-            return (
-                forkserver.warden if forkserver.wait_ready(config.timeouts.start_s / 2, check_abort) else spawn_warden
-            )
-        except DeadlineError as error:
-            logger.warning("%s; servers are started without it", error.message)
-            forkserver.close()  # it hangs: the next start makes another
-            return spawn_warden
+        return HttpServerEngineAdapter(config=config, check_abort=check_abort, **args)
 
     def _slot(self, name: str) -> int:
         """The first free share of the devices."""
@@ -103,11 +74,7 @@ class LocalLauncher:
             self._slots.pop(name, None)
 
     def close(self) -> None:
-        """Its servers belong to their replicas."""
-        with self._lock:
-            forkserver, self._forkserver = self._forkserver, None
-        if forkserver is not None:
-            forkserver.close()
+        """Does nothing: the servers belong to their replicas."""
 
 
 def accelerators() -> int | None:

@@ -1,4 +1,8 @@
-"""The trainer's end of a forkserver (`forkserver_main.py`): wardens whose servers have nothing left to import."""
+"""The trainer's side of a forkserver process (`forkserver_main.py`).
+
+A forkserver has imported SGLang. A server that it forks starts in about 2 s; a server that is started as a new program
+takes 15 s and more on two cores, most of it for imports. `shared_forkserver.py` decides when a server is forked.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +18,23 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from typing import IO
 
 from verl_server.errors import DeadlineError
 from verl_server.server.forkserver_main import FORK, READY
-from verl_server.server.process import AbortCheck, WardenProcess, base_env, rendezvous_variables, spawn_warden
+from verl_server.server.process import AbortCheck, WardenProcess, spawn_warden
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
-FORK_S = 10.0
-END_S = 5.0
+FORK_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 5.0
+LOG_TAIL_BYTES = 2000
 
 
 class ForkedWarden:
-    """The part of `subprocess.Popen` that `ServerProcess` uses, of a process that is not our child."""
+    """A warden that the forkserver has forked, with the part of `subprocess.Popen` that `ServerProcess` uses."""
 
     def __init__(self, pid: int, pidfd: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
@@ -36,7 +42,7 @@ class ForkedWarden:
         weakref.finalize(self, os.close, pidfd)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code is its parent's to know: 0 here, whatever it was."""
+        """Wait until the warden has ended. Returns 0: only the warden's parent can read its exit code."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         if not poll.poll(None if timeout is None else timeout * 1e3):
@@ -45,122 +51,134 @@ class ForkedWarden:
 
 
 class Forkserver:
-    """Owns one process, from here to `close`. Usable from any thread."""
+    """One forkserver process, which lives until `close` or until this process ends. Thread-safe.
 
-    def __init__(self) -> None:
+    `environment` is the complete environment of the process. The process is started in the folder `/`. Relative entries
+    of `PYTHONPATH` are left out: a spawned server would resolve them in its own empty folder.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        self._commands, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        self._commands, remote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            drop = rendezvous_variables()
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "verl_server.server.forkserver_main",
-                    str(os.getpid()),
-                ],  # not this folder's
-                stdin=theirs.fileno(),
-                stdout=self._said,
-                stderr=self._said,
-                env={name: value for name, value in os.environ.items() if name not in drop} | base_env(),
+                [sys.executable, "-P", "-m", "verl_server.server.forkserver_main", str(os.getpid())],
+                stdin=remote_end.fileno(),
+                stdout=self._log,
+                stderr=self._log,
+                env=_with_absolute_python_path(environment),
+                cwd="/",
                 start_new_session=True,
             )
         except BaseException:
             self._commands.close()
-            self._said.close()
+            self._log.close()
             raise
         finally:
-            theirs.close()
-        self._ready: bool | None = None
-        """None: not yet."""
+            remote_end.close()
+        self._is_ready: bool | None = None
+        """Whether the process can fork servers. None: the process has not reported yet."""
 
     @property
-    def ended(self) -> bool:
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
         return self._process.poll() is not None
 
     @property
-    def is_unfit(self) -> bool:
-        """Whether it ended by itself: another one would, too."""
+    def cannot_work(self) -> bool:
+        """Whether the process ended with an error of its own. A new process in the same environment would end, too."""
         return self._process.poll() is not None and self._process.returncode > 0
 
-    def wait_ready(self, deadline_s: float, check_abort: AbortCheck) -> bool:
-        """Whether it can fork. False: it has ended, and says why in the log.
+    def wait_ready(self, timeout_s: float, check_abort: AbortCheck) -> bool:
+        """Wait until the process can fork servers. Returns False when it has ended; the log then contains the reason.
 
-        Raises DeadlineError, and what `check_abort` returns.
+        Raises DeadlineError after `timeout_s` seconds, and the error that `check_abort` returns.
         """
-        deadline = time.monotonic() + deadline_s
-        while self._ready is None:
-            if (reason := check_abort()) is not None:
-                raise reason
+        deadline = time.monotonic() + timeout_s
+        while self._is_ready is None:
+            if (error := check_abort()) is not None:
+                raise error
             with self._lock:
-                if self._ready is None and self._has_spoken():
-                    self._ready = self._word() == READY
-                    if not self._ready:
-                        self._say_why()
+                if self._is_ready is None and self._has_message():
+                    self._is_ready = self._receive() == READY
+                    if not self._is_ready:
+                        self._log_failure()
             if time.monotonic() > deadline:
-                raise DeadlineError(f"the servers' forkserver was not ready after {deadline_s:g} s", operation="start")
-        return self._ready
+                raise DeadlineError(f"the forkserver was not ready after {timeout_s:g} s", operation="start")
+        return self._is_ready
 
-    def _has_spoken(self) -> bool:
-        """Within a moment."""
+    def _has_message(self) -> bool:
+        """Whether the process has sent a message or has ended. Waits for a short time."""
         if self._commands.fileno() < 0:  # closed by another thread
             return True
         return bool(select.select([self._commands], [], [], POLL_S)[0])
 
-    def _word(self) -> bytes:
+    def _receive(self) -> bytes:
         try:
             return self._commands.recv(64)
         except OSError:
             return b""
 
-    def _say_why(self) -> None:
+    def _log_failure(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
-        words = ""
+            self._process.wait(END_TIMEOUT_S)
+        output = ""
         with contextlib.suppress(ValueError):  # closed by another thread
-            self._said.seek(0)
-            words = self._said.read()[-2000:].decode("utf-8", "replace").strip()
-        logger.warning("servers are started one by one, since their forkserver ended: %s", words or "killed")
+            self._log.seek(0)
+            output = self._log.read()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
+        logger.warning("servers are started without a forkserver, which ended: %s", output or "it was killed")
 
-    def warden(self) -> WardenProcess:
-        """One that forks its server. Where the forkserver cannot (any more), one that starts it as usual."""
+    def start_warden(self) -> WardenProcess:
+        """A forked warden, which forks its server. A spawned warden when the forkserver does not answer."""
         try:
-            return self._forked()
+            return self._fork_warden()
         except (OSError, ValueError) as error:
-            logger.warning("the servers' forkserver does not answer: %s: %s", type(error).__name__, error)
+            logger.warning("the forkserver does not answer: %s: %s", type(error).__name__, error)
             self.close()
             return spawn_warden()
 
-    def _forked(self) -> WardenProcess:
+    def _fork_warden(self) -> WardenProcess:
         with contextlib.ExitStack() as undo:
-            theirs_in, ours_in = os.pipe()
-            undo.callback(os.close, theirs_in)
-            stdin = undo.enter_context(os.fdopen(ours_in, "wb"))
-            ours_out, theirs_out = os.pipe()
-            undo.callback(os.close, theirs_out)
-            stdout = undo.enter_context(os.fdopen(ours_out, "rb"))
+            child_stdin, stdin_fd = os.pipe()
+            undo.callback(os.close, child_stdin)
+            stdin = undo.enter_context(os.fdopen(stdin_fd, "wb"))
+            stdout_fd, child_stdout = os.pipe()
+            undo.callback(os.close, child_stdout)
+            stdout = undo.enter_context(os.fdopen(stdout_fd, "rb"))
             with self._lock:
-                self._commands.settimeout(FORK_S)
-                socket.send_fds(self._commands, [FORK], [theirs_in, theirs_out, 2])
-                word, pidfds, *_ = socket.recv_fds(self._commands, 64, 1)
+                self._commands.settimeout(FORK_TIMEOUT_S)
+                socket.send_fds(self._commands, [FORK], [child_stdin, child_stdout, 2])
+                pid, pidfds, *_ = socket.recv_fds(self._commands, 64, 1)
             (pidfd,) = pidfds
-            warden = ForkedWarden(int(word), pidfd, stdin, stdout)
+            warden = ForkedWarden(int(pid), pidfd, stdin, stdout)
             undo.pop_all()
-        os.close(theirs_in)
-        os.close(theirs_out)
+        os.close(child_stdin)
+        os.close(child_stdout)
         return warden
 
     def close(self) -> None:
-        """Its servers are not touched. Safe to call twice."""
+        """End the process. Its servers go on. Safe to call twice."""
         with contextlib.suppress(OSError):
-            self._commands.shutdown(socket.SHUT_RDWR)  # a fork of ours may hold it open
+            self._commands.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold the socket open
         self._commands.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
+            self._process.wait(END_TIMEOUT_S)
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._said.close()
+        self._log.close()
+
+    def disown(self) -> None:
+        """In a fork of the owner: close the descriptors without ending the process."""
+        self._commands.close()
+        self._log.close()
+
+
+def _with_absolute_python_path(environment: Mapping[str, str]) -> dict[str, str]:
+    entries = environment.get("PYTHONPATH", "").split(os.pathsep)
+    return {**environment, "PYTHONPATH": os.pathsep.join(entry for entry in entries if os.path.isabs(entry))}

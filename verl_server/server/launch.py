@@ -13,6 +13,7 @@ from verl_server.errors import StartupError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.server.process import AbortCheck, ServerProcess, WardenFactory, never_abort, spawn_warden
+from verl_server.server.shared_forkserver import warden_factory
 
 logger = logging.getLogger(__name__)
 
@@ -37,22 +38,25 @@ def launch_server(
     config: AdapterConfig,
     env: Mapping[str, str],
     check_abort: AbortCheck = never_abort,
-    warden_factory: WardenFactory = spawn_warden,
 ) -> LaunchedServer:
     """Start a server as a child of a new warden and wait until the server is ready.
 
     `server_args` must contain `host`, `api_key` and `admin_api_key`. Without a `port` a free port is chosen; if another
-    program takes that port before the server listens, the start is repeated with another port.
+    program takes that port before the server listens, the start is repeated with another port. The server is forked by
+    the forkserver of this process where `shared_forkserver.py` allows it, unless `config.use_forkserver` is False.
 
     Raises the error that `check_abort` returns, StartupError, BadInputError (the engine refuses an argument) or
     DeadlineError. All processes that were started are ended before the error is raised.
     """
+    start_warden: WardenFactory = spawn_warden
+    if config.use_forkserver:
+        start_warden = warden_factory(profile, env, config.timeouts.start_s / 2, check_abort)
     requested_port = server_args.get("port")
     for attempt in range(1, config.start_attempts + 1):
         reservation = PortReservation(server_args["host"], requested_port)
         args = {**server_args, "port": reservation.port}
         try:
-            return _launch_once(args, profile, config, env, check_abort, warden_factory)
+            return _launch_once(args, profile, config, env, check_abort, start_warden)
         except StartupError as error:
             log_tail = str(error.details.get("log_tail", "")).lower()
             is_port_taken = any(phrase in log_tail for phrase in profile.port_taken_phrases)
@@ -70,7 +74,7 @@ def _launch_once(
     config: AdapterConfig,
     env: Mapping[str, str],
     check_abort: AbortCheck,
-    warden_factory: WardenFactory,
+    start_warden: WardenFactory,
 ) -> LaunchedServer:
     host = _connect_host(args["host"])
     process = ServerProcess(
@@ -79,7 +83,7 @@ def _launch_once(
         env=env,
         log_dir=config.log_dir,
         start_timeout_s=config.timeouts.start_s,
-        warden_factory=warden_factory,
+        warden_factory=start_warden,
     )
     try:
         is_main_node = int(args.get("node_rank") or 0) == 0

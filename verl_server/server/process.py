@@ -104,12 +104,11 @@ class ServerProcess(ExitNotifier):
         spec = {
             "argv": [sys.executable, "-m", profile.main_module],
             "env": {
-                **base_env(),
+                **inherited_environment(),
                 "TMPDIR": str(scratch),  # where the warden removes them
                 **_no_proxy(str(server_args.get("host") or "127.0.0.1")),
                 **env,
             },
-            "drop_env": rendezvous_variables(),
             "payload": json.dumps(dict(server_args)) + "\n",
             "scratch": str(scratch),
             "log_path": str(self.log_path),
@@ -255,15 +254,11 @@ class ServerProcess(ExitNotifier):
             os.killpg(self._warden.pid, signal.SIGKILL)
 
 
-def rendezvous_variables() -> list[str]:
-    """Those of this process's environment that a server must not see."""
-    return [name for name in os.environ if name.startswith(RENDEZVOUS_VARIABLES)]
-
-
-def base_env() -> dict[str, str]:
-    """What is added to every server's environment."""
+def inherited_environment() -> dict[str, str]:
+    """The environment of every server: this process's variables without `RENDEZVOUS_VARIABLES`, and our defaults."""
     user_cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(RENDEZVOUS_VARIABLES)},
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(user_cache)),  # shared, and kept
         "PYTHONUNBUFFERED": "1",
         # Idle OpenMP threads spin for some 50 us, which bridges the gaps between two tensors of an update, and then

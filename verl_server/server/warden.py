@@ -214,7 +214,7 @@ def spawned(spec: dict[str, Any]) -> Server:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={name: value for name, value in os.environ.items() if name not in spec["drop_env"]} | spec["env"],
+        env=spec["env"],
         cwd=spec["scratch"],
     )
     assert server.stdin is not None

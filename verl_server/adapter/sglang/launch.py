@@ -10,7 +10,7 @@ from verl_server.adapter.sglang.server_arguments import SECRET_ARGUMENTS, comple
 from verl_server.config import AdapterConfig
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.launch import LaunchedServer, launch_server
-from verl_server.server.process import AbortCheck, WardenFactory, never_abort, spawn_warden
+from verl_server.server.process import AbortCheck, never_abort
 
 #: SGLang's main node answers `/ready` with 200 only while it accepts requests (0.5.15 has no `/ready`, but `/health`).
 #: Nodes after the first serve only `/ping` and `/health`. The log phrases are those of uvicorn, ZeroMQ and SGLang.
@@ -30,10 +30,9 @@ def launch_sglang_server(
     config: AdapterConfig,
     env: Mapping[str, str],
     check_abort: AbortCheck = never_abort,
-    warden_factory: WardenFactory = spawn_warden,
 ) -> LaunchedServer:
     """Complete `server_args` (fields of SGLang's `ServerArgs`), start a server and wait until it is ready.
 
     Raises the errors of `verl_server.server.launch.launch_server`, and BadInputError for invalid `server_args`.
     """
-    return launch_server(complete_server_args(server_args), SGLANG, config, env, check_abort, warden_factory)
+    return launch_server(complete_server_args(server_args), SGLANG, config, env, check_abort)

@@ -1,0 +1,212 @@
+"""The forkserver that all servers of this process share, and the decision whether a server is forked.
+
+The first server of a process starts the forkserver and waits for its imports, which costs as much as importing in the
+server. Every later server is forked in about 2 s. The forkserver costs about 79 MB of memory of its own while
+servers run: the memory of the imports, 1.1 GB, is shared with them. It ends with this process, and after five minutes
+without a server. `AdapterConfig(use_forkserver=False)` starts no forkserver.
+
+A server is forked only when it sees what a server that is started as a new program would see. Otherwise it is spawned:
+
+* where there may be an accelerator, whose driver does not survive a fork, and on systems other than Linux;
+* with another SGLang platform than ours (`SGLANG_PLATFORM`, `SGLANG_USE_CPU_ENGINE`) or a selection of SGLang plugins;
+* when the forkserver cannot fork, because an SGLang plugin has started a thread, for example.
+
+Libraries read environment variables when they are imported. The forkserver is therefore replaced when the environment
+of a server differs from the environment that the forkserver was started with (see `LATE_VARIABLES`), and when this
+process has changed what a new program inherits: resource limits, processor affinity, umask, user, control group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from verl_server.errors import DeadlineError
+from verl_server.server.engine_profile import EngineProfile
+from verl_server.server.forkserver import Forkserver
+from verl_server.server.process import AbortCheck, WardenFactory, inherited_environment, spawn_warden
+
+logger = logging.getLogger(__name__)
+
+FORKABLE_MAIN_MODULE = "verl_server.server.server_main"
+#: Variables that no library reads while it is imported, or that differ for each server. A forked server gets their
+#: values at its start. The shell and pytest change some of them all the time.
+LATE_VARIABLES = frozenset({"TMPDIR", "no_proxy", "NO_PROXY", "PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST"})
+#: Variables that select another SGLang platform or other SGLang plugins. Their code may not survive a fork.
+PLATFORM_VARIABLES = ("SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_USE_CPU_ENGINE")
+#: Device files of NVIDIA, AMD, Intel, Ascend, Moore Threads and other accelerators. Without any of them, torch need not
+#: be imported to know that there is no accelerator.
+ACCELERATOR_FILES = ("nvidia*", "kfd", "dri/render*", "davinci*", "mtgpu*", "accel/*", "dxg")
+INHERITED_FIELDS = (
+    "Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "CapInh", "CapPrm", "CapEff", "CapBnd", "NoNewPrivs",
+    "Seccomp", "Cpus_allowed", "Mems_allowed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class InheritedState:
+    """What a new program would inherit from this process, as far as a forked server cannot change it afterwards."""
+
+    environment: Mapping[str, str] = field(repr=False)
+    """Environment variables without `LATE_VARIABLES`."""
+    attributes: tuple[str, ...]
+    """Resource limits, control group, priority and the `INHERITED_FIELDS` of `/proc/thread-self/status`."""
+
+    @classmethod
+    def of_server(cls, environment: Mapping[str, str]) -> InheritedState:
+        """The state of a server with this `environment` that would be started by the calling thread now."""
+        status = Path("/proc/thread-self/status").read_text(encoding="utf-8").splitlines()
+        files = (
+            Path(f"/proc/self/{name}").read_text(encoding="utf-8") for name in ("limits", "cgroup", "oom_score_adj")
+        )
+        return cls(
+            {name: value for name, value in environment.items() if name not in LATE_VARIABLES},
+            (
+                *(line for line in status if line.partition(":")[0] in INHERITED_FIELDS),
+                *files,
+                str(os.getpriority(os.PRIO_PROCESS, 0)),
+            ),
+        )
+
+
+class SharedForkserver:
+    """Owns at most one `Forkserver` at a time: starts it, replaces it, ends it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._forkserver: Forkserver | None = None
+        self._state: InheritedState | None = None
+        """State in which the forkserver was started."""
+        self._failed_state: InheritedState | None = None
+        """State in which a forkserver ended by itself. No other forkserver is started in this state."""
+        self._waiting_starts = 0
+        """Number of servers that wait for the forkserver's imports."""
+
+    def prepare(self, environment: Mapping[str, str]) -> Forkserver | None:
+        """The forkserver for servers with this `environment`. None when such a server must be spawned.
+
+        Starts a forkserver, which then imports SGLang in the background, when there is none that fits.
+        """
+        if not _can_be_forked(environment):
+            return None
+        with self._lock:
+            return self._current(InheritedState.of_server(environment))
+
+    def _current(self, state: InheritedState) -> Forkserver | None:
+        forkserver = self._forkserver
+        if forkserver is not None and forkserver.has_ended:
+            if forkserver.cannot_work:
+                self._failed_state = self._state
+            self._forget(forkserver)
+        elif forkserver is not None and state != self._state:
+            if self._waiting_starts:
+                return None
+            self._forget(forkserver)
+        if self._forkserver is None and state != self._failed_state:
+            self._forkserver, self._state = Forkserver(state.environment), state
+        return self._forkserver
+
+    def _forget(self, forkserver: Forkserver) -> None:
+        forkserver.close()
+        self._forkserver = None
+
+    def warden_factory(
+        self, environment: Mapping[str, str], timeout_s: float, check_abort: AbortCheck
+    ) -> WardenFactory:
+        """How to start the warden of a server with this complete `environment`. Waits for the forkserver's imports.
+
+        Raises the error that `check_abort` returns. A forkserver that is not ready after `timeout_s` seconds is ended.
+        """
+        forkserver = self.prepare(environment)
+        if forkserver is None:
+            return spawn_warden
+        with self._lock:
+            self._waiting_starts += 1
+        try:
+            return forkserver.start_warden if forkserver.wait_ready(timeout_s, check_abort) else spawn_warden
+        except DeadlineError as error:
+            logger.warning("%s; servers are started without it", error.message)
+            forkserver.close()
+            return spawn_warden
+        finally:
+            with self._lock:
+                self._waiting_starts -= 1
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running forkserver, or None."""
+        with self._lock:
+            return None if self._forkserver is None or self._forkserver.has_ended else self._forkserver.pid
+
+    def close(self) -> None:
+        """End the forkserver. Its servers go on; the next server of this process starts another forkserver."""
+        with self._lock:
+            if self._forkserver is not None:
+                self._forget(self._forkserver)
+
+    def disown(self) -> None:
+        """In a fork of the owner: leave the forkserver to the owner."""
+        self._lock = threading.Lock()  # another thread may have held the lock
+        if self._forkserver is not None:
+            self._forkserver.disown()
+        self._forkserver, self._waiting_starts = None, 0
+
+
+_shared = SharedForkserver()
+atexit.register(_shared.close)
+os.register_at_fork(after_in_child=_shared.disown)
+
+
+def warden_factory(
+    profile: EngineProfile, env: Mapping[str, str], timeout_s: float, check_abort: AbortCheck
+) -> WardenFactory:
+    """How to start the warden of a server: forked by this process's forkserver where that is safe, else spawned.
+
+    `env` are the variables that the caller adds for this server. Raises the error that `check_abort` returns.
+    """
+    if profile.main_module != FORKABLE_MAIN_MODULE:
+        return spawn_warden
+    return _shared.warden_factory({**inherited_environment(), **env}, timeout_s, check_abort)
+
+
+def prepare_forkserver(env: Mapping[str, str] | None = None) -> None:
+    """Start this process's forkserver in the background, so that its imports overlap with other work.
+
+    `env`: the variables that will be added for the server. Does nothing where servers are not forked.
+    """
+    _shared.prepare({**inherited_environment(), **(env or {})})
+
+
+def close_forkserver() -> None:
+    """End this process's forkserver now, to free its memory. Its servers go on."""
+    _shared.close()
+
+
+def forkserver_pid() -> int | None:
+    """Process id of this process's forkserver, or None when there is none."""
+    return _shared.pid
+
+
+def _can_be_forked(environment: Mapping[str, str]) -> bool:
+    if not sys.platform.startswith("linux") or any(environment.get(name) for name in PLATFORM_VARIABLES):
+        return False
+    return not may_have_accelerator(environment)
+
+
+def may_have_accelerator(environment: Mapping[str, str]) -> bool:
+    """Whether a server with this `environment` may use an accelerator. Imports torch only if there are device files."""
+    if not any(True for pattern in ACCELERATOR_FILES for _ in Path("/dev").glob(pattern)):
+        return False
+    if any(environment.get(name) != os.environ.get(name) for name in environment if name.endswith("VISIBLE_DEVICES")):
+        return True  # the server sees other devices than this process
+    import torch
+
+    if getattr(torch.version, "musa", None) is not None or torch.cuda.device_count() > 0:  # starts no CUDA context
+        return True
+    return bool(torch.accelerator.is_available())
