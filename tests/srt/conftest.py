@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+# Set once and for the whole session: a server is only forked when its environment equals that of the forkserver.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 from helpers import Ranks, free_port, mesh_of, trainer_ranks, wait_until
 

@@ -96,7 +96,6 @@ def _rank_main(rank: int, world: int, port: int, bodies: Any, results: Any) -> N
 def processes() -> Any:
     """A context whose processes are forked from one that has imported everything: a second instead of ten."""
     context = mp.get_context("forkserver")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     context.set_forkserver_preload(["helpers", "verl_server.engine.verl_engine", "transformers.models.auto"])
     return context
 

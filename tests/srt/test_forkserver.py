@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +20,17 @@ from helpers import GREEDY, MARK, marked_processes, no_new_shared_memory, wait_u
 from verl_server import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, ServerDiedError
-from verl_server.rollout.launcher import LocalLauncher
 from verl_server.server import forkserver as forkserver_module
 from verl_server.server.forkserver import ForkedWarden, Forkserver
-from verl_server.server.process import ServerProcess, never_abort
+from verl_server.server.process import ServerProcess, inherited_environment, never_abort
+from verl_server.server.shared_forkserver import LATE_VARIABLES, SharedForkserver, forkserver_pid
 
 READY_S = 250.0
 
 
-@pytest.fixture(scope="module")
-def forkserver() -> Iterator[Forkserver]:
-    forkserver = Forkserver()
-    assert forkserver.wait_ready(READY_S, never_abort)
-    yield forkserver
-    forkserver.close()
-    assert forkserver.ended
-
-
-def start(tiny: Callable[..., Path], warden: Any, **changed: Any) -> HttpServerEngineAdapter:
+def start(tiny: Callable[..., Path], **changed: Any) -> HttpServerEngineAdapter:
     given = {"model_path": str(tiny("qwen3")), "dtype": "float32", "max_total_tokens": 8192, **changed}
-    return HttpServerEngineAdapter(warden_factory=warden, **given)
+    return HttpServerEngineAdapter(**given)
 
 
 def answer(adapter: HttpServerEngineAdapter) -> Any:
@@ -58,14 +50,16 @@ def tree(adapter: HttpServerEngineAdapter) -> tuple[psutil.Process, list[psutil.
     return warden, warden.children(recursive=True)
 
 
-def test_a_forked_server_equals_a_spawned_one(adapter: Any, forkserver: Forkserver, tiny: Callable[..., Path]) -> None:
+def test_a_forked_server_equals_a_spawned_one(tiny: Callable[..., Path]) -> None:
     with no_new_shared_memory():
-        one, two = start(tiny, forkserver.warden), start(tiny, forkserver.warden)
+        spawned = start(tiny, config=AdapterConfig(use_forkserver=False))
+        one, two = start(tiny), start(tiny)
         try:
-            assert answer(one) == answer(two) == answer(adapter)
+            assert answer(one) == answer(two) == answer(spawned)
+            assert tree(spawned)[0].ppid() == os.getpid()
             for server in (one, two):
                 process = process_of(server)
-                assert isinstance(process._warden, ForkedWarden)
+                assert tree(server)[0].ppid() == forkserver_pid()
                 assert str(server.asynchronous.api_key) not in process.log_path.read_text()
                 assert "server_args" in process.log_path.read_text()
             warden, below = tree(one)
@@ -74,20 +68,22 @@ def test_a_forked_server_equals_a_spawned_one(adapter: Any, forkserver: Forkserv
                 one.generate(input_ids=[1], sampling_params={"max_new_tokens": 1500, "ignore_eos": True})
             _, alive = psutil.wait_procs([warden, *below], 10.0)
             assert not alive
-            assert answer(two) == answer(adapter), "the other one was not touched"
+            assert answer(two) == answer(spawned), "the other server was not touched"
         finally:
             left = [*tree(two)[1], tree(two)[0]]
+            spawned.shutdown()
             one.shutdown()
             two.shutdown()
         _, alive = psutil.wait_procs(left, 10.0)
         assert not alive
-    assert not forkserver.ended
+    assert forkserver_pid() is not None
 
 
-def test_a_killed_warden_of_a_forked_server(forkserver: Forkserver, tiny: Callable[..., Path]) -> None:
+def test_a_killed_warden_of_a_forked_server(tiny: Callable[..., Path]) -> None:
     with no_new_shared_memory():
-        server = start(tiny, forkserver.warden)
+        server = start(tiny)
         warden, below = tree(server)
+        assert warden.ppid() == forkserver_pid()
         warden.kill()
         _, alive = psutil.wait_procs([warden, *below], 10.0)
         assert not alive
@@ -96,54 +92,94 @@ def test_a_killed_warden_of_a_forked_server(forkserver: Forkserver, tiny: Callab
         server.shutdown()
 
 
-def test_a_wrong_argument_is_told(forkserver: Forkserver, tiny: Callable[..., Path]) -> None:
+def test_a_wrong_argument_is_told(tiny: Callable[..., Path]) -> None:
     with pytest.raises(BadInputError, match="did not start"):
-        start(tiny, forkserver.warden, no_such_argument=1)
+        start(tiny, no_such_argument=1)
 
 
-def test_a_forkserver_that_is_lost_or_hangs(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever needs a server gets it in the usual way; the next one is forked again."""
-    place = LocalLauncher()
+def test_a_killed_or_hanging_forkserver_is_replaced(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that needs the lost forkserver is spawned; a later server is forked by a new forkserver."""
+    shared = SharedForkserver()
+    environment = inherited_environment()
 
-    def forks() -> Forkserver:
-        wardens = place._wardens(AdapterConfig(), never_abort)
-        owner = getattr(wardens, "__self__", None)
-        assert isinstance(owner, Forkserver), "not forked"
-        return owner
+    def current() -> Forkserver:
+        forkserver = shared.prepare(environment)
+        assert forkserver is not None
+        assert forkserver.wait_ready(READY_S, never_abort)
+        return forkserver
+
+    def assert_spawns(forkserver: Forkserver) -> None:
+        warden = forkserver.start_warden()
+        assert not isinstance(warden, ForkedWarden)
+        assert warden.stdin is not None
+        warden.stdin.close()
+        warden.wait(10.0)
+        assert forkserver.has_ended
 
     try:
-        first = forks()
-        os.kill(first._process.pid, signal.SIGKILL)
+        first = current()
+        os.kill(first.pid, signal.SIGKILL)
         with no_new_shared_memory():
-            server = start(tiny, first.warden)
-            assert not isinstance(process_of(server)._warden, ForkedWarden)
-            server.shutdown()
-        second = forks()
+            assert_spawns(first)
+        second = current()
         assert second is not first
-        monkeypatch.setattr(forkserver_module, "FORK_S", 1.0)  # shorter, that is all
-        os.kill(second._process.pid, signal.SIGSTOP)
-        spawned = second.warden()
-        assert not isinstance(spawned, ForkedWarden)
-        assert spawned.stdin is not None
-        spawned.stdin.close()
-        spawned.wait(10.0)
-        assert second.ended
+        monkeypatch.setattr(forkserver_module, "FORK_TIMEOUT_S", 1.0)  # shorter, that is all
+        os.kill(second.pid, signal.SIGSTOP)
+        assert_spawns(second)
+        assert shared.prepare(environment) is not second
     finally:
-        place.close()
+        shared.close()
+
+
+def test_the_forkserver_is_replaced_when_the_environment_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What libraries read while they are imported must be equal; the forkserver is not started for every change."""
+    shared = SharedForkserver()
+    try:
+        first = shared.prepare(inherited_environment())
+        assert first is not None
+        for name in LATE_VARIABLES:
+            monkeypatch.setenv(name, "changed")
+        assert shared.prepare(inherited_environment()) is first
+        monkeypatch.setenv("SGLANG_ANYTHING", "1")
+        second = shared.prepare(inherited_environment())
+        assert second is not first
+        assert first.has_ended
+        assert shared.prepare({**inherited_environment(), "SGLANG_PLATFORM": "another"}) is None
+        assert shared.prepare(inherited_environment()) is second
+        soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+        resource.setrlimit(resource.RLIMIT_CORE, (1 if soft != 1 else 2, hard))
+        try:
+            assert shared.prepare(inherited_environment()) is not second
+        finally:
+            resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+    finally:
+        shared.close()
+
+
+def test_a_fork_of_the_trainer_leaves_the_forkserver_alone() -> None:
+    shared = SharedForkserver()
+    try:
+        forkserver = shared.prepare(inherited_environment())
+        assert forkserver is not None
+        pid = os.fork()
+        if pid == 0:
+            shared.disown()
+            os._exit(0 if shared.pid is None else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert shared.pid == forkserver.pid
+        assert not forkserver.has_ended
+    finally:
+        shared.close()
 
 
 TRAINER = """
 import sys, time
 from verl_server import HttpServerEngineAdapter
-from verl_server.server.process import ServerProcess, never_abort
-from verl_server.server.forkserver import Forkserver
-forkserver = Forkserver()
+from verl_server.server.shared_forkserver import prepare_forkserver
+prepare_forkserver()
 print("importing", flush=True)
 if len(sys.argv) > 1:
-    assert forkserver.wait_ready(250, never_abort)
-    server = HttpServerEngineAdapter(
-        warden_factory=forkserver.warden, model_path=sys.argv[1], dtype="float32", max_total_tokens=8192
-    )
+    server = HttpServerEngineAdapter(model_path=sys.argv[1], dtype="float32", max_total_tokens=8192)
     print("working", flush=True)
 time.sleep(600)
 """

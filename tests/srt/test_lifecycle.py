@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import GREEDY, MARK, all_at_once, marked_processes, no_new_shared_memory, wait_until
+import trainer_script
+from helpers import GREEDY, all_at_once, marked_processes, no_new_shared_memory, processes, wait_until
 
 from verl_server import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig, Timeouts
@@ -31,8 +32,6 @@ from verl_server.errors import (
 )
 from verl_server.server import warden
 from verl_server.server.warden import descendants, shared_memory_of
-
-HERE = Path(__file__).parent
 
 
 def _listens(port: int) -> bool:
@@ -49,22 +48,21 @@ class Trainer:
     def __init__(self, folder: Path, scratch: Path, tp_size: int) -> None:
         self.mark, self.scratch = uuid.uuid4().hex, scratch
         scratch.mkdir(exist_ok=True)
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "trainer_script.py"), str(folder), str(tp_size), str(scratch)],
-            env={**os.environ, MARK: self.mark},
-            stdout=(scratch / "out").open("wb"),
-            stderr=subprocess.STDOUT,
+        self.process = processes().Process(
+            target=trainer_script.main, args=(str(folder), tp_size, str(scratch), self.mark)
         )
+        self.process.start()
 
     def wait_for(self, name: str) -> None:
-        wait_until(lambda: (self.scratch / name).exists() or self.process.poll() is not None, 240, f"no {name}")
-        assert self.process.poll() is None, (self.scratch / "out").read_text()
+        wait_until(lambda: (self.scratch / name).exists() or not self.process.is_alive(), 240, f"no {name}")
+        assert self.process.is_alive(), (self.scratch / "out").read_text()
 
     def kill_and_expect_nothing(self) -> None:
         address = self.scratch / "url"
         port = int(address.read_text().split()[0].rpartition(":")[2]) if address.exists() else None
+        assert marked_processes(self.mark) or port is None
         self.process.kill()
-        self.process.wait()
+        self.process.join()
         wait_until(lambda: not marked_processes(self.mark), 10.0, f"left behind: {marked_processes(self.mark)}")
         if port is not None:
             wait_until(lambda: not _listens(port), 10.0, f"port {port} is still open")
@@ -74,19 +72,16 @@ def test_killed_trainer_leaves_nothing(tiny: Callable[..., Path], tmp_path: Path
     """kill -9 while the server starts (at several moments) and in the middle of the work, TP 2."""
     folder = tiny("qwen3")
 
-    def kill_after(seconds: float) -> None:
-        trainer = Trainer(folder, tmp_path / f"start-{seconds}", tp_size=2)
-        trainer.wait_for("starting")
+    def kill_after(moment: tuple[str, float]) -> None:
+        event, seconds = moment
+        trainer = Trainer(folder, tmp_path / f"{event}-{seconds}", tp_size=2)
+        trainer.wait_for(event)
         time.sleep(seconds)
         trainer.kill_and_expect_nothing()
 
-    with no_new_shared_memory():
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(kill_after, (0.05, 2.0, 8.0)))
-        trainer = Trainer(tiny("qwen3"), tmp_path / "work", tp_size=2)
-        trainer.wait_for("working")
-        time.sleep(1.0)
-        trainer.kill_and_expect_nothing()
+    with no_new_shared_memory(), ThreadPoolExecutor() as pool:
+        moments = [("starting", 0.05), ("starting", 2.0), ("starting", 8.0), ("working", 1.0)]
+        list(pool.map(kill_after, moments))
 
 
 @pytest.fixture(scope="module")
@@ -233,8 +228,7 @@ def test_a_file_that_is_made_just_before_a_death_is_removed(tmp_path: Path) -> N
     mark = uuid.uuid4().hex
     spec = {
         "argv": [sys.executable, "-c", LATE_FILE],
-        "env": {"MARK": mark},
-        "drop_env": [],
+        "env": {**os.environ, "MARK": mark},
         "payload": "",
         "scratch": str(tmp_path),
         "log_path": str(tmp_path / "log"),

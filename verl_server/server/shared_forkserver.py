@@ -74,6 +74,13 @@ class InheritedState:
             ),
         )
 
+    def describe_difference(self, other: InheritedState) -> str:
+        """Names of the variables that differ (their values may be secret), or the attributes that differ."""
+        names = {name for name, _ in self.environment.items() ^ other.environment.items()}
+        if names:
+            return f"the environment variables {', '.join(sorted(names))} have changed"
+        return f"the process attributes {set(self.attributes) ^ set(other.attributes)} have changed"
+
 
 class SharedForkserver:
     """Owns at most one `Forkserver` at a time: starts it, replaces it, ends it. Thread-safe."""
@@ -107,6 +114,8 @@ class SharedForkserver:
         elif forkserver is not None and state != self._state:
             if self._waiting_starts:
                 return None
+            assert self._state is not None
+            logger.info("the forkserver is replaced: %s", state.describe_difference(self._state))
             self._forget(forkserver)
         if self._forkserver is None and state != self._failed_state:
             self._forkserver, self._state = Forkserver(state.environment), state
