@@ -157,7 +157,7 @@ class Ways:
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
         reply = await generate(
-            request_id=f"{name}-{len(messages)}",
+            rid=f"{name}-{len(messages)}",
             session_id=name,
             input_ids=ids,
             sampling_params=self._sampling,

@@ -115,7 +115,7 @@ def router(
     replicas want (the same when left out). Without a key for callers a random one is made.
     """
     from verl_server.config import RemoteServer
-    from verl_server.router.static_main import serve
+    from verl_server.router.process import serve_static
 
     if not replica:
         raise BadInputError("name at least one replica: --replica http://127.0.0.1:30000")
@@ -129,7 +129,8 @@ def router(
             _say(f"export {name}={key}")
 
     try:
-        serve([RemoteServer(url, api_key=theirs) for url in replica], host, port, key, ready)
+        servers = [RemoteServer(url, api_key=theirs) for url in replica]
+        serve_static(servers, host=host, port=port, api_key=key, on_ready=ready)
     except OSError as error:
         raise BadInputError(f"cannot listen on {host}:{port}: {error}") from error
 
@@ -163,7 +164,8 @@ def status(
     table = Table("replica", "serves", "weight version", "requests", "tokens in flight")
     for row in rows:
         serves = "suspect" if row["suspect"] else "yes" if row["admitted"] else "no"
-        table.add_row(row["name"], serves, *(str(row[key]) for key in ("weight_version", "requests", "tokens")))
+        numbers = (str(row[key]) for key in ("weight_version", "running_requests", "tokens_in_flight"))
+        table.add_row(row["name"], serves, *numbers)
     Console(highlight=False).print(table)
 
 
@@ -246,7 +248,7 @@ def _start(server_args: dict[str, Any], log_dir: Path | None) -> HttpServerEngin
     from verl_server.config import AdapterConfig
 
     with _working(f"Starting a server for {server_args['model_path']}"):
-        return HttpServerEngineAdapter(config=AdapterConfig(log_dir=log_dir), **server_args)
+        return HttpServerEngineAdapter(config=AdapterConfig(log_dir=log_dir, use_forkserver=False), **server_args)
 
 
 def _show_server(adapter: HttpServerEngineAdapter, server_args: dict[str, Any], made: list[str]) -> None:

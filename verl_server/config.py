@@ -164,34 +164,38 @@ class RecoveryConfig:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How far a router fills its replicas."""
-
-    requests: int = 256
-    """Maximum number of requests that run on one replica at the same time."""
-    overload: float = 1.5
-    """Maximum load of a session's replica, as a multiple of the mean number of tokens in flight. A session may move to
-    another replica when its own replica would exceed this load."""
-
-
-@dataclass(frozen=True)
 class RouterConfig:
     """How a router distributes requests over replicas, and how long it keeps results and sessions."""
 
-    limits: Limits = field(default_factory=Limits)
+    max_running_requests_per_replica: int = 256
+    """Maximum number of requests that run on one replica at the same time."""
+    overload_factor: float = 1.5
+    """Maximum load of a session's replica, as a multiple of the mean number of tokens in flight. A session may move to
+    another replica when its own replica would exceed this load."""
     max_queued_requests: int = 4096
     """Maximum number of queued requests. A further request is refused with ServerBusyError."""
     max_attempts: int = 8
-    """Maximum number of replicas that one request may lose before its error is raised."""
-    stream_interval: int = 16
-    """Minimum number of tokens per stream event of a replica: the tokens that a request loses with its replica. Long
-    generations use larger events, at most 64 events each."""
-    keep_results: int = 4096
-    """Maximum number of finished results that a repeated request with the same id still receives."""
-    keep_sessions: int = 65536
+    """Maximum number of attempts per request. When the last attempt is lost with its replica, its error is raised."""
+    min_tokens_per_event: int = 16
+    """Minimum number of tokens per stream event of a replica. A lost replica costs each of its requests at most the
+    tokens of one event. Long generations use larger events, at most 64 events each."""
+    result_cache_bytes: int = 256 << 20
+    """Maximum size of all finished results that a repeated request with the same `rid` still receives, in bytes. The
+    size is an estimate from the number of tokens and log probabilities (`verl_server/router/result_cache.py`). Results
+    of requests without a `rid` are not stored."""
+    max_sessions: int = 65536
     """Maximum number of sessions whose replica is remembered."""
     orphan_timeout_s: float = 10.0
     """Seconds that a generation continues when no caller waits for it, so that a caller can connect again."""
+    report_timeout_s: float = 20.0
+    """Seconds without a report of the router process before it counts as hung and is restarted. It sends ten reports
+    per second."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not _is_positive_number(value):
+                raise BadInputError(f"router.{item.name} must be a positive number, got {value!r}")
 
 
 def _is_positive_number(value: object) -> bool:

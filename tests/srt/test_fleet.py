@@ -121,7 +121,7 @@ def test_a_sample_survives_its_replica(victim: str, engine: Any, fleet: Any, tin
     async def run() -> Any:
         asking = asyncio.ensure_future(
             fleet.router.generate(
-                request_id=f"precious {victim}", input_ids=PROMPTS[0], sampling_params=LONG, return_logprob=True
+                rid=f"precious {victim}", input_ids=PROMPTS[0], sampling_params=LONG, return_logprob=True
             )
         )
         while tokens_there(fleet) < len(PROMPTS[0]) + 30:
@@ -150,7 +150,7 @@ def test_a_request_asked_twice_is_sampled_once(fleet: Any) -> None:
     hot = {"temperature": 1.0, "max_new_tokens": 60, "ignore_eos": True}
 
     async def ask(**more: Any) -> Any:
-        return await fleet.router.generate(request_id="twice", input_ids=[1, 2], sampling_params=hot, **more)
+        return await fleet.router.generate(rid="twice", input_ids=[1, 2], sampling_params=hot, **more)
 
     async def run() -> list[Any]:
         both = list(await asyncio.gather(ask(), ask()))
@@ -161,7 +161,7 @@ def test_a_request_asked_twice_is_sampled_once(fleet: Any) -> None:
     assert len({tuple(reply["output_ids"]) for reply in replies}) == 1
     assert fleet._core.counters.requests == before + 2, "the third call only got the result"
     with pytest.raises(BadInputError, match="belongs to another request"):
-        asyncio.run(fleet.router.generate(request_id="twice", input_ids=[9], sampling_params=hot))
+        asyncio.run(fleet.router.generate(rid="twice", input_ids=[9], sampling_params=hot))
 
 
 def test_cancelling_and_deadlines_reach_the_engine(fleet: Any) -> None:
@@ -193,7 +193,7 @@ def test_versions_are_kept(engine: Any, fleet: Any) -> None:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ({"request_id": ""}, "request_id must be"),
+        ({"rid": ""}, "rid must be"),
         ({"session_id": "x" * 10_000_000}, "session_id must be .* got 10000000 characters"),
         ({"timeout_s": -1.0}, "the deadline has passed"),
         ({"weight_version": "new"}, "whole number"),
@@ -338,7 +338,7 @@ def test_a_lost_router_process_is_replaced(how: signal.Signals, fleet: Any, monk
         async with RouterClient(fleet.router_url, fleet.router_key) as client:
             asking = [
                 asyncio.ensure_future(
-                    client.generate(request_id=f"{how.name} {n}", input_ids=PROMPTS[0], sampling_params=LONG)
+                    client.generate(rid=f"{how.name} {n}", input_ids=PROMPTS[0], sampling_params=LONG)
                 )
                 for n in range(4)
             ]
@@ -392,7 +392,7 @@ def ask_over_update(engine: Any, fleet: Any, mode: str, tiny: Callable[..., Path
     model = reference_model(tiny("qwen3"))
     change_weights(model, seed=17)
     version = engine._weights.version
-    request: dict[str, Any] = {"request_id": f"over {mode} {version}", "input_ids": [5, 6], "sampling_params": LONG}
+    request: dict[str, Any] = {"rid": f"over {mode} {version}", "input_ids": [5, 6], "sampling_params": LONG}
 
     async def run() -> tuple[Any, Any]:
         running = asyncio.ensure_future(fleet.router.generate(**request))
@@ -431,7 +431,7 @@ def test_an_update_collects_partial_results(engine: Any, fleet: Any, tiny: Calla
     count = len(reply["output_ids"])
     assert 0 < count < 400
     whole = asyncio.run(
-        fleet.router.generate(request_id=f"over abort {before}", input_ids=[5, 6], sampling_params=LONG)
+        fleet.router.generate(rid=f"over abort {before}", input_ids=[5, 6], sampling_params=LONG)
     )
     assert whole["output_ids"][:count] == reply["output_ids"]
     assert whole["meta_info"]["weight_versions"] == [
@@ -477,7 +477,7 @@ def test_who_asks_for_one_version_gets_no_other(engine: Any, fleet: Any, tiny: C
         await asyncio.to_thread(engine.update_weights_from_tensor, model.state_dict().items())
         return await asking
 
-    with pytest.raises(NotReadyError, match="the weights changed while it was sampled"):
+    with pytest.raises(NotReadyError, match="the weights changed during the generation"):
         asyncio.run(run())
 
 

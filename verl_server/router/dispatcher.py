@@ -1,18 +1,18 @@
-"""The router's inside: it lives in one event loop and sees every request and every replica.
+"""`Dispatcher`: runs every request of one router on a replica, and again on another one when the replica is lost.
 
-A request has an id. Asked again with the same id it is not sampled again: the call waits for the one that runs,
-or gets its result. When a replica is lost in the middle the sample goes on with another (see `sample`).
+Requests are identified by their request id (`rid`). A repeated call with the same rid does not generate again: it waits
+for the running generation or receives the stored result.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from verl_server.config import RouterConfig
@@ -26,209 +26,228 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.router.policy import VersionRequirement
-from verl_server.router.replica_pool import Replica, ReplicaPool, RoutingRequest, checked_id
-from verl_server.router.resumable_generation import ResumableGeneration
+from verl_server.router.replica_pool import ReplicaPool, RoutedReplica, RoutingRequest
+from verl_server.router.result_cache import ResultCache
+from verl_server.router.resumable_generation import ResumableGeneration, version_spans
+from verl_server.router.snapshot import RouterCounters, RouterSnapshot
 
 Json = dict[str, Any]
 R = TypeVar("R")
 
-RETRY_S = 0.05
-CHARACTERS_A_TOKEN = 4
-MAX_WORDS = 64
-"""Of an engine, on one sample. Each repeats all tokens so far: their bytes must not grow with the square of these."""
+RETRY_DELAY_S = 0.05
+"""Seconds before the next attempt when the server answered with an error, that is, when it still runs."""
+CHARACTERS_PER_TOKEN = 4
+"""Assumed number of characters per token of a prompt that is text."""
+MAX_STREAM_EVENTS = 64
+"""Maximum number of stream events per attempt. Each event repeats all tokens so far, so the number of transferred bytes
+would otherwise grow with the square of the output's length."""
+MAX_ID_LENGTH = 512
+"""Maximum number of characters of a request id or a session id."""
 
 
 @dataclass
-class Running:
-    """One sample under way, and who waits for it."""
+class _RunningGeneration:
+    """A generation and the calls that wait for it."""
 
-    sample: ResumableGeneration
-    task: asyncio.Task[Json]
-    waiters: int = 0
-    lingering: asyncio.TimerHandle | None = None
+    generation: ResumableGeneration
+    task: asyncio.Future[Json]
+    waiting_calls: int = 0
+    orphan_timer: asyncio.TimerHandle | None = None
+    """Cancels the generation, which no call waits for, when `orphan_timeout_s` has passed."""
 
 
-class Dispatcher(ReplicaPool):
-    """Made and used in one event loop."""
+class Dispatcher:
+    """The core of a router. All methods except `snapshot` must be called in one event loop."""
 
     def __init__(self, config: RouterConfig | None = None) -> None:
-        super().__init__(config)
-        self._running: dict[str, Running] = {}
-        self._finished: OrderedDict[str, ResumableGeneration] = OrderedDict()
-        self._name = uuid.uuid4().hex[:8]
-        """Of this router: a sample may have been tried by another before."""
-        self._attempts = itertools.count()
+        self.config = config or RouterConfig()
+        self.counters = RouterCounters()
+        self.pool = ReplicaPool(self.config, self.counters)
+        """The replicas that requests are distributed over."""
+        self._running: dict[str, _RunningGeneration] = {}
+        self._results = ResultCache(self.config.result_cache_bytes)
+        self._router_id = uuid.uuid4().hex[:8]  # part of each attempt's id: another router may have tried the same rid
+        self._attempt_numbers = itertools.count()
+
+    def snapshot(self) -> RouterSnapshot:
+        """A frozen copy of the replicas' states and of the counters. Any thread may call this."""
+        replicas = tuple(replica.snapshot() for replica in list(self.pool.replicas.values()))
+        return RouterSnapshot(replicas, self.pool.queued_requests, replace(self.counters))
+
+    def lease_replica(self, session_id: str | None, prompt_tokens: int) -> AbstractAsyncContextManager[RoutedReplica]:
+        """A replica for a request that is forwarded unchanged. `prompt_tokens` may be an estimate."""
+        validate_id(session_id, "session_id")
+        return self.pool.lease(RoutingRequest(session_id=session_id, prompt_tokens=prompt_tokens))
 
     async def generate(
         self,
         request: Mapping[str, Any],
         *,
-        request_id: str | None = None,
+        rid: str | None = None,
         session_id: str | None = None,
-        need: VersionRequirement | None = None,
+        requirement: VersionRequirement | None = None,
         timeout_s: float | None = None,
-        linger: bool = False,
+        keep_orphan: bool = False,
     ) -> Json:
-        """One sample: the adapter's `generate` for one prompt. See `RolloutRouter.generate`."""
-        if self._closed:
-            raise ShutDownError("the router was shut down")
-        request_id = checked_id(request_id, "request_id") or uuid.uuid4().hex
-        session_id = checked_id(session_id, "session_id")
-        if timeout_s is not None:
-            if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
-                raise BadInputError(f"timeout_s must be a number of seconds, got {timeout_s!r}")
-            if not timeout_s > 0:
-                raise BadInputError(f"timeout_s is {timeout_s}: the deadline has passed already")
-        ask = RoutingRequest(need or VersionRequirement(), session_id, size_of(request))
-        running = self._attach(request_id, request, ask)
-        running.waiters += 1
-        if running.lingering is not None:
-            running.lingering.cancel()
-            running.lingering = None
+        """Run one generation for one prompt. See `RolloutRouter.generate` for arguments and errors.
+
+        `keep_orphan`: when the last waiting call is cancelled, the generation continues for `orphan_timeout_s`
+        seconds, so that the caller can connect again.
+        """
+        self.pool.require_open()
+        validate_id(rid, "rid")
+        validate_id(session_id, "session_id")
+        _validate_timeout(timeout_s)
+        routing_request = RoutingRequest(
+            requirement or VersionRequirement(), session_id, estimate_prompt_tokens(request)
+        )
+        key = rid or uuid.uuid4().hex
+        running = self._attach(key, request, routing_request, keep_result=rid is not None)
+        running.waiting_calls += 1
+        if running.orphan_timer is not None:
+            running.orphan_timer.cancel()
+            running.orphan_timer = None
         try:
-            if timeout_s is None:
-                return await asyncio.shield(running.task)
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(running.task)
         except asyncio.CancelledError:
-            if self.closed and running.task.cancelled():
+            if self.pool.closed and running.task.cancelled():
                 raise ShutDownError("the router was shut down") from None
             raise
         except TimeoutError as error:
             if isinstance(error, VerlServerError):
                 raise
-            linger = False
+            keep_orphan = False
             raise DeadlineError(
-                f"the sample was not finished within {timeout_s:g} s", operation="generate", seconds=timeout_s
+                f"the generation was not finished within {timeout_s:g} s", operation="generate", seconds=timeout_s
             ) from None
         finally:
-            running.waiters -= 1
-            if not running.waiters and not running.task.done():
-                if linger:
-                    loop = asyncio.get_running_loop()
-                    running.lingering = loop.call_later(
-                        self.config.orphan_timeout_s, self._give_up, request_id, running
-                    )
-                else:
-                    self._give_up(request_id, running)
+            running.waiting_calls -= 1
+            if not running.waiting_calls and not running.task.done():
+                self._handle_orphan(key, running, keep_orphan)
 
-    def _give_up(self, request_id: str, running: Running) -> None:
-        """Nobody wants it: closing its stream aborts the request in the engine."""
-        if self._running.get(request_id) is running:
-            del self._running[request_id]
+    def _handle_orphan(self, key: str, running: _RunningGeneration, keep: bool) -> None:
+        """No call waits for the generation any more: cancel it, now or after `orphan_timeout_s` seconds."""
+        if keep:
+            loop = asyncio.get_running_loop()
+            running.orphan_timer = loop.call_later(self.config.orphan_timeout_s, self._cancel, key, running)
+        else:
+            self._cancel(key, running)
+
+    def _cancel(self, key: str, running: _RunningGeneration) -> None:
+        """Cancel a generation. This closes its stream, and then SGLang aborts the request."""
+        if self._running.get(key) is running:
+            del self._running[key]
         running.task.cancel()
 
-    def _attach(self, request_id: str, request: Mapping[str, Any], ask: RoutingRequest) -> Running:
-        """The sample of that id: under way, finished, partial (it goes on), or new."""
-        running = self._running.get(request_id)
-        before = running.sample if running is not None else self._finished.get(request_id)
-        if before is not None and before.request != dict(request):
-            raise BadInputError(f"request_id {request_id!r} belongs to another request")
+    def _attach(
+        self, key: str, request: Mapping[str, Any], routing_request: RoutingRequest, keep_result: bool
+    ) -> _RunningGeneration:
+        """The generation with this id: running, finished, continued after an abort, or new."""
+        running = self._running.get(key)
+        known = running.generation if running is not None else self._results.get(key)
+        if known is not None and known.request != dict(request):
+            raise BadInputError(f"rid {key!r} belongs to a different request; choose another rid for a new request")
         if running is not None:
             self.counters.attached += 1
             return running
         self.counters.requests += 1
-        if before is None:
-            sample = ResumableGeneration(request)
-        else:
+        generation = known or ResumableGeneration(request)
+        if known is not None:
             self.counters.attached += 1
-            sample = before
-            if not sample.is_partial:
-                done: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
-                done.set_result(sample.reply())
-                return Running(sample, done)  # type: ignore[arg-type]
-            sample.interrupted()
-            del self._finished[request_id]
-        task = asyncio.get_running_loop().create_task(self._run(sample, request_id, ask))
-        running = Running(sample, task)
-        self._running[request_id] = running
-        task.add_done_callback(lambda _: self._ended(request_id, running))
+            if not known.is_aborted:
+                finished: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
+                finished.set_result(known.reply())
+                return _RunningGeneration(known, finished)
+            known.end_attempt()
+            self._results.remove(key)
+        task = asyncio.get_running_loop().create_task(self._run(generation, key, routing_request))
+        running = _RunningGeneration(generation, task)
+        self._running[key] = running
+        task.add_done_callback(lambda _: self._record_end(key, running, keep_result))
         return running
 
-    def _ended(self, request_id: str, running: Running) -> None:
-        if self._running.get(request_id) is running:
-            del self._running[request_id]
+    def _record_end(self, key: str, running: _RunningGeneration, keep_result: bool) -> None:
+        if self._running.get(key) is running:
+            del self._running[key]
         if running.task.cancelled():
             return
         if running.task.exception() is not None:
             self.counters.failed += 1
             return
         self.counters.finished += 1
-        self._finished[request_id] = running.sample
-        while len(self._finished) > self.config.keep_results:
-            self._finished.popitem(last=False)
+        if keep_result:
+            self._results.add(key, running.generation)
 
-    async def _run(self, sample: ResumableGeneration, request_id: str, ask: RoutingRequest) -> Json:
-        """Attempts until one finishes."""
+    async def _run(self, generation: ResumableGeneration, key: str, routing_request: RoutingRequest) -> Json:
+        """Start attempts until one of them finishes or `max_attempts` attempts have failed."""
         while True:
-            replica = await self._place(ask)
-            attempt = f"{request_id}~{next(self._attempts):x}~{self._name}"  # never the prefix of another
+            replica = await self.pool.acquire(routing_request)
+            # The counter comes before the router's id, so that no attempt's id is a prefix of another one's.
+            attempt_id = f"{key}~{next(self._attempt_numbers):x}~{self._router_id}"
             try:
-                await self._attempt(sample, replica, attempt)
+                await self._attempt(generation, replica, attempt_id)
             except (ServerDiedError, ServerError, ShutDownError, DeadlineError) as error:
-                sample.interrupted()
-                if self._closed or sample.attempts >= self.config.max_attempts:
+                generation.end_attempt()
+                if self.pool.closed or generation.attempts >= self.config.max_attempts:
                     raise
-                if "status" in error.details:
-                    await asyncio.sleep(RETRY_S)  # it lives
+                if "status" in error.details:  # the server answered, so it still runs
+                    await asyncio.sleep(RETRY_DELAY_S)
                 else:
-                    self.lost(replica)
-                kept = len(sample.tokens)
-                self.counters.continued += bool(kept)
-                self.counters.restarted += not kept
-                self.counters.saved_tokens += kept
-                if not sample.is_full:
+                    self.pool.mark_unreachable(replica)
+                saved_tokens = len(generation.tokens)
+                self.counters.continued += bool(saved_tokens)
+                self.counters.restarted += not saved_tokens
+                self.counters.saved_tokens += saved_tokens
+                if not generation.is_complete:
                     continue
             finally:
-                self._leave(replica, attempt)
-            reply = sample.reply()
-            self._count(reply["meta_info"])
-            _require_version(reply, ask.need)
+                self.pool.release(replica, attempt_id)
+            reply = generation.reply()
+            self._count_tokens(reply["meta_info"])
+            _require_version(reply, routing_request.requirement)
             return reply
 
-    async def _attempt(self, sample: ResumableGeneration, replica: Replica, attempt: str) -> None:
-        body = sample.begin()
-        prompt = len(body.get("input_ids") or ())
-        replica.tokens[attempt] = prompt
-        if len(replica.tokens) == 1:
-            replica.progress_at = time.monotonic()
-        interval = max(self.config.stream_interval, sample.left // MAX_WORDS)
-        if sample.left <= interval:  # there is no word before the last one: spare the engine the stream
-            self._hear(sample, replica, attempt, prompt, await replica.engine.generate(**body, rid=attempt))
+    async def _attempt(self, generation: ResumableGeneration, replica: RoutedReplica, attempt_id: str) -> None:
+        """One attempt on one replica. Returns when the generation has finished there."""
+        body = generation.begin_attempt()
+        prompt_tokens = len(body.get("input_ids") or ())
+        replica.start_request(attempt_id, prompt_tokens)
+
+        def record(event: Json) -> bool:
+            """Record the reply so far. Whether it is the last event."""
+            generation.record_event(event)
+            replica.record_progress(attempt_id, prompt_tokens + len(event["output_ids"]))
+            return event["meta_info"].get("finish_reason") is not None
+
+        remaining = generation.remaining_tokens
+        interval = max(self.config.min_tokens_per_event, remaining // MAX_STREAM_EVENTS)
+        if remaining <= interval:  # a stream would have its last event only
+            record(await replica.server.generate(**body, rid=attempt_id))
             return
         body["sampling_params"] = {"stream_interval": interval, **body["sampling_params"]}
-        stream = replica.engine.generate_stream(**body, rid=attempt)
-        try:
+        async with contextlib.aclosing(replica.server.generate_stream(**body, rid=attempt_id)) as stream:
             async for event in stream:
-                if self._hear(sample, replica, attempt, prompt, event):
+                if record(event):
                     return
-        finally:
-            await stream.aclose()
-        raise ServerError(f"the stream of {replica.name} ended before the sample had")
+        raise ServerError(f"the stream of replica {replica.name} ended before its generation finished")
 
-    def _hear(self, sample: ResumableGeneration, replica: Replica, attempt: str, prompt: int, event: Json) -> bool:
-        """The reply so far has come from the engine. Whether it is whole."""
-        sample.arrived(event)
-        replica.progress_at = time.monotonic()
-        replica.tokens[attempt] = prompt + len(event["output_ids"])
-        return event["meta_info"].get("finish_reason") is not None
-
-    def _count(self, meta: Json) -> None:
+    def _count_tokens(self, meta: Json) -> None:
         self.counters.output_tokens += meta.get("completion_tokens") or 0
         self.counters.prompt_tokens += meta.get("prompt_tokens") or 0
         self.counters.cached_tokens += meta.get("cached_tokens") or 0
 
     async def close(self) -> None:
-        """End everything that runs."""
-        self._turn_away()
+        """End all running and queued requests with ShutDownError."""
+        self.pool.close()
         tasks = [running.task for running in self._running.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def together(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
-    """All results, or the first failure, and then none goes on."""
+async def gather_all(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
+    """Run coroutines concurrently and return all results. The first failure cancels the others and is raised."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
@@ -238,19 +257,39 @@ async def together(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
         raise
 
 
-def _require_version(reply: Json, need: VersionRequirement) -> None:
-    """An update may have come between the placing and the last token."""
-    wanted, meta = need.weight_version, reply["meta_info"]
-    if wanted is None:
+def _require_version(reply: Json, requirement: VersionRequirement) -> None:
+    """Raises NotReadyError when a weight update happened between the choice of the replica and the last token."""
+    if requirement.weight_version is None:
         return
-    made = {str(span["version"]) for span in meta.get("weight_versions") or [{"version": meta.get("weight_version")}]}
-    if made != {str(wanted)}:
-        raise NotReadyError(f"the weights changed while it was sampled: version {wanted} was asked for, it has {made}")
+    versions = {span["version"] for span in version_spans(reply)}
+    if versions != {requirement.weight_version}:
+        raise NotReadyError(
+            f"the weights changed during the generation: {requirement} was required, "
+            f"but the tokens have the versions {sorted(versions)}"
+        )
 
 
-def size_of(request: Mapping[str, Any]) -> int:
-    """Tokens of its prompt, about. What is no prompt is refused later, by its replica's adapter."""
-    ids, text = request.get("input_ids"), request.get("prompt")
-    if isinstance(ids, list):
-        return len(ids)
-    return len(text) // CHARACTERS_A_TOKEN if isinstance(text, str) else 0
+def _validate_timeout(timeout_s: float | None) -> None:
+    if timeout_s is None:
+        return
+    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
+        raise BadInputError(f"timeout_s must be a number of seconds, got {timeout_s!r}")
+    if not timeout_s > 0:
+        raise BadInputError(f"timeout_s is {timeout_s}: the deadline has passed already")
+
+
+def validate_id(value: str | None, name: str) -> None:
+    """Raises BadInputError unless the id is None or a string of 1 to MAX_ID_LENGTH characters."""
+    if value is None:
+        return
+    if not isinstance(value, str) or not value or len(value) > MAX_ID_LENGTH:
+        got = f"{len(value)} characters" if isinstance(value, str) else type(value).__name__
+        raise BadInputError(f"{name} must be a string of 1 to {MAX_ID_LENGTH} characters, got {got}")
+
+
+def estimate_prompt_tokens(request: Mapping[str, Any]) -> int:
+    """Estimated number of prompt tokens. An invalid prompt counts as 0; the replica's adapter refuses it later."""
+    token_ids, text = request.get("input_ids"), request.get("prompt")
+    if isinstance(token_ids, list):
+        return len(token_ids)
+    return len(text) // CHARACTERS_PER_TOKEN if isinstance(text, str) else 0

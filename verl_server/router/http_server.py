@@ -1,7 +1,8 @@
-"""The router as an HTTP server: SGLang's `/generate` for agent loops, the OpenAI paths for other programs.
+"""`RouterHttpServer`: a router over HTTP, with SGLang's `/generate` for agent loops and the OpenAI paths.
 
-A generation by `/generate` survives the loss of its replica. What goes through the OpenAI paths is passed on as it
-is: tried elsewhere as long as no byte of an answer has come, and broken off when its replica is lost after that.
+A generation through `/generate` survives the loss of its replica. A request to an OpenAI path is forwarded unchanged:
+it is sent to another replica as long as no byte of an answer has arrived. Later, the loss of its replica breaks the
+caller's connection.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import hmac
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 import aiohttp
@@ -28,33 +30,39 @@ from verl_server.errors import (
     VerlServerError,
     to_wire,
 )
-from verl_server.router.dispatcher import CHARACTERS_A_TOKEN, Dispatcher, together
+from verl_server.router.dispatcher import CHARACTERS_PER_TOKEN, Dispatcher, gather_all
 from verl_server.router.metrics import router_metrics
 from verl_server.router.policy import VersionRequirement
-from verl_server.router.resumable_generation import one_by_one
+from verl_server.router.replica_pool import RoutedReplica
+from verl_server.router.resumable_generation import split_batch
 
 Json = dict[str, Any]
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
-MAX_BODY = 256 << 20
-CONNECT_S = 2.0
+MAX_BODY_BYTES = 256 << 20
+CONNECT_TIMEOUT_S = 2.0
+IDLE_CONNECTION_S = 2.0
+"""Seconds that an idle connection to a replica is kept."""
 OPEN_PATHS = ("/health", "/metrics")
-"""Asked without a key."""
+"""Paths that need no API key."""
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
-#: Fields of a request to `/generate` that are the router's own.
-OWN_FIELDS = ("session_id", "weight_version", "min_weight_version", "timeout_s")
-#: The status for an error; the first that fits.
-STATUSES: tuple[tuple[type[VerlServerError], int], ...] = (
+#: Fields of a `/generate` request that only the router reads.
+ROUTER_FIELDS = ("session_id", "weight_version", "min_weight_version", "timeout_s")
+#: HTTP status for each error class; the first class that matches decides.
+ERROR_STATUSES: tuple[tuple[type[VerlServerError], int], ...] = (
     (BadInputError, 400), (ServerBusyError, 429), (NotReadyError, 503), (DeadlineError, 504), (ShutDownError, 503),
     (ServerDiedError, 502), (ServerError, 502),
 )  # fmt: skip
 
 
-class RouterServer:
-    """Handlers over one `Dispatcher`, in its event loop."""
+class RouterHttpServer:
+    """HTTP handlers of one `Dispatcher`, in the dispatcher's event loop."""
 
-    def __init__(self, core: Dispatcher, api_key: str | None) -> None:
-        self._core, self._api_key = core, api_key
+    def __init__(
+        self, dispatcher: Dispatcher, api_key: str | None, extra_metrics: Callable[[], str] = lambda: ""
+    ) -> None:
+        """`api_key` None accepts every caller. `extra_metrics` returns text that `/metrics` appends."""
+        self._dispatcher, self._api_key, self._extra_metrics = dispatcher, api_key, extra_metrics
         self._session: aiohttp.ClientSession | None = None
         self._handlers: dict[tuple[str, str], Handler] = {
             ("POST", "/generate"): self._generate,
@@ -64,140 +72,149 @@ class RouterServer:
             ("GET", "/metrics"): self._metrics,
             ("GET", "/replicas"): self._replicas,
         }
-        self.fleet_metrics = ""
-        """Of the fleet behind it, in Prometheus' text format."""
 
-    async def server(self) -> web.Server:
-        """For a `web.ServerRunner`, in the running loop. (An `Application` resolves its routes for every request.)"""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+    async def create_server(self) -> web.Server:
+        """The server for a `web.ServerRunner`. An aiohttp `Application` would resolve its routes for every request."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
         self._session = aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False)
-        make = functools.partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY)
+        make = functools.partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY_BYTES)
         return web.Server(self._handle, request_factory=make, handler_cancellation=True, access_log=None)
 
     async def close(self) -> None:
+        """Close the connections to the replicas."""
         if self._session is not None:
             await self._session.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Keys first, and every error as JSON."""
+        """Check the API key, call the handler of the path, and answer every error as JSON."""
         try:
-            path = request.path
-            if self._api_key is not None and path not in OPEN_PATHS:
-                given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-                given = given or request.headers.get("x-api-key", "")
-                if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._api_key.encode()):
-                    return _json({"error": {"message": "the API key is missing or wrong"}}, 401)
-            handler = self._handlers.get((request.method, path))
+            if request.path not in OPEN_PATHS and not self._is_authorized(request):
+                return _json_response({"error": {"message": "the API key is missing or wrong"}}, 401)
+            handler = self._handlers.get((request.method, request.path))
             if handler is None:
-                return _json({"error": {"message": f"there is no {request.method} {path}"}}, 404)
+                return _json_response({"error": {"message": f"there is no {request.method} {request.path}"}}, 404)
             return await handler(request)
         except VerlServerError as error:
-            status = next((code for kind, code in STATUSES if isinstance(error, kind)), 500)
-            own = error.details.get("status")
-            return _json(_error(error), own if isinstance(own, int) and own >= 400 else status)
+            status = next((code for kind, code in ERROR_STATUSES if isinstance(error, kind)), 500)
+            replica_status = error.details.get("status")
+            if isinstance(replica_status, int) and replica_status >= 400:
+                status = replica_status
+            return _json_response(_error_body(error), status)
+
+    def _is_authorized(self, request: web.BaseRequest) -> bool:
+        if self._api_key is None:
+            return True
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = given or request.headers.get("x-api-key", "")
+        return hmac.compare_digest(given.encode(errors="surrogateescape"), self._api_key.encode())
 
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
-        body = _object(await request.read())
-        own = {name: body.pop(name, None) for name in OWN_FIELDS}
+        body = _parse_object(await request.read())
+        options = {name: body.pop(name, None) for name in ROUTER_FIELDS}
         stream = bool(body.pop("stream", False))
-        request_id = body.pop("rid", None)
+        rid = body.pop("rid", None)
         if "text" in body:
             body["prompt"] = body.pop("text")
-        session_id = own["session_id"] or request.headers.get("x-session-id")
-        need = VersionRequirement(own["weight_version"], own["min_weight_version"])
-        options: Json = {"session_id": session_id, "need": need, "timeout_s": own["timeout_s"], "linger": True}
-        bodies = one_by_one(body)
+        generate = functools.partial(
+            self._dispatcher.generate,
+            session_id=options["session_id"] or request.headers.get("x-session-id"),
+            requirement=VersionRequirement(options["weight_version"], options["min_weight_version"]),
+            timeout_s=options["timeout_s"],
+            keep_orphan=True,
+        )
+        bodies = split_batch(body)
         if bodies is not None:
-            ids = request_id if isinstance(request_id, list) else [None] * len(bodies)
-            if stream or len(ids) != len(bodies):
-                raise BadInputError("a list of prompts takes a list of as many rids, and no stream")
-            calls = (self._core.generate(one, request_id=rid, **options) for one, rid in zip(bodies, ids, strict=True))
-            return _json(await together(calls))
-        reply = await self._core.generate(body, request_id=request_id, **options)
+            rids = rid if isinstance(rid, list) else [None] * len(bodies)
+            if stream or len(rids) != len(bodies):
+                raise BadInputError("a list of prompts needs a list of rids of the same length, and cannot be streamed")
+            return _json_response(
+                await gather_all(generate(one, rid=rid) for one, rid in zip(bodies, rids, strict=True))
+            )
+        reply = await generate(body, rid=rid)
         if not stream:
-            return _json(reply)
+            return _json_response(reply)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await response.write(b"data: " + orjson.dumps(reply) + b"\n\ndata: [DONE]\n\n")
         return response
 
     async def _forward(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Forward a request unchanged to a replica, and its answer to the caller."""
         body = await request.read()
         session_id = request.headers.get("x-session-id")
-        tried = 0
+        attempts = 0
         while True:
-            async with self._core.place(session_id, len(body) // CHARACTERS_A_TOKEN) as replica:
-                tried += 1
-                headers = {"Content-Type": request.content_type, **_bearer(replica.engine.api_key)}
-                url = replica.engine.base_url + request.path_qs
-                assert self._session is not None
+            async with self._dispatcher.lease_replica(session_id, len(body) // CHARACTERS_PER_TOKEN) as replica:
+                attempts += 1
                 try:
-                    limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-                    answer = await self._session.request(request.method, url, data=body, headers=headers, timeout=limit)
+                    answer = await self._send(replica, request, body)
                 except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-                    self._core.lost(replica)
-                    if tried >= self._core.config.max_attempts:
-                        raise ServerError(f"no replica answered: {error}") from error
+                    self._dispatcher.pool.mark_unreachable(replica)
+                    if attempts >= self._dispatcher.config.max_attempts:
+                        raise ServerError(f"no replica answered in {attempts} attempts: {error}") from error
                     continue
                 async with answer:
-                    response = web.StreamResponse(
-                        status=answer.status, headers={"Content-Type": answer.headers.get("Content-Type", "")}
-                    )
-                    await response.prepare(request)
-                    try:
-                        async for chunk in answer.content.iter_any():
-                            replica.progress_at = time.monotonic()
-                            await response.write(chunk)
-                    except aiohttp.ClientError:
-                        if request.transport is not None:
-                            request.transport.abort()  # half an answer must not look like a whole one
-                    return response
+                    return await _relay(answer, request, replica)
+
+    async def _send(self, replica: RoutedReplica, request: web.BaseRequest, body: bytes) -> aiohttp.ClientResponse:
+        assert self._session is not None
+        api_key = replica.server.api_key
+        headers = {"Content-Type": request.content_type}
+        if api_key is not None:
+            headers["Authorization"] = f"Bearer {api_key}"
+        return await self._session.request(
+            request.method,
+            replica.server.base_url + request.path_qs,
+            data=body,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        )
 
     async def _health(self, _: web.BaseRequest) -> web.StreamResponse:
-        serving = sum(one.load.admitted for one in self._core.replicas.values())
-        return _json({"replicas": len(self._core.replicas), "serving": serving}, 200 if serving else 503)
+        replicas = self._dispatcher.snapshot().replicas
+        serving = sum(replica.admitted for replica in replicas)
+        return _json_response({"replicas": len(replicas), "serving": serving}, 200 if serving else 503)
 
     async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:
-        text = router_metrics(self._core) + self.fleet_metrics.encode()
+        text = router_metrics(self._dispatcher) + self._extra_metrics().encode()
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def _replicas(self, _: web.BaseRequest) -> web.StreamResponse:
-        return _json(table(self._core))
+        return _json_response([asdict(replica) for replica in self._dispatcher.snapshot().replicas])
 
 
-def table(core: Dispatcher) -> list[Json]:
-    """The replicas as the router sees them."""
-    return [
-        {
-            "name": one.name,
-            "admitted": one.load.admitted,
-            "suspect": one.load.suspect,
-            "weight_version": one.load.version,
-            "requests": len(one.tokens),
-            "tokens": sum(one.tokens.values()),
-        }
-        for one in core.replicas.values()
-    ]
+async def _relay(
+    answer: aiohttp.ClientResponse, request: web.BaseRequest, replica: RoutedReplica
+) -> web.StreamResponse:
+    """Pass a replica's answer on to the caller, chunk by chunk."""
+    response = web.StreamResponse(
+        status=answer.status, headers={"Content-Type": answer.headers.get("Content-Type", "")}
+    )
+    await response.prepare(request)
+    try:
+        async for chunk in answer.content.iter_any():
+            replica.last_progress_at = time.monotonic()
+            await response.write(chunk)
+    except aiohttp.ClientError:
+        if request.transport is not None:
+            request.transport.abort()  # the caller must not take an incomplete answer for a complete one
+    return response
 
 
-def _json(value: Any, status: int = 200) -> web.Response:
+def _json_response(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
 
 
-def _error(error: VerlServerError) -> Json:
+def _error_body(error: VerlServerError) -> Json:
     wire = to_wire(error)
     return {"error": {"type": wire["type"], "message": wire["message"], "retryable": type(error).retryable}}
 
 
-def _object(raw: bytes) -> Json:
+def _parse_object(raw: bytes) -> Json:
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise BadInputError(f"the body is no JSON: {error}") from error
+        raise BadInputError(f"the request body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
-        raise BadInputError(f"the body must be an object, got {type(body).__name__}")
+        raise BadInputError(f"the request body must be a JSON object, got {type(body).__name__}")
     return body
-
-
-def _bearer(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"Authorization": f"Bearer {key}"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -12,42 +12,48 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from verl_server.router.dispatcher import Dispatcher
-    from verl_server.router.replica_pool import Replica
 
-WORDS = {
-    "requests": "Samples that were asked for",
-    "finished": "Samples that were finished",
-    "failed": "Samples that raised an error",
-    "refused": "Requests refused because no replica serves what they need",
-    "attached": "Calls that attached to a sample that was there already",
-    "continued": "Samples that went on with another replica from the tokens that they had",
-    "restarted": "Samples that began again with another replica",
-    "saved_tokens": "Tokens that were not lost with their replica",
-    "output_tokens": "Tokens generated",
-    "prompt_tokens": "Tokens of prompts",
-    "cached_tokens": "Tokens of prompts that a prefix cache had",
+COUNTER_HELP = {
+    "requests": "Generations that were requested",
+    "finished": "Generations that finished",
+    "failed": "Generations that ended with an error",
+    "refused": "Requests refused because no replica serves the required weights, or none serves at all",
+    "attached": "Calls that attached to a known generation with the same request id",
+    "continued": "Lost attempts after which a generation continued from the tokens received so far",
+    "restarted": "Lost attempts after which a generation started again without tokens",
+    "saved_tokens": "Output tokens that were kept when a replica was lost",
+    "output_tokens": "Output tokens of finished generations",
+    "prompt_tokens": "Prompt tokens of finished generations",
+    "cached_tokens": "Prompt tokens of finished generations that a prefix cache provided",
 }
+"""Help text of each field of `RouterCounters`."""
+GAUGE_HELP = {
+    "running_requests": "Requests that run on the replica",
+    "tokens_in_flight": "Tokens of the requests that run on the replica",
+    "admitted": "1 if the router sends requests to the replica",
+    "suspect": "1 if the replica made no progress for a long time",
+    "weight_version": "Version of the weights that the replica serves",
+}
+"""Help text of each gauge, a field of `ReplicaSnapshot`."""
 
 
 class _RouterCollector(Collector):
-    def __init__(self, core: Dispatcher) -> None:
-        self._core = core
+    """Reads the metrics of a router whenever they are requested."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
 
     def collect(self) -> Iterable[Metric]:
-        for name, value in asdict(self._core.counters).items():
-            yield CounterMetricFamily(f"verl_router_{name}", WORDS[name], value=value)
-        yield GaugeMetricFamily("verl_router_waiting", "Requests without a replica yet", value=self._core.waiting)
-        gauges: dict[str, tuple[str, Callable[[Replica], float]]] = {
-            "requests": ("Requests in flight", lambda one: len(one.tokens)),
-            "tokens": ("Tokens in flight", lambda one: sum(one.tokens.values())),
-            "admitted": ("Whether it is given requests", lambda one: int(one.load.admitted)),
-            "suspect": ("Whether it has been quiet for long", lambda one: int(one.load.suspect)),
-            "weight_version": ("Version of its weights", lambda one: one.load.version),
-        }
-        for name, (words, value_of) in gauges.items():
-            family = GaugeMetricFamily(f"verl_replica_{name}", words, labels=["replica"])
-            for one in self._core.replicas.values():
-                family.add_metric([one.name], value_of(one))
+        snapshot = self._dispatcher.snapshot()
+        for name, value in asdict(snapshot.counters).items():
+            yield CounterMetricFamily(f"verl_router_{name}", COUNTER_HELP[name], value=value)
+        yield GaugeMetricFamily(
+            "verl_router_queued_requests", "Requests that wait for a replica", value=snapshot.queued_requests
+        )
+        for name, text in GAUGE_HELP.items():
+            family = GaugeMetricFamily(f"verl_replica_{name}", text, labels=["replica"])
+            for replica in snapshot.replicas:
+                family.add_metric([replica.name], float(getattr(replica, name)))
             yield family
 
 

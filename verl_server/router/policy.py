@@ -1,38 +1,39 @@
-"""Which replica takes a request. Pure: what the router knows in, a name out."""
+"""Which replica takes a request. Pure functions: the loads of all replicas in, the name of one replica out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_server.config import Limits
+from verl_server.config import RouterConfig
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
 
 
 @dataclass(frozen=True)
 class ReplicaLoad:
-    """What the router knows of one replica."""
+    """Load and state of one replica at the moment of a routing decision."""
 
     name: str
-    tokens: int
-    """Of the requests that it works on: prompts, and what has arrived."""
-    requests: int
-    version: int
-    """Of the weights that it serves."""
+    tokens_in_flight: int
+    """Number of tokens of all requests that run on the replica: prompts and received output."""
+    running_requests: int
+    """Number of requests that run on the replica."""
+    weight_version: int
+    """Version of the weights that the replica serves."""
     admitted: bool = True
-    """It may be given requests."""
+    """Whether the replica may receive requests."""
     suspect: bool = False
-    """It has been quiet for long: only taken when there is no other."""
+    """Whether the replica made no progress for a long time. It receives requests only when no other replica can."""
 
 
 @dataclass(frozen=True)
 class VersionRequirement:
-    """What a request asks of its replica."""
+    """Which weights a request must be generated with. None means no requirement."""
 
     weight_version: int | None = None
-    """Exactly these weights."""
+    """Exact weight version."""
     min_weight_version: int | None = None
-    """These or later ones."""
+    """Minimum weight version."""
 
     def __post_init__(self) -> None:
         for name in ("weight_version", "min_weight_version"):
@@ -40,58 +41,72 @@ class VersionRequirement:
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise BadInputError(f"{name} must be a whole number, 0 or more, got {value!r}")
 
-    def is_met_by(self, version: int) -> bool:
-        return (self.weight_version is None or version == self.weight_version) and (
-            self.min_weight_version is None or version >= self.min_weight_version
+    def is_met_by(self, weight_version: int) -> bool:
+        """Whether a replica that serves `weight_version` may take the request."""
+        return (self.weight_version is None or weight_version == self.weight_version) and (
+            self.min_weight_version is None or weight_version >= self.min_weight_version
         )
 
+    def __str__(self) -> str:
+        if self.weight_version is not None:
+            return f"weight version {self.weight_version}"
+        return f"weight version {self.min_weight_version} or later"
 
-def suitable(loads: Sequence[ReplicaLoad], need: VersionRequirement) -> list[ReplicaLoad]:
-    """The replicas that could take a request, now or once they have room.
 
-    Raises NotReadyError (retryable) when none serves such weights, or none serves at all.
+def suitable_replicas(loads: Sequence[ReplicaLoad], requirement: VersionRequirement) -> list[ReplicaLoad]:
+    """The replicas that may take a request, now or when they have capacity again.
+
+    Raises NotReadyError (retryable) when no replica is admitted or none of them serves the required weights.
     """
-    serving = [load for load in loads if load.admitted]
-    found = [load for load in serving if need.is_met_by(load.version)]
+    admitted = [load for load in loads if load.admitted]
+    found = [load for load in admitted if requirement.is_met_by(load.weight_version)]
     if found:
         return found
-    if not serving:
-        raise NotReadyError("no replica serves at the moment: they start, have gone, or their memory is released")
+    if not admitted:
+        raise NotReadyError(
+            "no replica serves requests at the moment: every replica is starting, has failed or has released its memory"
+        )
     raise NotReadyError(
-        f"no replica serves {_words(need)}; versions served: {sorted({load.version for load in serving})}"
+        f"no replica serves {requirement}; versions served: {sorted({load.weight_version for load in admitted})}"
     )
 
 
-def _words(need: VersionRequirement) -> str:
-    if need.weight_version is not None:
-        return f"weight version {need.weight_version}"
-    return f"weight version {need.min_weight_version} or later"
-
-
-def choose(
-    loads: Sequence[ReplicaLoad], need: VersionRequirement, sticky: str | None, size: int, limits: Limits
+def choose_replica(
+    loads: Sequence[ReplicaLoad],
+    requirement: VersionRequirement,
+    *,
+    session_replica: str | None,
+    prompt_tokens: int,
+    config: RouterConfig,
 ) -> str | None:
-    """The replica for a request with a prompt of `size` tokens; None when all that are suitable are full.
+    """The replica for a request with a prompt of `prompt_tokens` tokens. None when all suitable replicas are full.
 
-    `sticky`: where the session's earlier turns ran. It stays there, for the sake of the prefix cache, unless that
-    replica would have far more than its share and another has so much less to do that computing the prompt there
-    again costs less. Otherwise the one with the least tokens in flight.
+    `session_replica` is the replica of the session's earlier turns. The session stays there because of the prefix
+    cache, except when that replica would exceed `config.overload_factor` times the mean load and another replica has
+    so many tokens less in flight that computing the whole prompt there costs less. A request without such a replica
+    goes to the replica with the fewest tokens in flight. Raises NotReadyError as `suitable_replicas` does.
     """
-    candidates = suitable(loads, need)
+    candidates = suitable_replicas(loads, requirement)
     healthy = [load for load in candidates if not load.suspect] or candidates
-    room = [load for load in healthy if load.requests < limits.requests]
-    if not room:
+    available = [load for load in healthy if load.running_requests < config.max_running_requests_per_replica]
+    if not available:
         return None
-    best = min(room, key=lambda load: (load.tokens, load.requests, load.name))
-    here = next((load for load in room if load.name == sticky), None)
-    if here is None:
-        return best.name
-    share = (sum(load.tokens for load in healthy) + size) / len(healthy)
-    overloaded = here.tokens + size > limits.overload * share and here.tokens - best.tokens > size
-    return best.name if overloaded else here.name
+    least_loaded = min(available, key=lambda load: (load.tokens_in_flight, load.running_requests, load.name))
+    current = next((load for load in available if load.name == session_replica), None)
+    if current is None:
+        return least_loaded.name
+    mean_tokens = (sum(load.tokens_in_flight for load in healthy) + prompt_tokens) / len(healthy)
+    overloaded = (
+        current.tokens_in_flight + prompt_tokens > config.overload_factor * mean_tokens
+        and current.tokens_in_flight - least_loaded.tokens_in_flight > prompt_tokens
+    )
+    return least_loaded.name if overloaded else current.name
 
 
-def require_place_in_queue(waiting: int, limit: int) -> None:
-    """Raises ServerBusyError (retryable) instead of letting a queue grow until its requests are late."""
-    if waiting >= limit:
-        raise ServerBusyError(f"{waiting} requests wait for a replica already; try again later", waiting=waiting)
+def require_queue_capacity(queued_requests: int, max_queued_requests: int) -> None:
+    """Raises ServerBusyError (retryable) when the queue is full, so that requests do not wait past their deadline."""
+    if queued_requests >= max_queued_requests:
+        raise ServerBusyError(
+            f"{queued_requests} requests are queued already, the maximum is {max_queued_requests}; try again later",
+            queued_requests=queued_requests,
+        )

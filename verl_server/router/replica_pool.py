@@ -1,4 +1,4 @@
-"""Who works where: the replicas as the router knows them, the sessions, the queue for a place. In one event loop."""
+"""`ReplicaPool`: the replicas of one router, the replica of each session, and the queue of waiting requests."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verl_server.config import RouterConfig
 from verl_server.errors import BadInputError, NotReadyError, ShutDownError, VerlServerError
-from verl_server.router.policy import ReplicaLoad, VersionRequirement, choose, require_place_in_queue
+from verl_server.router.policy import ReplicaLoad, VersionRequirement, choose_replica, require_queue_capacity
+from verl_server.router.replica_status import ReplicaStats, ReplicaStatus
+from verl_server.router.snapshot import ReplicaSnapshot, RouterCounters
 
-MAX_ID = 512
-"""Characters of a request's or session's id."""
 
-
-class Engine(Protocol):
-    """What the router needs of a replica: the asynchronous adapter's generation."""
+class GenerationServer(Protocol):
+    """The part of `AsyncHttpServerEngineAdapter` that a router needs."""
 
     base_url: str
     api_key: str | None
@@ -31,229 +30,271 @@ class Engine(Protocol):
 
 
 @dataclass
-class Replica:
-    """What the router knows of one replica."""
+class RoutedReplica:
+    """One replica of a router: its server, its state and its running requests."""
 
     name: str
-    engine: Engine
-    load: ReplicaLoad
+    server: GenerationServer
+    """Adapter of the replica's server."""
+    weight_version: int
+    """Version of the weights that the replica serves."""
+    admitted: bool = True
+    """Whether the replica may receive requests."""
+    suspect: bool = False
+    """Whether the replica made no progress for a long time."""
     expected: bool = True
-    """It serves, or will serve again by itself."""
-    tokens: dict[str, int] = field(default_factory=dict)
-    """Of each of its requests."""
-    progress_at: float = 0.0
-    """When it last made progress (`time.monotonic`)."""
+    """Whether the replica serves requests, or will serve them again without an action of the user."""
+    request_tokens: dict[str, int] = field(default_factory=dict)
+    """Number of tokens (prompt and received output) of each running request."""
+    last_progress_at: float = field(default_factory=time.monotonic)
+    """Time of the last new token, or of the first request after an idle period (`time.monotonic`)."""
 
+    @property
+    def running_requests(self) -> int:
+        """Number of requests that run on the replica."""
+        return len(self.request_tokens)
 
-@dataclass
-class Counters:
-    """Since the start."""
+    def start_request(self, key: str, prompt_tokens: int) -> None:
+        """Record that a request runs on the replica."""
+        self.request_tokens[key] = prompt_tokens
+        if len(self.request_tokens) == 1:
+            self.last_progress_at = time.monotonic()
 
-    requests: int = 0
-    finished: int = 0
-    failed: int = 0
-    refused: int = 0
-    attached: int = 0
-    continued: int = 0
-    """Samples that went on elsewhere with the tokens that they had."""
-    restarted: int = 0
-    """Samples that began again elsewhere."""
-    saved_tokens: int = 0
-    output_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    def record_progress(self, key: str, tokens: int) -> None:
+        """Record that a running request has `tokens` tokens, prompt and output together."""
+        self.last_progress_at = time.monotonic()
+        self.request_tokens[key] = tokens
+
+    def load(self) -> ReplicaLoad:
+        """What a routing decision depends on. This runs for every replica and request, so it must be fast."""
+        tokens, running = sum(self.request_tokens.values()), len(self.request_tokens)
+        return ReplicaLoad(self.name, tokens, running, self.weight_version, self.admitted, self.suspect)
+
+    def stats(self) -> ReplicaStats:
+        """What the router observes of the replica's requests."""
+        running = self.running_requests
+        return ReplicaStats(running, self.last_progress_at if running else 0.0, self.admitted)
+
+    def snapshot(self) -> ReplicaSnapshot:
+        """A frozen copy of the replica's state. Any thread may call this."""
+        tokens = list(self.request_tokens.values())
+        return ReplicaSnapshot(self.name, self.admitted, self.suspect, self.weight_version, len(tokens), sum(tokens))
 
 
 @dataclass(frozen=True)
 class RoutingRequest:
-    """What a request brings when it looks for a replica."""
+    """What the choice of a replica depends on."""
 
-    need: VersionRequirement = field(default_factory=VersionRequirement)
+    requirement: VersionRequirement = field(default_factory=VersionRequirement)
+    """Which weights the request must be generated with."""
     session_id: str | None = None
-    size: int = 0
-    """Of its prompt, in tokens: what another replica would have to compute again."""
+    """Session of the request. Requests of a session share a prefix and prefer the same replica."""
+    prompt_tokens: int = 0
+    """Number of prompt tokens."""
 
 
 class ReplicaPool:
-    """Made and used in one event loop."""
+    """The replicas of one router. All methods must be called in one event loop."""
 
-    def __init__(self, config: RouterConfig | None = None) -> None:
-        self.config = config or RouterConfig()
-        self.replicas: dict[str, Replica] = {}
-        self.counters = Counters()
-        self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._waiting: deque[tuple[RoutingRequest, asyncio.Future[Replica]]] = deque()
+    def __init__(self, config: RouterConfig, counters: RouterCounters) -> None:
+        """`counters.refused` is counted here."""
+        self._config, self._counters = config, counters
+        self.replicas: dict[str, RoutedReplica] = {}
+        """Replicas that have a server, by name."""
+        self._session_replicas: OrderedDict[str, str] = OrderedDict()
+        self._queue: deque[tuple[RoutingRequest, asyncio.Future[RoutedReplica]]] = deque()
         self._closed = False
-        self._coming: set[str] = set()
-        """Replicas that have no server yet, but will."""
+        self._expected_without_server: set[str] = set()
 
-    # -- the fleet's side ---------------------------------------------------------------------------
+    # -- replicas -----------------------------------------------------------------------------------
 
-    def put(self, name: str, engine: Engine, version: int, *, admitted: bool = True) -> None:
-        """A replica, new or with another server behind it."""
-        self._coming.discard(name)
-        self.replicas[name] = Replica(
-            name, engine, ReplicaLoad(name, 0, 0, version, admitted), progress_at=time.monotonic()
-        )
-        self._place_waiting()
+    def apply_status(self, status: ReplicaStatus) -> None:
+        """Bring a replica to the state that the fleet reports."""
+        known = self.replicas.get(status.name)
+        if status.removed:
+            self.remove_replica(status.name)
+        elif status.adapter is not None and (known is None or known.server is not status.adapter):
+            self.add_replica(status.name, status.adapter, status.weight_version, admitted=status.admitted)
+        elif known is None:
+            self.set_expected(status.name, expected=status.expected)
+        else:
+            self.update_replica(
+                status.name,
+                weight_version=status.weight_version,
+                admitted=status.admitted,
+                suspect=status.suspect,
+                expected=status.expected,
+            )
 
-    def update(
+    def add_replica(self, name: str, server: GenerationServer, weight_version: int, *, admitted: bool = True) -> None:
+        """Add a replica, or replace the server of a known replica."""
+        self._expected_without_server.discard(name)
+        self.replicas[name] = RoutedReplica(name, server, weight_version, admitted)
+        self._serve_queue()
+
+    def update_replica(
         self,
         name: str,
         *,
-        version: int | None = None,
+        weight_version: int | None = None,
         admitted: bool | None = None,
         suspect: bool | None = None,
         expected: bool | None = None,
     ) -> None:
-        """What has changed of a replica; None leaves a thing as it is. Raises BadInputError for an unknown one."""
-        one = self.replica(name)
-        before = one.load
-        one.load = replace(
-            before,
-            version=before.version if version is None else version,
-            admitted=before.admitted if admitted is None else admitted,
-            suspect=before.suspect if suspect is None else suspect,
-        )
+        """Change the state of a replica. None keeps a value. Raises BadInputError for an unknown replica."""
+        replica = self.get_replica(name)
+        if weight_version is not None:
+            replica.weight_version = weight_version
+        if admitted is not None:
+            replica.admitted = admitted
+        if suspect is not None:
+            replica.suspect = suspect
         if expected is not None:
-            one.expected = expected
-        self._place_waiting()
+            replica.expected = expected
+        self._serve_queue()
 
-    def announce(self, name: str, *, coming: bool) -> None:
-        """Whether a replica that has no server yet will serve: then requests wait for it."""
-        (self._coming.add if coming else self._coming.discard)(name)
-        self._place_waiting()
+    def set_expected(self, name: str, *, expected: bool) -> None:
+        """Record whether a replica that has no server yet will get one. If so, requests are queued for it."""
+        if expected:
+            self._expected_without_server.add(name)
+        else:
+            self._expected_without_server.discard(name)
+        self._serve_queue()
 
-    def drop(self, name: str) -> None:
-        """Forget a replica; what runs on it goes on elsewhere."""
-        self._coming.discard(name)
+    def remove_replica(self, name: str) -> None:
+        """Remove a replica. Its running requests continue on other replicas when they fail there."""
+        self._expected_without_server.discard(name)
         self.replicas.pop(name, None)
-        self._place_waiting()
+        self._serve_queue()
 
-    def lost(self, replica: Replica) -> None:
-        """The connection to it broke: it gets nothing until somebody says that it is back."""
-        replica.load = replace(replica.load, admitted=False)
+    def mark_unreachable(self, replica: RoutedReplica) -> None:
+        """Record a broken connection. The replica receives no requests until its next status admits it."""
+        replica.admitted = False
 
-    def replica(self, name: str) -> Replica:
+    def get_replica(self, name: str) -> RoutedReplica:
+        """The replica with this name. Raises BadInputError for an unknown name."""
         if name not in self.replicas:
-            raise BadInputError(f"there is no replica {name!r}; there are {sorted(self.replicas)}")
+            raise BadInputError(f"there is no replica {name!r}; the replicas are {sorted(self.replicas)}")
         return self.replicas[name]
+
+    # -- requests -----------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
-        """Whether it was shut down."""
+        """Whether `close` was called."""
         return self._closed
 
-    @property
-    def waiting(self) -> int:
-        """Requests that have no replica yet."""
-        return len(self._waiting)
+    def require_open(self) -> None:
+        """Raises ShutDownError after `close`."""
+        if self._closed:
+            raise ShutDownError("the router was shut down")
 
-    # -- places -------------------------------------------------------------------------------------
+    @property
+    def queued_requests(self) -> int:
+        """Number of requests that wait for a replica."""
+        return len(self._queue)
+
+    async def acquire(self, request: RoutingRequest) -> RoutedReplica:
+        """A replica with capacity for one more request. Waits in the queue, in order of arrival.
+
+        The caller must call `start_request` on the replica before it yields to the event loop, and `release` at the
+        end. Raises NotReadyError, ServerBusyError when the queue is full, ShutDownError when the router is closed.
+        """
+        replica = None if self._queue else self._choose(request)
+        if replica is not None:
+            return replica
+        require_queue_capacity(len(self._queue), self._config.max_queued_requests)
+        ticket: asyncio.Future[RoutedReplica] = asyncio.get_running_loop().create_future()
+        self._queue.append((request, ticket))
+        self._serve_queue()
+        return await ticket
+
+    def release(self, replica: RoutedReplica, key: str) -> None:
+        """Record that a request no longer runs on the replica."""
+        replica.request_tokens.pop(key, None)
+        self._serve_queue()
 
     @contextlib.asynccontextmanager
-    async def place(self, session_id: str | None, size: int) -> AsyncIterator[Replica]:
-        """A replica for a request that is passed on as it is; `size`: of its prompt, about, in tokens."""
-        replica = await self._place(RoutingRequest(session_id=checked_id(session_id, "session_id"), size=size))
-        ticket = uuid.uuid4().hex
-        replica.tokens[ticket] = size
-        if len(replica.tokens) == 1:
-            replica.progress_at = time.monotonic()
+    async def lease(self, request: RoutingRequest) -> AsyncIterator[RoutedReplica]:
+        """A replica for the duration of one request. Raises the errors of `acquire`."""
+        replica = await self.acquire(request)
+        key = uuid.uuid4().hex
+        replica.start_request(key, request.prompt_tokens)
         try:
             yield replica
         finally:
-            self._leave(replica, ticket)
+            self.release(replica, key)
 
-    def _loads(self) -> list[ReplicaLoad]:
-        found = []
-        for one in self.replicas.values():
-            know = one.load  # (`replace` takes five times as long, and this is done for every request)
-            tokens, requests = sum(one.tokens.values()), len(one.tokens)
-            found.append(ReplicaLoad(one.name, tokens, requests, know.version, know.admitted, know.suspect))
-        return found
+    def close(self) -> None:
+        """Refuse new requests and end the queued ones with ShutDownError."""
+        self._closed = True
+        for _, ticket in self._queue:
+            if not ticket.done():
+                ticket.set_exception(ShutDownError("the router was shut down"))
+        self._queue.clear()
 
-    def _choose(self, ask: RoutingRequest) -> Replica | None:
-        """The replica for a request, None when it has to wait for one."""
-        session_id = ask.session_id
-        sticky = None if session_id is None else self._sessions.get(session_id)
+    def _choose(self, request: RoutingRequest) -> RoutedReplica | None:
+        """The replica for a request. None when the request has to wait in the queue."""
+        session_id = request.session_id
         try:
-            name = choose(self._loads(), ask.need, sticky, ask.size, self.config.limits)
+            name = choose_replica(
+                [replica.load() for replica in self.replicas.values()],
+                request.requirement,
+                session_replica=None if session_id is None else self._session_replicas.get(session_id),
+                prompt_tokens=request.prompt_tokens,
+                config=self._config,
+            )
         except NotReadyError:
-            if self._coming or any(not one.load.admitted and one.expected for one in self.replicas.values()):
+            if self._expects_a_replica():
                 return None
-            self.counters.refused += 1
+            self._counters.refused += 1
             raise
         if name is None:
             return None
         if session_id is not None:
-            self._sessions[session_id] = name
-            self._sessions.move_to_end(session_id)
-            while len(self._sessions) > self.config.keep_sessions:
-                self._sessions.popitem(last=False)
+            self._session_replicas[session_id] = name
+            self._session_replicas.move_to_end(session_id)
+            while len(self._session_replicas) > self._config.max_sessions:
+                self._session_replicas.popitem(last=False)
         return self.replicas[name]
 
-    async def _place(self, ask: RoutingRequest) -> Replica:
-        """A replica with room; waits for one, in turn."""
-        found = self._choose(ask) if not self._waiting else None
-        if found is not None:
-            return found
-        require_place_in_queue(len(self._waiting), self.config.max_queued_requests)
-        ticket: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
-        self._waiting.append((ask, ticket))
-        self._place_waiting()
-        return await ticket
+    def _expects_a_replica(self) -> bool:
+        return bool(self._expected_without_server) or any(
+            one.expected and not one.admitted for one in self.replicas.values()
+        )
 
-    def _place_waiting(self) -> None:
-        """Give places to those who wait, the first come first, as far as there is room."""
-        if not self._waiting:
+    def _serve_queue(self) -> None:
+        """Assign replicas to queued requests, in order of arrival, as long as a replica has capacity."""
+        if not self._queue:
             return
-        still: deque[tuple[RoutingRequest, asyncio.Future[Replica]]] = deque()
-        while self._waiting:
-            ask, ticket = self._waiting.popleft()
-            if ticket.done():  # its caller has gone
+        still_queued: deque[tuple[RoutingRequest, asyncio.Future[RoutedReplica]]] = deque()
+        while self._queue:
+            request, ticket = self._queue.popleft()
+            if ticket.done():  # its caller no longer waits
                 continue
             try:
-                replica = self._choose(ask)
+                replica = self._choose(request)
             except VerlServerError as error:
                 ticket.set_exception(error)
                 continue
             if replica is None:
-                still.append((ask, ticket))
-                if not self._has_room():
+                still_queued.append((request, ticket))
+                if not self._has_capacity():
                     break
                 continue
-            replica.tokens[f"placed-{id(ticket)}"] = 0  # until its request has begun
-            ticket.add_done_callback(functools.partial(self._forget_place, replica))
+            replica.request_tokens[_reservation(ticket)] = 0  # counts as running until its request has started
+            ticket.add_done_callback(functools.partial(self._end_reservation, replica))
             ticket.set_result(replica)
-        still.extend(self._waiting)
-        self._waiting = still
+        still_queued.extend(self._queue)
+        self._queue = still_queued
 
-    def _forget_place(self, replica: Replica, ticket: asyncio.Future[Replica]) -> None:
-        replica.tokens.pop(f"placed-{id(ticket)}", None)
-        self._place_waiting()
+    def _end_reservation(self, replica: RoutedReplica, ticket: asyncio.Future[RoutedReplica]) -> None:
+        self.release(replica, _reservation(ticket))
 
-    def _has_room(self) -> bool:
-        limit = self.config.limits.requests
-        return any(one.load.admitted and len(one.tokens) < limit for one in self.replicas.values())
-
-    def _leave(self, replica: Replica, attempt: str) -> None:
-        replica.tokens.pop(attempt, None)
-        self._place_waiting()
-
-    def _turn_away(self) -> None:
-        """Nobody gets a place any more."""
-        self._closed = True
-        for _, ticket in self._waiting:
-            if not ticket.done():
-                ticket.set_exception(ShutDownError("the router was shut down"))
-        self._waiting.clear()
+    def _has_capacity(self) -> bool:
+        limit = self._config.max_running_requests_per_replica
+        return any(one.admitted and one.running_requests < limit for one in self.replicas.values())
 
 
-def checked_id(given: str | None, what: str) -> str | None:
-    """Raises BadInputError for what is no id."""
-    if given is None:
-        return None
-    if not isinstance(given, str) or not given or len(given) > MAX_ID:
-        size = f"{len(given)} characters" if isinstance(given, str) else type(given).__name__
-        raise BadInputError(f"{what} must be a string of 1 to {MAX_ID} characters, got {size}")
-    return given
+def _reservation(ticket: asyncio.Future[RoutedReplica]) -> str:
+    return f"reserved-{id(ticket)}"

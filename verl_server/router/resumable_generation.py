@@ -1,8 +1,9 @@
-"""One sample, once: what has arrived of a generation, and what is still to be asked for when its server is lost.
+"""`ResumableGeneration`: one generation over several attempts, each of which may be lost with its server.
 
-Pure. Token ids make it exact: the next attempt's prompt is the old one and the tokens that have arrived. What
-the engine computes from the whole output (a grammar, stop strings, penalties) cannot be taken up in the middle;
-such a sample begins again, and as nothing of it was handed out it is still one sample.
+Pure: no input or output. With token ids the continuation is exact: the prompt of the next attempt is the original
+prompt plus the tokens received so far. SGLang computes some results from the whole output (grammars, stop strings,
+penalties). Such a generation cannot continue in the middle. It starts again; the caller has seen none of the first
+output.
 """
 
 from __future__ import annotations
@@ -11,105 +12,118 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_server.errors import BadInputError
+from verl_server.types import parse_weight_version
 
 Json = dict[str, Any]
 
-#: What SGLang generates when nothing is said.
+#: SGLang's default of `max_new_tokens`.
 DEFAULT_MAX_NEW_TOKENS = 128
-#: Sampling parameters whose meaning hangs on where the output began; with these values it does not.
-_HARMLESS: Mapping[str, tuple[Any, ...]] = {
+#: Sampling parameters whose effect depends on the start of the output, with the values that have no such effect.
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "json_schema": (None,), "regex": (None,), "ebnf": (None,), "structural_tag": (None,),
     "stop": (None, [], ""), "stop_regex": (None, [], ""),
     "frequency_penalty": (None, 0), "presence_penalty": (None, 0), "repetition_penalty": (None, 1),
 }  # fmt: skip
-#: Lists of the reply's `meta_info` with one entry for each token of the output.
-_PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+#: Lists in the reply's `meta_info` that have one entry for each output token.
+LOGPROB_LISTS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 
 
 class ResumableGeneration:
-    """A generation for one prompt. `request`: keyword arguments of the adapter's `generate`."""
+    """A generation for one prompt, which collects the output of one or more attempts.
+
+    `request` holds the keyword arguments of the adapter's `generate`. Each attempt calls `begin_attempt`, then
+    `record_event` for each stream event, then `end_attempt` if the attempt was lost or aborted. Raises BadInputError
+    for a request with several prompts or several samples.
+    """
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         self.request = dict(request)
         params = self.request.get("sampling_params") or {}
         if not isinstance(params, Mapping):
-            raise BadInputError("one sample has one sampling_params, a dict")
+            raise BadInputError(f"sampling_params must be one dict for one prompt, got {type(params).__name__}")
         prompt = self.request.get("input_ids")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
-            raise BadInputError("one sample has one prompt; make one call for each")
+            raise BadInputError(
+                "a generation has one prompt, but input_ids is a list of prompts; make one call for each"
+            )
         self._prompt: list[int] | None = prompt
         self._params: Json = dict(params)
         if self._params.get("n") not in (None, 1):
-            raise BadInputError("one sample is n=1; make a call for each sample, with an id of its own")
+            raise BadInputError("a generation has n=1; make one call for each sample, each with its own rid")
         self._parts: list[Json] = []
-        """The last event of each attempt that brought tokens."""
+        """The last event of each earlier attempt that brought tokens."""
         self._event: Json | None = None
-        self._labels: list[tuple[int, Any]] = []
-        """Of each event of the running attempt: how many tokens it had, and the weight version of its server then."""
+        """The last event of the current attempt."""
+        self._event_versions: list[tuple[int, int]] = []
+        """For each event of the current attempt: the number of tokens so far, and the server's weight version then."""
         self.attempts = 0
+        """Number of attempts that have begun."""
 
     @property
     def can_continue(self) -> bool:
-        """Whether an interrupted sample goes on from the tokens that have arrived."""
+        """Whether a lost generation continues from the tokens received so far, instead of starting again."""
         if self._prompt is None or self.request.get("return_routed_experts") or self.request.get("image_data"):
             return False
-        return all(self._params.get(name) in harmless for name, harmless in _HARMLESS.items())
+        return all(self._params.get(name) in neutral for name, neutral in _NEUTRAL_VALUES.items())
 
     @property
     def tokens(self) -> list[int]:
-        """The output so far."""
+        """The output token ids received so far."""
         return [token for part in self._all_parts() for token in part["output_ids"]]
 
-    def begin(self) -> Json:
-        """The request of the next attempt."""
+    def begin_attempt(self) -> Json:
+        """Start the next attempt; returns its request."""
         self.attempts += 1
-        have = self.tokens
+        tokens = self.tokens
         params = dict(self._params)
-        if have:
-            params["max_new_tokens"] = self._wanted - len(have)
+        if tokens:
+            params["max_new_tokens"] = self._max_new_tokens - len(tokens)
             if params.get("min_new_tokens"):
-                params["min_new_tokens"] = max(0, params["min_new_tokens"] - len(have))
+                params["min_new_tokens"] = max(0, params["min_new_tokens"] - len(tokens))
         body = {**self.request, "sampling_params": params}
-        if have:
+        if tokens:
             assert self._prompt is not None
-            body["input_ids"] = [*self._prompt, *have]
+            body["input_ids"] = [*self._prompt, *tokens]
             if body.get("logprob_start_len") is not None:
-                body["logprob_start_len"] = -1  # the prompt's logprobs have come with the first attempt
+                body["logprob_start_len"] = -1  # the first attempt has returned the prompt's log probabilities
         return body
 
-    def arrived(self, event: Json) -> None:
-        """The reply of the running attempt as it stands now."""
+    def record_event(self, event: Json) -> None:
+        """Record a stream event of the current attempt: the attempt's whole reply so far."""
         self._event = event
-        self._labels.append((len(event["output_ids"]), event["meta_info"].get("weight_version")))
+        self._event_versions.append(
+            (len(event["output_ids"]), parse_weight_version(event["meta_info"].get("weight_version")))
+        )
 
-    def interrupted(self) -> None:
-        """The running attempt will not go on. What it has brought is kept, as far as its weights are certain."""
-        (event, self._event), (labels, self._labels) = (self._event, None), (self._labels, [])
+    def end_attempt(self) -> None:
+        """End the current attempt before its generation finished. Keep the tokens whose weight version is certain."""
+        event, self._event = self._event, None
+        event_versions, self._event_versions = self._event_versions, []
         if event is None or not self.can_continue:
             return
-        if not event["meta_info"].get("weight_versions"):  # SGLang tells the spans with the last event only
-            event = _cut(event, *_certain(labels))
+        if not event["meta_info"].get("weight_versions"):  # SGLang returns the spans only with the last event
+            event = _truncate(event, *_certain_tokens(event_versions))
         if event["output_ids"]:
             self._parts.append(event)
 
     @property
-    def _wanted(self) -> int:
-        wanted = self._params.get("max_new_tokens")
-        return DEFAULT_MAX_NEW_TOKENS if wanted is None else int(wanted)
+    def _max_new_tokens(self) -> int:
+        value = self._params.get("max_new_tokens")
+        return DEFAULT_MAX_NEW_TOKENS if value is None else int(value)
 
     @property
-    def left(self) -> int:
-        """Tokens that are still to come, at most."""
-        return self._wanted - len(self.tokens)
+    def remaining_tokens(self) -> int:
+        """Maximum number of output tokens that are still to be generated."""
+        return self._max_new_tokens - len(self.tokens)
 
     @property
-    def is_full(self) -> bool:
-        """Whether all tokens that were asked for are there, though no attempt said that it had finished."""
-        return bool(self._parts) and self._event is None and len(self.tokens) >= self._wanted
+    def is_complete(self) -> bool:
+        """Whether all requested tokens were received, although the last attempt was lost before it finished."""
+        return bool(self._parts) and self._event is None and len(self.tokens) >= self._max_new_tokens
 
     @property
-    def is_partial(self) -> bool:
-        """Whether it was aborted before its end; asked for again, it goes on."""
+    def is_aborted(self) -> bool:
+        """Whether the server aborted the generation before its end. A repeated request continues it."""
         reason = (self._event or {}).get("meta_info", {}).get("finish_reason") or {}
         return bool(reason.get("type") == "abort")
 
@@ -117,83 +131,98 @@ class ResumableGeneration:
         return [*self._parts, *([self._event] if self._event is not None else [])]
 
     def reply(self) -> Json:
-        """The whole reply, as one attempt would have brought it; `meta_info.attempts` says how many there were."""
+        """The whole reply, equal to that of a single attempt. `meta_info.attempts` is the number of attempts."""
         parts = self._all_parts()
         if not parts:
-            raise ValueError("nothing has arrived")
+            raise ValueError("the generation has received no event yet")
         last = parts[-1]
         meta: Json = {**parts[0]["meta_info"], **last["meta_info"], "attempts": self.attempts}
         if len(parts) > 1:
-            tokens = self.tokens
             for name in ("prompt_tokens", "cached_tokens"):
                 if name in parts[0]["meta_info"]:
                     meta[name] = parts[0]["meta_info"][name]
-            meta["completion_tokens"] = len(tokens)
-            meta["weight_versions"] = spans_of(parts)
-            for name in _PER_TOKEN:
+            meta["completion_tokens"] = len(self.tokens)
+            meta["weight_versions"] = join_version_spans(parts)
+            for name in LOGPROB_LISTS:
                 if name in last["meta_info"]:
                     meta[name] = [entry for part in parts for entry in part["meta_info"].get(name) or []]
-        if self.is_full:
-            meta["finish_reason"] = {"type": "length", "length": self._wanted}
-        whole = {**last, "output_ids": self.tokens, "meta_info": meta}
-        whole.pop("text", None)
+        if self.is_complete:
+            meta["finish_reason"] = {"type": "length", "length": self._max_new_tokens}
+        reply = {**last, "output_ids": self.tokens, "meta_info": meta}
+        reply.pop("text", None)
         if all("text" in part for part in parts):
-            whole["text"] = "".join(part["text"] for part in parts)
-        return whole
+            reply["text"] = "".join(part["text"] for part in parts)
+        return reply
 
 
-def _certain(labels: Sequence[tuple[int, Any]]) -> tuple[int, Any]:
-    """How many tokens were certainly made with the first label's weights, and that label.
+def _certain_tokens(event_versions: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The number of tokens that were certainly generated with the first event's weight version, and that version.
 
-    What comes between two events with different labels may have been made before or after the update.
+    Tokens between two events with different versions were generated before or after the weight update.
     """
-    version = labels[0][1]
+    first_version = event_versions[0][1]
     count = 0
-    for tokens, label in labels:
-        if label != version:
+    for tokens, version in event_versions:
+        if version != first_version:
             break
         count = tokens
-    return count, version
+    return count, first_version
 
 
-def _cut(event: Json, count: int, version: Any) -> Json:
-    """The event with its first `count` tokens, all of that version."""
+def _truncate(event: Json, count: int, weight_version: int) -> Json:
+    """The event with its first `count` tokens, all generated with `weight_version`."""
     meta = dict(event["meta_info"], completion_tokens=count)
-    meta["weight_versions"] = [{"version": version, "start": 0, "end": count}] if count else []
-    for name in _PER_TOKEN:
+    meta["weight_versions"] = [{"version": weight_version, "start": 0, "end": count}] if count else []
+    for name in LOGPROB_LISTS:
         if meta.get(name):
             meta[name] = meta[name][:count]
-    cut = {**event, "output_ids": event["output_ids"][:count], "meta_info": meta}
+    truncated = {**event, "output_ids": event["output_ids"][:count], "meta_info": meta}
     if count < len(event["output_ids"]):
-        cut.pop("text", None)  # nobody knows which of it these tokens are
-    return cut
+        truncated.pop("text", None)  # which part of the text belongs to these tokens is unknown
+    return truncated
 
 
-def spans_of(parts: list[Json]) -> list[Json]:
-    """Which weights made which tokens of the whole output: `version`, `start`, `end`."""
+def join_version_spans(parts: list[Json]) -> list[Json]:
+    """The weight versions of the whole output, as spans of tokens: `version`, `start`, `end` (exclusive)."""
     spans: list[Json] = []
     offset = 0
     for part in parts:
-        meta, length = part["meta_info"], len(part["output_ids"])
-        own = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": length}]
-        for span in own:
+        for span in version_spans(part):
             start, end = offset + span["start"], offset + span["end"]
             if spans and spans[-1]["version"] == span["version"]:
                 spans[-1]["end"] = end
             elif end > start:
                 spans.append({"version": span["version"], "start": start, "end": end})
-        offset += length
+        offset += len(part["output_ids"])
     return spans
 
 
-def one_by_one(body: Mapping[str, Any]) -> list[Json] | None:
-    """A request for each of several prompts; None for one prompt."""
-    which = "input_ids" if body.get("input_ids") is not None else "prompt"
-    prompts = body.get(which)
-    if not isinstance(prompts, list) or not prompts or (which == "input_ids" and not isinstance(prompts[0], list)):
+def version_spans(reply: Json) -> list[Json]:
+    """The weight versions of one reply's tokens. A reply without spans has one version for all of its tokens."""
+    meta = reply["meta_info"]
+    spans = meta.get("weight_versions") or [
+        {"version": meta.get("weight_version"), "start": 0, "end": len(reply["output_ids"])}
+    ]
+    return [{**span, "version": parse_weight_version(span["version"])} for span in spans]
+
+
+def split_batch(request: Mapping[str, Any]) -> list[Json] | None:
+    """One request for each prompt of a request with several prompts. None for a request with one prompt.
+
+    `sampling_params` is one dict for all prompts or a list with one dict for each. Raises BadInputError when the
+    lengths differ.
+    """
+    field = "input_ids" if request.get("input_ids") is not None else "prompt"
+    prompts = request.get(field)
+    if not isinstance(prompts, list) or not prompts or (field == "input_ids" and not isinstance(prompts[0], list)):
         return None
-    params = body.get("sampling_params")
-    each = params if isinstance(params, list) else [params] * len(prompts)
-    if len(each) != len(prompts):
-        raise BadInputError(f"{len(each)} sampling_params for {len(prompts)} prompts")
-    return [{**body, which: one, "sampling_params": own} for one, own in zip(prompts, each, strict=True)]
+    params = request.get("sampling_params")
+    params_per_prompt = params if isinstance(params, list) else [params] * len(prompts)
+    if len(params_per_prompt) != len(prompts):
+        raise BadInputError(
+            f"sampling_params has {len(params_per_prompt)} entries for {len(prompts)} prompts; give one for each"
+        )
+    return [
+        {**request, field: prompt, "sampling_params": one}
+        for prompt, one in zip(prompts, params_per_prompt, strict=True)
+    ]

@@ -1,0 +1,111 @@
+"""The messages between a fleet and its routers: states of replicas in one direction, observations in the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """State of one replica, as the fleet reports it to a router."""
+
+    name: str
+    adapter: AsyncHttpServerEngineAdapter | None
+    """Adapter of the replica's server. None while the replica has no server."""
+    weight_version: int
+    """Version of the weights that the replica serves."""
+    admitted: bool
+    """Whether the replica may receive requests."""
+    suspect: bool
+    """Whether the replica made no progress for a long time. Routers prefer other replicas."""
+    expected: bool
+    """Whether the replica serves requests, or will serve them again without an action of the user."""
+    removed: bool
+    """Whether the replica has left the fleet permanently."""
+
+
+@dataclass(frozen=True)
+class ReplicaStats:
+    """Requests of one replica, as one router or all routers of a fleet observe them."""
+
+    running_requests: int
+    """Number of requests that run on the replica."""
+    last_progress_at: float
+    """Time of the last new token of any running request (`time.monotonic`). 0 without running requests."""
+    admitted: bool
+    """Whether the router sends requests to the replica. False after a broken connection, even if the fleet admits
+    the replica."""
+
+
+def merge_stats(stats: Sequence[ReplicaStats | None]) -> ReplicaStats:
+    """Combine what all routers observe of one replica. Progress at any router is progress of the replica.
+
+    None stands for a router that does not know the replica or reports no observations.
+    """
+    known = [one for one in stats if one is not None]
+    busy = [one for one in known if one.running_requests]
+    return ReplicaStats(
+        running_requests=sum(one.running_requests for one in busy),
+        last_progress_at=max((one.last_progress_at for one in busy), default=0.0),
+        admitted=all(one.admitted for one in known),
+    )
+
+
+class StatusQueue:
+    """A queue that holds the latest status of each replica that the reader has not taken yet. Thread-safe.
+
+    `sequence` counts the calls that added statuses. A reader confirms a sequence number to say which statuses it
+    has applied.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._pending: dict[str, ReplicaStatus] = {}
+        self._current: dict[str, ReplicaStatus] = {}
+        self._closed = False
+        self.sequence = 0
+        """Sequence number of the last added status."""
+
+    def put(self, status: ReplicaStatus) -> None:
+        """Add a status. It replaces a pending status of the same replica."""
+        with self._condition:
+            self.sequence += 1
+            self._pending[status.name] = self._current[status.name] = status
+            if status.removed:
+                del self._current[status.name]
+            self._condition.notify_all()
+
+    def requeue_all(self) -> None:
+        """Add the current status of every replica again, for a new reader."""
+        with self._condition:
+            self.sequence += 1
+            self._pending = {**self._pending, **self._current}
+            self._condition.notify_all()
+
+    def latest(self, name: str) -> ReplicaStatus | None:
+        """The current status of a replica. None for an unknown or removed replica."""
+        return self._current.get(name)
+
+    def take(self, timeout_s: float | None = None) -> tuple[int, list[ReplicaStatus]] | None:
+        """Wait for pending statuses and take them; returns the last sequence number and the statuses.
+
+        The list is empty after `timeout_s` seconds without a status. Returns None when the queue was closed.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: self._pending or self._closed, timeout_s)
+            if self._closed:
+                return None
+            taken, self._pending = list(self._pending.values()), {}
+            return self.sequence, taken
+
+    def close(self) -> None:
+        """End the queue. A waiting reader returns None."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()

@@ -1,0 +1,57 @@
+"""`RolloutRouter`: the router in this process, callable from any thread and any event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from verl_server.adapter.event_loop_thread import EventLoopThread
+from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.policy import VersionRequirement
+
+Json = dict[str, Any]
+
+
+class RolloutRouter:
+    """The router of a fleet in this process. Each call returns one whole generation, even when replicas are lost."""
+
+    def __init__(self, dispatcher: Dispatcher, loop: EventLoopThread) -> None:
+        self._dispatcher, self._loop = dispatcher, loop
+
+    async def generate(
+        self,
+        *,
+        rid: str | None = None,
+        session_id: str | None = None,
+        weight_version: int | None = None,
+        min_weight_version: int | None = None,
+        timeout_s: float | None = None,
+        **request: Any,
+    ) -> Json:
+        """One generation for one prompt; `request` holds the arguments of `HttpServerEngineAdapter.generate`.
+
+        Args:
+            rid: Request id, 1 to 512 characters. A repeated call with the same rid and the same request waits for the
+                running generation, returns its stored result, or continues it after an abort. Results of calls
+                without a rid are not stored.
+            session_id: Id of a conversation. Its requests stay on one replica, whose prefix cache has the earlier
+                turns, unless that replica has far more load than the others.
+            weight_version: Exact version of the weights for all tokens.
+            min_weight_version: Minimum version of the weights.
+            timeout_s: Seconds until DeadlineError is raised and the generation is aborted.
+
+        Returns SGLang's reply. `meta_info` also has `weight_versions` (spans of tokens with `version`, `start`, `end`)
+        and `attempts` (number of attempts on replicas). Cancelling the call aborts the generation in the server.
+
+        Raises BadInputError; NotReadyError (retryable) when no replica serves the required weights, or the weights
+        changed during the generation; ServerBusyError (retryable) when too many requests are queued; DeadlineError;
+        or the error of the last replica.
+        """
+        coroutine = self._dispatcher.generate(
+            request,
+            rid=rid,
+            session_id=session_id,
+            requirement=VersionRequirement(weight_version, min_weight_version),
+            timeout_s=timeout_s,
+        )
+        return await asyncio.wrap_future(self._loop.submit(coroutine))

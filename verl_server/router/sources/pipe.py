@@ -1,0 +1,138 @@
+"""Replicas of a fleet, which sends their statuses through the standard input of the router process.
+
+The wire is one JSON object per line. The parent (`router/supervisor.py`) sends the settings first:
+`{"host", "port", "api_key", "config", "parent_pid"}`. Then it sends changes: `{"sequence", "statuses", "metrics"}`,
+where each status is an `encode_status` object and `metrics` is the text of the fleet's own metrics. The router process
+writes ten reports per second to its standard output: `{"sequence", "replicas"}`, where `sequence` is the last applied
+change and `replicas` maps each name to `{"running_requests", "no_progress_s", "admitted"}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any, Self
+
+import orjson
+
+from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+from verl_server.config import AdapterConfig
+from verl_server.errors import ServerDiedError
+from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.replica_status import ReplicaStatus
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+REPORT_INTERVAL_S = 0.1
+MAX_LINE_BYTES = 1 << 24
+
+
+class PipeReplicas:
+    """The replica source of a fleet's router process. The process ends when its standard input ends."""
+
+    def __init__(self, stdin: asyncio.StreamReader, settings: Json) -> None:
+        self._stdin = stdin
+        self.settings = settings
+        """The first line from the parent, see the module's docstring."""
+        self._adapters: dict[str, AsyncHttpServerEngineAdapter] = {}
+        self._fleet_metrics = ""
+        self._applied_sequence = 0
+
+    @classmethod
+    async def open(cls) -> Self:
+        """Read the settings from standard input. Ignore signals of a terminal: the parent decides about the end."""
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        stdin = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
+        return cls(stdin, orjson.loads(await stdin.readline()))
+
+    def metrics(self) -> str:
+        """The fleet's own metrics, in the text format of Prometheus."""
+        return self._fleet_metrics
+
+    async def start(self, dispatcher: Dispatcher) -> None:
+        """Does nothing: the parent sends the replicas to `run`."""
+
+    async def run(self, dispatcher: Dispatcher) -> None:
+        """Apply statuses until standard input ends, then end the process.
+
+        The process ends without closing connections: callers send their requests again to the next router process.
+        """
+        reports = asyncio.create_task(self._report(dispatcher))
+        exit_code = 1
+        try:
+            while line := await self._stdin.readline():
+                message = orjson.loads(line)
+                for status in message["statuses"]:
+                    adapter = await self._adapter(status["name"], status.pop("url"), status.pop("api_key"))
+                    dispatcher.pool.apply_status(ReplicaStatus(adapter=adapter, **status))
+                self._applied_sequence, self._fleet_metrics = message["sequence"], message["metrics"]
+            exit_code = 0
+        except Exception:  # the process cannot continue; its parent starts another one
+            logger.exception("the router process cannot apply a message of its parent")
+        finally:
+            reports.cancel()
+            os._exit(exit_code)
+
+    async def _adapter(self, name: str, url: str | None, api_key: str | None) -> AsyncHttpServerEngineAdapter | None:
+        """The adapter of a replica's server. None when the replica has no server.
+
+        Requests on the replica's previous server fail immediately: if that server's machine was lost, its connections
+        might never be closed.
+        """
+        known = self._adapters.get(name)
+        if known is not None and (known.base_url != url or known.api_key != api_key):
+            del self._adapters[name]
+            known.fail(ServerDiedError(f"the fleet has lost the server at {known.base_url}", url=known.base_url))
+            await known.close_connections()
+        if url is None:
+            return None
+        if name not in self._adapters:
+            self._adapters[name] = AsyncHttpServerEngineAdapter.attach(
+                url, api_key=api_key, config=AdapterConfig(repeats=0)
+            )
+        return self._adapters[name]
+
+    async def _report(self, dispatcher: Dispatcher) -> None:
+        """Report observations to the parent until it ends.
+
+        The parent's end must be noticed even if another of its children still holds the write end of standard input.
+        """
+        while os.getppid() == self.settings["parent_pid"]:
+            now = time.monotonic()
+            replicas = {
+                replica.name: {
+                    "running_requests": replica.running_requests,
+                    "no_progress_s": now - replica.last_progress_at,
+                    "admitted": replica.admitted,
+                }
+                for replica in dispatcher.pool.replicas.values()
+            }
+            os.write(1, orjson.dumps({"sequence": self._applied_sequence, "replicas": replicas}) + b"\n")
+            await asyncio.sleep(REPORT_INTERVAL_S)
+        os._exit(0)
+
+    async def close(self) -> None:
+        """Nothing to close: `run` ends the process."""
+
+
+def encode_status(status: ReplicaStatus) -> Json:
+    """A status as JSON, with the server's URL and API key instead of its adapter."""
+    adapter = status.adapter
+    return {
+        "name": status.name,
+        "url": None if adapter is None else adapter.base_url,
+        "api_key": None if adapter is None else adapter.api_key,
+        "weight_version": status.weight_version,
+        "admitted": status.admitted,
+        "suspect": status.suspect,
+        "expected": status.expected,
+        "removed": status.removed,
+    }
