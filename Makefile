@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 UV_VERSION := 0.13.8
 
-.PHONY: setup demo test check format docs doctor bench clean
+.PHONY: setup demo test test-quick check format docs doctor bench clean
 
 setup: $(READY)
 
@@ -25,6 +25,9 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest
+
+test-quick: setup
+	$(BIN)/pytest -m "not soak"
 
 check: setup
 	$(BIN)/ruff check .

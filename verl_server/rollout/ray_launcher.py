@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
@@ -77,7 +77,8 @@ class ServerHost:
             return ShutDownError("the replica was stopped while it started") if self._stop.is_set() else None
 
         try:
-            server = launch_sglang_server(server_args, config, {}, check_abort)
+            # The actor starts one server: a forkserver would only take memory.
+            server = launch_sglang_server(server_args, replace(config, use_forkserver=False), {}, check_abort)
         except Exception as error:  # noqa: BLE001 - raised where the replica is started
             return {"error": to_wire(error)}
         with self._lock:
