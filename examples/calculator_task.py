@@ -1,8 +1,11 @@
-"""The task of `calculator.py`, pure: a question, a tool, what an answer is worth, and the words that it takes.
+"""The task of `calculator.py`: questions, the tool, the reward, and the vocabulary. Pure except for the tokenizer.
+
+A sample of the task, one token per word:
 
     <user> 4 7 + 3 8 <end> <assistant> <call> 4 7 + 3 8 </call> <end> <tool> 8 5 <end> <assistant> 8 5 <end>
 
-A right answer is only worth something after a call of the tool: the policy must learn to ask, and to read.
+A correct answer earns a reward only after a call of the tool. The policy must learn to call the tool and to read its
+result.
 """
 
 from __future__ import annotations
@@ -12,92 +15,91 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_server.agent.episode import Task, Turn
-from verl_server.agent.loops import ToolAgentLoop
-from verl_server.agent.runner import Sample
-from verl_server.agent.tools import ToolCall, ToolResult
+from verl_server.agent import Sample, Task, ToolAgentLoop, ToolCall, ToolResult, Turn
 
-WORDS = (*"0123456789", "+", "?", "<call>", "</call>", "<user>", "<assistant>", "<tool>", "<end>")
-"""One token each; `?` is what all other words are."""
-TEMPLATE = (
+VOCABULARY = (*"0123456789", "+", "?", "<call>", "</call>", "<user>", "<assistant>", "<tool>", "<end>")
+"""Words of the task, one token each. `?` stands for all other words."""
+CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-MAX_TURN = 9
-"""Tokens that the policy may say in one turn: the right call, and one too many."""
-MAX_RESPONSE = 24
+MAX_TURN_TOKENS = 9
+"""Maximum number of tokens of one turn: the correct call and one additional token."""
+MAX_RESPONSE_TOKENS = 24
+"""Maximum number of tokens of both turns and the tool result."""
 
 
 def calculate(expression: str) -> str:
     """Adds two numbers: `4 7 + 3 8` is `8 5`."""
     left, plus, right = expression.replace(" ", "").partition("+")
     if not plus:
-        raise ValueError("there is no +")
+        raise ValueError("the expression has no +")
     return " ".join(str(int(left) + int(right)))
 
 
 class CalculatorLoop(ToolAgentLoop):
-    """`<call> ... </call>` instead of JSON, which is long for a policy that begins with nothing."""
+    """Parses calls of the form `<call> ... </call>`. JSON would be too long for a policy with random weights."""
 
-    def calls(self, turn: Turn) -> list[ToolCall | ToolResult]:
-        inner = call_in(turn.text)
-        return [] if inner is None else [ToolCall("calculate", {"expression": inner})]
+    def parse_tool_calls(self, turn: Turn) -> list[ToolCall | ToolResult]:
+        expression = parse_expression(turn.text)
+        return [] if expression is None else [ToolCall("calculate", {"expression": expression})]
 
 
-def call_in(text: str) -> str | None:
-    """What stands between the marks."""
+def parse_expression(text: str) -> str | None:
+    """The text between `<call>` and `</call>`. None if there is no complete call."""
     _, opened, rest = text.partition("<call>")
-    inner, closed, _ = rest.partition("</call>")
-    return inner.strip() if opened and closed else None
+    expression, closed, _ = rest.partition("</call>")
+    return expression.strip() if opened and closed else None
 
 
-def draw(rng: random.Random, count: int, prefix: str) -> list[Task]:
-    """Questions with two numbers of two digits."""
+def make_tasks(rng: random.Random, count: int, prefix: str) -> list[Task]:
+    """Random additions of two numbers with two digits. Task ids begin with `prefix`."""
     tasks = []
-    for number in range(count):
+    for index in range(count):
         a, b = rng.randrange(10, 100), rng.randrange(10, 100)
         question = " ".join(f"{a}+{b}")
-        tasks.append(Task(f"{prefix}-{number}", [{"role": "user", "content": question}], {"answer": str(a + b)}))
+        tasks.append(Task(f"{prefix}-{index}", [{"role": "user", "content": question}], {"answer": str(a + b)}))
     return tasks
 
 
-def reward(sample: Sample) -> float:
-    """0 to 1: half for the right call, half for the right answer to what the tool said."""
-    said = [[WORDS[token] for token in node.tokens] for node in sample.session.nodes if node.sampled]
+def compute_reward(sample: Sample) -> float:
+    """Reward from 0 to 1: half for the correct call, half for the correct answer after the tool's result."""
+    turns = [[VOCABULARY[token] for token in node.token_ids] for node in sample.graph.nodes if node.sampled]
     question = str(sample.task.messages[0]["content"]).split()
-    worth = 0.5 * share(said[0], ["<call>", *question, "</call>", "<end>"])
-    if used_tool(sample) and len(said) > 1:
-        worth += 0.5 * share(said[1], [*sample.task.data["answer"], "<end>"])
-    return worth
+    reward = 0.5 * fraction_correct(turns[0], ["<call>", *question, "</call>", "<end>"])
+    if used_tool(sample) and len(turns) > 1:
+        reward += 0.5 * fraction_correct(turns[1], [*sample.task.data["answer"], "<end>"])
+    return reward
 
 
-def show(sample: Sample) -> str:
-    """All that was said, word by word."""
-    return " ".join(WORDS[token] for node in sample.session.nodes for token in node.tokens)
+def transcript(sample: Sample) -> str:
+    """All tokens of a sample as words."""
+    return " ".join(VOCABULARY[token] for node in sample.graph.nodes for token in node.token_ids)
 
 
 def used_tool(sample: Sample) -> bool:
-    """Whether the tool was called and could answer."""
-    for node in sample.session.nodes:
+    """Whether the policy called the tool and the tool returned a result without an error."""
+    for node in sample.graph.nodes:
         for message in (node.message or {}).get("messages", ()):
             if message["role"] == "tool":
                 return not str(message["content"]).startswith("Error")
     return False
 
 
-def share(said: Sequence[str], right: Sequence[str]) -> float:
-    """Of positions that are right; missing and superfluous ones are wrong."""
-    return sum(a == b for a, b in zip(said, right, strict=False)) / max(len(said), len(right), 1)
+def fraction_correct(words: Sequence[str], expected: Sequence[str]) -> float:
+    """Fraction of positions with the expected word. Missing and additional words count as wrong positions."""
+    return sum(a == b for a, b in zip(words, expected, strict=False)) / max(len(words), len(expected), 1)
 
 
 def make_tokenizer(folder: Path) -> Any:
-    """Whole words. Saved into `folder`."""
+    """A tokenizer with one token per word, saved into `folder`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="?"))
+    vocabulary = {word: token for token, word in enumerate(VOCABULARY)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token="<end>", pad_token="<end>")
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     return tokenizer

@@ -1,373 +1,289 @@
-"""Agents on a real server: every token that is trained on is one that was sampled, whatever tools do."""
+"""Episodes and agent loops on a real server: trainers get exactly the tokens that were sampled."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from agent_helpers import (
+    TOOL_CALL_REGEX,
+    ForcedToolCallsLoop,
+    ForkingLoop,
+    RecordingGenerateFn,
+    ThreeUserMessagesLoop,
+    add,
+    assert_exact,
+    assert_logprobs_match,
+    assert_prompts_are_paths,
+    block_forever,
+    make_episode,
+    raise_runtime_error,
+    return_long_text,
+    wait_a_minute,
+)
 from helpers import LLAMA, QWEN, chat_tokenizer, reference_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from verl_server.agent.episode import Budget, Rollout, Task, Turn, generate_of, images_of
-from verl_server.agent.loops import AgentLoop, InterleavedLoop, SingleTurnLoop, ToolAgentLoop, loop_named, register
-from verl_server.agent.runner import RolloutRunner, Sample
-from verl_server.agent.tools import FunctionTool, Toolbox, ToolCall, ToolResult, hermes_calls
-from verl_server.errors import BadInputError, ServerBusyError
-from verl_server.trajectory.batches import to_batch
-from verl_server.trajectory.divergence import drifts
-from verl_server.trajectory.graph import ForkReason, Session
-from verl_server.trajectory.recorder import Recorder, file_of, read, recorded
-from verl_server.trajectory.rendering import Renderer
-
-CALL = r'<tool_call>\{"name": "add", "arguments": \{"a": [0-9], "b": [0-9]\}\}</tool_call>'
-
-
-def add(a: int, b: int = 1) -> int:
-    """The sum of two numbers."""
-    return a + b
-
-
-class Asked:
-    """Passes requests on, and remembers the prompts."""
-
-    def __init__(self, engine: Any) -> None:
-        self._generate = generate_of(engine.adapter.asynchronous)
-        self.prompts: list[list[int]] = []
-
-    async def __call__(self, **request: Any) -> Any:
-        self.prompts.append(list(request["input_ids"]))
-        return await self._generate(**request)
+from verl_server.agent import (
+    Episode,
+    FunctionTool,
+    InterleavedLoop,
+    RolloutLimits,
+    SingleTurnLoop,
+    Task,
+    ToolAgentLoop,
+    ToolCall,
+    ToolResult,
+    Turn,
+    get_agent_loop,
+    parse_hermes_tool_calls,
+    register_agent_loop,
+)
+from verl_server.errors import BadInputError
+from verl_server.trajectory import (
+    ChatRenderer,
+    ForkReason,
+    Recorder,
+    TrajectoryGraph,
+    find_divergences,
+    image_sources,
+    load_session,
+    session_file,
+    to_batch,
+)
 
 
 @pytest.fixture(scope="module")
-def renderer(tiny: Callable[..., Path]) -> Renderer:
-    return Renderer(AutoTokenizer.from_pretrained(tiny("qwen3")))
+def renderer(tiny: Callable[..., Path]) -> ChatRenderer:
+    return ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))
 
 
-def rollout_of(engine: Any, renderer: Renderer, record: Any, **changed: Any) -> tuple[Rollout, Asked]:
-    asked = Asked(engine)
-    given: dict[str, Any] = {
-        "task": Task("t", [{"role": "user", "content": "add"}]),
-        "budget": Budget(response_tokens=600, turns=3),
-        "sampling_params": {"temperature": 1.0, "max_new_tokens": 100},
-        **changed,
-    }
-    return Rollout(record=record, generate=asked, renderer=renderer, **given), asked
-
-
-def assert_prompts(session: Session, asked: Asked) -> None:
-    """Each prompt was the path so far."""
-    sampled = [node for node in session.nodes if node.sampled]
-    assert sorted(asked.prompts) == sorted(session.ids(node.parent) for node in sampled if node.parent is not None)
-
-
-def assert_exact(session: Session, asked: Asked, model: Any) -> None:
-    """And Hugging Face gives each sampled token its recorded log prob (which a grammar would have changed)."""
-    assert_prompts(session, asked)
-    for leaf in session.leaves:
-        whole = session.trajectory(leaf)
-        with torch.no_grad():
-            logprobs = model(torch.tensor([whole.ids])).logits[0].log_softmax(-1)
-        for at, bit in enumerate(whole.mask):
-            if bit:
-                assert abs(float(logprobs[at - 1, whole.ids[at]]) - whole.logprobs[at]) < 1e-4
-
-
-class CallsWhateverIsSaid(ToolAgentLoop):
-    """A random policy calls no tool by itself: here all that it says is two calls, also when it is cut off."""
-
-    async def run(self, rollout: Rollout) -> None:
-        turn = await rollout.turn(rollout.task.messages)
-        while True:
-            results = await self.tools.call_all(self.calls(turn))
-            turn = await rollout.turn([result.message for result in results])
-
-    def calls(self, turn: Turn) -> list[ToolCall | ToolResult]:
-        return [ToolCall("add", {"a": len(turn.text), "b": more}) for more in (1, 2)]
-
-
-def test_tools_over_many_turns(
-    shared_engine: Any, renderer: Renderer, tiny: Callable[..., Path], tmp_path: Path
+def test_concurrent_episodes_with_tools_record_exact_tokens(
+    shared_engine: Any, renderer: ChatRenderer, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Many at a time, two calls in each turn; what is on disk is what was sampled."""
-    loop, model = CallsWhateverIsSaid([add]), reference_model(tiny("qwen3"))
+    """24 concurrent episodes with two tool calls per turn. The files contain what was sampled."""
+    loop, model = ForcedToolCallsLoop([add]), reference_model(tiny("qwen3"))
 
-    async def run() -> list[tuple[str, Rollout, Asked]]:
-        async def one(number: int) -> tuple[str, Rollout, Asked]:
-            params = {"temperature": 1.0, "max_new_tokens": 20 + number, "ignore_eos": number % 2 == 0}
-            recorder = Recorder(tmp_path, f"s{number}", sync=False)
-            rollout, asked = rollout_of(shared_engine, renderer, recorder, sampling_params=params)
+    async def run_all() -> list[tuple[str, Episode, RecordingGenerateFn]]:
+        async def run_one(index: int) -> tuple[str, Episode, RecordingGenerateFn]:
+            params = {"temperature": 1.0, "max_new_tokens": 20 + index, "ignore_eos": index % 2 == 0}
+            recorder = Recorder(tmp_path, f"s{index}", sync=False)
+            episode, generate = make_episode(shared_engine, renderer, recorder, sampling_params=params)
             with recorder:
-                return await loop.act(rollout), rollout, asked
+                return await loop.run_episode(episode), episode, generate
 
-        return list(await asyncio.gather(*(one(number) for number in range(24))))
+        return list(await asyncio.gather(*(run_one(index) for index in range(24))))
 
-    for number, (reason, rollout, asked) in enumerate(asyncio.run(run())):
-        session = rollout.session
-        assert reason == "turns", rollout.error
-        assert rollout.leaf is not None
-        assert session.turns(rollout.leaf) == 3
-        assert read(file_of(tmp_path, f"s{number}")) == session
-        for node in session.nodes:
+    for index, (stop_reason, episode, generate) in enumerate(asyncio.run(run_all())):
+        graph = episode.graph
+        assert stop_reason == "max_turns", episode.error
+        assert episode.leaf is not None
+        assert graph.num_turns(episode.leaf) == 3
+        assert load_session(session_file(tmp_path, f"s{index}")) == graph
+        for node in graph.nodes:
             if node.message and "messages" in node.message and node.parent is not None:
-                said = len((session.node(node.parent).message or {})["content"])
-                assert [message["content"] for message in node.message["messages"]] == [str(said + 1), str(said + 2)]
-        assert_exact(session, asked, model)
-        batch = to_batch([(session, rollout.leaf)], pad_token_id=0)
-        assert int(batch["response_mask"].sum()) == session.sampled_tokens(rollout.leaf)
+                length = len((graph.node(node.parent).message or {})["content"])
+                contents = [message["content"] for message in node.message["messages"]]
+                assert contents == [str(length + 1), str(length + 2)]
+        assert_exact(graph, generate, model)
+        batch = to_batch([(graph, episode.leaf)], pad_token_id=0)
+        assert int(batch["response_mask"].sum()) == graph.num_sampled_tokens(episode.leaf)
 
 
-class ThinksAndForks(CallsWhateverIsSaid):
-    """Every fourth goes back to its prompt once and takes another way."""
-
-    async def run(self, rollout: Rollout) -> None:
-        turn = await rollout.turn(rollout.task.messages)
-        for again in range(2):
-            results = await self.tools.call_all(self.calls(turn))
-            turn = await rollout.turn([result.message for result in results])
-            if again == 0 and int(rollout.task.id) % 4 == 0:
-                rollout.fork(0, ForkReason.SAMPLE)
-                turn = await rollout.speak()
-
-
-def test_two_hundred_sessions(shared_engine: Any, tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """Qwen's and Llama's way of rendering, at the same time: exact in every turn, no drift but the forks asked for."""
+def test_two_hundred_sessions_with_two_chat_templates(
+    shared_engine: Any, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Sessions with Qwen's and Llama's template are exact in every turn and diverge only at requested forks."""
     model = reference_model(tiny("qwen3"))
 
-    async def run() -> list[tuple[str, Rollout, Asked]]:
-        async def one(number: int) -> tuple[str, Rollout, Asked]:
-            task = Task(str(number), [{"role": "system", "content": "s"}, {"role": "user", "content": f"add {number}"}])
-            rollout, asked = rollout_of(
+    async def run_all() -> list[tuple[str, Episode, RecordingGenerateFn]]:
+        async def run_one(index: int) -> tuple[str, Episode, RecordingGenerateFn]:
+            task = Task(str(index), [{"role": "system", "content": "s"}, {"role": "user", "content": f"add {index}"}])
+            episode, generate = make_episode(
                 shared_engine,
-                renderers[number % 2],
-                Session(str(number)),
+                renderers[index % 2],
+                TrajectoryGraph(str(index)),
                 task=task,
-                sampling_params={"temperature": 1.0, "max_new_tokens": 8 + number % 9},
-                budget=Budget(response_tokens=600, turns=3),
+                sampling_params={"temperature": 1.0, "max_new_tokens": 8 + index % 9},
+                limits=RolloutLimits(max_response_tokens=600, max_turns=3),
             )
-            return await loop.act(rollout), rollout, asked
+            return await loop.run_episode(episode), episode, generate
 
-        return list(await asyncio.gather(*(one(number) for number in range(200))))
+        return list(await asyncio.gather(*(run_one(index) for index in range(200))))
 
     renderers = []
     for template in (QWEN, LLAMA):
         tokenizer = chat_tokenizer(tmp_path)
         tokenizer.chat_template = template
-        renderers.append(Renderer(tokenizer))
-    loop = ThinksAndForks([add])
-    for number, (reason, rollout, asked) in enumerate(asyncio.run(run())):
-        assert reason == "done", rollout.error
-        assert_exact(rollout.session, asked, model)
-        forks = [(drift.reason, drift.turn) for drift in drifts(rollout.session)]
-        assert forks == ([(ForkReason.SAMPLE, 0)] if number % 4 == 0 else [])
+        renderers.append(ChatRenderer(tokenizer))
+    loop = ForkingLoop([add])
+    for index, (stop_reason, episode, generate) in enumerate(asyncio.run(run_all())):
+        assert stop_reason == "done", episode.error
+        assert_exact(episode.graph, generate, model)
+        forks = [(divergence.fork_reason, divergence.num_turns) for divergence in find_divergences(episode.graph)]
+        assert forks == ([(ForkReason.SAMPLE, 0)] if index % 4 == 0 else [])
 
 
-def test_a_policy_calls_tools(shared_engine: Any, renderer: Renderer) -> None:
-    """Two calls in each turn, in the words of the template (which a grammar makes a random policy say)."""
-    session = Session("s")
-    params = {"temperature": 1.0, "max_new_tokens": 200, "regex": f"{CALL}{CALL}"}
-    rollout, _ = rollout_of(
-        shared_engine, renderer, session, sampling_params=params, budget=Budget(response_tokens=1500, turns=3)
-    )
-    assert asyncio.run(ToolAgentLoop([add]).act(rollout)) == "turns"
-    answers = 0
-    for node in session.nodes:
-        if node.message and "messages" in node.message and node.parent is not None:
-            calls = hermes_calls((session.node(node.parent).message or {})["content"])
-            sums = [call.arguments["a"] + call.arguments["b"] for call in calls if isinstance(call, ToolCall)]
-            assert [int(message["content"]) for message in node.message["messages"]] == sums
-            answers += len(sums)
-    assert answers == 6
-
-
-def test_forks_and_insertions_stay_exact(shared_engine: Any, renderer: Renderer, tiny: Callable[..., Path]) -> None:
-    session, model = Session("s"), reference_model(tiny("qwen3"))
-    rollout, asked = rollout_of(shared_engine, renderer, session, sampling_params={"max_new_tokens": 12})
-
-    async def run() -> None:
-        first = await rollout.turn(rollout.task.messages)
-        rollout.insert("<result>5</result>")
-        await rollout.speak()
-        rollout.fork(0, ForkReason.SAMPLE)
-        await rollout.speak()
-        rollout.fork(first.node, ForkReason.EDITED)
-        await rollout.turn([{"role": "user", "content": "again"}])
-
-    asyncio.run(run())
-    assert [node.fork for node in session.nodes if node.fork] == [ForkReason.SAMPLE, ForkReason.EDITED]
-    assert len(session.leaves) == 3
-    assert_exact(session, asked, model)
-
-
-def test_a_turn_that_an_update_cuts_off_is_taken_up(
-    shared_engine: Any, renderer: Renderer, tiny: Callable[..., Path]
-) -> None:
-    """Paused with `abort` in the middle: the turn has all of its tokens, each with its own log prob."""
-    session = Session("s")
-    params = {"temperature": 1.0, "max_new_tokens": 300, "ignore_eos": True}
-    rollout, _ = rollout_of(shared_engine, renderer, session, sampling_params=params)
-    adapter = shared_engine.adapter.asynchronous
-
-    async def run() -> Any:
-        speaking = asyncio.ensure_future(rollout.turn(rollout.task.messages))
-        await asyncio.sleep(0.4)
-        assert not speaking.done()
-        await adapter.pause_generation("abort")
-        await adapter.continue_generation()
-        return await speaking
-
-    turn = asyncio.run(run())
-    assert (len(turn.ids), turn.finish) == (300, "length")
-    whole, model = session.trajectory(turn.node), reference_model(tiny("qwen3"))
-    with torch.no_grad():
-        logprobs = model(torch.tensor([whole.ids])).logits[0].log_softmax(-1)
-    for at in range(whole.prompt_length, len(whole.ids)):
-        assert abs(float(logprobs[at - 1, whole.ids[at]]) - whole.logprobs[at]) < 1e-4
-
-
-def test_interleaved_calls(shared_engine: Any, renderer: Renderer) -> None:
-    session = Session("s")
-    params = {"max_new_tokens": 100, "regex": r'<call>\{"name": "add", "arguments": \{"a": [0-9]\}\}</call>'}
-    rollout, asked = rollout_of(
-        shared_engine, renderer, session, sampling_params=params, budget=Budget(response_tokens=900, turns=2)
-    )
-    assert asyncio.run(InterleavedLoop([add]).act(rollout)) == "turns"
-    inserted = [node for node in session.nodes if node.message and "inserted" in node.message]
-    assert len(inserted) == 2
-    assert_prompts(session, asked)
-
-
-def test_budgets(shared_engine: Any, renderer: Renderer) -> None:
-    params = {"temperature": 1.0, "ignore_eos": True}
-    session = Session("s")
-    rollout, _ = rollout_of(shared_engine, renderer, session, sampling_params=params, budget=Budget(response_tokens=40))
-
-    class Talks(AgentLoop):
-        async def run(self, rollout: Rollout) -> None:
-            await rollout.turn(rollout.task.messages, max_new_tokens=15)
-            await rollout.turn([{"role": "user", "content": "x"}], max_new_tokens=1000)
-            await rollout.turn([{"role": "user", "content": "y"}])
-
-    assert asyncio.run(Talks().act(rollout)) == "response_tokens"
-    assert rollout.used == 40, "the last turn was cut to what was left"
-    assert session.node(rollout.leaf or 0).finish == "length"
-
-    late, _ = rollout_of(shared_engine, renderer, Session("s"), budget=Budget(response_tokens=40, wall_s=0.001))
-    time.sleep(0.01)
-    assert asyncio.run(SingleTurnLoop().act(late)) == "wall_s"
-    slow, asked = rollout_of(
+def test_tool_agent_loop_executes_calls_of_the_policy(shared_engine: Any, renderer: ChatRenderer) -> None:
+    """A grammar forces the policy to make two calls per turn. The prompts contain the correct sums."""
+    graph = TrajectoryGraph("s")
+    params = {"temperature": 1.0, "max_new_tokens": 200, "regex": f"{TOOL_CALL_REGEX}{TOOL_CALL_REGEX}"}
+    episode, _ = make_episode(
         shared_engine,
         renderer,
-        Session("s"),
-        sampling_params={"max_new_tokens": 1500, "ignore_eos": True},
-        budget=Budget(response_tokens=1500, wall_s=0.5),
+        graph,
+        sampling_params=params,
+        limits=RolloutLimits(max_response_tokens=1500, max_turns=3),
     )
-    assert asyncio.run(SingleTurnLoop().act(slow)) == "wall_s", "also in the middle of a turn"
-    assert len(asked.prompts) == 1
-    assert [node.sampled for node in slow.session.nodes] == [False]
-    for bad in ({"response_tokens": 0}, {"response_tokens": 5, "turns": 0}, {"response_tokens": 5, "wall_s": -1.0}):
-        with pytest.raises(BadInputError, match="budget"):
-            Budget(**bad)
+    assert asyncio.run(ToolAgentLoop([add]).run_episode(episode)) == "max_turns"
+    num_results = 0
+    for node in graph.nodes:
+        if node.message and "messages" in node.message and node.parent is not None:
+            calls = parse_hermes_tool_calls((graph.node(node.parent).message or {})["content"])
+            sums = [call.arguments["a"] + call.arguments["b"] for call in calls if isinstance(call, ToolCall)]
+            assert [int(message["content"]) for message in node.message["messages"]] == sums
+            num_results += len(sums)
+    assert num_results == 6
+
+
+def test_forks_and_appended_text_are_exact(
+    shared_engine: Any, renderer: ChatRenderer, tiny: Callable[..., Path]
+) -> None:
+    graph, model = TrajectoryGraph("s"), reference_model(tiny("qwen3"))
+    episode, generate = make_episode(shared_engine, renderer, graph, sampling_params={"max_new_tokens": 12})
+
+    async def run() -> None:
+        first = await episode.generate(episode.task.messages)
+        episode.append_text("<result>5</result>")
+        await episode.generate()
+        episode.fork(0, ForkReason.SAMPLE)
+        await episode.generate()
+        episode.fork(first.node, ForkReason.EDITED)
+        await episode.generate([{"role": "user", "content": "again"}])
+
+    asyncio.run(run())
+    fork_reasons = [node.fork_reason for node in graph.nodes if node.fork_reason]
+    assert fork_reasons == [ForkReason.SAMPLE, ForkReason.EDITED]
+    assert len(graph.leaves) == 3
+    assert_exact(graph, generate, model)
+
+
+def test_turn_continues_after_a_weight_update_aborts_it(
+    shared_engine: Any, renderer: ChatRenderer, tiny: Callable[..., Path]
+) -> None:
+    """A turn that is paused with `abort` still gets all of its tokens, each with its own log probability."""
+    graph = TrajectoryGraph("s")
+    params = {"temperature": 1.0, "max_new_tokens": 300, "ignore_eos": True}
+    episode, _ = make_episode(shared_engine, renderer, graph, sampling_params=params)
+    adapter = shared_engine.adapter.asynchronous
+
+    async def run() -> Turn:
+        generating = asyncio.ensure_future(episode.generate(episode.task.messages))
+        await asyncio.sleep(0.4)
+        assert not generating.done()
+        await adapter.pause_generation("abort")
+        await adapter.continue_generation()
+        return await generating
+
+    turn = asyncio.run(run())
+    assert (len(turn.token_ids), turn.finish_reason) == (300, "length")
+    assert graph.num_sampled_tokens(turn.node) == 300
+    assert_logprobs_match(graph, turn.node, reference_model(tiny("qwen3")))
+
+
+def test_interleaved_loop_appends_results_within_the_turn(shared_engine: Any, renderer: ChatRenderer) -> None:
+    graph = TrajectoryGraph("s")
+    params = {"max_new_tokens": 100, "regex": r'<call>\{"name": "add", "arguments": \{"a": [0-9]\}\}</call>'}
+    episode, generate = make_episode(
+        shared_engine,
+        renderer,
+        graph,
+        sampling_params=params,
+        limits=RolloutLimits(max_response_tokens=900, max_turns=2),
+    )
+    assert asyncio.run(InterleavedLoop([add]).run_episode(episode)) == "max_turns"
+    appended = [node for node in graph.nodes if node.message and "appended_text" in node.message]
+    assert len(appended) == 2
+    assert_prompts_are_paths(graph, generate)
+
+
+def test_limits_stop_an_episode(shared_engine: Any, renderer: ChatRenderer) -> None:
+    params = {"temperature": 1.0, "ignore_eos": True}
+    graph = TrajectoryGraph("s")
+    limits = RolloutLimits(max_response_tokens=40)
+    episode, _ = make_episode(shared_engine, renderer, graph, sampling_params=params, limits=limits)
+    assert asyncio.run(ThreeUserMessagesLoop().run_episode(episode)) == "max_response_tokens"
+    assert episode.stop_reason == "max_response_tokens"
+    assert episode.num_response_tokens == 40, "max_new_tokens of the last turn must be the remaining tokens"
+    assert graph.node(episode.leaf or 0).finish_reason == "length"
+
+    limits = RolloutLimits(max_response_tokens=40, timeout_s=0.001)
+    expired, _ = make_episode(shared_engine, renderer, TrajectoryGraph("s"), limits=limits)
+    time.sleep(0.01)
+    assert asyncio.run(SingleTurnLoop().run_episode(expired)) == "timeout_s"
+    slow, generate = make_episode(
+        shared_engine,
+        renderer,
+        TrajectoryGraph("s"),
+        sampling_params={"max_new_tokens": 1500, "ignore_eos": True},
+        limits=RolloutLimits(max_response_tokens=1500, timeout_s=0.5),
+    )
+    assert asyncio.run(SingleTurnLoop().run_episode(slow)) == "timeout_s", "the timeout must also end a running turn"
+    assert len(generate.prompts) == 1
+    assert [node.sampled for node in slow.graph.nodes] == [False]
+    for bad in (
+        {"max_response_tokens": 0},
+        {"max_response_tokens": 5, "max_turns": 0},
+        {"max_response_tokens": 5, "timeout_s": -1.0},
+        {"max_response_tokens": 5, "max_context_tokens": 0},
+    ):
+        with pytest.raises(BadInputError, match="RolloutLimits"):
+            RolloutLimits(**bad)  # type: ignore[arg-type]
+
+
+def test_max_context_tokens_counts_prompt_and_response(shared_engine: Any, renderer: ChatRenderer) -> None:
+    params = {"temperature": 1.0, "ignore_eos": True}
+    task = Task("t", [{"role": "user", "content": "add"}])
+    prompt_length = len(renderer.render_prompt(task.messages))
+    max_context_tokens = prompt_length + 40
+
+    limits = RolloutLimits(max_response_tokens=600, max_context_tokens=max_context_tokens)
+    episode, generate = make_episode(
+        shared_engine, renderer, TrajectoryGraph("s"), task=task, sampling_params=params, limits=limits
+    )
+    assert asyncio.run(ThreeUserMessagesLoop().run_episode(episode)) == "max_context_tokens"
+    assert episode.leaf is not None
+    assert episode.graph.num_tokens(episode.leaf) == max_context_tokens
+    assert len(generate.prompts) == 2
+    assert episode.graph.node(episode.leaf).finish_reason == "length"
+
+    limits = RolloutLimits(max_response_tokens=600, max_context_tokens=prompt_length)
+    too_long, generate = make_episode(shared_engine, renderer, TrajectoryGraph("s"), task=task, limits=limits)
+    assert asyncio.run(SingleTurnLoop().run_episode(too_long)) == "max_context_tokens"
+    assert generate.prompts == [], "a prompt without room for a response must not be sent"
 
 
 @pytest.mark.parametrize(
-    ("messages", "words"),
+    ("messages", "expected"),
     [
         ([], "no messages"),
         ([{"role": "pope", "content": "x"}], "role 'pope'"),
         ([{"role": "user", "content": "x" * 5000}], "the server takes prompts of up to"),
     ],
 )
-def test_a_failed_sample_carries_its_error(shared_engine: Any, renderer: Renderer, messages: Any, words: str) -> None:
-    session = Session("s")
-    rollout, _ = rollout_of(shared_engine, renderer, session, task=Task("t", messages))
-    loop = SingleTurnLoop()
-    assert asyncio.run(loop.act(rollout)) == "error"
-    assert rollout.error is not None
-    assert words in rollout.error["message"]
-
-
-async def hangs() -> None:
-    await asyncio.sleep(60)
-
-
-def sleeps() -> None:
-    """For ever: neither the call nor the end of the process may wait for it."""
-    threading.Event().wait()
-
-
-def raises() -> None:
-    raise RuntimeError("no")
-
-
-def leaves() -> None:
-    sys.exit(3)
-
-
-def finds_nothing() -> Any:
-    return next(iter(()))
-
-
-def prints() -> str:
-    return "x" * 10_000_000
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "words"),
-    [
-        (
-            ToolCall("nobody", {}),
-            "unknown_tool",
-            "there are: add, finds_nothing, hangs",
-        ),
-        (ToolCall("add", {"a": "x"}), "bad_arguments", "wrong arguments: a:"),
-        (ToolCall("add", {"a": 1, "c": 2}), "bad_arguments", "c:"),
-        (ToolCall("add", {}), "bad_arguments", "a: Field required"),
-        (ToolCall("hangs", {}), "timeout", "no answer within 0.2 s"),
-        (ToolCall("sleeps", {}), "timeout", "no answer within 0.2 s"),
-        (ToolCall("raises", {}), "raised", "RuntimeError: no"),
-        (ToolCall("leaves", {}), "raised", "SystemExit: 3"),
-        (ToolCall("finds_nothing", {}), "raised", "StopIteration"),
-    ],
-)
-def test_tools_that_fail_are_answers(call: ToolCall, kind: str, words: str) -> None:
-    slow = (FunctionTool(one, timeout_s=0.2) for one in (hangs, sleeps))
-    box = Toolbox([add, *slow, raises, leaves, finds_nothing, prints])
-    result = asyncio.run(box.call(call))
-    assert result.error == kind
-    assert words in result.content
-
-
-def test_tools_that_work(renderer: Renderer) -> None:
-    box = Toolbox([add, prints])
-    assert asyncio.run(box.call(ToolCall("add", {"a": 2}))) == ToolResult("add", "3")
-    schema = box.schemas[0]["function"]
-    assert (schema["name"], schema["description"]) == ("add", "The sum of two numbers.")
-    assert schema["parameters"]["required"] == ["a"]
-    long = asyncio.run(box.call(ToolCall("prints", {}))).content
-    cut = renderer.cut(long, 50)
-    assert cut == "x" * 50 + " [cut]"
-    with pytest.raises(BadInputError, match="two tools"):
-        Toolbox([add, add])
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.text() | st.text().map(lambda text: f"<tool_call>{text}</tool_call>") | st.just("<tool_call>{}</tool_call>"))
-def test_whatever_a_policy_says_is_read(text: str) -> None:
-    for call in hermes_calls(text):
-        result = asyncio.run(Toolbox([add]).call(call)) if isinstance(call, ToolCall) else call
-        assert isinstance(result.content, str)
+def test_failed_episode_has_its_error(shared_engine: Any, renderer: ChatRenderer, messages: Any, expected: str) -> None:
+    episode, _ = make_episode(shared_engine, renderer, TrajectoryGraph("s"), task=Task("t", messages))
+    assert asyncio.run(SingleTurnLoop().run_episode(episode)) == "error"
+    assert episode.error is not None
+    assert expected in episode.error["message"]
 
 
 JUNK = st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3))
@@ -377,150 +293,56 @@ MESSAGE = st.fixed_dictionaries(
         "content": st.text(max_size=20) | st.text(min_size=1, max_size=3).map(lambda text: text * 1000) | JUNK,
     }
 )
-CALLED = st.builds(
+TOOL_CALL_TEXT = st.builds(
     lambda name, arguments: f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>',
-    st.sampled_from(["add", "raises", "prints", "hangs", "sleeps", "nobody"]),
+    st.sampled_from(
+        ["add", "raise_runtime_error", "return_long_text", "wait_a_minute", "block_forever", "unknown_tool"]
+    ),
     st.sampled_from(["{}", '{"a": 1}', '{"a": "x"}', "[]", '{"a": 1', "null"]),
 )
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(messages=st.lists(MESSAGE, max_size=3), said=st.lists(CALLED | st.text(max_size=30), max_size=3).map("".join))
-def test_nothing_bad_is_unhandled(shared_engine: Any, renderer: Renderer, messages: Any, said: str) -> None:
-    """Whatever the task is and whatever the policy says: an end with a reason, and a record of what was sampled."""
-
-    class Says(ToolAgentLoop):
-        def calls(self, turn: Turn) -> list[ToolCall | ToolResult]:
-            return hermes_calls(said)
-
-    loop = Says([add, *(FunctionTool(one, timeout_s=0.02) for one in (hangs, sleeps, raises)), prints])
-    session = Session("s")
-    budget = Budget(response_tokens=200, turns=2, tool_tokens=20)
-    params = {"max_new_tokens": 4, "ignore_eos": True}
-    rollout, _ = rollout_of(
-        shared_engine, renderer, session, task=Task("t", messages), budget=budget, sampling_params=params
-    )
-    reason = asyncio.run(loop.act(rollout))
-    assert reason in ("done", "turns", "response_tokens", "error")
-    assert (reason == "error") == (rollout.error is not None)
-    if reason == "error":
-        assert rollout.error is not None
-        assert rollout.error["type"] == "BadInputError", rollout.error
-        assert not any(node.sampled for node in session.nodes)
-    else:
-        assert session.turns(rollout.leaf or 0) in (1, 2)
-        for node in session.nodes:
-            assert len(node.tokens) <= 3 * 60 or node.parent is None, "a tool's answer was not cut"
-
-
-def test_loops_are_known_by_name() -> None:
-    assert loop_named("tool_agent") is ToolAgentLoop
-    with pytest.raises(BadInputError, match="there is no agent loop 'x'"):
-        loop_named("x")
-    with pytest.raises(BadInputError, match="registered already"):
-        register("single_turn")(ToolAgentLoop)
-
-
-def runner_of(engine: Any, renderer: Renderer, **changed: Any) -> RolloutRunner:
-    given: dict[str, Any] = {
-        "loop": ToolAgentLoop([add]),
-        "generate": generate_of(engine.adapter.asynchronous),
-        "renderer": renderer,
-        "budget": Budget(response_tokens=1000, turns=2),
-        "sampling_params": {"temperature": 1.0, "max_new_tokens": 100, "regex": CALL},
-        **changed,
-    }
-    return RolloutRunner(**given)
-
-
-def tasks(count: int) -> list[Task]:
-    return [Task(f"t{number}", [{"role": "user", "content": f"add {number}"}]) for number in range(count)]
-
-
-def test_groups_come_as_they_finish(shared_engine: Any, renderer: Renderer) -> None:
-    """With rewards; more tasks than wanted, some groups are not kept, and the rest is given up."""
-
-    async def reward(sample: Sample) -> float:
-        if sample.task.id == "t1":
-            raise RuntimeError("no judge")
-        return float(sample.number)
-
-    async def run() -> list[Any]:
-        runner = runner_of(shared_engine, renderer, reward=reward)
-        keep = runner.run(tasks(6), samples=2, groups=3, keep=lambda group: group.task.id != "t0")
-        return [group async for group in keep]
-
-    groups = asyncio.run(run())
-    assert len(groups) == 3
-    for group in groups:
-        assert group.task.id != "t0"
-        for number, sample in enumerate(group.samples):
-            if group.task.id == "t1":
-                assert sample.reason == "error"
-                assert "no judge" in sample.error["message"]
-            else:
-                assert (sample.reason, sample.reward, sample.number) == ("turns", float(number), number)
-    scores = to_batch([one.path for group in groups for one in group.samples], 0)["rm_scores"].sum(-1)
-    assert set(scores.tolist()) == {0.0, 1.0}
-
-    async def twice() -> Any:
-        return await anext(runner_of(shared_engine, renderer).run([*tasks(1), *tasks(1)]))
-
-    with pytest.raises(BadInputError, match="two tasks have the id 't0'"):
-        asyncio.run(twice())
-
-
-def test_a_run_with_forks_is_played_again(shared_engine: Any, renderer: Renderer, tmp_path: Path) -> None:
-    """Both ways of the fork are found, each where it was, and nothing is sampled."""
-
-    async def run(recorder: Recorder) -> tuple[str, Asked]:
-        rollout, asked = rollout_of(
-            shared_engine,
-            renderer,
-            recorder,
-            task=Task("0", [{"role": "user", "content": "add"}]),
-            sampling_params={"temperature": 1.0, "max_new_tokens": 6, "ignore_eos": True},
-        )
-        return await ThinksAndForks([add]).act(rollout), asked
-
-    with Recorder(tmp_path, "s", sync=False) as recorder:
-        assert asyncio.run(run(recorder))[0] == "done"
-    before = read(file_of(tmp_path, "s"))
-    with Recorder(tmp_path, "s", sync=False) as recorder:
-        reason, asked = asyncio.run(run(recorder))
-    assert (reason, asked.prompts) == ("done", [])
-    assert read(file_of(tmp_path, "s")) == before
-    assert len(before.leaves) == 2
-
-
-def test_a_reward_that_is_no_number(shared_engine: Any, renderer: Renderer, tmp_path: Path) -> None:
-    """It fails its sample; what is on disk can be read, and is not made again."""
-
-    async def run(reward: Callable[[Sample], float]) -> Sample:
-        runner = runner_of(shared_engine, renderer, loop=SingleTurnLoop(), reward=reward, folder=tmp_path)
-        (group,) = [group async for group in runner.run(tasks(1))]
-        return group.samples[0]
-
-    sample = asyncio.run(run(lambda _: float("nan")))
-    assert sample.error is not None
-    assert "finite" in sample.error["message"]
-    again = asyncio.run(run(lambda _: 1.0))
-    assert again == dataclasses.replace(sample, task=again.task, session=again.session)
-    assert again.session == sample.session
-
-
-def test_one_sample_that_cannot_be_recorded_ends_its_group(
-    shared_engine: Any, renderer: Renderer, tmp_path: Path
+@given(
+    messages=st.lists(MESSAGE, max_size=3),
+    turn_text=st.lists(TOOL_CALL_TEXT | st.text(max_size=30), max_size=3).map("".join),
+)
+def test_any_task_and_turn_end_with_a_stop_reason(
+    shared_engine: Any, renderer: ChatRenderer, messages: Any, turn_text: str
 ) -> None:
-    """And its siblings: their files are free when the error is raised."""
+    """An episode ends with a stop reason and records what was sampled, for any messages and any text of the policy."""
 
-    async def run() -> list[Any]:
-        runner = runner_of(shared_engine, renderer, folder=tmp_path)
-        return [group async for group in runner.run(tasks(1), samples=3)]
+    class FixedTextLoop(ToolAgentLoop):
+        def parse_tool_calls(self, turn: Turn) -> list[ToolCall | ToolResult]:
+            return parse_hermes_tool_calls(turn_text)
 
-    with Recorder(tmp_path, "t0-1"), pytest.raises(ServerBusyError, match="another process records"):
-        asyncio.run(run())
-    assert len(asyncio.run(run())[0].samples) == 3
+    slow_tools = (FunctionTool(one, timeout_s=0.02) for one in (wait_a_minute, block_forever, raise_runtime_error))
+    loop = FixedTextLoop([add, *slow_tools, return_long_text])
+    graph = TrajectoryGraph("s")
+    limits = RolloutLimits(max_response_tokens=200, max_turns=2, max_tool_tokens=20)
+    params = {"max_new_tokens": 4, "ignore_eos": True}
+    episode, _ = make_episode(
+        shared_engine, renderer, graph, task=Task("t", messages), limits=limits, sampling_params=params
+    )
+    stop_reason = asyncio.run(loop.run_episode(episode))
+    assert stop_reason in ("done", "max_turns", "max_response_tokens", "error")
+    assert (stop_reason == "error") == (episode.error is not None)
+    if stop_reason == "error":
+        assert episode.error is not None
+        assert episode.error["type"] == "BadInputError", episode.error
+        assert not any(node.sampled for node in graph.nodes)
+    else:
+        assert graph.num_turns(episode.leaf or 0) in (1, 2)
+        for node in graph.nodes:
+            assert len(node.token_ids) <= 3 * 60 or node.parent is None, "a tool result was not truncated"
+
+
+def test_agent_loops_are_registered_by_name() -> None:
+    assert get_agent_loop("tool_agent") is ToolAgentLoop
+    with pytest.raises(BadInputError, match="there is no agent loop 'x'"):
+        get_agent_loop("x")
+    with pytest.raises(BadInputError, match="already registered"):
+        register_agent_loop("single_turn")(ToolAgentLoop)
 
 
 def test_images_of_a_message() -> None:
@@ -531,72 +353,31 @@ def test_images_of_a_message() -> None:
         {"type": "image", "url": "http://x/b.png"},
     ]
     message = {"role": "user", "content": parts}
-    assert images_of(message) == ["a.png", "data:image/png;base64,AA", "http://x/b.png"]
+    assert image_sources(message) == ["a.png", "data:image/png;base64,AA", "http://x/b.png"]
     for bad in ({"type": "image"}, {"type": "image", "image": 3}):
-        with pytest.raises(BadInputError, match="an image is given by one of"):
-            images_of({"role": "user", "content": [bad]})
+        with pytest.raises(BadInputError, match="an image part needs one of the keys"):
+            image_sources({"role": "user", "content": [bad]})
 
 
-KILLED = """
-import asyncio, sys
-from transformers import AutoTokenizer
-from verl_server.adapter.client import AsyncHttpServerEngineAdapter
-from verl_server.agent.loops import ToolAgentLoop
-from verl_server.agent.episode import Budget, Task, generate_of
-from verl_server.agent.runner import RolloutRunner
-from verl_server.trajectory.rendering import Renderer
+IMPORT_CHECK = """
+import sys
 
-def add(a: int, b: int = 1) -> int:
-    return a + b
+def loaded(names):
+    return [name for name in names if name in sys.modules]
 
-async def main(url, key, model, folder, regex):
-    adapter = AsyncHttpServerEngineAdapter.attach(url, api_key=key)
-    runner = RolloutRunner(
-        ToolAgentLoop([add]), generate_of(adapter), Renderer(AutoTokenizer.from_pretrained(model)),
-        Budget(response_tokens=1500, turns=6), {"temperature": 1.0, "max_new_tokens": 100, "regex": regex},
-        folder=folder, at_once=3,
-    )
-    tasks = [Task(f"t{n}", [{"role": "user", "content": f"add {n}"}]) for n in range(4)]
-    async for group in runner.run(tasks, samples=2):
-        print("group", flush=True)
-
-asyncio.run(main(*sys.argv[1:]))
+import verl_server.agent, verl_server.trajectory
+heavy = loaded(["torch", "sglang", "ray", "renderers", "mcp", "numpy", "aiohttp", "transformers", "pydantic", "rich"])
+assert not heavy, f"importing the packages loads {heavy}"
+for package in (verl_server.agent, verl_server.trajectory):
+    for name in package.__all__:
+        for attempt in range(2):
+            value = getattr(package, name)
+            assert type(value).__name__ != "module", f"{package.__name__}.{name} is a module"
+heavy = loaded(["torch", "sglang", "ray"])
+assert not heavy, f"importing the public names loads {heavy}"
 """
 
 
-def test_a_killed_run_is_taken_up(
-    shared_engine: Any, renderer: Renderer, tiny: Callable[..., Path], tmp_path: Path
-) -> None:
-    """What was on disk stays as it is, finished samples are not made again, and the others go on where they were."""
-    adapter = shared_engine.adapter
-    command = [sys.executable, "-c", KILLED, adapter.base_url, adapter.asynchronous.api_key]
-    process = subprocess.Popen([*command, str(tiny("qwen3")), str(tmp_path), CALL], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.readline()  # a group has finished, others are under way
-    process.kill()
-    process.wait()
-    before = {path.name: read(path) for path in recorded(tmp_path)}
-    ended = [name for name, session in before.items() if session.endings]
-    assert ended
-    assert len(ended) < 8
-
-    asked = Asked(shared_engine)
-    runner = runner_of(
-        shared_engine, renderer, generate=asked, folder=tmp_path, budget=Budget(response_tokens=1500, turns=6)
-    )
-
-    async def run() -> list[Any]:
-        return [group async for group in runner.run(tasks(4), samples=2)]
-
-    groups = asyncio.run(run())
-    assert sorted(group.task.id for group in groups) == ["t0", "t1", "t2", "t3"]
-    after = {path.name: read(path) for path in recorded(tmp_path)}
-    assert len(after) == 8
-    for name, session in after.items():
-        assert len(session.endings) == 1
-        assert session.turns(session.leaves[0]) == 6
-        assert len(session.leaves) == 1, "nothing was sampled twice"
-        if name in before:
-            assert session.nodes[: len(before[name].nodes)] == before[name].nodes
-    turns_before = sum(node.sampled for session in before.values() for node in session.nodes)
-    assert len(asked.prompts) == 8 * 6 - turns_before
+def test_public_names_exist_and_are_imported_lazily() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORT_CHECK], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

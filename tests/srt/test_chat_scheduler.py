@@ -1,4 +1,4 @@
-"""Conversations driven by callbacks, and the live bar of a runner, on a real server."""
+"""`ChatScheduler`, `FairScheduler` and the progress bar on a real server."""
 
 from __future__ import annotations
 
@@ -12,167 +12,183 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from verl_server.agent.chat_scheduler import ChatScheduler, fewest
-from verl_server.agent.episode import Budget, EndedError, Task, Turn, generate_of
-from verl_server.agent.fair_scheduler import Turnstile
-from verl_server.agent.loops import SingleTurnLoop
-from verl_server.agent.progress import shown
-from verl_server.agent.runner import RolloutRunner
+from verl_server.agent import (
+    ChatScheduler,
+    EpisodeStopped,
+    FairScheduler,
+    RolloutLimits,
+    RolloutRunner,
+    SingleTurnLoop,
+    Task,
+    Turn,
+    as_generate_fn,
+    with_progress,
+)
 from verl_server.errors import BadInputError, ServerError
-from verl_server.trajectory.rendering import Renderer
+from verl_server.trajectory import ChatRenderer
 
-USER = [{"role": "user", "content": "go on"}]
-SAMPLING = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
+USER_MESSAGES = [{"role": "user", "content": "go on"}]
+SAMPLING_PARAMS = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def renderer(tiny: Callable[..., Path]) -> Renderer:
-    return Renderer(AutoTokenizer.from_pretrained(tiny("qwen3")))
+def renderer(tiny: Callable[..., Path]) -> ChatRenderer:
+    return ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))
 
 
-class Server:
-    """A real one, with its requests counted."""
+class RecordingServer:
+    """A real server whose requests are recorded."""
 
     def __init__(self, engine: Any) -> None:
-        self._generate = generate_of(engine.adapter.asynchronous)
-        self.prompts: list[tuple[str, list[int]]] = []
+        self._generate = as_generate_fn(engine.adapter.asynchronous)
+        self.requests: list[tuple[str, list[int]]] = []
+        """Session id and prompt of each request."""
 
-    async def __call__(self, *, request_id: str, session_id: str, **request: Any) -> Any:
-        self.prompts.append((session_id, list(request["input_ids"])))
-        return await self._generate(request_id=request_id, session_id=session_id, **request)
-
-
-def scheduler_of(servers: list[Any], renderer: Renderer, **changed: Any) -> ChatScheduler:
-    return ChatScheduler(servers, renderer, changed.pop("budget", Budget(response_tokens=500)), {**SAMPLING, **changed})
+    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Any:
+        self.requests.append((session_id, list(request["input_ids"])))
+        return await self._generate(rid=rid, session_id=session_id, **request)
 
 
-def test_callbacks_submit_the_next_turn(shared_engine: Any, renderer: Renderer) -> None:
-    """Ten conversations of three turns over two ways to a server: each stays where it began; no way has far more."""
-    servers = [Server(shared_engine), Server(shared_engine)]
-    rollouts = {}
+class FailingOnceServer(RecordingServer):
+    """A server whose first request fails."""
+
+    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Any:
+        if not self.requests:
+            self.requests.append(("", []))
+            raise ServerError("not now")
+        return await super().__call__(rid=rid, session_id=session_id, **request)
+
+
+def make_scheduler(servers: list[Any], renderer: ChatRenderer, limits: RolloutLimits | None = None) -> ChatScheduler:
+    return ChatScheduler(servers, renderer, limits or RolloutLimits(max_response_tokens=500), SAMPLING_PARAMS)
+
+
+def test_callbacks_submit_the_next_turn(shared_engine: Any, renderer: ChatRenderer) -> None:
+    """Ten conversations of three turns stay on their server, and the two servers get five conversations each."""
+    servers = [RecordingServer(shared_engine), RecordingServer(shared_engine)]
+    episodes = {}
 
     async def run() -> None:
-        scheduler = scheduler_of(servers, renderer)
+        scheduler = make_scheduler(servers, renderer)
 
-        def completed(turn: Turn | None, info: Any, error: Exception | None) -> None:
+        def on_turn(turn: Turn | None, info: Any, error: Exception | None) -> None:
             assert error is None
             assert turn is not None
-            assert len(turn.ids) == 8
-            if info["left"]:
-                again = {**info, "left": info["left"] - 1}
-                scheduler.submit(completed, USER, session_id=info["ids"][info["number"]], info=again)
+            assert len(turn.token_ids) == 8
+            if info["remaining_turns"]:
+                next_info = {**info, "remaining_turns": info["remaining_turns"] - 1}
+                scheduler.submit(on_turn, USER_MESSAGES, session_id=session_ids[info["index"]], info=next_info)
 
-        ids: dict[int, str] = {}
-        for number in range(10):
-            ids[number] = scheduler.submit(completed, USER, info={"left": 2, "number": number, "ids": ids})
-        with pytest.raises(BadInputError, match="has a turn under way"):
-            scheduler.submit(completed, USER, session_id=ids[0])
+        session_ids: dict[int, str] = {}
+        for index in range(10):
+            session_ids[index] = scheduler.submit(on_turn, USER_MESSAGES, info={"remaining_turns": 2, "index": index})
+        with pytest.raises(BadInputError, match="has a running turn"):
+            scheduler.submit(on_turn, USER_MESSAGES, session_id=session_ids[0])
         await scheduler.join()
-        rollouts.update({one: scheduler.finish(one) for one in ids.values()})
+        episodes.update({session_id: scheduler.finish(session_id) for session_id in session_ids.values()})
         with pytest.raises(BadInputError, match="there is no conversation"):
-            scheduler.submit(completed, USER, session_id=ids[0])
+            scheduler.submit(on_turn, USER_MESSAGES, session_id=session_ids[0])
         await scheduler.close()
 
     asyncio.run(run())
-    where = [{name for name, _ in server.prompts} for server in servers]
-    assert where[0] & where[1] == set()
-    assert [len(names) for names in where] == [5, 5]
-    for name, rollout in rollouts.items():
-        assert rollout.leaf is not None
-        assert rollout.session.turns(rollout.leaf) == 3
-        asked = [ids for server in servers for one, ids in server.prompts if one == name]
-        spoken = [node for node in rollout.session.nodes if node.sampled]
-        assert asked == [rollout.session.ids(node.parent) for node in spoken if node.parent is not None]
+    sessions_by_server = [{session_id for session_id, _ in server.requests} for server in servers]
+    assert sessions_by_server[0] & sessions_by_server[1] == set()
+    assert [len(session_ids) for session_ids in sessions_by_server] == [5, 5]
+    for session_id, episode in episodes.items():
+        assert episode.leaf is not None
+        assert episode.graph.num_turns(episode.leaf) == 3
+        prompts = [prompt for server in servers for one, prompt in server.requests if one == session_id]
+        sampled = [node for node in episode.graph.nodes if node.sampled]
+        assert prompts == [episode.graph.token_ids(node.parent) for node in sampled if node.parent is not None]
 
 
-def test_failures_are_the_callbacks_to_decide(shared_engine: Any, renderer: Renderer) -> None:
-    class Fails(Server):
-        async def __call__(self, **request: Any) -> Any:
-            if not self.prompts:
-                self.prompts.append(("", []))
-                raise ServerError("not now")
-            return await super().__call__(**request)
-
-    seen: list[Any] = []
+def test_failed_turn_can_be_submitted_again(shared_engine: Any, renderer: ChatRenderer) -> None:
+    """A callback gets the error of a failed turn. `join` raises the exceptions of callbacks."""
+    outcomes: list[Any] = []
 
     async def run() -> None:
-        scheduler = scheduler_of([Fails(shared_engine)], renderer, budget=Budget(response_tokens=120, turns=2))
+        limits = RolloutLimits(max_response_tokens=120, max_turns=2)
+        scheduler = make_scheduler([FailingOnceServer(shared_engine)], renderer, limits)
 
-        async def completed(turn: Turn | None, info: Any, error: Exception | None) -> None:
-            seen.append(error or turn)
-            if len(seen) < 4:
-                scheduler.submit(completed, USER, session_id=conversation)
+        async def on_turn(turn: Turn | None, info: Any, error: Exception | None) -> None:
+            outcomes.append(error or turn)
+            if len(outcomes) < 4:
+                scheduler.submit(on_turn, USER_MESSAGES, session_id=conversation)
             else:
-                raise RuntimeError("what a callback raises")
+                raise RuntimeError("the callback failed")
 
-        conversation = scheduler.submit(completed, USER)
+        conversation = scheduler.submit(on_turn, USER_MESSAGES)
         with pytest.raises(ExceptionGroup, match="callbacks failed") as caught:
             await scheduler.join()
-        assert "what a callback raises" in str(caught.value.exceptions[0])
-        rollout = scheduler.finish(conversation)
-        assert rollout.leaf is not None
-        assert rollout.session.turns(rollout.leaf) == 2, "what failed was asked again, and is not there twice"
+        assert "the callback failed" in str(caught.value.exceptions[0])
+        episode = scheduler.finish(conversation)
+        assert episode.leaf is not None
+        assert episode.graph.num_turns(episode.leaf) == 2, "the path contains the failed turn"
 
     asyncio.run(run())
-    assert isinstance(seen[0], ServerError)
-    assert isinstance(seen[1], Turn)
-    assert isinstance(seen[2], Turn)
-    assert isinstance(seen[3], EndedError)
-    assert seen[3].reason == "turns"
+    assert isinstance(outcomes[0], ServerError)
+    assert isinstance(outcomes[1], Turn)
+    assert isinstance(outcomes[2], Turn)
+    assert isinstance(outcomes[3], EpisodeStopped)
+    assert outcomes[3].stop_reason == "max_turns"
     with pytest.raises(BadInputError, match="at least one server"):
-        scheduler_of([], renderer)
-    assert fewest([2, 1, 1]) == 1
+        make_scheduler([], renderer)
+    assert ChatScheduler.least_loaded([2, 1, 1]) == 1
 
 
-def test_a_live_bar(shared_engine: Any, renderer: Renderer) -> None:
+def test_progress_bar_shows_the_counters(shared_engine: Any, renderer: ChatRenderer) -> None:
     output = io.StringIO()
 
     async def run() -> int:
         runner = RolloutRunner(
             SingleTurnLoop(),
-            generate_of(shared_engine.adapter.asynchronous),
+            as_generate_fn(shared_engine.adapter.asynchronous),
             renderer,
-            Budget(response_tokens=50),
-            SAMPLING,
+            RolloutLimits(max_response_tokens=50),
+            SAMPLING_PARAMS,
             reward=lambda sample: 0.5,
         )
-        tasks = [Task(f"t{number}", USER) for number in range(5)]
+        tasks = [Task(f"t{index}", USER_MESSAGES) for index in range(5)]
         console = Console(file=output, force_terminal=True, width=200)
-        groups = [group async for group in shown(runner, runner.run(tasks, samples=2), total=5, console=console)]
-        assert (runner.counts.finished, runner.counts.running, runner.counts.failed) == (10, 0, 0)
-        assert (runner.counts.turns, runner.counts.tokens) == (10, 80)
+        groups = [group async for group in with_progress(runner, runner.run(tasks, n=2), total=5, console=console)]
+        counters = runner.counters
+        finished = (counters.num_finished_samples, counters.num_running_samples, counters.num_failed_samples)
+        assert finished == (10, 0, 0)
+        assert (counters.num_turns, counters.num_sampled_tokens) == (10, 80)
         return len(groups)
 
     assert asyncio.run(run()) == 5
-    drawn = output.getvalue()
-    for words in ("5/5", "10 finished", "tokens/s", "mean reward 0.500"):
-        assert words in drawn
+    text = output.getvalue()
+    for expected in ("5/5", "10 finished", "tokens/s", "mean reward 0.500"):
+        assert expected in text
 
 
-def test_who_is_behind_goes_first(shared_engine: Any) -> None:
-    """One at a time: of those who wait, the one with the fewest turns; a cancelled one takes no place."""
+def test_session_with_fewest_turns_goes_first(shared_engine: Any) -> None:
+    """Of the waiting sessions, the one with the fewest turns goes first. A cancelled request frees its slot."""
     order: list[str] = []
-    server = Server(shared_engine)
+    server = RecordingServer(shared_engine)
 
     async def run() -> None:
-        stile = Turnstile(server, at_once=1)
+        scheduler = FairScheduler(server, max_concurrency=1)
 
-        async def turn(name: str) -> None:
-            await stile(request_id="r", session_id=name, input_ids=[1, 2], sampling_params={"max_new_tokens": 2})
-            order.append(name)
+        async def run_turn(session: str) -> None:
+            params = {"max_new_tokens": 2}
+            await scheduler(rid="r", session_id=session, input_ids=[1, 2], sampling_params=params)
+            order.append(session)
 
-        await turn("old")
-        await turn("old")
-        await turn("young")
-        running = asyncio.create_task(turn("first"))
+        await run_turn("two turns")
+        await run_turn("two turns")
+        await run_turn("one turn")
+        running = asyncio.create_task(run_turn("running"))
         await asyncio.sleep(0)
-        waiting = [asyncio.create_task(turn(name)) for name in ("old", "gone", "young", "new")]
+        sessions = ("two turns", "cancelled", "one turn", "new")
+        waiting = [asyncio.create_task(run_turn(session)) for session in sessions]
         await asyncio.sleep(0)
         waiting[1].cancel()
         await asyncio.gather(running, *waiting, return_exceptions=True)
-        assert stile._room == 1
-        with pytest.raises(BadInputError, match="at_once"):
-            Turnstile(server, 0)
+        assert scheduler.num_free_slots == 1
+        with pytest.raises(BadInputError, match="max_concurrency"):
+            FairScheduler(server, 0)
 
     asyncio.run(run())
-    assert order == ["old", "old", "young", "first", "new", "young", "old"]
+    assert order == ["two turns", "two turns", "one turn", "running", "new", "one turn", "two turns"]

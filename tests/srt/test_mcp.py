@@ -1,4 +1,4 @@
-"""Tools of a real MCP server, in a process of its own."""
+"""Tools of a real MCP server that runs in its own process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from mcp import StdioServerParameters
 
-from verl_server.agent.mcp_tools import mcp_tools
-from verl_server.agent.tools import Tool, Toolbox, ToolCall, ToolResult
+from verl_server.agent import Tool, ToolCall, ToolRegistry, ToolResult, mcp_tools
 
-SERVER = """
+SERVER_PROGRAM = """
 import os, time
 from mcp.server.mcpserver import MCPServer
 
@@ -45,14 +44,16 @@ server.run("stdio")
 @pytest.fixture
 def program(tmp_path: Path) -> StdioServerParameters:
     path = tmp_path / "server.py"
-    path.write_text(SERVER)
+    path.write_text(SERVER_PROGRAM)
     return StdioServerParameters(command=sys.executable, args=[str(path)])
 
 
-def test_tools_of_a_server(program: StdioServerParameters) -> None:
+def test_tools_of_an_mcp_server(program: StdioServerParameters) -> None:
+    """Results, failures and timeouts of tools, and calls after the server was killed. The context ends the server."""
+
     async def run() -> tuple[list[Tool], list[ToolResult], int, ToolResult]:
         async with mcp_tools(program, timeout_s=5.0) as tools:
-            box = Toolbox(tools)
+            registry = ToolRegistry(tools)
             calls: list[ToolCall | ToolResult] = [
                 ToolCall("add", {"a": 2, "b": 3}),
                 ToolCall("add", {"a": 4}),
@@ -60,18 +61,18 @@ def test_tools_of_a_server(program: StdioServerParameters) -> None:
                 ToolCall("fails", {}),
                 ToolCall("hangs", {}),
             ]
-            results = await box.call_all(calls)
-            pid = int((await box.call(ToolCall("pid", {}))).content)
+            results = await registry.call_all(calls)
+            pid = int((await registry.call(ToolCall("pid", {}))).content)
             os.kill(pid, signal.SIGKILL)
-            return tools, results, pid, await box.call(ToolCall("add", {"a": 1}))
+            return tools, results, pid, await registry.call(ToolCall("add", {"a": 1}))
 
-    tools, results, pid, gone = asyncio.run(run())
+    tools, results, pid, result_after_kill = asyncio.run(run())
     schema = tools[0].schema["function"]
     assert (schema["name"], schema["description"]) == ("add", "The sum of two numbers.")
     assert schema["parameters"]["required"] == ["a"]
-    assert [result.error for result in results] == [None, None, "raised", "raised", "timeout"]
+    assert [result.error_type for result in results] == [None, None, "raised", "raised", "timeout"]
     assert [result.content for result in results[:2]] == ["5", "5"]
-    assert "fails" in results[3].content  # of what went wrong inside, the server says no more
-    assert gone.error in ("raised", "timeout")
+    assert "fails" in results[3].content  # the server does not send more details of the failure
+    assert result_after_kill.error_type in ("raised", "timeout")
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

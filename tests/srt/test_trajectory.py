@@ -1,4 +1,4 @@
-"""Sessions: what a path is, what survives a crash, where a fork drifts, and what a trainer gets."""
+"""Token graphs, recorded sessions, divergences of forks, and batches for trainers."""
 
 from __future__ import annotations
 
@@ -15,171 +15,212 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_server.errors import BadInputError, ServerBusyError
-from verl_server.trajectory.batches import to_batch, to_packed, to_tree
-from verl_server.trajectory.divergence import drifts
-from verl_server.trajectory.graph import ForkReason, Session, Span
-from verl_server.trajectory.recorder import Recorder, file_of, parse, read, recorded
+from verl_server.trajectory import (
+    NO_VERSION,
+    ForkReason,
+    Recorder,
+    Span,
+    TrajectoryGraph,
+    find_divergences,
+    list_sessions,
+    load_session,
+    session_file,
+    to_batch,
+    to_packed,
+    to_tree,
+)
 
-TURN = st.tuples(st.booleans(), st.lists(st.integers(0, 300), max_size=5), st.integers(0, 3))
+NODE = st.tuples(st.booleans(), st.lists(st.integers(0, 300), max_size=5), st.integers(0, 3))
+"""Whether the node is sampled, its token ids, and how many nodes before the last one its parent is."""
 
 
-def spans_over(count: int, version: int) -> list[Span]:
-    """One span, or two where there is room."""
+def make_spans(count: int, version: int) -> list[Span]:
+    """Spans that cover `count` tokens: two versions if there are at least two tokens."""
     if count < 2:
-        return [Span(str(version), 0, count)] if count else []
-    return [Span(str(version), 0, 1), Span(str(version + 1), 1, count)]
+        return [Span(version, 0, count)] if count else []
+    return [Span(version, 0, 1), Span(version + 1, 1, count)]
 
 
-def grown(turns: list[tuple[bool, list[int], int]], target: Any) -> None:
-    """Nodes below earlier ones; a second child is a fork."""
-    session = getattr(target, "session", target)
-    for number, (sampled, tokens, back) in enumerate(turns):
-        parent = number - 1 - back if number - 1 - back >= 0 else None
-        fork = ForkReason.EDITED if session.children(parent) else None
-        logprobs = [-0.1 * token for token in tokens] if sampled else []
-        spans = spans_over(len(tokens), number) if sampled else []
-        target.add(parent, tokens, sampled=sampled, logprobs=logprobs, spans=spans, fork=fork, message={"n": number})
+def add_nodes(nodes: list[tuple[bool, list[int], int]], record: Recorder | TrajectoryGraph) -> None:
+    """Add nodes below earlier nodes. The second and later children of a node are forks."""
+    graph = record if isinstance(record, TrajectoryGraph) else record.graph
+    for index, (sampled, token_ids, distance) in enumerate(nodes):
+        parent = index - 1 - distance if index - 1 - distance >= 0 else None
+        record.add_node(
+            parent,
+            token_ids,
+            sampled=sampled,
+            logprobs=[-0.1 * token for token in token_ids] if sampled else [],
+            spans=make_spans(len(token_ids), index) if sampled else [],
+            fork_reason=ForkReason.EDITED if graph.children(parent) else None,
+            message={"index": index},
+        )
 
 
-@given(st.lists(TURN, min_size=1, max_size=12))
-def test_a_path_is_what_was_put_there(turns: list[tuple[bool, list[int], int]]) -> None:
-    session = Session("s")
-    grown(turns, session)
-    for leaf in session.leaves:
-        whole, path = session.trajectory(leaf), session.path(leaf)
-        assert whole.ids == session.ids(leaf) == [token for node in path for token in node.tokens]
-        assert len(whole.ids) == session.length(leaf)
-        assert whole.mask == [int(node.sampled) for node in path for _ in node.tokens]
-        assert all((version is None) == (bit == 0) for version, bit in zip(whole.versions, whole.mask, strict=True))
-        assert all(value == 0.0 for value, bit in zip(whole.logprobs, whole.mask, strict=True) if not bit)
-        assert sum(whole.mask) == session.sampled_tokens(leaf)
-        located, length = session.locate([*whole.ids, 999])
-        assert length == len(whole.ids)
-        assert located is None or session.ids(located) == whole.ids[:length]
+@given(st.lists(NODE, min_size=1, max_size=12))
+def test_path_contains_the_added_nodes(nodes: list[tuple[bool, list[int], int]]) -> None:
+    graph = TrajectoryGraph("s")
+    add_nodes(nodes, graph)
+    for leaf in graph.leaves:
+        sequence, path = graph.token_sequence(leaf), graph.path(leaf)
+        assert sequence.token_ids == graph.token_ids(leaf) == [token for node in path for token in node.token_ids]
+        assert len(sequence.token_ids) == graph.num_tokens(leaf)
+        assert sequence.loss_mask == [int(node.sampled) for node in path for _ in node.token_ids]
+        versions = zip(sequence.weight_versions, sequence.loss_mask, strict=True)
+        assert all((version == NO_VERSION) == (bit == 0) for version, bit in versions)
+        assert all(value == 0.0 for value, bit in zip(sequence.logprobs, sequence.loss_mask, strict=True) if not bit)
+        assert sum(sequence.loss_mask) == graph.num_sampled_tokens(leaf)
+        found, length = graph.longest_prefix([*sequence.token_ids, 999])
+        assert length == len(sequence.token_ids)
+        assert found is None or graph.token_ids(found) == sequence.token_ids[:length]
 
 
 @pytest.mark.parametrize(
-    ("node", "words"),
+    ("node", "expected"),
     [
-        ({"tokens": [1, -2], "sampled": False}, "0 or more"),
-        ({"tokens": [True], "sampled": False}, "0 or more"),
-        ({"tokens": [1], "sampled": False, "logprobs": [-0.1]}, "sampled tokens only"),
-        ({"tokens": [1, 2], "sampled": True, "logprobs": [-0.1]}, "2 log probs, got 1"),
-        ({"tokens": [1], "sampled": True, "logprobs": [-0.1], "spans": []}, "without gaps"),
-        ({"tokens": [1], "sampled": True, "logprobs": [-0.1], "spans": [Span("1", 0, 2)]}, "without gaps"),
+        ({"token_ids": [1, -2], "sampled": False}, "0 or more"),
+        ({"token_ids": [True], "sampled": False}, "0 or more"),
+        ({"token_ids": [1], "sampled": False, "logprobs": [-0.1]}, "sampled tokens only"),
+        ({"token_ids": [1, 2], "sampled": True, "logprobs": [-0.1]}, "2 log probabilities, got 1"),
+        ({"token_ids": [1], "sampled": True, "logprobs": [-0.1], "spans": []}, "without gaps"),
+        ({"token_ids": [1], "sampled": True, "logprobs": [-0.1], "spans": [Span(1, 0, 2)]}, "without gaps"),
+        ({"token_ids": [1], "sampled": True, "logprobs": [-0.1], "spans": [Span(-1, 0, 1)]}, "versions must be int"),
+        ({"token_ids": [1], "sampled": True, "logprobs": [-0.1], "spans": [Span("1", 0, 1)]}, "versions must be int"),  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_be_true_is_refused(node: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadInputError, match=words):
-        Session("s").add(None, node.pop("tokens"), **node)
+def test_inconsistent_nodes_are_refused(node: dict[str, Any], expected: str) -> None:
+    with pytest.raises(BadInputError, match=expected):
+        TrajectoryGraph("s").add_node(None, node.pop("token_ids"), **node)
 
 
-def test_a_second_child_needs_its_reason() -> None:
-    session = Session("s")
-    session.add(None, [1, 2], sampled=False)
-    session.add(0, [3], sampled=False)
-    with pytest.raises(BadInputError, match="the reason of the fork"):
-        session.add(0, [4], sampled=False)
+def test_second_child_needs_a_fork_reason() -> None:
+    graph = TrajectoryGraph("s")
+    graph.add_node(None, [1, 2], sampled=False)
+    graph.add_node(0, [3], sampled=False)
+    with pytest.raises(BadInputError, match="needs a fork_reason"):
+        graph.add_node(0, [4], sampled=False)
     with pytest.raises(BadInputError, match="has no node 7"):
-        session.add(7, [4], sampled=False)
-    with pytest.raises(BadInputError, match="rewards are 1 or 2 values, got 3"):
-        session.reward(0, [1.0, 2.0, 3.0])
+        graph.add_node(7, [4], sampled=False)
+    with pytest.raises(BadInputError, match="pass 1 or 2 reward values, got 3"):
+        graph.set_rewards(0, [1.0, 2.0, 3.0])
 
 
-def test_drift_says_where() -> None:
-    session = Session("s")
-    session.add(None, [1, 2], sampled=False)
-    session.add(0, [3, 4], sampled=True, logprobs=[-1.0, -1.0], spans=[Span("1", 0, 2)])
-    session.add(1, [5, 6], sampled=False)
-    session.add(1, [5, 9, 9], sampled=False, fork=ForkReason.EDITED)
-    session.add(0, [3], sampled=False, fork=ForkReason.COMPACTED)
-    first, second = drifts(session)
-    assert (first.node, first.beside, first.turn, first.at, first.was, first.became) == (3, 2, 1, 5, 6, 9)
-    assert first.reason is ForkReason.EDITED
-    assert (second.turn, second.at, second.was, second.became) == (0, 3, 4, None)
+def test_divergences_have_exact_positions() -> None:
+    graph = TrajectoryGraph("s")
+    graph.add_node(None, [1, 2], sampled=False)
+    graph.add_node(0, [3, 4], sampled=True, logprobs=[-1.0, -1.0], spans=[Span(1, 0, 2)])
+    graph.add_node(1, [5, 6], sampled=False)
+    graph.add_node(1, [5, 9, 9], sampled=False, fork_reason=ForkReason.EDITED)
+    graph.add_node(0, [3], sampled=False, fork_reason=ForkReason.COMPACTED)
+    first, second = find_divergences(graph)
+    assert (first.node, first.original_node, first.num_turns) == (3, 2, 1)
+    assert (first.position, first.original_token, first.new_token) == (5, 6, 9)
+    assert first.fork_reason is ForkReason.EDITED
+    assert (second.num_turns, second.position, second.original_token, second.new_token) == (0, 3, 4, None)
 
 
 @settings(max_examples=25, deadline=None)
-@given(turns=st.lists(TURN, min_size=1, max_size=6), data=st.data())
-def test_a_record_cut_anywhere_is_opened_again(
-    turns: list[tuple[bool, list[int], int]], data: Any, tmp_path_factory: Any
+@given(nodes=st.lists(NODE, min_size=1, max_size=6), data=st.data())
+def test_file_that_was_cut_anywhere_can_be_opened(
+    nodes: list[tuple[bool, list[int], int]], data: Any, tmp_path_factory: Any
 ) -> None:
-    folder = tmp_path_factory.mktemp("record")
-    with Recorder(folder, "s", sync=False) as recorder:
-        grown(turns, recorder)
-        recorder.reward(0, [0.5])
-        recorder.end(0, "stop")
-        written = recorder.session
-    path = file_of(folder, "s")
-    assert read(path) == written
+    run_dir = tmp_path_factory.mktemp("run")
+    with Recorder(run_dir, "s", sync=False) as recorder:
+        add_nodes(nodes, recorder)
+        recorder.set_rewards(0, [0.5])
+        recorder.terminate(0, "stop")
+        written = recorder.graph
+    path = session_file(run_dir, "s")
+    assert load_session(path) == written
     content = path.read_bytes()
-    cut = data.draw(st.integers(0, len(content)))
-    path.write_bytes(content[:cut])
-    with Recorder(folder, "s", sync=False) as again:
-        whole = content[:cut].count(b"\n")
-        kept = [line for line in content.splitlines()[:whole] if b'"node"' in line]
-        assert again.session.nodes == written.nodes[: len(kept)]
-        again.add(None, [7], sampled=False, fork=ForkReason.RETRY if again.session.children(None) else None)
-        assert read(path) == again.session
-    assert recorded(folder) == [path]
+    length = data.draw(st.integers(0, len(content)))
+    path.write_bytes(content[:length])
+    with Recorder(run_dir, "s", sync=False) as reopened:
+        num_complete_lines = content[:length].count(b"\n")
+        complete_nodes = [line for line in content.splitlines()[:num_complete_lines] if line.startswith(b'{"node":')]
+        assert reopened.graph.nodes == written.nodes[: len(complete_nodes)]
+        fork_reason = ForkReason.RETRY if reopened.graph.children(None) else None
+        reopened.add_node(None, [7], sampled=False, fork_reason=fork_reason)
+        assert load_session(path) == reopened.graph
+    assert list_sessions(run_dir) == [path]
 
 
-def test_a_damaged_record_is_told(tmp_path: Path) -> None:
+def test_damaged_files_and_invalid_ids_are_refused(tmp_path: Path) -> None:
     with Recorder(tmp_path, "s") as recorder:
-        recorder.add(None, [1, 2], sampled=False)
-    path = file_of(tmp_path, "s")
+        recorder.add_node(None, [1, 2], sampled=False)
+    path = session_file(tmp_path, "s")
     path.write_bytes(path.read_bytes().replace(b'"id":0', b'"id":3'))
-    with pytest.raises(BadInputError, match=r"the record of 's' is damaged at byte \d+: node 3 follows"):
-        read(path)
+    with pytest.raises(BadInputError, match=r"the file of session 's' is damaged at byte \d+: node 3 follows"):
+        load_session(path)
+    for line in (b"7", b'"format"', b"{}", b"{"):
+        path.write_bytes(line + b"\n")
+        with pytest.raises(BadInputError, match="damaged at byte 0"):
+            load_session(path)
     for bad in ("", "../x", "a/b", "x" * 300, 7):
-        with pytest.raises(BadInputError, match="recorded session's id"):
-            file_of(tmp_path, bad)  # type: ignore[arg-type]
-    with pytest.raises(BadInputError, match="of format 9"):
-        parse("s", b'{"format":9,"session":"s"}\n')
+        with pytest.raises(BadInputError, match="the id of a recorded session"):
+            session_file(tmp_path, bad)  # type: ignore[arg-type]
+
+
+def test_files_of_other_formats_and_sessions_are_refused(tmp_path: Path) -> None:
+    path = session_file(tmp_path, "s")
+    for content, file_format in (
+        (b'{"format":9,"session_id":"s"}\n', 9),
+        (b'{"format":1,"session":"s"}\n{"node":{"id":0,"parent":null,"tokens":[1],"sampled":false}}\n', 1),
+    ):
+        path.write_bytes(content)
+        expected = f"is of format {file_format}; this version of verl_server reads format 2 only"
+        with pytest.raises(BadInputError, match=expected):
+            load_session(path)
+        with pytest.raises(BadInputError, match=expected):
+            Recorder(tmp_path, "s")
+        assert path.read_bytes() == content, "the file was changed"
+    path.write_bytes(b'{"format":2,"session_id":"t"}\n')
+    with pytest.raises(BadInputError, match="contains the session 't'"):
+        load_session(path)
 
 
 WRITER = """
 import sys
-from verl_server.trajectory.recorder import Recorder
+from verl_server.trajectory import Recorder
 with Recorder(sys.argv[1], "s") as recorder:
-    for number in range(10**6):
-        recorder.add(number - 1 if number else None, [number], sampled=False)
-        print(number, flush=True)
+    for index in range(10**6):
+        recorder.add_node(index - 1 if index else None, [index], sampled=False)
+        print(index, flush=True)
 """
 
 
-def test_a_killed_writer_loses_nothing_that_it_has_said(tmp_path: Path) -> None:
+def test_killed_writer_loses_no_node_that_it_reported(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    said = [int(process.stdout.readline()) for _ in range(50)]
+    reported = [int(process.stdout.readline()) for _ in range(50)]
     with pytest.raises(ServerBusyError, match="another process records"):
         Recorder(tmp_path, "s")
     os.kill(process.pid, signal.SIGKILL)
-    said += [int(line) for line in process.stdout if line.endswith("\n")]
+    reported += [int(line) for line in process.stdout if line.endswith("\n")]
     process.wait()
-    with Recorder(tmp_path, "s") as again:
-        assert len(again.session.nodes) >= len(said)
-        assert [node.tokens for node in again.session.nodes[: len(said)]] == [(number,) for number in said]
+    with Recorder(tmp_path, "s") as recorder:
+        assert len(recorder.graph.nodes) >= len(reported)
+        assert [node.token_ids for node in recorder.graph.nodes[: len(reported)]] == [(index,) for index in reported]
 
 
-def conversation() -> Session:
-    """Prompt, turn, tool, turn; and one more sample of the first turn."""
-    session = Session("s")
-    session.add(None, [10, 11, 12], sampled=False)
-    session.add(0, [20, 21], sampled=True, logprobs=[-0.5, -0.25], spans=[Span("3", 0, 2)])
-    session.add(1, [30], sampled=False)
-    session.add(2, [40], sampled=True, logprobs=[-1.0], spans=[Span("4", 0, 1)])
-    session.add(0, [25], sampled=True, logprobs=[-2.0], spans=[Span("3", 0, 1)], fork=ForkReason.SAMPLE)
-    session.reward(3, [1.0])
-    session.reward(1, [0.1, 0.2])
-    return session
+def make_conversation() -> TrajectoryGraph:
+    """Prompt, turn, tool result, turn, and a second sample of the first turn."""
+    graph = TrajectoryGraph("s")
+    graph.add_node(None, [10, 11, 12], sampled=False)
+    graph.add_node(0, [20, 21], sampled=True, logprobs=[-0.5, -0.25], spans=[Span(3, 0, 2)])
+    graph.add_node(1, [30], sampled=False)
+    graph.add_node(2, [40], sampled=True, logprobs=[-1.0], spans=[Span(4, 0, 1)])
+    graph.add_node(0, [25], sampled=True, logprobs=[-2.0], spans=[Span(3, 0, 1)], fork_reason=ForkReason.SAMPLE)
+    graph.set_rewards(3, [1.0])
+    graph.set_rewards(1, [0.1, 0.2])
+    return graph
 
 
-def test_a_padded_batch() -> None:
-    short = Session("t")
-    short.add(None, [50], sampled=False)
-    short.add(0, [60], sampled=True, logprobs=[-3.0], spans=[Span("5", 0, 1)])
-    batch = to_batch([(conversation(), 3), (short, 1)], pad_token_id=0)
+def test_padded_batch() -> None:
+    short = TrajectoryGraph("t")
+    short.add_node(None, [50], sampled=False)
+    short.add_node(0, [60], sampled=True, logprobs=[-3.0], spans=[Span(5, 0, 1)])
+    batch = to_batch([(make_conversation(), 3), (short, 1)], pad_token_id=0)
     expected = {
         "prompts": [[10, 11, 12], [0, 0, 50]],
         "responses": [[20, 21, 30, 40], [60, 0, 0, 0]],
@@ -199,18 +240,18 @@ def test_a_padded_batch() -> None:
         to_batch([], pad_token_id=0)
 
 
-def test_packed_and_tree() -> None:
-    session = conversation()
-    packed = to_packed([(session, 3), (session, 4)])
+def test_packed_batch_and_tree() -> None:
+    graph = make_conversation()
+    packed = to_packed([(graph, 3), (graph, 4)])
     assert packed["cu_seqlens"].tolist() == [0, 7, 11]
-    assert packed["input_ids"].tolist() == [*session.ids(3), *session.ids(4)]
+    assert packed["input_ids"].tolist() == [*graph.token_ids(3), *graph.token_ids(4)]
     assert packed["position_ids"].tolist() == [*range(7), *range(4)]
-    tree = to_tree(session)
-    assert len(tree["input_ids"]) == 8, "the shared prompt is there once"
+    tree = to_tree(graph)
+    assert len(tree["input_ids"]) == 8, "the tree must contain the shared prompt once"
     assert tree["parent"].tolist() == [-1, 0, 1, 2, 0]
-    for leaf in session.leaves:  # each path can be read from it again
-        nodes = [node.id for node in session.path(leaf)]
-        chosen = torch.tensor([int(node) in nodes for node in tree["node"]])
-        order = tree["position_ids"][chosen].argsort()
-        assert tree["input_ids"][chosen][order].tolist() == session.ids(leaf)
-        assert tree["response_mask"][chosen][order].tolist() == session.trajectory(leaf).mask
+    for leaf in graph.leaves:  # each path can be reconstructed from the tree
+        nodes = [node.id for node in graph.path(leaf)]
+        on_path = torch.tensor([int(node) in nodes for node in tree["node"]])
+        order = tree["position_ids"][on_path].argsort()
+        assert tree["input_ids"][on_path][order].tolist() == graph.token_ids(leaf)
+        assert tree["response_mask"][on_path][order].tolist() == graph.token_sequence(leaf).loss_mask

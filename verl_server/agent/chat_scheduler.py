@@ -1,8 +1,8 @@
-"""`ChatScheduler`: conversations over several servers, driven by callbacks that may submit the next turn.
+"""`ChatScheduler`: runs conversations on several servers and reports each turn to a callback.
 
-The interface that agent loops were first written against. A new conversation goes to the server with the fewest
-requests and stays there, for the sake of its prefix cache. (Behind a router there is one `Generate`, and the router
-chooses.) What a conversation says is recorded token by token, as in every `Rollout`.
+This is the callback interface that early agent loops were written for. A new conversation goes to the server with the
+fewest requests and stays there, because that server has its prefix cache. Behind a router there is only one generate
+function, and the router selects the server. Conversations are recorded token by token, as in every `Episode`.
 """
 
 from __future__ import annotations
@@ -14,122 +14,153 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_server.agent.episode import Budget, Generate, Rollout, Task, Turn
+from verl_server.agent.episode import Episode, Task, Turn
+from verl_server.agent.generate_fn import GenerateFn
+from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
-from verl_server.trajectory.graph import Session
-from verl_server.trajectory.rendering import Message, Renderer
+from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.messages import Message
+from verl_server.trajectory.rendering import ChatRenderer
 
-Completed = Callable[[Turn | None, Any, Exception | None], Awaitable[None] | None]
-"""Called with the turn, or None and the exception it failed with (`EndedError`: the budget is spent); and `info`."""
+TurnCallback = Callable[[Turn | None, Any, Exception | None], Awaitable[None] | None]
+"""Called as `callback(turn, info, error)` when a turn ends. Exactly one of `turn` and `error` is None.
 
-
-def fewest(requests: Sequence[int]) -> int:
-    """Which server takes a new conversation. Pure."""
-    return min(range(len(requests)), key=lambda server: (requests[server], server))
+`info` is the value that was passed to `submit`. `error` is an `EpisodeStopped` if the conversation reached a limit.
+"""
 
 
 @dataclass
 class _Conversation:
-    rollout: Rollout
+    """A conversation and its server."""
+
+    episode: Episode
     server: int
-    busy: bool = False
+    """Index of the server."""
+    has_running_turn: bool = False
 
 
 class ChatScheduler:
-    """Made and used in one event loop. `budget` is each conversation's."""
+    """Runs conversations on several servers. Create and use it in one event loop.
+
+    `servers`: one generate function per server. `limits`: limits of each conversation. Raises BadInputError if there is
+    no server.
+    """
 
     def __init__(
-        self, servers: Sequence[Generate], renderer: Renderer, budget: Budget, sampling_params: Mapping[str, Any]
+        self,
+        servers: Sequence[GenerateFn],
+        renderer: ChatRenderer,
+        limits: RolloutLimits,
+        sampling_params: Mapping[str, Any],
     ) -> None:
         if not servers:
-            raise BadInputError("a scheduler needs at least one server")
+            raise BadInputError("a ChatScheduler needs at least one server")
         self._servers, self._renderer = list(servers), renderer
-        self._budget, self._params = budget, dict(sampling_params)
-        self._requests = [0] * len(self._servers)
+        self._limits, self._sampling_params = limits, dict(sampling_params)
+        self._num_requests = [0] * len(self._servers)
+        """Number of running turns by server."""
         self._conversations: dict[str, _Conversation] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._failures: list[Exception] = []
+        self._callback_errors: list[Exception] = []
 
     def submit(
         self,
-        callback: Completed,
+        callback: TurnCallback,
         messages: Sequence[Message],
         *,
         session_id: str | None = None,
         info: Any = None,
         **sampling_params: Any,
     ) -> str:
-        """Ask for a turn after `messages`: those that are new. Returns the conversation's id at once.
+        """Start a turn after `messages`, which are the new messages only. Returns the id of the conversation at once.
 
-        `callback(turn, info, error)` is called when it is there, and may submit the next one. Raises BadInputError
-        for a conversation that is unknown, or has a turn under way.
+        `session_id`: id of the conversation; None starts a new conversation. `callback(turn, info, error)` is called
+        when the turn ends, and may submit the next turn. Raises BadInputError for an unknown conversation, and for a
+        conversation whose last turn is still running.
         """
         if session_id is None:
             session_id = uuid.uuid4().hex
-            server = fewest(self._requests)
-            task, record = Task(session_id, messages), Session(session_id)
-            rollout = Rollout(task, record, self._servers[server], self._renderer, self._budget, self._params)
-            self._conversations[session_id] = _Conversation(rollout, server)
-        conversation = self._known(session_id)
-        if conversation.busy:
-            raise BadInputError(f"the conversation {session_id!r} has a turn under way")
-        conversation.busy = True
-        self._requests[conversation.server] += 1
-        running = asyncio.create_task(self._turn(conversation, callback, list(messages), info, sampling_params))
+            self._conversations[session_id] = self._start_conversation(session_id, messages)
+        conversation = self._require_idle(session_id)
+        conversation.has_running_turn = True
+        self._num_requests[conversation.server] += 1
+        running = asyncio.create_task(self._run_turn(conversation, callback, list(messages), info, sampling_params))
         self._running.add(running)
         running.add_done_callback(self._running.discard)
         return session_id
 
-    def finish(self, session_id: str) -> Rollout:
-        """Forget a conversation; what it was is returned."""
-        if self._known(session_id).busy:
-            raise BadInputError(f"the conversation {session_id!r} has a turn under way")
-        return self._conversations.pop(session_id).rollout
+    def finish(self, session_id: str) -> Episode:
+        """Remove a conversation and return its episode. Raises BadInputError like `submit`."""
+        self._require_idle(session_id)
+        return self._conversations.pop(session_id).episode
+
+    @staticmethod
+    def least_loaded(num_requests: Sequence[int]) -> int:
+        """Index of the server that takes a new conversation: the first server with the fewest requests."""
+        return min(range(len(num_requests)), key=lambda server: (num_requests[server], server))
 
     async def join(self) -> None:
-        """Until nothing is under way, callbacks and what they submit included.
+        """Wait until no turn is running, including turns that callbacks submit.
 
-        Raises an ExceptionGroup of what callbacks raised; the conversations of other callbacks go on until their end.
+        Raises an ExceptionGroup with the exceptions of callbacks. An exception of one callback does not affect other
+        conversations.
         """
         while self._running:
             await asyncio.wait(set(self._running))
-        failures, self._failures = self._failures, []
-        if failures:
-            raise ExceptionGroup("callbacks failed", failures)
+        errors, self._callback_errors = self._callback_errors, []
+        if errors:
+            raise ExceptionGroup("callbacks failed", errors)
 
     async def close(self) -> None:
-        """Give up what is under way; the servers stop working on it."""
+        """Cancel all running turns, also on the servers, and remove all conversations."""
         running = set(self._running)
-        for one in running:
-            one.cancel()
+        for turn in running:
+            turn.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         self._conversations.clear()
 
-    def _known(self, session_id: str) -> _Conversation:
-        if session_id not in self._conversations:
-            raise BadInputError(f"there is no conversation {session_id!r}: leave session_id out to begin one")
-        return self._conversations[session_id]
+    def _start_conversation(self, session_id: str, messages: Sequence[Message]) -> _Conversation:
+        server = self.least_loaded(self._num_requests)
+        episode = Episode(
+            Task(session_id, messages),
+            TrajectoryGraph(session_id),
+            self._servers[server],
+            self._renderer,
+            self._limits,
+            self._sampling_params,
+        )
+        return _Conversation(episode, server)
 
-    async def _turn(
+    def _require_idle(self, session_id: str) -> _Conversation:
+        """The conversation with this id. Raises BadInputError if it is unknown or has a running turn."""
+        if session_id not in self._conversations:
+            raise BadInputError(f"there is no conversation {session_id!r}; omit session_id to start a new one")
+        conversation = self._conversations[session_id]
+        if conversation.has_running_turn:
+            raise BadInputError(f"conversation {session_id!r} has a running turn; wait for its callback")
+        return conversation
+
+    async def _run_turn(
         self,
         conversation: _Conversation,
-        callback: Completed,
+        callback: TurnCallback,
         messages: list[Message],
         info: Any,
         sampling_params: Mapping[str, Any],
     ) -> None:
-        turn, failure, before = None, None, conversation.rollout.leaf
+        episode = conversation.episode
+        turn, error, leaf_before = None, None, episode.leaf
         try:
-            turn = await conversation.rollout.turn(messages, **sampling_params)
-        except Exception as error:  # noqa: BLE001 - the callback decides
-            failure = error
-            conversation.rollout.leaf = before  # so that the same messages can be submitted again
+            turn = await episode.generate(messages, **sampling_params)
+        except Exception as failure:  # noqa: BLE001 - the callback handles the failure
+            error = failure
+            episode.leaf = leaf_before  # so that the same messages can be submitted again
         finally:
-            conversation.busy = False
-            self._requests[conversation.server] -= 1
+            conversation.has_running_turn = False
+            self._num_requests[conversation.server] -= 1
         try:
-            called = callback(turn, info, failure)
-            if inspect.isawaitable(called):
-                await called
-        except Exception as error:  # noqa: BLE001 - told by `join`
-            self._failures.append(error)
+            result = callback(turn, info, error)
+            if inspect.isawaitable(result):
+                await result
+        except Exception as failure:  # noqa: BLE001 - raised by `join`
+            self._callback_errors.append(failure)

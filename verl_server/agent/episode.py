@@ -1,8 +1,8 @@
-"""One sample of one task: it grows turn by turn, within its budget, and every token of it is recorded.
+"""An episode: one sample of one task. It grows turn by turn within its limits, and every token is recorded.
 
-A record that has turns already is played again first: what is put there and has been put there before is found, and
-so are the policy's answers; only then is anything sampled. (Tools are called again. One that answers something else
-this time begins another branch.)
+If the record already contains turns, the episode replays them first. Messages that were added before are found in the
+record, and so are the turns of the policy. The policy generates only what the record does not contain. Tools are
+called again during the replay. A tool that returns a different result starts another branch.
 """
 
 from __future__ import annotations
@@ -12,287 +12,244 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from verl_server.agent.generate_fn import GenerateFn, generate_whole_turn
+from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.errors import BadInputError
-from verl_server.router.resumable_generation import ResumableGeneration
-from verl_server.trajectory.graph import ForkReason, Node, Session, Span
+from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.messages import Message, image_sources
+from verl_server.trajectory.nodes import ForkReason, Node, Span
 from verl_server.trajectory.recorder import Recorder
-from verl_server.trajectory.rendering import Call, Message, Renderer
+from verl_server.trajectory.rendering import ChatRenderer, ParsedToolCall
+from verl_server.types import parse_weight_version
 
 Json = dict[str, Any]
-
-AGAIN_S = 0.05
-IMAGE_KEYS = ("image", "image_url", "url", "path", "base64")
-MAX_CUTS = 64
-"""Weight updates that may cut off one turn."""
-
-
-class Generate(Protocol):
-    """Tokens in, tokens out: `RolloutRouter.generate`, `RouterClient.generate`, or an engine's by `generate_of`."""
-
-    async def __call__(self, *, request_id: str, session_id: str, **request: Any) -> Json: ...
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Of one sample, over all of its turns."""
-
-    response_tokens: int
-    """Everything after the first prompt: sampled, and put there by tools."""
-    turns: int = 64
-    wall_s: float | None = None
-    """A turn that is being sampled when it is over is given up; a tool has a limit of its own."""
-    tool_tokens: int = 2048
-    """Of one result; the rest of it is cut."""
-
-    def __post_init__(self) -> None:
-        for name in ("response_tokens", "turns", "tool_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BadInputError(f"budget.{name} must be a whole number, 1 or more, got {value!r}")
-        if self.wall_s is not None and not self.wall_s > 0:
-            raise BadInputError(f"budget.wall_s must be a positive number of seconds, got {self.wall_s!r}")
 
 
 @dataclass(frozen=True)
 class Task:
-    """What an agent is to do."""
+    """A task for an agent."""
 
     id: str
+    """Unique name of the task. Recorded sessions are named after it."""
     messages: Sequence[Message]
+    """Messages of the first prompt."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """For tools and rewards; the policy does not see it."""
+    """Data for tools and rewards, for example the correct answer. The policy does not see it."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy said."""
+    """A turn that the policy generated."""
 
     text: str
-    ids: list[int]
+    token_ids: list[int]
     node: int
-    finish: str
-    """SGLang's `finish_reason`: `stop`, `length`, ..."""
-    calls: Sequence[Call] | None = None
-    """The tools that it calls, where the renderer knows the family's tokens; None: the text tells."""
+    """Id of the turn's node in the trajectory graph."""
+    finish_reason: str
+    """Why sampling ended: the type of SGLang's `finish_reason` (`stop`, `length`, ...)."""
+    tool_calls: Sequence[ParsedToolCall] | None = None
+    """Tool calls of the turn. None if the renderer does not know the tool tokens of the model family; then the calls
+    must be parsed from `text`."""
 
 
-class EndedError(Exception):
-    """The budget is spent: thrown through an agent's loop, not at its caller."""
+class Episode:
+    """One sample of one task, which an agent loop drives with `generate`, `add_messages`, `append_text` and `fork`.
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class Rollout:
-    """What an agent's loop works with. `record` is a `Recorder`, or a `Session` that is kept in memory only."""
+    `record`: a `Recorder`, or a `TrajectoryGraph` that is kept in memory only. `tools`: JSON schemas of the tools.
+    """
 
     def __init__(
         self,
         task: Task,
-        record: Recorder | Session,
-        generate: Generate,
-        renderer: Renderer,
-        budget: Budget,
+        record: Recorder | TrajectoryGraph,
+        generate: GenerateFn,
+        renderer: ChatRenderer,
+        limits: RolloutLimits,
         sampling_params: Mapping[str, Any],
         tools: Sequence[Json] = (),
     ) -> None:
-        self.task, self.budget = task, budget
+        self.task, self.limits = task, limits
         self._record, self._generate, self._renderer = record, generate, renderer
-        self._params, self._tools = dict(sampling_params), list(tools)
-        self._deadline = None if budget.wall_s is None else time.monotonic() + budget.wall_s
-        self._prompt = 0
-        self._had = len(self.session.nodes)
-        self._passed: set[int] = set()
-        """Nodes that were played again: a fork's other way is another node."""
+        self._sampling_params, self._tools = dict(sampling_params), list(tools)
+        self._deadline = None if limits.timeout_s is None else time.monotonic() + limits.timeout_s
+        self._num_prompt_tokens = 0
+        self._num_recorded_nodes = len(self.graph.nodes)
+        """Number of nodes that the record contained at the start."""
+        self._replayed_nodes: set[int] = set()
+        """Ids of recorded nodes that were replayed. A node is replayed once, because the branches of a fork differ."""
         self._has_images = False
-        self._fork = ForkReason.RETRY
-        """Why the next node is beside another, should it be."""
+        self._fork_reason = ForkReason.RETRY
+        """Reason of the next node's fork, in case the next node is a fork."""
         self.leaf: int | None = None
-        """The last node."""
-        self.reason: str | None = None
-        """How it ended."""
+        """Id of the last node. None before the first prompt."""
+        self.stop_reason: str | None = None
+        """Why the episode stopped: `done`, `error`, or the name of a limit. None while the episode runs."""
         self.error: Json | None = None
-        """The exception of one that failed, as it travels (`verl_server.errors.to_wire`)."""
+        """Exception of a failed episode as JSON (`verl_server.errors.to_wire`)."""
 
     @property
-    def session(self) -> Session:
-        return self._record if isinstance(self._record, Session) else self._record.session
+    def graph(self) -> TrajectoryGraph:
+        """The token graph of the episode."""
+        return self._record if isinstance(self._record, TrajectoryGraph) else self._record.graph
 
     @property
-    def used(self) -> int:
-        """Response tokens so far."""
-        return 0 if self.leaf is None else self.session.length(self.leaf) - self._prompt
+    def num_response_tokens(self) -> int:
+        """Number of tokens after the first prompt so far."""
+        return 0 if self.leaf is None else self.graph.num_tokens(self.leaf) - self._num_prompt_tokens
 
-    async def turn(self, messages: Sequence[Message], **sampling_params: Any) -> Turn:
-        """Put `messages` there and let the policy speak.
+    def add_messages(self, messages: Sequence[Message]) -> None:
+        """Append messages from the environment (user, tool, system). Tool results are truncated to `max_tool_tokens`.
 
-        Raises EndedError when that is more than the budget, and what generating raises.
+        Raises EpisodeStopped if the messages do not fit into the limits; the path then ends with the last turn. Raises
+        BadInputError for messages that the renderer refuses.
         """
-        self.put(messages)
-        return await self.speak(**sampling_params)
-
-    def put(self, messages: Sequence[Message]) -> None:
-        """Add what the world says. Raises EndedError when it does not fit; then the last turn is the end."""
         if self.leaf is None:
-            ids = self._renderer.first(messages, self._tools or None)
-            self._prompt = len(ids)
+            token_ids = self._renderer.render_prompt(messages, self._tools or None)
+            self._num_prompt_tokens = len(token_ids)
         else:
-            cut = [self._cut(message) for message in messages]
-            ids = self._renderer.suffix(cut, self.session.node(self.leaf).tokens, self._before(self.leaf))
-            if self.used + len(ids) >= self.budget.response_tokens:
-                raise EndedError("response_tokens")
-            messages = cut
-        self._has_images = self._has_images or any(images_of(message) for message in messages)
-        self._add(ids, sampled=False, message={"messages": [dict(message) for message in messages]})
+            messages = [self._truncate_tool_result(message) for message in messages]
+            turn_ids = self.graph.node(self.leaf).token_ids
+            token_ids = self._renderer.render_next_turn(messages, turn_ids, self._preceding_ids(self.leaf))
+            self._require_room(len(token_ids))
+        self._has_images = self._has_images or any(image_sources(message) for message in messages)
+        self._add_context(token_ids, {"messages": [dict(message) for message in messages]})
 
-    async def speak(self, **sampling_params: Any) -> Turn:
-        """One turn of the policy's; `max_new_tokens` is cut to what is left. See `turn`."""
+    def append_text(self, text: str) -> None:
+        """Append text to the turn that the policy has just generated, within that turn.
+
+        The text is truncated to `max_tool_tokens`. Raises EpisodeStopped if it does not fit into the limits.
+        """
+        token_ids = self._renderer.encode(text)[: self.limits.max_tool_tokens]
+        self._require_room(len(token_ids))
+        self._add_context(token_ids, {"appended_text": text})
+
+    def fork(self, node: int, reason: ForkReason) -> None:
+        """Continue from an earlier node: the next node is a new branch. Raises BadInputError for an unknown node."""
+        self.graph.node(node)
+        self.leaf, self._fork_reason = node, reason
+
+    async def generate(self, messages: Sequence[Message] | None = None, **sampling_params: Any) -> Turn:
+        """Let the policy generate a turn, after appending `messages` if given.
+
+        `sampling_params` override those of the episode for this turn. `max_new_tokens` is reduced to the tokens that
+        the limits leave. Raises EpisodeStopped at a limit, and the exceptions of the generate function.
+        """
+        if messages is not None:
+            self.add_messages(messages)
         if self.leaf is None:
-            raise BadInputError("an agent's first turn needs messages")
-        if self.session.turns(self.leaf) >= self.budget.turns:
-            raise EndedError("turns")
-        left_s = None if self._deadline is None else self._deadline - time.monotonic()
-        if left_s is not None and left_s <= 0:
-            raise EndedError("wall_s")
-        if (played := self._played(True)) is not None:
-            return self._turn(played)
-        params = {**self._params, **sampling_params}
-        left = self.budget.response_tokens - self.used
-        params["max_new_tokens"] = min(int(params.get("max_new_tokens") or left), left)
-        images = self._images(self.leaf)
-        limit = asyncio.timeout(left_s)
+            raise BadInputError("the first turn of an episode needs messages")
+        if self.graph.num_turns(self.leaf) >= self.limits.max_turns:
+            raise EpisodeStopped("max_turns")
+        remaining_s = None if self._deadline is None else self._deadline - time.monotonic()
+        if remaining_s is not None and remaining_s <= 0:
+            raise EpisodeStopped("timeout_s")
+        if (replayed := self._replay_node(sampled=True)) is not None:
+            return self._as_turn(replayed)
+        self._require_room(0)
+        timeout = asyncio.timeout(remaining_s)
         try:
-            async with limit:
-                reply = await self._whole(
-                    request_id=f"{self.session.id}-{self.leaf}-{uuid.uuid4().hex[:8]}",
-                    session_id=self.session.id,
-                    input_ids=self.session.ids(self.leaf),
-                    sampling_params=params,
-                    return_logprob=True,
-                    **({"image_data": images} if images else {}),
-                )
+            async with timeout:
+                reply = await self._request_turn(self.leaf, sampling_params)
         except TimeoutError as error:
-            if limit.expired():
-                raise EndedError("wall_s") from error
-            raise  # a deadline of whoever generates
-        return self._turn(self._sampled(reply))
+            if timeout.expired():
+                raise EpisodeStopped("timeout_s") from error
+            raise  # a timeout of the generate function
+        return self._as_turn(self._add_sampled(reply))
 
-    def _images(self, leaf: int) -> list[str]:
-        """Those of the path, in their order. Its tokens have one placeholder for each, which SGLang makes longer."""
-        if not self._has_images:
-            return []
-        messages = [one for node in self.session.path(leaf) for one in (node.message or {}).get("messages", ())]
-        return [image for message in messages for image in images_of(message)]
-
-    def _turn(self, node: Node) -> Turn:
-        ids = list(node.tokens)
-        called = self._renderer.calls(ids, self._before(node.id), self._tools)
-        return Turn(str((node.message or {})["content"]), ids, node.id, node.finish or "", called)
-
-    def _before(self, node: int) -> Sequence[int]:
-        """What the world said last before a node."""
-        parent = self.session.node(node).parent
-        return () if parent is None else self.session.node(parent).tokens
-
-    async def _whole(self, **request: Any) -> Json:
-        """The reply; what a weight update has cut off is taken up by asking again."""
-        for _ in range(MAX_CUTS):
-            reply = await self._generate(**request)
-            if not _is_cut(reply):
-                break
-            await asyncio.sleep(AGAIN_S)
-        return reply
-
-    def _sampled(self, reply: Json) -> Node:
-        meta, ids = reply["meta_info"], reply["output_ids"]
-        whole = [{"version": meta.get("weight_version"), "start": 0, "end": len(ids)}] if ids else []
-        reason = meta.get("finish_reason") or {}
-        return self._add(
-            ids,
-            sampled=True,
-            logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
-            spans=[Span(str(one["version"]), one["start"], one["end"]) for one in meta.get("weight_versions") or whole],
-            message={"role": "assistant", "content": self._renderer.text(ids)},
-            finish=str(reason.get("type")),
-            experts=meta.get("routed_experts"),
+    async def _request_turn(self, leaf: int, sampling_params: Mapping[str, Any]) -> Json:
+        params = {**self._sampling_params, **sampling_params}
+        remaining, _ = self._remaining_tokens()
+        params["max_new_tokens"] = min(int(params.get("max_new_tokens") or remaining), remaining)
+        images = self._image_data(leaf)
+        return await generate_whole_turn(
+            self._generate,
+            rid=f"{self.graph.session_id}-{leaf}-{uuid.uuid4().hex[:8]}",
+            session_id=self.graph.session_id,
+            input_ids=self.graph.token_ids(leaf),
+            sampling_params=params,
+            return_logprob=True,
+            **({"image_data": images} if images else {}),
         )
 
-    def _cut(self, message: Message) -> Message:
-        """A tool's result within its budget."""
+    def _remaining_tokens(self) -> tuple[int, str]:
+        """Number of tokens that may still be added, and the name of the limit that determines the number."""
+        remaining = [(self.limits.max_response_tokens - self.num_response_tokens, "max_response_tokens")]
+        if self.limits.max_context_tokens is not None:
+            num_tokens = 0 if self.leaf is None else self.graph.num_tokens(self.leaf)
+            remaining.append((self.limits.max_context_tokens - num_tokens, "max_context_tokens"))
+        return min(remaining, key=lambda entry: entry[0])
+
+    def _require_room(self, num_tokens: int) -> None:
+        """Raise EpisodeStopped unless `num_tokens` more tokens and at least one sampled token fit into the limits."""
+        remaining, limit = self._remaining_tokens()
+        if num_tokens >= remaining:
+            raise EpisodeStopped(limit)
+
+    def _image_data(self, leaf: int) -> list[str]:
+        """Images of the path in their order. The tokens have one placeholder per image, which SGLang expands."""
+        if not self._has_images:
+            return []
+        messages = [one for node in self.graph.path(leaf) for one in (node.message or {}).get("messages", ())]
+        return [source for message in messages for source in image_sources(message)]
+
+    def _preceding_ids(self, node: int) -> Sequence[int]:
+        """Token ids of a node's parent."""
+        parent = self.graph.node(node).parent
+        return () if parent is None else self.graph.node(parent).token_ids
+
+    def _truncate_tool_result(self, message: Message) -> Message:
         content = message.get("content")
         if message.get("role") != "tool" or not isinstance(content, str):
             return message
-        return {**message, "content": self._renderer.cut(content, self.budget.tool_tokens)}
+        return {**message, "content": self._renderer.truncate(content, self.limits.max_tool_tokens)}
 
-    def insert(self, text: str) -> None:
-        """Put `text` behind what the policy has just said, within its turn. Raises EndedError when it does not fit."""
-        ids = self._renderer.encode(text)[: self.budget.tool_tokens]
-        if self.used + len(ids) >= self.budget.response_tokens:
-            raise EndedError("response_tokens")
-        self._add(ids, sampled=False, message={"inserted": text})
+    def _as_turn(self, node: Node) -> Turn:
+        token_ids = list(node.token_ids)
+        tool_calls = self._renderer.parse_tool_calls(token_ids, self._preceding_ids(node.id), self._tools)
+        text = str((node.message or {})["content"])
+        return Turn(text, token_ids, node.id, node.finish_reason or "", tool_calls)
 
-    def fork(self, node: int, reason: ForkReason) -> None:
-        """Go on from an earlier node: what comes next is another branch. Raises BadInputError."""
-        self.session.node(node)
-        self.leaf, self._fork = node, reason
+    def _add_sampled(self, reply: Json) -> Node:
+        """Record the tokens of a reply."""
+        meta, token_ids = reply["meta_info"], reply["output_ids"]
+        one_version = [{"version": meta.get("weight_version"), "start": 0, "end": len(token_ids)}] if token_ids else []
+        spans = meta.get("weight_versions") or one_version
+        node = self._record.add_node(
+            self.leaf,
+            token_ids,
+            sampled=True,
+            logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
+            spans=[Span(parse_weight_version(span["version"]), span["start"], span["end"]) for span in spans],
+            message={"role": "assistant", "content": self._renderer.decode(token_ids)},
+            fork_reason=self._next_fork_reason(),
+            finish_reason=str((meta.get("finish_reason") or {}).get("type")),
+            routed_experts=meta.get("routed_experts"),
+        )
+        self._move_to(node)
+        return node
 
-    def _played(self, sampled: bool, ids: Sequence[int] = ()) -> Node | None:
-        """The next node, if the record had it from the beginning: sampled, or with these tokens."""
-        for child in self.session.children(self.leaf):
-            node = self.session.node(child)
-            known = child < self._had and child not in self._passed
-            if known and node.sampled == sampled and (sampled or node.tokens == tuple(ids)):
-                self._passed.add(child)
+    def _add_context(self, token_ids: Sequence[int], message: Json) -> None:
+        """Record tokens that the policy did not sample, or replay the recorded node with the same tokens."""
+        if self._replay_node(sampled=False, token_ids=token_ids) is None:
+            reason = self._next_fork_reason()
+            node = self._record.add_node(self.leaf, token_ids, sampled=False, message=message, fork_reason=reason)
+            self._move_to(node)
+
+    def _next_fork_reason(self) -> ForkReason | None:
+        return self._fork_reason if self.graph.children(self.leaf) else None
+
+    def _move_to(self, node: Node) -> None:
+        self.leaf, self._fork_reason = node.id, ForkReason.RETRY
+
+    def _replay_node(self, *, sampled: bool, token_ids: Sequence[int] = ()) -> Node | None:
+        """Move to a child that was recorded before this episode started: a sampled node, or one with `token_ids`."""
+        for child in self.graph.children(self.leaf):
+            node = self.graph.node(child)
+            can_replay = child < self._num_recorded_nodes and child not in self._replayed_nodes
+            if can_replay and node.sampled == sampled and (sampled or node.token_ids == tuple(token_ids)):
+                self._replayed_nodes.add(child)
                 self.leaf = child
                 return node
         return None
-
-    def _add(self, ids: Sequence[int], **fields: Any) -> Node:
-        if not fields["sampled"] and (played := self._played(False, ids)) is not None:
-            return played
-        fork = self._fork if self.session.children(self.leaf) else None
-        node = self._record.add(self.leaf, ids, fork=fork, **fields)
-        self.leaf, self._fork = node.id, ForkReason.RETRY
-        return node
-
-
-def images_of(message: Message) -> list[str]:
-    """Paths, URLs or base64 of a message's images: parts `{"type": "image", "image": ...}`, or OpenAI's `image_url`."""
-    content = message.get("content")
-    found = []
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
-            given = next((part[key] for key in IMAGE_KEYS if part.get(key)), None)
-            image = given.get("url") if isinstance(given, Mapping) else given
-            if not isinstance(image, str) or not image:
-                raise BadInputError(f"an image is given by one of {IMAGE_KEYS}, as text; got {type(image).__name__}")
-            found.append(image)
-    return found
-
-
-def _is_cut(reply: Json) -> bool:
-    reason = reply["meta_info"].get("finish_reason") or {}
-    return bool(reason.get("type") == "abort")
-
-
-def generate_of(adapter: Any) -> Generate:
-    """Of one server: an `AsyncHttpServerEngineAdapter` as `Generate`."""
-
-    async def generate(*, request_id: str, session_id: str, **request: Any) -> Json:
-        del session_id  # there is only one place to go
-        sample = ResumableGeneration(request)
-        for _ in range(MAX_CUTS):
-            sample.arrived(await adapter.generate(rid=f"{request_id}~{sample.attempts}", **sample.begin()))
-            reply = sample.reply()
-            if not sample.is_partial:
-                break
-            sample.interrupted()
-            if sample.is_full:
-                return sample.reply()
-            await asyncio.sleep(AGAIN_S)
-        return reply
-
-    return generate

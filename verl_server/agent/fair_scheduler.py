@@ -1,8 +1,8 @@
-"""Which turn is sampled next, when many agents wait for the same engine: that of the agent who is furthest behind.
+"""`FairScheduler`: decides which of many waiting agents generates its next turn first.
 
-An engine takes requests in the order in which they come. Then an agent whose tools are slow waits twice in each of
-its turns, for its tool and in the queue, and at the end of a step the engine runs half empty for such stragglers.
-Here turns wait outside of the engine, and who has had the fewest goes in first.
+An engine processes requests in the order in which they arrive. An agent with slow tools then waits twice in each turn:
+for its tool, and in the engine's queue. At the end of a step the engine runs half empty for such agents.
+`FairScheduler` lets turns wait outside of the engine, and admits the session with the fewest finished turns first.
 """
 
 from __future__ import annotations
@@ -12,54 +12,62 @@ import heapq
 import itertools
 from typing import Any
 
-from verl_server.agent.episode import Generate
+from verl_server.agent.generate_fn import GenerateFn
 from verl_server.errors import BadInputError
 
 Json = dict[str, Any]
 
 
-class Turnstile:
-    """A `Generate` that lets `at_once` requests in at a time. Made and used in one event loop.
+class FairScheduler:
+    """A `GenerateFn` that admits at most `max_concurrency` requests at a time, fewest finished turns first.
 
-    `at_once`: what the engines work on at a time (SGLang's `max_running_requests`, times the replicas), and a few
-    more that are ready when one ends.
+    `max_concurrency`: number of requests that the engines process at a time (SGLang's `max_running_requests` times the
+    number of replicas), plus a few requests that start when others end. Create and use it in one event loop.
     """
 
-    def __init__(self, generate: Generate, at_once: int) -> None:
-        if not isinstance(at_once, int) or isinstance(at_once, bool) or at_once < 1:
-            raise BadInputError(f"at_once must be a whole number, 1 or more, got {at_once!r}")
-        self._generate, self._room = generate, at_once
-        self._turns: dict[str, int] = {}
-        """That each session has had."""
+    def __init__(self, generate: GenerateFn, max_concurrency: int) -> None:
+        if not isinstance(max_concurrency, int) or isinstance(max_concurrency, bool) or max_concurrency < 1:
+            raise BadInputError(f"max_concurrency must be an integer, 1 or more, got {max_concurrency!r}")
+        self._generate = generate
+        self._num_free_slots = max_concurrency
+        self._num_turns: dict[str, int] = {}
+        """Number of finished turns by session id."""
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._order = itertools.count()
+        """Heap of waiting requests: number of finished turns, arrival number, future that is set on admission."""
+        self._arrivals = itertools.count()
 
-    async def __call__(self, *, request_id: str, session_id: str, **request: Any) -> Json:
-        turns = self._turns.get(session_id, 0)
-        await self._enter(turns)
+    @property
+    def num_free_slots(self) -> int:
+        """Number of requests that would be admitted immediately."""
+        return self._num_free_slots
+
+    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Json:
+        num_turns = self._num_turns.get(session_id, 0)
+        await self._acquire_slot(num_turns)
         try:
-            return await self._generate(request_id=request_id, session_id=session_id, **request)
+            return await self._generate(rid=rid, session_id=session_id, **request)
         finally:
-            self._turns[session_id] = turns + 1
-            self._leave()
+            self._num_turns[session_id] = num_turns + 1
+            self._release_slot()
 
-    async def _enter(self, turns: int) -> None:
-        if self._room:
-            self._room -= 1
+    async def _acquire_slot(self, num_turns: int) -> None:
+        if self._num_free_slots:
+            self._num_free_slots -= 1
             return
-        ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (turns, next(self._order), ticket))
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (num_turns, next(self._arrivals), admitted))
         try:
-            await ticket
+            await admitted
         except asyncio.CancelledError:
-            if ticket.done() and not ticket.cancelled():  # let in, and cancelled at the same moment
-                self._leave()
+            if admitted.done() and not admitted.cancelled():  # admitted and cancelled at the same moment
+                self._release_slot()
             raise
 
-    def _leave(self) -> None:
+    def _release_slot(self) -> None:
+        """Admit the waiting request with the fewest finished turns, or free the slot if no request waits."""
         while self._waiting:
-            *_, ticket = heapq.heappop(self._waiting)
-            if not ticket.done():
-                ticket.set_result(None)
+            *_, admitted = heapq.heappop(self._waiting)
+            if not admitted.done():
+                admitted.set_result(None)
                 return
-        self._room += 1
+        self._num_free_slots += 1

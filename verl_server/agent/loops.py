@@ -1,4 +1,8 @@
-"""How agents act: write `run`, register it, and the rest (tokens, budgets, records, errors) is done around it."""
+"""Agent loops: how an agent acts on a task.
+
+A subclass of `AgentLoop` implements `run`. `AgentLoop` and `Episode` handle limits, recording and errors. Loops can be
+registered by name.
+"""
 
 from __future__ import annotations
 
@@ -6,92 +10,105 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from verl_server.agent.episode import EndedError, Rollout, Turn
-from verl_server.agent.tools import Tool, Toolbox, ToolCall, ToolResult, hermes_call, hermes_calls, read
+from verl_server.agent.episode import Episode, Turn
+from verl_server.agent.limits import EpisodeStopped
+from verl_server.agent.tool_parsing import as_tool_call, parse_hermes_tool_calls, parse_json_tool_call
+from verl_server.agent.tools import Tool, ToolCall, ToolRegistry, ToolResult
 from verl_server.errors import BadInputError, to_wire
 
-L = TypeVar("L", bound="type[AgentLoop]")
+AgentLoopClass = TypeVar("AgentLoopClass", bound="type[AgentLoop]")
 
 _LOOPS: dict[str, type[AgentLoop]] = {}
+"""Registered agent loops by name."""
 
 
 class AgentLoop(ABC):
-    """One kind of agent. An instance serves any number of rollouts at a time: state belongs to the rollout."""
+    """A kind of agent. One instance serves any number of episodes at a time, so it must not store their state.
+
+    `tools`: tools or functions that the policy may call. Raises BadInputError if two tools have the same name.
+    """
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
-        self.tools = Toolbox(tools)
+        self.tools = ToolRegistry(tools)
 
     @abstractmethod
-    async def run(self, rollout: Rollout) -> None:
-        """Act until the task is done: `await rollout.turn(messages)` as often as it takes."""
+    async def run(self, episode: Episode) -> None:
+        """Act until the task is done. Call `await episode.generate(messages)` for each turn."""
 
-    async def act(self, rollout: Rollout) -> str:
-        """`run`, and how it ended: `done`, what of the budget is spent, or `error`. Only cancelling is raised."""
+    async def run_episode(self, episode: Episode) -> str:
+        """Call `run` and return the stop reason: `done`, the name of a limit, or `error`.
+
+        The stop reason and the exception of a failed episode are also stored in the episode. Only cancellation is
+        raised.
+        """
         try:
-            await self.run(rollout)
-        except EndedError as ended:
-            reason, error = ended.reason, None
-        except Exception as failure:  # noqa: BLE001 - it belongs to this sample, not to the batch
-            reason, error = "error", to_wire(failure)
+            await self.run(episode)
+        except EpisodeStopped as stopped:
+            stop_reason, error = stopped.stop_reason, None
+        except Exception as failure:  # noqa: BLE001 - a failure belongs to this sample and must not end the batch
+            stop_reason, error = "error", to_wire(failure)
         else:
-            reason, error = "done", None
-        rollout.reason, rollout.error = reason, error
-        return reason
+            stop_reason, error = "done", None
+        episode.stop_reason, episode.error = stop_reason, error
+        return stop_reason
 
 
-def register(name: str) -> Callable[[L], L]:
-    """Make a loop known by a name."""
+def register_agent_loop(name: str) -> Callable[[AgentLoopClass], AgentLoopClass]:
+    """Class decorator that registers an agent loop under a name. Raises BadInputError for a name that is taken."""
 
-    def known(loop: L) -> L:
-        if name in _LOOPS and _LOOPS[name] is not loop:
-            raise BadInputError(f"an agent loop {name!r} is registered already")
-        _LOOPS[name] = loop
-        return loop
+    def register(loop_class: AgentLoopClass) -> AgentLoopClass:
+        if name in _LOOPS and _LOOPS[name] is not loop_class:
+            raise BadInputError(f"an agent loop with the name {name!r} is already registered; choose another name")
+        _LOOPS[name] = loop_class
+        return loop_class
 
-    return known
+    return register
 
 
-def loop_named(name: str) -> type[AgentLoop]:
+def get_agent_loop(name: str) -> type[AgentLoop]:
+    """The agent loop that is registered under a name. Raises BadInputError for an unknown name."""
     if name not in _LOOPS:
-        raise BadInputError(f"there is no agent loop {name!r}; there are {sorted(_LOOPS)}")
+        raise BadInputError(f"there is no agent loop {name!r}; registered agent loops: {sorted(_LOOPS)}")
     return _LOOPS[name]
 
 
-@register("single_turn")
+@register_agent_loop("single_turn")
 class SingleTurnLoop(AgentLoop):
-    """One answer."""
+    """Generates one turn."""
 
-    async def run(self, rollout: Rollout) -> None:
-        await rollout.turn(rollout.task.messages)
+    async def run(self, episode: Episode) -> None:
+        await episode.generate(episode.task.messages)
 
 
-@register("tool_agent")
+@register_agent_loop("tool_agent")
 class ToolAgentLoop(AgentLoop):
-    """Calls tools until it answers without: all calls of a turn at the same time, results in their order."""
+    """Calls tools until a turn contains no tool call. The calls of one turn are executed concurrently."""
 
-    def calls(self, turn: Turn) -> list[ToolCall | ToolResult]:
-        """The calls in what the policy said: by its family's tokens, or by the marks that most templates teach."""
-        return hermes_calls(turn.text) if turn.calls is None else [read(call) for call in turn.calls]
+    def parse_tool_calls(self, turn: Turn) -> list[ToolCall | ToolResult]:
+        """The tool calls of a turn, parsed by the renderer of the model family or from Hermes' markers in the text."""
+        if turn.tool_calls is None:
+            return parse_hermes_tool_calls(turn.text)
+        return [as_tool_call(call) for call in turn.tool_calls]
 
-    async def run(self, rollout: Rollout) -> None:
-        turn = await rollout.turn(rollout.task.messages)
-        while turn.finish != "length" and (calls := self.calls(turn)):
+    async def run(self, episode: Episode) -> None:
+        turn = await episode.generate(episode.task.messages)
+        while turn.finish_reason != "length" and (calls := self.parse_tool_calls(turn)):
             results = await self.tools.call_all(calls)
-            turn = await rollout.turn([result.message for result in results])
+            turn = await episode.generate([result.message for result in results])
 
 
-@register("interleaved")
+@register_agent_loop("interleaved")
 class InterleavedLoop(AgentLoop):
-    """Stops at a marker, calls, inserts the result there, and goes on with the same turn."""
+    """Executes tool calls within a turn: stops at the end of a call, appends the result, and continues the turn."""
 
-    OPEN, CLOSE = "<call>", "</call>"
+    CALL_START, CALL_END = "<call>", "</call>"
 
-    async def run(self, rollout: Rollout) -> None:
-        rollout.put(rollout.task.messages)
+    async def run(self, episode: Episode) -> None:
+        episode.add_messages(episode.task.messages)
         while True:
-            turn = await rollout.speak(stop=[self.CLOSE], no_stop_trim=True)
-            _, called, text = turn.text.rpartition(self.OPEN)
-            if not called or not turn.text.endswith(self.CLOSE):
+            turn = await episode.generate(stop=[self.CALL_END], no_stop_trim=True)
+            _, started, call = turn.text.rpartition(self.CALL_START)
+            if not started or not turn.text.endswith(self.CALL_END):
                 return
-            (result,) = await self.tools.call_all([hermes_call(text.removesuffix(self.CLOSE))])
-            rollout.insert(f"<result>{result.content}</result>")
+            (result,) = await self.tools.call_all([parse_json_tool_call(call.removesuffix(self.CALL_END))])
+            episode.append_text(f"<result>{result.content}</result>")

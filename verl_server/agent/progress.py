@@ -1,4 +1,4 @@
-"""How a rollout stands, live: samples, turns and sampled tokens a second, on the terminal."""
+"""Live progress of a rollout on the terminal: finished groups, samples, turns, and sampled tokens per second."""
 
 from __future__ import annotations
 
@@ -9,44 +9,51 @@ from collections.abc import AsyncIterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from verl_server.agent.runner import Group, RolloutRunner
+from verl_server.agent.runner import RolloutRunner
+from verl_server.agent.samples import SampleGroup
 
-TICK_S = 0.25
+REFRESH_INTERVAL_S = 0.25
 
 
-async def shown(
-    runner: RolloutRunner, groups: AsyncIterator[Group], total: int | None = None, console: Console | None = None
-) -> AsyncIterator[Group]:
-    """The groups of `runner.run(...)` as they come, under a live bar; `total`: how many are wanted."""
+async def with_progress(
+    runner: RolloutRunner, groups: AsyncIterator[SampleGroup], total: int | None = None, console: Console | None = None
+) -> AsyncIterator[SampleGroup]:
+    """Yield the groups of `runner.run(...)` and show a progress bar meanwhile.
+
+    `total`: number of groups that are expected. None shows no total.
+    """
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("groups  {task.description}"), TimeElapsedColumn())
-    started, before, rewards = time.monotonic(), runner.counts.tokens, [0.0, 0.0]
+    start, tokens_at_start = time.monotonic(), runner.counters.num_sampled_tokens
+    rewards: list[float] = []
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=total)
 
-        def draw() -> None:
-            counts = runner.counts
-            rate = (counts.tokens - before) / max(time.monotonic() - started, 1e-9)
-            words = f"{counts.running} samples under way, {counts.finished} finished, {counts.failed} failed; "
-            words += f"{counts.turns} turns, {rate:.0f} tokens/s"
-            if rewards[1]:
-                words += f"; mean reward {rewards[0] / rewards[1]:.3f}"
-            progress.update(bar, description=words)
+        def refresh() -> None:
+            tokens = runner.counters.num_sampled_tokens - tokens_at_start
+            progress.update(bar, description=_describe(runner, tokens / max(time.monotonic() - start, 1e-9), rewards))
 
-        async def tick() -> None:
+        async def refresh_periodically() -> None:
             while True:
-                draw()
-                await asyncio.sleep(TICK_S)
+                refresh()
+                await asyncio.sleep(REFRESH_INTERVAL_S)
 
-        ticking = asyncio.create_task(tick())
+        refreshing = asyncio.create_task(refresh_periodically())
         try:
             async for group in groups:
-                for sample in group.samples:
-                    if sample.reward is not None:
-                        rewards[0] += sample.reward
-                        rewards[1] += 1
+                rewards += [sample.reward for sample in group.samples if sample.reward is not None]
                 progress.advance(bar)
-                draw()
+                refresh()
                 yield group
         finally:
-            ticking.cancel()
-            await asyncio.gather(ticking, return_exceptions=True)
+            refreshing.cancel()
+            await asyncio.gather(refreshing, return_exceptions=True)
+
+
+def _describe(runner: RolloutRunner, tokens_per_s: float, rewards: list[float]) -> str:
+    """The text beside the progress bar."""
+    counters = runner.counters
+    text = f"{counters.num_running_samples} samples running, {counters.num_finished_samples} finished, "
+    text += f"{counters.num_failed_samples} failed; {counters.num_turns} turns, {tokens_per_s:.0f} tokens/s"
+    if rewards:
+        text += f"; mean reward {sum(rewards) / len(rewards):.3f}"
+    return text

@@ -1,213 +1,185 @@
-"""`RolloutRunner`: tasks in, groups of finished samples out, as they finish; taken up again after a crash.
+"""`RolloutRunner`: runs an agent on many tasks and yields groups of finished samples. It can resume after a crash.
 
-Every sample has a file of its own (`TASK-NUMBER.jsonl`). One that is on disk with its end is not made again; one that
-is on disk without is played again up to its last turn, and goes on from there.
+Each sample has its own file `TASK-INDEX.jsonl` in `run_dir`. A sample whose file records its termination is loaded and
+not generated again. A sample whose file has no termination is replayed up to its last turn, and then continues.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_server.agent.episode import Budget, Generate, Rollout, Task
-from verl_server.agent.loops import AgentLoop
-from verl_server.agent.threads import in_thread
+from verl_server.agent.daemon_thread import run_in_daemon_thread
+from verl_server.agent.episode import Episode, Task
+from verl_server.agent.generate_fn import GenerateFn
+from verl_server.agent.limits import RolloutLimits
+from verl_server.agent.loops import AgentLoop, get_agent_loop
+from verl_server.agent.samples import Sample, SampleGroup, keep_all
 from verl_server.errors import BadInputError, to_wire
-from verl_server.trajectory.graph import Session
-from verl_server.trajectory.recorder import Recorder, file_of, read
-from verl_server.trajectory.rendering import Renderer
+from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.recorder import Recorder, load_session, session_file
+from verl_server.trajectory.rendering import ChatRenderer
 
 Json = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Sample:
-    """One finished sample of a task."""
-
-    task: Task
-    number: int
-    session: Session
-    leaf: int | None
-    """The end of its path; None when it failed before its first prompt."""
-    reason: str
-    """`done`, what of the budget was spent, or `error`."""
-    error: Json | None = None
-    reward: float | None = None
-
-    @property
-    def path(self) -> tuple[Session, int]:
-        """For `trajectory.batch`. Raises BadInputError for a sample that has none."""
-        if self.leaf is None:
-            raise BadInputError(f"sample {self.number} of task {self.task.id!r} has no tokens: {self.error}")
-        return self.session, self.leaf
-
-
-@dataclass(frozen=True)
-class Group:
-    """All samples of one task."""
-
-    task: Task
-    samples: Sequence[Sample]
+RewardFn = Callable[[Sample], float | Awaitable[float]]
+"""Computes the reward of a finished sample. A function that is not a coroutine function runs in a thread."""
 
 
 @dataclass
-class Counts:
-    """Of a runner, since it was made."""
+class RunnerCounters:
+    """Counters of a runner since it was constructed."""
 
-    running: int = 0
-    """Samples under way."""
-    finished: int = 0
-    failed: int = 0
-    """Of the finished ones: their reason is `error`."""
-    turns: int = 0
-    tokens: int = 0
-    """Sampled."""
-
-
-Reward = Callable[[Sample], float | Awaitable[float]]
-
-
-def keep_all(_: Group) -> bool:
-    return True
+    num_running_samples: int = 0
+    """Number of samples whose episode runs."""
+    num_finished_samples: int = 0
+    """Number of finished samples, including failed samples."""
+    num_failed_samples: int = 0
+    """Number of finished samples with the stop reason `error`."""
+    num_turns: int = 0
+    """Number of generated turns."""
+    num_sampled_tokens: int = 0
+    """Number of tokens that the policy sampled."""
 
 
 class RolloutRunner:
-    """One policy, one kind of agent, any number of tasks.
+    """Runs one agent loop with one policy on any number of tasks.
 
-    `reward` is called with every finished sample (in a thread when it is no coroutine function); what it raises makes
-    the sample a failed one. `folder`: where sessions are recorded; None keeps them in memory only. `at_once`: samples
-    under way at a time.
+    `loop`: an agent loop, or the name of a registered one, which is then constructed without tools. `reward`: called
+    with every finished sample; its exception makes the sample a failed one. `run_dir`: directory of the recorded
+    sessions; None keeps sessions in memory only. `max_concurrency`: maximum number of samples that run at a time.
     """
 
     def __init__(
         self,
-        loop: AgentLoop,
-        generate: Generate,
-        renderer: Renderer,
-        budget: Budget,
+        loop: AgentLoop | str,
+        generate: GenerateFn,
+        renderer: ChatRenderer,
+        limits: RolloutLimits,
         sampling_params: Mapping[str, Any],
         *,
-        reward: Reward | None = None,
-        folder: Path | str | None = None,
-        at_once: int = 256,
+        reward: RewardFn | None = None,
+        run_dir: Path | str | None = None,
+        max_concurrency: int = 256,
     ) -> None:
-        self._loop, self._generate, self._renderer = loop, generate, renderer
-        self._budget, self._params = budget, dict(sampling_params)
-        self._reward, self._folder, self._at_once = reward, folder, at_once
-        self.counts = Counts()
+        self._loop = get_agent_loop(loop)() if isinstance(loop, str) else loop
+        self._generate, self._renderer = generate, renderer
+        self._limits, self._sampling_params = limits, dict(sampling_params)
+        self._reward, self._run_dir, self._max_concurrency = reward, run_dir, max_concurrency
+        self.counters = RunnerCounters()
 
     async def run(
         self,
         tasks: Iterable[Task],
-        samples: int = 1,
+        n: int = 1,
         *,
-        groups: int | None = None,
-        keep: Callable[[Group], bool] = keep_all,
-    ) -> AsyncIterator[Group]:
-        """Groups of `samples` as they finish, until `groups` of them were kept (None: all); the rest is cancelled.
+        num_groups: int | None = None,
+        group_filter: Callable[[SampleGroup], bool] = keep_all,
+    ) -> AsyncIterator[SampleGroup]:
+        """Yield groups of `n` samples in the order in which they finish.
 
-        `keep` decides which groups count: give more tasks than `groups` to replace those that teach nothing.
+        `group_filter` decides which groups are yielded. After `num_groups` groups (None: all of them) the remaining
+        samples are cancelled. Pass more tasks than `num_groups` to replace groups that the filter rejects. Raises
+        BadInputError for two tasks with the same id, and the error of a sample that cannot be recorded.
         """
-        room = asyncio.Semaphore(self._at_once)
-        running = {asyncio.create_task(self._group(task, samples, room)) for task in _distinct(tasks)}
-        kept = 0
+        slots = asyncio.Semaphore(self._max_concurrency)
+        running = {asyncio.create_task(self._run_group(task, n, slots)) for task in _require_distinct(tasks)}
+        num_kept = 0
         try:
             for finished in asyncio.as_completed(list(running)):
                 group = await finished
-                if keep(group):
-                    kept += 1
+                if group_filter(group):
+                    num_kept += 1
                     yield group
-                if kept == groups:
+                if num_kept == num_groups:
                     return
         finally:
-            for one in running:
-                one.cancel()
+            for group_task in running:
+                group_task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _group(self, task: Task, samples: int, room: asyncio.Semaphore) -> Group:
-        making = [asyncio.create_task(self._sample(task, number, room)) for number in range(samples)]
+    async def _run_group(self, task: Task, n: int, slots: asyncio.Semaphore) -> SampleGroup:
+        running = [asyncio.create_task(self._run_sample(task, index, slots)) for index in range(n)]
         try:
-            return Group(task, await asyncio.gather(*making))
-        except BaseException:  # one could not be recorded, say: the others must not go on without an owner
-            for one in making:
-                one.cancel()
-            await asyncio.gather(*making, return_exceptions=True)
+            return SampleGroup(task, await asyncio.gather(*running))
+        except BaseException:  # a sample cannot be recorded, for example: cancel the other samples of the group
+            for sample_task in running:
+                sample_task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
             raise
 
-    async def _sample(self, task: Task, number: int, room: asyncio.Semaphore) -> Sample:
-        async with room:
-            self.counts.running += 1
+    async def _run_sample(self, task: Task, index: int, slots: asyncio.Semaphore) -> Sample:
+        async with slots:
+            self.counters.num_running_samples += 1
             try:
-                sample = await self._taken_up(task, number, f"{task.id}-{number}")
+                sample = await self._load_or_generate(task, index, f"{task.id}-{index}")
             finally:
-                self.counts.running -= 1
-        self.counts.finished += 1
-        self.counts.failed += sample.reason == "error"
+                self.counters.num_running_samples -= 1
+        self.counters.num_finished_samples += 1
+        self.counters.num_failed_samples += sample.stop_reason == "error"
         return sample
 
-    async def _taken_up(self, task: Task, number: int, name: str) -> Sample:
-        """From the disk, if anything of it is there."""
-        if self._folder is None:
-            return await self._make(task, number, Session(name))
-        if (known := self._recorded(task, number, name)) is not None:
-            return known
-        with Recorder(self._folder, name) as recorder:
-            return await self._make(task, number, recorder)
+    async def _load_or_generate(self, task: Task, index: int, session_id: str) -> Sample:
+        """Load the sample if it is recorded with its termination. Generate or continue it otherwise."""
+        if self._run_dir is None:
+            return await self._generate_sample(task, index, TrajectoryGraph(session_id))
+        if (recorded := self._load_finished(task, index, session_file(self._run_dir, session_id))) is not None:
+            return recorded
+        with Recorder(self._run_dir, session_id) as recorder:
+            return await self._generate_sample(task, index, recorder)
 
-    def _recorded(self, task: Task, number: int, name: str) -> Sample | None:
-        """The sample that is on disk, with its end."""
-        assert self._folder is not None
-        path = file_of(self._folder, name)
-        session = read(path) if path.exists() else Session(name)
-        if not session.endings:
+    def _load_finished(self, task: Task, index: int, path: Path) -> Sample | None:
+        """The recorded sample. None if there is no file, or if the file has no termination."""
+        graph = load_session(path) if path.exists() else None
+        if graph is None or not graph.terminations:
             return None
-        ending = next(reversed(session.endings.values()))
-        rewards = session.rewards.get(ending.node)
-        return Sample(
-            task, number, session, ending.node, ending.reason, ending.error, None if rewards is None else rewards[-1]
-        )
+        termination = next(reversed(graph.terminations.values()))
+        rewards = graph.rewards.get(termination.node)
+        reward = None if rewards is None else rewards[-1]
+        return Sample(task, index, graph, termination.node, termination.stop_reason, termination.error, reward)
 
-    async def _make(self, task: Task, number: int, record: Recorder | Session) -> Sample:
-        rollout = Rollout(
-            task, record, self._counted, self._renderer, self._budget, self._params, self._loop.tools.schemas
+    async def _generate_sample(self, task: Task, index: int, record: Recorder | TrajectoryGraph) -> Sample:
+        schemas = self._loop.tools.schemas
+        episode = Episode(
+            task, record, self._generate_counted, self._renderer, self._limits, self._sampling_params, schemas
         )
-        reason = await self._loop.act(rollout)
-        sample = Sample(task, number, rollout.session, rollout.leaf, reason, rollout.error)
-        if self._reward is not None and reason != "error":
+        stop_reason = await self._loop.run_episode(episode)
+        sample = Sample(task, index, episode.graph, episode.leaf, stop_reason, episode.error)
+        if self._reward is not None and stop_reason != "error":
             try:
-                reward = await _value(self._reward, sample)
+                reward = await _call_reward(self._reward, sample)
                 if sample.leaf is not None:
-                    record.reward(sample.leaf, [reward])
-            except Exception as error:  # noqa: BLE001 - it belongs to this sample
-                sample = Sample(task, number, sample.session, sample.leaf, "error", to_wire(error))
+                    record.set_rewards(sample.leaf, [reward])
+            except Exception as error:  # noqa: BLE001 - a failure of the reward belongs to this sample
+                sample = Sample(task, index, sample.graph, sample.leaf, "error", to_wire(error))
             else:
-                sample = Sample(task, number, sample.session, sample.leaf, reason, None, reward)
-        if sample.leaf is not None:  # the end comes last: what is on disk with it is whole
-            record.end(sample.leaf, sample.reason, sample.error)
+                sample = Sample(task, index, sample.graph, sample.leaf, stop_reason, None, reward)
+        if sample.leaf is not None:  # the termination is written last: a file that contains it is complete
+            record.terminate(sample.leaf, sample.stop_reason, sample.error)
         return sample
 
-    async def _counted(self, **request: Any) -> Json:
-        reply = await self._generate(**request)
-        self.counts.turns += 1
-        self.counts.tokens += len(reply["output_ids"])
+    async def _generate_counted(self, *, rid: str, session_id: str, **request: Any) -> Json:
+        reply = await self._generate(rid=rid, session_id=session_id, **request)
+        self.counters.num_turns += 1
+        self.counters.num_sampled_tokens += len(reply["output_ids"])
         return reply
 
 
-async def _value(reward: Reward, sample: Sample) -> float:
+async def _call_reward(reward: RewardFn, sample: Sample) -> float:
     if inspect.iscoroutinefunction(reward):
         return float(await reward(sample))
-    value = await in_thread(lambda: reward(sample))
+    value = await run_in_daemon_thread(lambda: reward(sample))
     return float(await value if inspect.isawaitable(value) else value)
 
 
-def _distinct(tasks: Iterable[Task]) -> list[Task]:
-    """Raises BadInputError for two tasks with one id: they would share a file."""
-    found: dict[str, Task] = {}
+def _require_distinct(tasks: Iterable[Task]) -> list[Task]:
+    """Raise BadInputError if two tasks have the same id, because their samples would share files."""
+    tasks_by_id: dict[str, Task] = {}
     for task in tasks:
-        if found.setdefault(task.id, task) is not task:
-            raise BadInputError(f"two tasks have the id {task.id!r}")
-    return list(found.values())
+        if tasks_by_id.setdefault(task.id, task) is not task:
+            raise BadInputError(f"two tasks have the id {task.id!r}; task ids must be unique")
+    return list(tasks_by_id.values())

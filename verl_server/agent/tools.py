@@ -1,4 +1,4 @@
-"""Tools that a policy may call, with a schema, a time limit, and errors that it can read; functions become tools."""
+"""Tools that a policy may call. A tool has a JSON schema, a timeout, and error messages that the policy can read."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from typing import Any
 import orjson
 import pydantic
 
-from verl_server.agent.threads import in_thread
+from verl_server.agent.daemon_thread import run_in_daemon_thread
 from verl_server.errors import BadInputError
-from verl_server.trajectory.rendering import Call
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What a policy asked for."""
+    """A well-formed tool call of a policy."""
 
     name: str
     arguments: Json
@@ -30,23 +29,29 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What it gets, as text; errors are results, too."""
+    """The result of a tool call as text. A failed call also has a result, which describes the failure."""
 
     name: str
+    """Name of the tool. Empty if the call does not give a name."""
     content: str
-    error: str | None = None
-    """The kind of failure: `unknown_tool`, `bad_arguments`, `timeout`, `raised`, `malformed`."""
+    error_type: str | None = None
+    """Type of the failure: `unknown_tool`, `bad_arguments`, `timeout`, `raised` or `malformed`. None for success."""
 
     @property
     def message(self) -> Json:
+        """The result as a chat message with the role `tool`."""
         return {"role": "tool", "name": self.name, "content": self.content}
 
 
+class ToolArgumentsError(Exception):
+    """The arguments of a tool call do not fit the tool's schema."""
+
+
 class Tool(ABC):
-    """What a policy may call: its name, its schema (as chat templates take them), and how long a call may take."""
+    """A tool that a policy may call: a name, a JSON schema as chat templates take it, and a timeout per call."""
 
     def __init__(self, name: str, description: str, parameters: Json, timeout_s: float) -> None:
-        """`parameters`: a JSON schema of the arguments."""
+        """`parameters`: JSON schema of the arguments. `timeout_s`: maximum seconds per call."""
         self.name, self.timeout_s = name, timeout_s
         self.schema: Json = {
             "type": "function",
@@ -55,122 +60,104 @@ class Tool(ABC):
 
     @abstractmethod
     async def run(self, arguments: Mapping[str, Any]) -> Any:
-        """Its answer: text, or what becomes text as JSON. Raises ToolArgumentsError for wrong arguments."""
+        """Execute the tool. Returns text, or a value that is converted to JSON text.
+
+        Raises ToolArgumentsError for arguments that do not fit the schema. It may raise any other exception.
+        """
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Never raises what the tool did: the policy is told, and learns."""
-        limit = asyncio.timeout(self.timeout_s)
+        """Execute the tool within its timeout. Exceptions of the tool become results, which the policy can read."""
+        timeout = asyncio.timeout(self.timeout_s)
         try:
-            async with limit:
-                return ToolResult(self.name, _text(await self.run(arguments)))
+            async with timeout:
+                return ToolResult(self.name, _as_text(await self.run(arguments)))
         except ToolArgumentsError as error:
             return ToolResult(self.name, f"Error: wrong arguments: {error}", "bad_arguments")
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            return ToolResult(self.name, "Error: the tool was cancelled", "raised")  # by itself, not by our caller
-        except Exception as error:  # noqa: BLE001 - a tool may raise anything
-            if limit.expired():
-                return ToolResult(self.name, f"Error: no answer within {self.timeout_s:g} s", "timeout")
+            return ToolResult(self.name, "Error: the tool was cancelled", "raised")  # the tool cancelled itself
+        except Exception as error:  # noqa: BLE001 - a tool may raise any exception
+            if timeout.expired():
+                return ToolResult(self.name, f"Error: no result within {self.timeout_s:g} s", "timeout")
             return ToolResult(self.name, f"Error: {type(error).__name__}: {error}", "raised")
 
 
-class ToolArgumentsError(Exception):
-    """A tool was called with what does not fit its schema."""
-
-
 class FunctionTool(Tool):
-    """A function, sync (run in a thread; one that is too late is left to itself) or async.
+    """A Python function as a tool. Its annotations give the schema, its docstring gives the description.
 
-    Its annotations are the schema, its docstring the description.
+    A function that is not a coroutine function runs in a thread of its own. The thread of a call that exceeds the
+    timeout keeps running, and its result is discarded. Raises BadInputError for parameters that cannot be passed by
+    name.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, timeout_s: float = 30.0) -> None:
         name = name or function.__name__
         self._function = function
-        hints = typing.get_type_hints(function)
+        annotations = typing.get_type_hints(function)
         fields: dict[str, Any] = {}
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-                raise BadInputError(f"tool {name!r}: parameter {parameter.name!r} cannot be passed by its name")
-            given = ... if parameter.default is parameter.empty else parameter.default
-            fields[parameter.name] = (hints.get(parameter.name, Any), given)
+                raise BadInputError(f"tool {name!r}: parameter {parameter.name!r} cannot be passed by name")
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[parameter.name] = (annotations.get(parameter.name, Any), default)
         config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-        self._arguments = pydantic.create_model(name, __config__=config, **fields)
-        super().__init__(name, inspect.getdoc(function) or "", self._arguments.model_json_schema(), timeout_s)
+        self._arguments_model = pydantic.create_model(name, __config__=config, **fields)
+        schema = self._arguments_model.model_json_schema()
+        super().__init__(name, inspect.getdoc(function) or "", schema, timeout_s)
 
     async def run(self, arguments: Mapping[str, Any]) -> Any:
         try:
-            checked = self._arguments.model_validate(dict(arguments))
+            validated = self._arguments_model.model_validate(dict(arguments))
         except pydantic.ValidationError as error:
-            words = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-            raise ToolArgumentsError(words) from error
-        given = {name: getattr(checked, name) for name in type(checked).model_fields}
+            problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            raise ToolArgumentsError(problems) from error
+        values = {name: getattr(validated, name) for name in type(validated).model_fields}
         if inspect.iscoroutinefunction(self._function):
-            return await self._function(**given)
-        return await in_thread(lambda: self._function(**given))
+            return await self._function(**values)
+        return await run_in_daemon_thread(lambda: self._function(**values))
 
 
-class Toolbox:
-    """Tools by name. Functions become tools."""
+class ToolRegistry:
+    """The tools of an agent by name. Functions are converted to `FunctionTool`."""
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
+        """Raises BadInputError if two tools have the same name."""
         self._tools: dict[str, Tool] = {}
-        for one in tools:
-            tool = one if isinstance(one, Tool) else FunctionTool(one)
+        for item in tools:
+            tool = item if isinstance(item, Tool) else FunctionTool(item)
             if tool.name in self._tools:
-                raise BadInputError(f"two tools are called {tool.name!r}")
+                raise BadInputError(f"two tools have the name {tool.name!r}; pass name= to FunctionTool")
             self._tools[tool.name] = tool
 
     @property
     def schemas(self) -> list[Json]:
+        """JSON schemas of all tools, as chat templates take them."""
         return [tool.schema for tool in self._tools.values()]
 
     async def call(self, call: ToolCall) -> ToolResult:
+        """Execute a tool call. Failures become results."""
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(sorted(self._tools)) or "none"
-            return ToolResult(call.name, f"Error: there is no tool {call.name!r}; there are: {known}", "unknown_tool")
+            return ToolResult(
+                call.name, f"Error: there is no tool {call.name!r}; available tools: {known}", "unknown_tool"
+            )
         return await tool.call(call.arguments)
 
     async def call_all(self, calls: Sequence[ToolCall | ToolResult]) -> list[ToolResult]:
-        """At the same time, in the order of the calls. What could not be read is its result already."""
+        """Execute tool calls concurrently. Returns the results in the order of the calls.
 
-        async def one(call: ToolCall | ToolResult) -> ToolResult:
+        An entry that is already a result (a malformed call) is returned unchanged.
+        """
+
+        async def execute(call: ToolCall | ToolResult) -> ToolResult:
             return call if isinstance(call, ToolResult) else await self.call(call)
 
-        return list(await asyncio.gather(*(one(call) for call in calls)))
+        return list(await asyncio.gather(*(execute(call) for call in calls)))
 
 
-def hermes_calls(text: str) -> list[ToolCall | ToolResult]:
-    """Calls as Hermes' and Qwen's templates teach them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-
-    One that cannot be read is answered with why.
-    """
-    return [hermes_call(part.partition("</tool_call>")[0]) for part in text.split("<tool_call>")[1:]]
-
-
-def read(call: Call) -> ToolCall | ToolResult:
-    """A call that a renderer found."""
-    if call.fault is None and call.name is not None and call.arguments is not None:
-        return ToolCall(call.name, call.arguments)
-    return ToolResult(call.name or "", f"Error: this tool call cannot be read: {call.fault}", "malformed")
-
-
-def hermes_call(text: str) -> ToolCall | ToolResult:
-    """One call: what stands between the marks."""
-    try:
-        said = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        return ToolResult("", f"Error: this tool call is no JSON: {error}", "malformed")
-    name = said.get("name") if isinstance(said, dict) else None
-    arguments = said.get("arguments", {}) if isinstance(said, dict) else None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return ToolResult("", 'Error: a tool call is {"name": "...", "arguments": {...}}', "malformed")
-    return ToolCall(name, arguments)
-
-
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     try:

@@ -1,7 +1,9 @@
-"""Recorded paths as the tensors that a trainer takes. Shapes: B paths, P prompt, R response, T all tokens.
+"""Conversion of recorded paths to the tensors that trainers take.
 
-Fields and padding are those of verl's `DataProto`: prompts padded on the left, responses on the right. The response
-of a path is all that follows its first prompt: what the policy sampled (mask 1) and what the world answered (mask 0).
+Shapes: B is the number of paths, P the longest prompt, R the longest response, T the number of all tokens, N the
+number of nodes. Fields and padding follow verl's `DataProto`: prompts are padded on the left, responses on the right.
+The response of a path contains all tokens after its first prompt: sampled tokens (mask 1) and tokens from tools and
+messages (mask 0).
 """
 
 from __future__ import annotations
@@ -11,148 +13,140 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError
-from verl_server.trajectory.graph import Session, Trajectory
+from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.nodes import NO_VERSION, Node, TokenSequence, concatenate_nodes
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-Path = tuple[Session, int]
-"""A session, and the last node of one of its paths."""
-
-NO_VERSION = -1
+GraphPath = tuple[TrajectoryGraph, int]
+"""A session, and the id of the last node of one of its paths."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    whole: Trajectory
-    scores: list[float]
-    versions: list[int]
+    """One path of a batch."""
+
+    sequence: TokenSequence
+    rewards: list[float]
+    """Reward of each token."""
 
     @property
-    def prompt(self) -> int:
-        return self.whole.prompt_length
+    def prompt_length(self) -> int:
+        return self.sequence.prompt_length
+
+    @property
+    def length(self) -> int:
+        return len(self.sequence.token_ids)
 
 
-def to_batch(paths: Sequence[Path], pad_token_id: int) -> TensorDict:
-    """Padded tensors, all with B rows.
+def to_batch(paths: Sequence[GraphPath], pad_token_id: int) -> TensorDict:
+    """Convert paths to padded tensors with B rows.
 
-    `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`, `rm_scores`, `weight_versions` [B, R],
-    `input_ids`, `attention_mask`, `position_ids` [B, P + R]. Masked positions have log prob 0, score 0, version -1.
-    Rewards stand where they were given: on each token, or on the last token of their turn. Raises BadInputError.
+    `prompts` [B, P]; `responses`, `response_mask`, `rollout_log_probs`, `rm_scores`, `weight_versions` [B, R];
+    `input_ids`, `attention_mask`, `position_ids` [B, P + R]. Masked positions have log prob 0, score 0 and weight
+    version `NO_VERSION` (-1). A reward per token is stored at its token. A reward of a whole node is stored at the
+    last token of the node. Raises BadInputError if there are no paths.
     """
     import torch
     from tensordict import TensorDict
 
     rows = _rows(paths)
-    prompt = max(row.prompt for row in rows)
-    response = max(len(row.whole.ids) - row.prompt for row in rows)
-    ids, attention = torch.full((len(rows), prompt + response), pad_token_id), _zeros(rows, prompt + response)
+    max_prompt = max(row.prompt_length for row in rows)
+    max_response = max(row.length - row.prompt_length for row in rows)
+    input_ids = torch.full((len(rows), max_prompt + max_response), pad_token_id)
+    attention_mask = _zeros(rows, max_prompt + max_response)
     fields = {
-        "response_mask": _zeros(rows, response),
-        "rollout_log_probs": _zeros(rows, response).float(),
-        "rm_scores": _zeros(rows, response).float(),
-        "weight_versions": torch.full((len(rows), response), NO_VERSION),
+        "response_mask": _zeros(rows, max_response),
+        "rollout_log_probs": _zeros(rows, max_response).float(),
+        "rm_scores": _zeros(rows, max_response).float(),
+        "weight_versions": torch.full((len(rows), max_response), NO_VERSION),
     }
-    for number, row in enumerate(rows):
-        start, count = prompt - row.prompt, len(row.whole.ids)
-        ids[number, start : start + count] = torch.tensor(row.whole.ids)
-        attention[number, start : start + count] = 1
-        given: tuple[Sequence[Any], ...] = (row.whole.mask, row.whole.logprobs, row.scores, row.versions)
-        for field, values in zip(fields.values(), given, strict=True):
-            field[number, : count - row.prompt] = torch.tensor(values[row.prompt :], dtype=field.dtype)
+    for index, row in enumerate(rows):
+        start, sequence = max_prompt - row.prompt_length, row.sequence
+        input_ids[index, start : start + row.length] = torch.tensor(sequence.token_ids)
+        attention_mask[index, start : start + row.length] = 1
+        columns: tuple[Sequence[Any], ...] = (
+            sequence.loss_mask,
+            sequence.logprobs,
+            row.rewards,
+            sequence.weight_versions,
+        )
+        for field, values in zip(fields.values(), columns, strict=True):
+            response = values[row.prompt_length :]
+            field[index, : len(response)] = torch.tensor(response, dtype=field.dtype)
     fields |= {
-        "prompts": ids[:, :prompt].clone(),
-        "responses": ids[:, prompt:].clone(),
-        "input_ids": ids,
-        "attention_mask": attention,
-        "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
+        "prompts": input_ids[:, :max_prompt].clone(),
+        "responses": input_ids[:, max_prompt:].clone(),
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
     }
     return TensorDict(fields, batch_size=[len(rows)])
 
 
-def to_packed(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
-    """The same without padding, one path after the other: all fields [T], and `cu_seqlens` [B + 1]."""
+def to_packed(paths: Sequence[GraphPath]) -> dict[str, torch.Tensor]:
+    """Convert paths to tensors without padding, one path after the other.
+
+    The fields `input_ids`, `position_ids`, `response_mask`, `rollout_log_probs`, `rm_scores` and `weight_versions`
+    have the shape [T]. `cu_seqlens` [B + 1] has the offsets of the paths. Raises BadInputError if there are no paths.
+    """
     import torch
 
     rows = _rows(paths)
-    lengths = [len(row.whole.ids) for row in rows]
+    lengths = [row.length for row in rows]
     return {
-        "input_ids": torch.tensor([token for row in rows for token in row.whole.ids]),
-        "position_ids": torch.tensor([at for length in lengths for at in range(length)]),
-        "response_mask": torch.tensor([bit for row in rows for bit in row.whole.mask]),
-        "rollout_log_probs": torch.tensor([value for row in rows for value in row.whole.logprobs]),
-        "rm_scores": torch.tensor([value for row in rows for value in row.scores]),
-        "weight_versions": torch.tensor([version for row in rows for version in row.versions]),
+        "input_ids": torch.tensor([token for row in rows for token in row.sequence.token_ids]),
+        "position_ids": torch.tensor([position for length in lengths for position in range(length)]),
+        "response_mask": torch.tensor([bit for row in rows for bit in row.sequence.loss_mask]),
+        "rollout_log_probs": torch.tensor([logprob for row in rows for logprob in row.sequence.logprobs]),
+        "rm_scores": torch.tensor([reward for row in rows for reward in row.rewards]),
+        "weight_versions": torch.tensor([version for row in rows for version in row.sequence.weight_versions]),
         "cu_seqlens": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32),
     }
 
 
-def to_tree(session: Session) -> dict[str, torch.Tensor]:
-    """All paths of a session, each node once: shared turns are trained once.
+def to_tree(graph: TrajectoryGraph) -> dict[str, torch.Tensor]:
+    """Convert all paths of a session to tensors that contain each node once. Shared turns are trained once.
 
-    Fields [T]: `input_ids`, `position_ids` (along the path), `response_mask`, `rollout_log_probs`, `rm_scores`,
-    `weight_versions`, `node` (of each token). `parent` [N]: of each node, -1 for a root. A token attends to those of
-    its own node before it and to all of its node's ancestors.
+    Fields [T]: `input_ids`, `position_ids` (counted along the path), `response_mask`, `rollout_log_probs`,
+    `rm_scores`, `weight_versions`, `node` (id of the token's node). `parent` [N]: id of the parent of each node, -1
+    for a root. A token must attend to the earlier tokens of its own node and to all tokens of the node's ancestors.
     """
     import torch
 
-    fields: dict[str, list[Any]] = {
-        name: []
-        for name in (
-            "input_ids",
-            "position_ids",
-            "response_mask",
-            "rollout_log_probs",
-            "rm_scores",
-            "weight_versions",
-            "node",
-        )
+    sequence = concatenate_nodes(graph.nodes)
+    positions: list[int] = []
+    for node in graph.nodes:
+        end = graph.num_tokens(node.id)
+        positions += range(end - len(node.token_ids), end)
+    return {
+        "input_ids": torch.tensor(sequence.token_ids),
+        "position_ids": torch.tensor(positions),
+        "response_mask": torch.tensor(sequence.loss_mask),
+        "rollout_log_probs": torch.tensor(sequence.logprobs),
+        "rm_scores": torch.tensor(_token_rewards(graph, graph.nodes)),
+        "weight_versions": torch.tensor(sequence.weight_versions),
+        "node": torch.tensor(sequence.node_ids),
+        "parent": torch.tensor([-1 if node.parent is None else node.parent for node in graph.nodes]),
     }
-    for node in session.nodes:
-        alone = Session(session.id)
-        alone.add(
-            None, node.tokens, sampled=node.sampled, logprobs=node.logprobs, spans=node.spans, message=node.message
-        )
-        if node.id in session.rewards:
-            alone.reward(0, session.rewards[node.id])
-        row, count = _row((alone, 0)), len(node.tokens)
-        begins = session.length(node.id) - count
-        fields["input_ids"] += node.tokens
-        fields["position_ids"] += range(begins, begins + count)
-        fields["response_mask"] += row.whole.mask
-        fields["rollout_log_probs"] += row.whole.logprobs
-        fields["rm_scores"] += row.scores
-        fields["weight_versions"] += row.versions
-        fields["node"] += [node.id] * count
-    tree = {name: torch.tensor(values) for name, values in fields.items()}
-    tree["parent"] = torch.tensor([-1 if node.parent is None else node.parent for node in session.nodes])
-    return tree
 
 
-def _rows(paths: Sequence[Path]) -> list[_Row]:
+def _rows(paths: Sequence[GraphPath]) -> list[_Row]:
     if not paths:
         raise BadInputError("a batch needs at least one path")
-    return [_row(path) for path in paths]
+    return [_Row(graph.token_sequence(node), _token_rewards(graph, graph.path(node))) for graph, node in paths]
 
 
-def _row(path: Path) -> _Row:
-    session, node = path
-    whole = session.trajectory(node)
-    scores: list[float] = []
-    for one in session.path(node):
-        given, count = session.rewards.get(one.id, ()), len(one.tokens)
+def _token_rewards(graph: TrajectoryGraph, nodes: Sequence[Node]) -> list[float]:
+    """The reward of each token of `nodes`. A reward of a whole node belongs to its last token."""
+    rewards: list[float] = []
+    for node in nodes:
+        values, count = graph.rewards.get(node.id, ()), len(node.token_ids)
         if count:
-            scores += given if len(given) == count else [*[0.0] * (count - 1), *(given or [0.0])]
-    return _Row(whole, scores, [_number(version) for version in whole.versions])
-
-
-def _number(version: str | None) -> int:
-    if version is None:
-        return NO_VERSION
-    if not version.isdecimal():
-        raise BadInputError(f"weight version {version!r} is no number: start servers with weight_version='0'")
-    return int(version)
+            rewards += values if len(values) == count else [*[0.0] * (count - 1), *(values or [0.0])]
+    return rewards
 
 
 def _zeros(rows: Sequence[_Row], width: int) -> torch.Tensor:

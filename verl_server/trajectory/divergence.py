@@ -1,7 +1,7 @@
-"""Where what an agent asked for left what was recorded. Pure.
+"""Reports where a fork of a session diverges from the path that was recorded before. Pure.
 
-Each fork says why it is there; this says where exactly: after how many turns, and at which token the new path differs
-from the one that was there before.
+Each fork has a reason. `find_divergences` adds the exact position: after how many turns, and at which token the new
+path differs from the earlier path.
 """
 
 from __future__ import annotations
@@ -9,57 +9,59 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_server.trajectory.graph import ForkReason, Session
+from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.nodes import ForkReason
 
 
 @dataclass(frozen=True)
-class Drift:
-    """One fork."""
+class Divergence:
+    """The position at which one fork differs from the earlier path."""
 
     node: int
-    """The first node of the new path."""
-    beside: int
-    """The node that was there before."""
-    reason: ForkReason
-    turn: int
-    """How often the policy had spoken before."""
-    at: int
-    """Position of the first token that differs, from the root."""
-    was: int | None
-    """The token there before; None: its path ended."""
-    became: int | None
+    """Id of the first node of the new path."""
+    original_node: int
+    """Id of the node that the parent had as its first child."""
+    fork_reason: ForkReason
+    num_turns: int
+    """Number of sampled turns before the fork."""
+    position: int
+    """Offset of the first token that differs, counted from the root."""
+    original_token: int | None
+    """Token id of the earlier path at this position. None if the earlier path ends before it."""
+    new_token: int | None
+    """Token id of the new node at this position. None if the new node ends before it."""
 
 
-def drifts(session: Session) -> list[Drift]:
-    """All forks, in the order in which they happened."""
-    return list(_drifts(session))
+def find_divergences(graph: TrajectoryGraph) -> list[Divergence]:
+    """The divergences of all forks of a session, in the order in which the forks were recorded."""
+    return list(_iterate_divergences(graph))
 
 
-def _drifts(session: Session) -> Iterator[Drift]:
-    for node in session.nodes:
-        first = session.children(node.parent)[0]
-        if node.id == first or node.fork is None:
+def _iterate_divergences(graph: TrajectoryGraph) -> Iterator[Divergence]:
+    for node in graph.nodes:
+        original = graph.children(node.parent)[0]
+        if node.id == original or node.fork_reason is None:
             continue
-        before = 0 if node.parent is None else session.length(node.parent)
-        old, new = _ahead(session, first), list(node.tokens)
-        same = next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-        yield Drift(
+        num_shared_tokens = 0 if node.parent is None else graph.num_tokens(node.parent)
+        old, new = _first_path_below(graph, original), list(node.token_ids)
+        offset = next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        yield Divergence(
             node=node.id,
-            beside=first,
-            reason=node.fork,
-            turn=0 if node.parent is None else session.turns(node.parent),
-            at=before + same,
-            was=old[same] if same < len(old) else None,
-            became=new[same] if same < len(new) else None,
+            original_node=original,
+            fork_reason=node.fork_reason,
+            num_turns=0 if node.parent is None else graph.num_turns(node.parent),
+            position=num_shared_tokens + offset,
+            original_token=old[offset] if offset < len(old) else None,
+            new_token=new[offset] if offset < len(new) else None,
         )
 
 
-def _ahead(session: Session, node: int) -> list[int]:
-    """The tokens of a node and of the first path below it."""
-    tokens: list[int] = []
-    here: int | None = node
-    while here is not None:
-        tokens.extend(session.node(here).tokens)
-        below = session.children(here)
-        here = below[0] if below else None
-    return tokens
+def _first_path_below(graph: TrajectoryGraph, node: int) -> list[int]:
+    """Token ids of a node and of the path through the first child of each node below it."""
+    token_ids: list[int] = []
+    current: int | None = node
+    while current is not None:
+        token_ids.extend(graph.node(current).token_ids)
+        children = graph.children(current)
+        current = children[0] if children else None
+    return token_ids

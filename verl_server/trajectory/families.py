@@ -1,7 +1,8 @@
-"""Rendering of known model families, by the package `renderers`: their templates written out by hand, token by token.
+"""Renderers for known model families, which use the package `renderers`.
 
-A family knows what a template does not tell: which tokens are a call, where a thought ends, how a turn that was cut
-off is closed. What it says is checked all the same: the next prompt must begin with the recorded tokens.
+`renderers` contains handwritten renderers for released models. A family renderer knows facts that a chat template does
+not give: which tokens are a tool call, where a thought ends, and how a turn that was cut off is closed. Its output is
+checked: the next prompt must begin with the recorded token ids.
 """
 
 from __future__ import annotations
@@ -15,59 +16,76 @@ from renderers.base import MODEL_RENDERER_MAP
 from renderers.configs import config_from_name
 
 from verl_server.errors import BadInputError, UnsupportedError
-from verl_server.trajectory.rendering import Call, Json, Message, Renderer, require_messages
+from verl_server.trajectory.messages import Json, Message, validate_messages
+from verl_server.trajectory.rendering import ChatRenderer, ParsedToolCall
 
 
-def renderer_for(tokenizer: Any, family: str | None = None) -> Renderer:
-    """The family's renderer, or else the generic one.
+def get_renderer(tokenizer: Any, family: str | None = None) -> ChatRenderer:
+    """The renderer of a known model family, or the generic `ChatRenderer`.
 
-    `family`: a name of `renderers` ("qwen3", "llama3", ...). None: by the tokenizer's `name_or_path`, which must be a
-    released model's; a fine-tuned one may have changed its template, so it is named or proved. Raises
-    UnsupportedError.
+    `family`: name of a family in the package `renderers` ("qwen3", "llama-3", ...). None selects the family by the
+    tokenizer's `name_or_path` if that is the name of a released model, and the generic renderer otherwise. A
+    fine-tuned model may have another template, so its family must be given by name, or the generic renderer checks
+    the template. Raises UnsupportedError.
     """
-    known = family or MODEL_RENDERER_MAP.get(str(getattr(tokenizer, "name_or_path", "")))
-    return Renderer(tokenizer) if known is None else FamilyRenderer(tokenizer, known)
+    known_family = family or MODEL_RENDERER_MAP.get(str(getattr(tokenizer, "name_or_path", "")))
+    return ChatRenderer(tokenizer) if known_family is None else FamilyRenderer(tokenizer, known_family)
 
 
-class FamilyRenderer(Renderer):
-    """Of one family. Thoughts stay in the history: what was sampled is what is trained on."""
+class FamilyRenderer(ChatRenderer):
+    """Renders chat messages for one known model family. Thoughts of earlier turns stay in the prompt.
+
+    Keeping the thoughts makes the prompt contain exactly the sampled tokens, which are trained on. Raises
+    UnsupportedError if the tokenizer does not belong to the family.
+    """
 
     def __init__(self, tokenizer: Any, family: str) -> None:
-        self._tokenizer, self._name = tokenizer, family
+        self._tokenizer, self._family_name = tokenizer, family
         try:
-            self._family: Any = create_renderer(tokenizer, _config(family))
+            self._family: Any = create_renderer(tokenizer, _family_config(family))
         except Exception as error:
             raise UnsupportedError(f"this tokenizer is not of the family {family!r}: {error}") from error
 
-    def first(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
-        require_messages(messages)
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
+        validate_messages(messages)
         try:
-            ids = self._family.render_ids(_plain(messages), tools=list(tools or ()) or None, add_generation_prompt=True)
-        except Exception as error:
-            raise BadInputError(f"the family {self._name!r} refuses these messages: {error}") from error
-        return [int(token) for token in ids]
-
-    def suffix(self, messages: Sequence[Message], after: Sequence[int], before: Sequence[int] = ()) -> list[int]:
-        require_messages(messages)
-        prompt = list(before or self._family.get_stop_token_ids()[:1])  # it wants one, and asks it for open thoughts
-        said = [*prompt, *after]
-        try:
-            bridged = self._family.bridge_to_next_turn(prompt, list(after), _plain(messages))
-        except Exception as error:
-            raise BadInputError(f"the family {self._name!r} refuses these messages: {error}") from error
-        whole = [] if bridged is None else [int(token) for token in bridged.token_ids]
-        if whole[: len(said)] != said:
-            raise BadInputError(
-                f"the family {self._name!r} cannot let {[message['role'] for message in messages]} follow what was said"
+            token_ids = self._family.render_ids(
+                _as_dicts(messages), tools=list(tools or ()) or None, add_generation_prompt=True
             )
-        return whole[len(said) :]
+        except Exception as error:
+            raise BadInputError(f"the family {self._family_name!r} refuses these messages: {error}") from error
+        return [int(token) for token in token_ids]
 
-    def calls(self, ids: Sequence[int], before: Sequence[int], tools: Sequence[Json]) -> list[Call] | None:
-        parsed = self._family.parse_response(list(ids), tools=list(tools) or None, prompt_ids=list(before) or None)
-        return [_call(one) for one in parsed.tool_calls]
+    def render_next_turn(
+        self, messages: Sequence[Message], turn_ids: Sequence[int], preceding_ids: Sequence[int] = ()
+    ) -> list[int]:
+        validate_messages(messages)
+        # `renderers` needs a prompt that is not empty, and looks only for an open thought in it.
+        prompt_ids = list(preceding_ids or self._family.get_stop_token_ids()[:1])
+        recorded_ids = [*prompt_ids, *turn_ids]
+        try:
+            bridged = self._family.bridge_to_next_turn(prompt_ids, list(turn_ids), _as_dicts(messages))
+        except Exception as error:
+            raise BadInputError(f"the family {self._family_name!r} refuses these messages: {error}") from error
+        token_ids = [] if bridged is None else [int(token) for token in bridged.token_ids]
+        if token_ids[: len(recorded_ids)] != recorded_ids:
+            roles = [message["role"] for message in messages]
+            raise BadInputError(
+                f"the family {self._family_name!r} cannot append messages with the roles {roles} to the recorded turn"
+            )
+        return token_ids[len(recorded_ids) :]
+
+    def parse_tool_calls(
+        self, turn_ids: Sequence[int], preceding_ids: Sequence[int], tools: Sequence[Json]
+    ) -> list[ParsedToolCall] | None:
+        response = self._family.parse_response(
+            list(turn_ids), tools=list(tools) or None, prompt_ids=list(preceding_ids) or None
+        )
+        return [_as_parsed_tool_call(call) for call in response.tool_calls]
 
 
-def _config(family: str) -> Any:
+def _family_config(family: str) -> Any:
+    """The family's configuration that keeps all thoughts, or its default if the family has no such option."""
     config = config_from_name(family)
     try:
         return type(config)(thinking_retention="all")
@@ -75,13 +93,14 @@ def _config(family: str) -> Any:
         return config
 
 
-def _call(parsed: Any) -> Call:
-    if parsed.status is not ToolCallParseStatus.OK:
-        return Call(parsed.raw, parsed.name, None, str(parsed.status.value))
-    if not isinstance(parsed.arguments, dict):
-        return Call(parsed.raw, parsed.name, None, "its arguments are no object")
-    return Call(parsed.raw, parsed.name, parsed.arguments, None)
+def _as_parsed_tool_call(call: Any) -> ParsedToolCall:
+    """Convert a tool call of the package `renderers`."""
+    if call.status is not ToolCallParseStatus.OK:
+        return ParsedToolCall(call.raw, call.name, None, str(call.status.value))
+    if not isinstance(call.arguments, dict):
+        return ParsedToolCall(call.raw, call.name, None, "the arguments are not a JSON object")
+    return ParsedToolCall(call.raw, call.name, call.arguments, None)
 
 
-def _plain(messages: Sequence[Message]) -> list[Json]:
+def _as_dicts(messages: Sequence[Message]) -> list[Json]:
     return [dict(message) for message in messages]

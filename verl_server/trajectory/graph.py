@@ -1,268 +1,188 @@
-"""A session as a graph of turns. Pure.
+"""The token graph of a session: a tree whose nodes are assistant turns and messages. Pure data, no I/O.
 
-A node holds only the tokens that it adds. The path from the root to a node *is* the sequence that the engine saw and
-produced, because prompts are taken from it (`Session.ids`) and replies are added to it; nothing is ever rendered again.
+A node stores only the tokens that it adds. The path from a root to a node is exactly the token sequence that the
+engine received and generated: prompts are read from the graph with `TrajectoryGraph.token_ids`, and replies are added
+to it. No text is rendered or tokenized a second time.
 """
 
 from __future__ import annotations
 
-import enum
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from verl_server.errors import BadInputError
+from verl_server.trajectory.nodes import ForkReason, Node, Span, TokenSequence, concatenate_nodes, validate_node
 
 Json = dict[str, Any]
 
 
-class ForkReason(enum.StrEnum):
-    """Why a node has more than one child."""
-
-    SAMPLE = "sample"
-    """One more sample of the same prompt."""
-    EDITED = "edited"
-    """The history was changed."""
-    COMPACTED = "compacted"
-    """The history was replaced by something shorter."""
-    SUB_AGENT = "sub_agent"
-    """Another agent began from here."""
-    RETRY = "retry"
-    """The turn was taken again, after a failure."""
-
-
 @dataclass(frozen=True)
-class Span:
-    """Which weights made which tokens: offsets within the node, `end` exclusive."""
-
-    version: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Node:
-    """Tokens that follow their parent's: sampled by the policy, or put there by the world."""
-
-    id: int
-    parent: int | None
-    tokens: tuple[int, ...]
-    sampled: bool
-    """The loss mask of all its tokens."""
-    logprobs: tuple[float, ...] = ()
-    """Of each sampled token, in nats, under the weights that made it."""
-    spans: tuple[Span, ...] = ()
-    message: Json | None = None
-    """What it says, for people and for tools; never used to make tokens again."""
-    fork: ForkReason | None = None
-    finish: str | None = None
-    """Why sampling ended: SGLang's `finish_reason`."""
-    experts: str | None = None
-    """Routed experts, as the engine sent them (base64)."""
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """One path as a trainer takes it: the fields have one entry for each token."""
-
-    ids: list[int]
-    mask: list[int]
-    """1: sampled by the policy."""
-    logprobs: list[float]
-    """0 where nothing was sampled."""
-    versions: list[str | None]
-    """Of the weights; None where nothing was sampled."""
-    nodes: list[int]
-    """The node that each token belongs to."""
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens before the first sampled one."""
-        return self.mask.index(1) if 1 in self.mask else len(self.mask)
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a path ended."""
+class Termination:
+    """The end of a path: why the episode stopped at a node."""
 
     node: int
-    reason: str
+    stop_reason: str
     error: Json | None = None
-    """The exception of a failed one, as it travels (`verl_server.errors.to_wire`)."""
+    """Exception of a failed episode as JSON (`verl_server.errors.to_wire`)."""
 
 
 @dataclass
-class Session:
-    """Grows by `add`; what is in it never changes."""
+class TrajectoryGraph:
+    """The token graph of one session. It only grows: nodes are added and never changed."""
 
-    id: str
+    session_id: str
     nodes: list[Node] = field(default_factory=list)
     rewards: dict[int, list[float]] = field(default_factory=dict)
-    """By node: one for the turn, or one for each of its tokens."""
-    endings: dict[int, Ending] = field(default_factory=dict)
-    """By node."""
+    """Rewards by node id: one value for the node, or one value per token."""
+    terminations: dict[int, Termination] = field(default_factory=dict)
+    """Terminations by node id."""
     _children: dict[int | None, list[int]] = field(default_factory=dict)
-    _lengths: list[int] = field(default_factory=list)
-    _turns: list[int] = field(default_factory=list)
-    _latest: tuple[int | None, list[int]] = field(default=(None, []), compare=False)
-    """The node whose `ids` were asked for last, and these: a conversation that grows does not walk its path again."""
+    _num_tokens: list[int] = field(default_factory=list)
+    """Number of tokens from the root to the end of each node."""
+    _num_turns: list[int] = field(default_factory=list)
+    """Number of sampled nodes from the root to each node."""
+    _last_token_ids: tuple[int | None, list[int]] = field(default=(None, []), compare=False)
+    """Last node that `token_ids` was called for, and the result. A growing conversation extends this list instead of
+    walking its whole path in each turn."""
 
-    def add(
+    def add_node(
         self,
         parent: int | None,
-        tokens: Sequence[int],
+        token_ids: Sequence[int],
         *,
         sampled: bool,
         logprobs: Sequence[float] = (),
         spans: Sequence[Span] = (),
         message: Mapping[str, Any] | None = None,
-        fork: ForkReason | None = None,
-        finish: str | None = None,
-        experts: str | None = None,
+        fork_reason: ForkReason | None = None,
+        finish_reason: str | None = None,
+        routed_experts: str | None = None,
     ) -> Node:
-        """A node below `parent` (None: a root). Raises BadInputError for what cannot be true.
+        """Add a node below `parent` (None: a root) and return it.
 
-        A second child needs a `fork` reason; sampled tokens need a log prob each, and spans that cover them.
+        Sampled tokens need one log probability each, and spans that cover all of them. The second and later children
+        of a node need a `fork_reason`. Raises BadInputError for inconsistent arguments.
         """
         if parent is not None:
             self.node(parent)
         node = Node(
             id=len(self.nodes),
             parent=parent,
-            tokens=tuple(tokens),
+            token_ids=tuple(token_ids),
             sampled=sampled,
             logprobs=tuple(logprobs),
             spans=tuple(spans),
             message=None if message is None else dict(message),
-            fork=fork,
-            finish=finish,
-            experts=experts,
+            fork_reason=fork_reason,
+            finish_reason=finish_reason,
+            routed_experts=routed_experts,
         )
-        _require_sound(node)
-        if self._children.get(parent) and fork is None:
-            raise BadInputError(f"node {parent} has a child already: a second one needs the reason of the fork")
-        self._put(node)
+        validate_node(node)
+        if self._children.get(parent) and fork_reason is None:
+            raise BadInputError(f"node {parent} already has a child: another child needs a fork_reason")
+        self._append(node)
         return node
 
-    def _put(self, node: Node) -> None:
-        before, spoken = (0, 0) if node.parent is None else (self._lengths[node.parent], self._turns[node.parent])
+    def _append(self, node: Node) -> None:
+        num_tokens, num_turns = (
+            (0, 0) if node.parent is None else (self._num_tokens[node.parent], self._num_turns[node.parent])
+        )
         self.nodes.append(node)
-        self._lengths.append(before + len(node.tokens))
-        self._turns.append(spoken + node.sampled)
+        self._num_tokens.append(num_tokens + len(node.token_ids))
+        self._num_turns.append(num_turns + node.sampled)
         self._children.setdefault(node.parent, []).append(node.id)
 
-    def reward(self, node: int, values: Sequence[float]) -> None:
-        """One value for the turn, or one for each of its tokens."""
-        count = len(self.node(node).tokens)
-        if len(values) not in (1, count):
-            raise BadInputError(f"node {node} has {count} tokens; rewards are 1 or {count} values, got {len(values)}")
-        given = [float(value) for value in values]
-        if not all(map(math.isfinite, given)):
-            raise BadInputError(f"rewards must be finite numbers, got {given[:8]}")
-        self.rewards[node] = given
+    def set_rewards(self, node: int, values: Sequence[float]) -> None:
+        """Set the rewards of a node: one value for the node, or one value per token. Raises BadInputError."""
+        num_tokens = len(self.node(node).token_ids)
+        if len(values) not in (1, num_tokens):
+            raise BadInputError(
+                f"node {node} has {num_tokens} tokens; pass 1 or {num_tokens} reward values, got {len(values)}"
+            )
+        rewards = [float(value) for value in values]
+        if not all(map(math.isfinite, rewards)):
+            raise BadInputError(f"rewards must be finite numbers, got {rewards[:8]}")
+        self.rewards[node] = rewards
 
-    def end(self, node: int, reason: str, error: Json | None = None) -> Ending:
+    def terminate(self, node: int, stop_reason: str, error: Json | None = None) -> Termination:
+        """Record that an episode stopped at a node, and why. Raises BadInputError for an unknown node."""
         self.node(node)
-        ending = self.endings[node] = Ending(node, reason, error)
-        return ending
+        termination = self.terminations[node] = Termination(node, stop_reason, error)
+        return termination
 
     # -- reading --------------------------------------------------------------------------------------
 
-    def node(self, number: int) -> Node:
-        if not 0 <= number < len(self.nodes):
-            raise BadInputError(f"the session {self.id!r} has no node {number}; it has {len(self.nodes)}")
-        return self.nodes[number]
+    def node(self, node_id: int) -> Node:
+        """The node with this id. Raises BadInputError for an unknown node."""
+        if not 0 <= node_id < len(self.nodes):
+            raise BadInputError(
+                f"session {self.session_id!r} has no node {node_id}; it has {len(self.nodes)} nodes, numbered from 0"
+            )
+        return self.nodes[node_id]
 
     def children(self, node: int | None) -> list[int]:
+        """Ids of the children of a node in the order in which they were added. None: ids of the roots."""
         return list(self._children.get(node, ()))
 
     @property
     def leaves(self) -> list[int]:
+        """Ids of the nodes without children."""
         return [node.id for node in self.nodes if node.id not in self._children]
 
-    def length(self, node: int) -> int:
-        """Tokens from the root to the end of the node."""
+    def num_tokens(self, node: int) -> int:
+        """Number of tokens from the root to the end of the node."""
         self.node(node)
-        return self._lengths[node]
+        return self._num_tokens[node]
+
+    def num_turns(self, node: int) -> int:
+        """Number of sampled turns from the root to the end of the node."""
+        self.node(node)
+        return self._num_turns[node]
+
+    def num_sampled_tokens(self, node: int) -> int:
+        """Number of sampled tokens from the root to the end of the node."""
+        return sum(len(one.token_ids) for one in self.path(node) if one.sampled)
 
     def path(self, node: int) -> list[Node]:
-        """From the root to the node."""
-        found = [self.node(node)]
-        while (parent := found[-1].parent) is not None:
-            found.append(self.nodes[parent])
-        return found[::-1]
+        """The nodes from the root to the node."""
+        nodes = [self.node(node)]
+        while (parent := nodes[-1].parent) is not None:
+            nodes.append(self.nodes[parent])
+        return nodes[::-1]
 
-    def ids(self, node: int) -> list[int]:
-        """All tokens up to the end of the node: the prompt of whatever follows it."""
-        known, tokens = self._latest
-        behind: list[int] = []
-        here: int | None = self.node(node).id
-        while here is not None and here != known:
-            behind.append(here)
-            here = self.nodes[here].parent
-        whole = [] if here is None else tokens  # ours alone: callers have copies
-        for one in reversed(behind):
-            whole.extend(self.nodes[one].tokens)
-        self._latest = (node, whole)
-        return whole.copy()
+    def token_ids(self, node: int) -> list[int]:
+        """Token ids from the root to the end of the node: the prompt of a turn that follows the node."""
+        cached_node, token_ids = self._last_token_ids
+        missing: list[int] = []
+        current: int | None = self.node(node).id
+        while current is not None and current != cached_node:
+            missing.append(current)
+            current = self.nodes[current].parent
+        if current is None:
+            token_ids = []
+        for node_id in reversed(missing):
+            token_ids.extend(self.nodes[node_id].token_ids)  # callers have copies, so the cached list may grow
+        self._last_token_ids = (node, token_ids)
+        return token_ids.copy()
 
-    def turns(self, node: int) -> int:
-        """How often the policy has spoken up to the end of the node."""
-        self.node(node)
-        return self._turns[node]
-
-    def sampled_tokens(self, node: int) -> int:
-        return sum(len(one.tokens) for one in self.path(node) if one.sampled)
-
-    def trajectory(self, node: int) -> Trajectory:
+    def token_sequence(self, node: int) -> TokenSequence:
         """The path to the node, token by token."""
-        whole = Trajectory([], [], [], [], [])
-        for one in self.path(node):
-            count = len(one.tokens)
-            whole.ids.extend(one.tokens)
-            whole.mask.extend([int(one.sampled)] * count)
-            whole.logprobs.extend(one.logprobs if one.sampled else [0.0] * count)
-            whole.versions.extend(_versions(one))
-            whole.nodes.extend([one.id] * count)
-        return whole
+        return concatenate_nodes(self.path(node))
 
-    def locate(self, ids: Sequence[int]) -> tuple[int | None, int]:
-        """The deepest node whose path begins `ids`, and the length of that path (None, 0: no root does)."""
+    def longest_prefix(self, token_ids: Sequence[int]) -> tuple[int | None, int]:
+        """The deepest node whose path is a prefix of `token_ids`, and the length of that path.
+
+        Returns (None, 0) if no root is a prefix.
+        """
         best: tuple[int | None, int] = (None, 0)
-        ahead = [best]
-        while ahead:
-            parent, at = ahead.pop()
+        pending = [best]
+        while pending:
+            parent, length = pending.pop()
             for child in self.children(parent):
-                if self._continues(child, ids, at):
-                    ahead.append((child, self._lengths[child]))
-                    best = max(best, ahead[-1], key=lambda found: found[1])
+                added = self.nodes[child].token_ids
+                if tuple(token_ids[length : length + len(added)]) == added:
+                    pending.append((child, self._num_tokens[child]))
+                    best = max(best, pending[-1], key=lambda found: found[1])
         return best
-
-    def _continues(self, child: int, ids: Sequence[int], at: int) -> bool:
-        tokens = self.nodes[child].tokens
-        return tuple(ids[at : at + len(tokens)]) == tokens
-
-
-def _versions(node: Node) -> Iterator[str | None]:
-    if not node.sampled:
-        yield from [None] * len(node.tokens)
-    for span in node.spans:
-        yield from [span.version] * (span.end - span.start)
-
-
-def _require_sound(node: Node) -> None:
-    count = len(node.tokens)
-    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in node.tokens):
-        raise BadInputError("tokens are numbers, 0 or more")
-    if not node.sampled:
-        if node.logprobs or node.spans:
-            raise BadInputError("log probs and weight versions belong to sampled tokens only")
-        return
-    if len(node.logprobs) != count:
-        raise BadInputError(f"{count} sampled tokens need {count} log probs, got {len(node.logprobs)}")
-    edges = [0, *(span.end for span in node.spans)]
-    starts = [span.start for span in node.spans]
-    if starts != edges[:-1] or edges[-1] != count or any(a >= b for a, b in pairwise(edges)):
-        raise BadInputError(f"weight versions must cover {count} sampled tokens without gaps, got {list(node.spans)}")

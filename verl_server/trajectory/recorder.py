@@ -1,7 +1,7 @@
-"""A session on disk: one file, append-only JSON lines, of which every whole one counts.
+"""Storage of sessions: one append-only file of JSON lines per session.
 
-A process that dies in the middle of a line leaves a torn last line; it is cut off when the session is opened again.
-What `Recorder` methods have returned from is on disk (`fsync`), unless `sync` is off.
+A process that is killed while it writes leaves a torn last line. The torn line is removed when the session is opened
+again. Data is on disk (`fdatasync`) when a method of `Recorder` returns, unless `sync` is False.
 """
 
 from __future__ import annotations
@@ -18,30 +18,27 @@ from typing import Any, Self
 import orjson
 
 from verl_server.errors import BadInputError, ServerBusyError
-from verl_server.trajectory.graph import ForkReason, Node, Session, Span
+from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.nodes import ForkReason, Node, Span
 
 Json = dict[str, Any]
 
-SUFFIX = ".jsonl"
-FORMAT = 1
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-
-
-def file_of(folder: Path | str, session_id: str) -> Path:
-    """Raises BadInputError for an id that is no safe name of a file."""
-    if not isinstance(session_id, str) or not NAME.fullmatch(session_id):
-        raise BadInputError(
-            f"a recorded session's id is 1 to 200 letters, digits, '.', '_' or '-', got {str(session_id)[:80]!r}"
-        )
-    return Path(folder) / f"{session_id}{SUFFIX}"
+FILE_SUFFIX = ".jsonl"
+FILE_FORMAT = 2
+"""Version of the file format. Increased when files of earlier versions cannot be read any more."""
+SESSION_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 class Recorder:
-    """A session and its file, which one process at a time may write."""
+    """Writes a session to a file and keeps its graph in memory. One process at a time may write a session."""
 
-    def __init__(self, folder: Path | str, session_id: str, *, sync: bool = True) -> None:
-        """Opens or makes it. Raises ServerBusyError when another process writes it."""
-        path = file_of(folder, session_id)
+    def __init__(self, run_dir: Path | str, session_id: str, *, sync: bool = True) -> None:
+        """Open the session's file in `run_dir`, or create it. `graph` has the nodes that the file contains.
+
+        Raises ServerBusyError if another process writes the session, and BadInputError for an invalid session id, a
+        damaged file, or a file of another format.
+        """
+        path = session_file(run_dir, session_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._sync = sync
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -50,39 +47,61 @@ class Recorder:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ServerBusyError(f"another process records the session {session_id!r}") from None
-            self.session, whole = parse(session_id, _content(self._fd))
-            os.ftruncate(self._fd, whole)
-            os.lseek(self._fd, whole, os.SEEK_SET)
-            if whole == 0:
-                self._write({"format": FORMAT, "session": session_id})
+            self.graph, num_bytes = parse_session(session_id, _read_all(self._fd))
+            os.ftruncate(self._fd, num_bytes)
+            os.lseek(self._fd, num_bytes, os.SEEK_SET)
+            if num_bytes == 0:
+                self._write({"format": FILE_FORMAT, "session_id": session_id})
         except BaseException:
             os.close(self._fd)
             raise
 
-    def add(self, parent: int | None, tokens: Sequence[int], **fields: Any) -> Node:
-        """`Session.add`."""
-        node = self.session.add(parent, tokens, **fields)
-        self._write({"node": _plain(node)})
+    def add_node(
+        self,
+        parent: int | None,
+        token_ids: Sequence[int],
+        *,
+        sampled: bool,
+        logprobs: Sequence[float] = (),
+        spans: Sequence[Span] = (),
+        message: Mapping[str, Any] | None = None,
+        fork_reason: ForkReason | None = None,
+        finish_reason: str | None = None,
+        routed_experts: str | None = None,
+    ) -> Node:
+        """Add a node and write it. See `TrajectoryGraph.add_node`."""
+        node = self.graph.add_node(
+            parent,
+            token_ids,
+            sampled=sampled,
+            logprobs=logprobs,
+            spans=spans,
+            message=message,
+            fork_reason=fork_reason,
+            finish_reason=finish_reason,
+            routed_experts=routed_experts,
+        )
+        self._write({"node": _node_to_json(node)})
         return node
 
-    def reward(self, node: int, values: Sequence[float]) -> None:
-        """`Session.reward`."""
-        self.session.reward(node, values)
-        self._write({"reward": [node, self.session.rewards[node]]})
+    def set_rewards(self, node: int, values: Sequence[float]) -> None:
+        """Set the rewards of a node and write them. See `TrajectoryGraph.set_rewards`."""
+        self.graph.set_rewards(node, values)
+        self._write({"rewards": {"node": node, "values": self.graph.rewards[node]}})
 
-    def end(self, node: int, reason: str, error: Json | None = None) -> None:
-        """`Session.end`."""
-        self._write({"end": asdict(self.session.end(node, reason, error))})
+    def terminate(self, node: int, stop_reason: str, error: Json | None = None) -> None:
+        """Record the end of a path and write it. See `TrajectoryGraph.terminate`."""
+        self._write({"termination": asdict(self.graph.terminate(node, stop_reason, error))})
 
     def _write(self, line: Json) -> None:
-        left = memoryview(orjson.dumps(line) + b"\n")
-        while left:
-            left = left[os.write(self._fd, left) :]
+        remaining = memoryview(orjson.dumps(line) + b"\n")
+        while remaining:
+            remaining = remaining[os.write(self._fd, remaining) :]
         if self._sync:
             os.fdatasync(self._fd)
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the file. Calling this a second time has no effect."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -96,64 +115,101 @@ class Recorder:
         self.close()
 
 
-def read(path: Path | str) -> Session:
-    """A recorded session, also one that is being written. Raises BadInputError for a file that is none."""
+def session_file(run_dir: Path | str, session_id: str) -> Path:
+    """The path of a session's file. Raises BadInputError for an id that is not safe as a file name."""
+    if not isinstance(session_id, str) or not SESSION_ID_PATTERN.fullmatch(session_id):
+        raise BadInputError(
+            "the id of a recorded session must have 1 to 200 letters, digits, '.', '_' or '-', and begin with a letter "
+            f"or a digit; got {str(session_id)[:80]!r}"
+        )
+    return Path(run_dir) / f"{session_id}{FILE_SUFFIX}"
+
+
+def load_session(path: Path | str) -> TrajectoryGraph:
+    """Load a recorded session. The session may still be written by another process.
+
+    Raises BadInputError for a damaged file or a file of another format.
+    """
     path = Path(path)
-    return parse(path.name.removesuffix(SUFFIX), path.read_bytes())[0]
+    return parse_session(path.name.removesuffix(FILE_SUFFIX), path.read_bytes())[0]
 
 
-def recorded(folder: Path | str) -> list[Path]:
-    """The files of the sessions in a folder."""
-    return sorted(Path(folder).glob(f"*{SUFFIX}"))
+def list_sessions(run_dir: Path | str) -> list[Path]:
+    """The files of all sessions that are recorded in `run_dir`, sorted by name."""
+    return sorted(Path(run_dir).glob(f"*{FILE_SUFFIX}"))
 
 
-def parse(session_id: str, content: bytes) -> tuple[Session, int]:
-    """The session in the whole lines of `content`, and how many bytes these are."""
-    session = Session(session_id)
-    at = 0
-    while (end := content.find(b"\n", at)) >= 0:
+def parse_session(session_id: str, content: bytes) -> tuple[TrajectoryGraph, int]:
+    """Parse the complete lines of a session's file. Returns the graph and the number of bytes of these lines.
+
+    Raises BadInputError for damaged lines, for another format, and for a file that belongs to another session.
+    """
+    graph = TrajectoryGraph(session_id)
+    start = 0
+    while (end := content.find(b"\n", start)) >= 0:
         try:
-            _take(session, orjson.loads(content[at:end]))
+            line = _parse_line(content[start:end])
+            if "format" not in line:
+                _apply_line(graph, line)
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, BadInputError) as error:
-            raise BadInputError(f"the record of {session_id!r} is damaged at byte {at}: {error}") from error
-        at = end + 1
-    return session, at
+            raise BadInputError(f"the file of session {session_id!r} is damaged at byte {start}: {error}") from error
+        if "format" in line:
+            _check_header(session_id, line)
+        start = end + 1
+    return graph, start
 
 
-def _take(session: Session, line: Json) -> None:
+def _parse_line(line: bytes) -> Json:
+    fields = orjson.loads(line)
+    if not isinstance(fields, dict):
+        raise BadInputError(f"expected a JSON object, got {type(fields).__name__}")
+    return fields
+
+
+def _check_header(session_id: str, header: Json) -> None:
+    """Raise BadInputError if a file cannot be read as the file of this session."""
+    if header["format"] != FILE_FORMAT:
+        raise BadInputError(
+            f"the file of session {session_id!r} is of format {header['format']}; this version of verl_server reads "
+            f"format {FILE_FORMAT} only. Use another run_dir, or load the file with the version that recorded it."
+        )
+    if header.get("session_id") != session_id:
+        raise BadInputError(f"the file of session {session_id!r} contains the session {header.get('session_id')!r}")
+
+
+def _apply_line(graph: TrajectoryGraph, line: Json) -> None:
     if "node" in line:
-        _add(session, line["node"])
-    elif "reward" in line:
-        session.reward(*line["reward"])
-    elif "end" in line:
-        session.end(**line["end"])
-    elif line["format"] != FORMAT or line["session"] != session.id:
-        raise BadInputError(f"it is of format {line['format']} and session {line['session']!r}")
+        _add_node_from_json(graph, line["node"])
+    elif "rewards" in line:
+        graph.set_rewards(**line["rewards"])
+    else:
+        graph.terminate(**line["termination"])
 
 
-def _add(session: Session, fields: Mapping[str, Any]) -> None:
-    rest = dict(fields)
-    number, parent, tokens = rest.pop("id"), rest.pop("parent"), rest.pop("tokens")
-    spans = [Span(*span) for span in rest.pop("spans", ())]
-    fork = rest.pop("fork", None)
-    node = session.add(parent, tokens, spans=spans, fork=None if fork is None else ForkReason(fork), **rest)
-    if node.id != number:
-        raise BadInputError(f"node {number} follows {node.id - 1}")
+def _add_node_from_json(graph: TrajectoryGraph, fields: Mapping[str, Any]) -> None:
+    other_fields = dict(fields)
+    node_id, parent, token_ids = other_fields.pop("id"), other_fields.pop("parent"), other_fields.pop("token_ids")
+    spans = [Span(*span) for span in other_fields.pop("spans", ())]
+    reason = other_fields.pop("fork_reason", None)
+    fork_reason = None if reason is None else ForkReason(reason)
+    node = graph.add_node(parent, token_ids, spans=spans, fork_reason=fork_reason, **other_fields)
+    if node.id != node_id:
+        raise BadInputError(f"node {node_id} follows node {node.id - 1}")
 
 
-def _plain(node: Node) -> Json:
-    """Without what is not there."""
-    fields: Json = {"id": node.id, "parent": node.parent, "tokens": list(node.tokens), "sampled": node.sampled}
+def _node_to_json(node: Node) -> Json:
+    """The fields of a node as JSON, without the fields that are not set."""
+    fields: Json = {"id": node.id, "parent": node.parent, "token_ids": list(node.token_ids), "sampled": node.sampled}
     if node.sampled:
         fields["logprobs"] = list(node.logprobs)
         fields["spans"] = [[span.version, span.start, span.end] for span in node.spans]
-    for name in ("message", "fork", "finish", "experts"):
+    for name in ("message", "fork_reason", "finish_reason", "routed_experts"):
         if (value := getattr(node, name)) is not None:
             fields[name] = value
     return fields
 
 
-def _content(fd: int) -> bytes:
+def _read_all(fd: int) -> bytes:
     parts = []
     while part := os.read(fd, 1 << 20):
         parts.append(part)

@@ -1,25 +1,23 @@
-"""Messages to tokens without ever tokenizing twice: the prompt of a turn is what is there plus a suffix.
+"""Rendering of chat messages to token ids such that no token of an earlier turn is ever tokenized again.
 
-Chat templates render whole conversations. Here one is asked only for what follows an assistant's turn, behind a short
-stand-in for the history: work grows with the new messages alone, and what earlier turns were made of does not matter
-(a template that strips their thoughts cannot reach the ids that are recorded). That this is what the template means is
-proved on the template itself, once; one that cannot be cut so is refused (UnsupportedError), never approximated.
+A chat template renders whole conversations. `ChatRenderer` renders only the part after an assistant turn, with a short
+placeholder for the history, and appends it to the recorded token ids. The cost of a turn grows with its new messages
+only. A template that removes thoughts from earlier turns cannot change the recorded token ids.
+
+This is valid only if the rendered part does not depend on the history. `ChatRenderer` checks this property on the
+template when it is constructed. A template without the property is refused with UnsupportedError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl_server.errors import BadInputError, UnsupportedError
+from verl_server.trajectory.messages import ASSISTANT_PLACEHOLDER, Json, Message, validate_messages
 
-Json = dict[str, Any]
-Message = Mapping[str, Any]
-
-MARK = "\u2042verl\u2042"
-"""The stand-in for what the policy said; in no template and no message."""
-HISTORIES: tuple[tuple[Json, ...], ...] = (
+PROBE_HISTORIES: tuple[tuple[Json, ...], ...] = (
     ({"role": "user", "content": "a"},),
     (
         {"role": "system", "content": "b"},
@@ -28,98 +26,117 @@ HISTORIES: tuple[tuple[Json, ...], ...] = (
         {"role": "user", "content": "e"},
     ),
 )
-PROBES: tuple[tuple[Json, ...], ...] = (
+"""Conversations after which a template must render the same new messages in the same way."""
+PROBE_MESSAGES: tuple[tuple[Json, ...], ...] = (
     ({"role": "user", "content": "f"},),
     ({"role": "user", "content": " \n g"}, {"role": "user", "content": "h"}),
 )
-CHARACTERS = 16
-"""That a token says at most, nearly always."""
-CUT = " [cut]"
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+"""New messages with which a template is checked."""
+PROBE_TURN_ENDS = ("x", "x ", "y\n")
+"""Ends of assistant turns after which the tokenizer must keep a token boundary."""
+MAX_CHARACTERS_PER_TOKEN = 16
+"""Upper bound of the characters of one token. Nearly all tokens of known vocabularies are shorter."""
+TRUNCATION_MARK = " [cut]"
+"""Text at the end of a truncated tool result."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """A tool call in a turn's tokens, well-formed or not."""
+class ParsedToolCall:
+    """A tool call that a renderer found in the tokens of a turn. The call can be malformed."""
 
-    raw: str
-    """What the policy said."""
+    raw_text: str
+    """Text of the call as the policy generated it."""
     name: str | None
     arguments: Json | None
-    fault: str | None
-    """Why it cannot be read."""
+    parse_error: str | None
+    """Reason why the call cannot be parsed. None for a well-formed call."""
 
 
-class Renderer:
-    """One tokenizer with its chat template (a Hugging Face tokenizer: `apply_chat_template`, `encode`).
+class ChatRenderer:
+    """Renders chat messages to token ids with the chat template of a Hugging Face tokenizer.
 
-    Raises UnsupportedError when the template does not render what follows a turn independently of the turns before.
+    `tokenizer`: an object with `chat_template`, `apply_chat_template`, `encode` and `decode`. Raises UnsupportedError
+    if there is no chat template, or if the part that the template renders after a turn depends on earlier turns.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         if not getattr(tokenizer, "chat_template", None):
-            raise UnsupportedError("this tokenizer has no chat template")
-        self._prove()
+            raise UnsupportedError("this tokenizer has no chat template; set tokenizer.chat_template")
+        self._check_template()
 
-    def _prove(self) -> None:
-        for probe in PROBES:
-            suffixes = {self._rest(history, probe) for history in HISTORIES}
-            if len(suffixes) > 1:
+    def _check_template(self) -> None:
+        """Raise UnsupportedError if the template or the tokenizer does not allow rendering of single turns."""
+        for messages in PROBE_MESSAGES:
+            rendered = {self._render_after_turn(history, messages) for history in PROBE_HISTORIES}
+            if len(rendered) > 1:
                 raise UnsupportedError(
-                    f"this chat template renders {probe[0]['role']!r} messages differently after different histories: "
-                    f"{sorted(suffixes)}"
+                    f"this chat template renders {messages[0]['role']!r} messages differently after different "
+                    f"histories: {sorted(rendered)}"
                 )
-            (rest,) = suffixes
-            for before in ("x", "x ", "y\n"):
-                apart = [*self._encode(before), *self._encode(rest)]
-                if self._encode(before + rest) != apart:
-                    raise UnsupportedError(f"the tokenizer joins what a policy says with what follows: {rest[:40]!r}")
+            (text,) = rendered
+            for turn_end in PROBE_TURN_ENDS:
+                if self.encode(turn_end + text) != [*self.encode(turn_end), *self.encode(text)]:
+                    raise UnsupportedError(
+                        f"the tokenizer joins the end of an assistant turn with the text after it: {text[:40]!r}"
+                    )
 
-    def first(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
-        """The prompt of a conversation's first turn. Raises BadInputError for messages that the template refuses."""
-        require_messages(messages)
-        return self._encode(self._render(messages, tools))
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
+        """Token ids of the first prompt of a conversation. `tools`: JSON schemas of the tools.
 
-    def suffix(self, messages: Sequence[Message], after: Sequence[int], before: Sequence[int] = ()) -> list[int]:
-        """What follows a turn whose tokens were `after` up to the next turn's first token: `messages` and the opening.
-
-        The turn's end belongs to it, unless the policy has said it itself. `before`: what the world said last before
-        that turn (a family may have opened a thought there). Raises BadInputError.
+        Raises BadInputError for messages that the template refuses.
         """
-        require_messages(messages)
-        tokens = self._encode(self._rest(HISTORIES[0], messages))
-        return tokens[1:] if after and tokens and after[-1] == tokens[0] else tokens
+        validate_messages(messages)
+        return self.encode(self._apply_template(messages, tools))
 
-    def text(self, ids: Sequence[int]) -> str:
-        """What tokens say, for people and parsers."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+    def render_next_turn(
+        self, messages: Sequence[Message], turn_ids: Sequence[int], preceding_ids: Sequence[int] = ()
+    ) -> list[int]:
+        """Token ids between an assistant turn and the first token of the next assistant turn.
 
-    def calls(self, ids: Sequence[int], before: Sequence[int], tools: Sequence[Json]) -> list[Call] | None:
-        """The tools that a turn calls; None: only its text can tell."""
+        They contain `messages`, the header of the next turn, and the end marker of the finished turn if the policy has
+        not generated it.
+        `turn_ids`: token ids of the finished turn. `preceding_ids`: token ids of the messages before the finished
+        turn, in which a model family may have opened a thought. Raises BadInputError.
+        """
+        validate_messages(messages)
+        token_ids = self.encode(self._render_after_turn(PROBE_HISTORIES[0], messages))
+        return token_ids[1:] if turn_ids and token_ids and turn_ids[-1] == token_ids[0] else token_ids
+
+    def parse_tool_calls(
+        self, turn_ids: Sequence[int], preceding_ids: Sequence[int], tools: Sequence[Json]
+    ) -> list[ParsedToolCall] | None:
+        """Tool calls in the token ids of a turn. None if this renderer does not know the model family's tool tokens."""
         return None
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text that stands by itself."""
-        return self._encode(text)
+        """Token ids of a text, without added special tokens."""
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
 
-    def cut(self, text: str, tokens: int) -> str:
-        """The text, or as much of its beginning as about so many tokens say, and a word that there was more."""
-        text, more = text[: CHARACTERS * tokens], len(text) > CHARACTERS * tokens  # never encode ten megabytes
-        ids = self._encode(text)
-        if len(ids) <= tokens and not more:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def truncate(self, text: str, max_tokens: int) -> str:
+        """The text, or its first `max_tokens` tokens followed by `TRUNCATION_MARK`."""
+        max_characters = MAX_CHARACTERS_PER_TOKEN * max_tokens
+        token_ids = self.encode(text[:max_characters])  # encoding ten megabytes would take seconds
+        if len(token_ids) <= max_tokens and len(text) <= max_characters:
             return text
-        return self.text(ids[:tokens]) + CUT
+        return self.decode(token_ids[:max_tokens]) + TRUNCATION_MARK
 
-    def _rest(self, history: Sequence[Message], messages: Sequence[Message]) -> str:
-        """What the template puts behind an assistant's turn."""
-        text = self._render([*history, {"role": "assistant", "content": MARK}, *messages], None)
-        _, found, rest = text.rpartition(MARK)
+    def _render_after_turn(self, history: Sequence[Message], messages: Sequence[Message]) -> str:
+        """The text that the template renders after an assistant turn that follows `history`."""
+        placeholder = {"role": "assistant", "content": ASSISTANT_PLACEHOLDER}
+        text = self._apply_template([*history, placeholder, *messages], None)
+        _, found, after_turn = text.rpartition(ASSISTANT_PLACEHOLDER)
         if not found:
-            raise UnsupportedError("this chat template does not show what an assistant said before other messages")
-        return rest
+            raise UnsupportedError(
+                "this chat template does not show the content of assistant messages that precede other messages"
+            )
+        return after_turn
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Json] | None) -> str:
+    def _apply_template(self, messages: Sequence[Message], tools: Sequence[Json] | None) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -130,21 +147,3 @@ class Renderer:
         except Exception as error:
             raise BadInputError(f"the chat template refuses these messages: {error}") from error
         return str(text)
-
-    def _encode(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
-
-
-def require_messages(messages: Sequence[Message]) -> None:
-    """Raises BadInputError for what is no list of messages."""
-    if not messages:
-        raise BadInputError("there are no messages")
-    for number, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
-        if not isinstance(message, Mapping) or not isinstance(role, str) or role not in ROLES:
-            raise BadInputError(f"message {number} has the role {role!r}; roles are {sorted(ROLES)}")
-        content = message.get("content")
-        if not (content is None or isinstance(content, (str, list))):
-            raise BadInputError(f"the content of message {number} is a {type(content).__name__}, not text or parts")
-        if isinstance(content, str) and MARK in content:
-            raise BadInputError(f"message {number} contains the mark {MARK!r} that stands for sampled text")

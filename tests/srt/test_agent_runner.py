@@ -1,0 +1,215 @@
+"""`RolloutRunner` on a real server: groups, rewards, failures, and resuming after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_helpers import (
+    TOOL_CALL_REGEX,
+    ForkingLoop,
+    RecordingGenerateFn,
+    add,
+    make_episode,
+    make_runner,
+    make_tasks,
+)
+from transformers import AutoTokenizer
+
+from verl_server.agent import RolloutLimits, Sample, SampleGroup, SingleTurnLoop, Task
+from verl_server.errors import BadInputError, ServerBusyError
+from verl_server.trajectory import (
+    ChatRenderer,
+    Recorder,
+    TrajectoryGraph,
+    list_sessions,
+    load_session,
+    session_file,
+    to_batch,
+)
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny: Callable[..., Path]) -> ChatRenderer:
+    return ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))
+
+
+def test_runner_yields_filtered_groups_with_rewards(shared_engine: Any, renderer: ChatRenderer) -> None:
+    """There are more tasks than requested groups. The filter rejects one group; the remaining groups are cancelled."""
+
+    async def reward(sample: Sample) -> float:
+        if sample.task.id == "t1":
+            raise RuntimeError("no judge")
+        return float(sample.index)
+
+    async def run() -> list[SampleGroup]:
+        runner = make_runner(shared_engine, renderer, reward=reward)
+        groups = runner.run(make_tasks(6), n=2, num_groups=3, group_filter=lambda group: group.task.id != "t0")
+        return [group async for group in groups]
+
+    groups = asyncio.run(run())
+    assert len(groups) == 3
+    for group in groups:
+        assert group.task.id != "t0"
+        for index, sample in enumerate(group.samples):
+            if group.task.id == "t1":
+                assert sample.stop_reason == "error"
+                assert sample.error is not None
+                assert "no judge" in sample.error["message"]
+            else:
+                assert (sample.stop_reason, sample.reward, sample.index) == ("max_turns", float(index), index)
+    scores = to_batch([sample.path for group in groups for sample in group.samples], 0)["rm_scores"].sum(-1)
+    assert set(scores.tolist()) == {0.0, 1.0}
+
+    async def run_duplicate_tasks() -> Any:
+        return await anext(make_runner(shared_engine, renderer).run([*make_tasks(1), *make_tasks(1)]))
+
+    with pytest.raises(BadInputError, match="two tasks have the id 't0'"):
+        asyncio.run(run_duplicate_tasks())
+
+
+def test_runner_accepts_a_registered_name_and_samples_have_text(shared_engine: Any, renderer: ChatRenderer) -> None:
+    """Public fields of a sample describe its last turn, also for a sample that failed before its first prompt."""
+
+    async def run(tasks: list[Task]) -> Sample:
+        params = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
+        runner = make_runner(shared_engine, renderer, loop="single_turn", sampling_params=params)
+        (group,) = [group async for group in runner.run(tasks)]
+        return group.samples[0]
+
+    sample = asyncio.run(run(make_tasks(1)))
+    assert (sample.stop_reason, sample.num_turns) == ("done", 1)
+    assert sample.leaf is not None
+    last_node = sample.graph.node(sample.leaf)
+    assert sample.text == renderer.decode(last_node.token_ids)
+    assert {span.version for span in last_node.spans} == {last_node.spans[0].version}
+    assert isinstance(last_node.spans[0].version, int)
+
+    failed = asyncio.run(run([Task("t0", [])]))
+    assert (failed.stop_reason, failed.text, failed.num_turns) == ("error", "", 0)
+    with pytest.raises(BadInputError, match="has no tokens"):
+        _ = failed.path
+    with pytest.raises(BadInputError, match="there is no agent loop 'unknown'"):
+        make_runner(shared_engine, renderer, loop="unknown")
+
+
+def test_recorded_forks_are_replayed(shared_engine: Any, renderer: ChatRenderer, tmp_path: Path) -> None:
+    """Both branches of a fork are found in the record, and nothing is sampled again."""
+
+    async def run(recorder: Recorder) -> tuple[str, RecordingGenerateFn]:
+        episode, generate = make_episode(
+            shared_engine,
+            renderer,
+            recorder,
+            task=Task("0", [{"role": "user", "content": "add"}]),
+            sampling_params={"temperature": 1.0, "max_new_tokens": 6, "ignore_eos": True},
+        )
+        return await ForkingLoop([add]).run_episode(episode), generate
+
+    with Recorder(tmp_path, "s", sync=False) as recorder:
+        assert asyncio.run(run(recorder))[0] == "done"
+    before = load_session(session_file(tmp_path, "s"))
+    with Recorder(tmp_path, "s", sync=False) as recorder:
+        stop_reason, generate = asyncio.run(run(recorder))
+    assert (stop_reason, generate.prompts) == ("done", [])
+    assert load_session(session_file(tmp_path, "s")) == before
+    assert len(before.leaves) == 2
+
+
+def test_reward_that_is_not_finite_fails_its_sample(shared_engine: Any, renderer: ChatRenderer, tmp_path: Path) -> None:
+    """The recorded sample can be loaded and is not generated again."""
+
+    async def run(reward: Callable[[Sample], float]) -> Sample:
+        runner = make_runner(shared_engine, renderer, loop=SingleTurnLoop(), reward=reward, run_dir=tmp_path)
+        (group,) = [group async for group in runner.run(make_tasks(1))]
+        return group.samples[0]
+
+    sample = asyncio.run(run(lambda _: float("nan")))
+    assert sample.error is not None
+    assert "finite" in sample.error["message"]
+    loaded = asyncio.run(run(lambda _: 1.0))
+    assert loaded == dataclasses.replace(sample, task=loaded.task, graph=loaded.graph)
+    assert loaded.graph == sample.graph
+
+
+def test_sample_that_cannot_be_recorded_ends_its_group(
+    shared_engine: Any, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    """The other samples of the group are cancelled, and their files are unlocked when the error is raised."""
+
+    async def run() -> list[SampleGroup]:
+        runner = make_runner(shared_engine, renderer, run_dir=tmp_path)
+        return [group async for group in runner.run(make_tasks(1), n=3)]
+
+    with Recorder(tmp_path, "t0-1"), pytest.raises(ServerBusyError, match="another process records"):
+        asyncio.run(run())
+    assert len(asyncio.run(run())[0].samples) == 3
+
+
+KILLED_RUN = """
+import asyncio, sys
+from transformers import AutoTokenizer
+from verl_server import AsyncHttpServerEngineAdapter
+from verl_server.agent import RolloutLimits, RolloutRunner, Task, ToolAgentLoop, as_generate_fn
+from verl_server.trajectory import ChatRenderer
+
+def add(a: int, b: int = 1) -> int:
+    return a + b
+
+async def main(url, key, model, run_dir, regex):
+    adapter = AsyncHttpServerEngineAdapter.attach(url, api_key=key)
+    runner = RolloutRunner(
+        ToolAgentLoop([add]), as_generate_fn(adapter), ChatRenderer(AutoTokenizer.from_pretrained(model)),
+        RolloutLimits(max_response_tokens=1500, max_turns=6),
+        {"temperature": 1.0, "max_new_tokens": 100, "regex": regex}, run_dir=run_dir, max_concurrency=3,
+    )
+    tasks = [Task(f"t{n}", [{"role": "user", "content": f"add {n}"}]) for n in range(4)]
+    async for group in runner.run(tasks, n=2):
+        print("group", flush=True)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_killed_run_is_resumed(
+    shared_engine: Any, renderer: ChatRenderer, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Recorded nodes stay unchanged, finished samples are not generated again, and the other samples continue."""
+    adapter = shared_engine.adapter
+    command = [sys.executable, "-c", KILLED_RUN, adapter.base_url, adapter.asynchronous.api_key]
+    command += [str(tiny("qwen3")), str(tmp_path), TOOL_CALL_REGEX]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()  # one group has finished; other samples are running
+    process.kill()
+    process.wait()
+    before = {path.name: load_session(path) for path in list_sessions(tmp_path)}
+    finished = [name for name, graph in before.items() if graph.terminations]
+    assert finished
+    assert len(finished) < 8
+
+    generate = RecordingGenerateFn(shared_engine)
+    limits = RolloutLimits(max_response_tokens=1500, max_turns=6)
+    runner = make_runner(shared_engine, renderer, generate=generate, run_dir=tmp_path, limits=limits)
+
+    async def run() -> list[SampleGroup]:
+        return [group async for group in runner.run(make_tasks(4), n=2)]
+
+    groups = asyncio.run(run())
+    assert sorted(group.task.id for group in groups) == ["t0", "t1", "t2", "t3"]
+    after: dict[str, TrajectoryGraph] = {path.name: load_session(path) for path in list_sessions(tmp_path)}
+    assert len(after) == 8
+    for name, graph in after.items():
+        assert len(graph.terminations) == 1
+        assert graph.num_turns(graph.leaves[0]) == 6
+        assert len(graph.leaves) == 1, "a turn was sampled twice"
+        if name in before:
+            assert graph.nodes[: len(before[name].nodes)] == before[name].nodes
+    num_turns_before = sum(node.sampled for graph in before.values() for node in graph.nodes)
+    assert len(generate.prompts) == 8 * 6 - num_turns_before

@@ -1,0 +1,45 @@
+"""Limits of an episode, and the exception that ends an episode at a limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_server.errors import BadInputError
+
+
+@dataclass(frozen=True)
+class RolloutLimits:
+    """Limits of one episode over all of its turns. The stop reason of an episode is the name of the limit it reached.
+
+    Raises BadInputError for a limit that is not positive.
+    """
+
+    max_response_tokens: int
+    """Maximum number of tokens after the first prompt: sampled tokens, and tokens of tool results and messages."""
+    max_turns: int = 64
+    """Maximum number of turns that the policy generates."""
+    timeout_s: float | None = None
+    """Maximum duration in seconds. A turn that is being generated is abandoned; tools have their own timeout."""
+    max_tool_tokens: int = 2048
+    """Maximum number of tokens of one tool result. A longer result is truncated; the episode goes on."""
+    max_context_tokens: int | None = None
+    """Maximum number of tokens of prompt plus response. None: no limit of its own."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_response_tokens", "max_turns", "max_tool_tokens", "max_context_tokens"):
+            value = getattr(self, name)
+            if name == "max_context_tokens" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise BadInputError(f"RolloutLimits.{name} must be an integer, 1 or more, got {value!r}")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise BadInputError(f"RolloutLimits.timeout_s must be a positive number of seconds, got {self.timeout_s!r}")
+
+
+class EpisodeStopped(Exception):
+    """An episode has reached a limit. Raised through an agent loop and caught by `AgentLoop.run_episode`."""
+
+    def __init__(self, stop_reason: str) -> None:
+        super().__init__(f"the episode reached its limit {stop_reason}")
+        self.stop_reason = stop_reason
+        """Name of the field of `RolloutLimits`."""
