@@ -21,8 +21,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from verl_server.demo.settings import Failure, Report, Settings
+from verl_server.demo.settings import SERVER_ENV, Failure, Report, Settings
 from verl_server.errors import DeadlineError, PeerError
+from verl_server.server.shared_forkserver import prepare_forkserver
 
 SILENCE_S = 420.0
 """The longest wait for a report; the first one waits for the server's start on a cold disk."""
@@ -149,6 +150,8 @@ def _rank_main(rank: int, settings: Settings, workdir: Path, log_dir: Path, pipe
     _follow_parent(workdir)
     _log_to(log_dir / f"rank{rank}.log")
     try:
+        if rank == 0:
+            prepare_forkserver(SERVER_ENV)  # it imports SGLang while this process imports torch
         from verl_server.demo.trainer import train
 
         train(rank, settings, workdir, log_dir, pipe.send)

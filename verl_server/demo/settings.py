@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Environment of the rollout server. Tiny matrices gain nothing from threads, and threads that wait for each other on a
+#: busy machine cost a lot.
+SERVER_ENV = {"OMP_NUM_THREADS": "1"}
+
 
 @dataclass(frozen=True)
 class Settings:

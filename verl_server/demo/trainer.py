@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from verl_server import Timeouts, VerlEngine
 from verl_server.demo import grpo, policy, task
-from verl_server.demo.settings import Exam, Ready, Report, Settings, StepMetrics
+from verl_server.demo.settings import SERVER_ENV, Exam, Ready, Report, Settings, StepMetrics
 from verl_server.errors import VerlServerError
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 COLLECTIVE_S = 120.0
 TIMEOUTS = Timeouts(start_s=300.0, ranks_s=300.0, generation_s=120.0, weights_s=120.0)
-# Tiny matrices gain nothing from threads, and threads that wait for each other on a busy machine cost a lot.
-SERVER_ENV = {"OMP_NUM_THREADS": "1"}
 
 
 def train(rank: int, settings: Settings, workdir: Path, log_dir: Path, report: Callable[[Report], None]) -> None:
