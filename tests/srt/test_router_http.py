@@ -1,4 +1,4 @@
-"""`verl-server router` in front of two servers: `/generate`, the OpenAI paths, lost replicas, bad input."""
+"""`verl-server router` in front of three servers: `/generate`, the OpenAI paths, lost replicas, invalid requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 from helpers import GREEDY, PROMPTS, all_at_once, wait_until
 
-from verl_server import HttpServerEngineAdapter
+from verl_server import HttpServerEngineAdapter, RouterConfig
+from verl_server.router.dispatcher import Dispatcher
 
 KEY = "callers-key"
 ENDLESS = {"max_new_tokens": 2000, "ignore_eos": True}
@@ -38,7 +39,7 @@ def servers(tiny: Callable[..., Path]) -> Iterator[list[Any]]:
 
 @pytest.fixture(scope="module")
 def url(servers: list[Any]) -> Iterator[str]:
-    """The router as a process of its own."""
+    """URL of the router process."""
     command = [sys.executable, "-m", "verl_server.cli", "router", *(f"--replica={one.base_url}" for one in servers)]
     env = {**os.environ, "VERL_SERVER_API_KEY": KEY, "VERL_SERVER_REPLICA_API_KEY": "replicas"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
@@ -69,7 +70,7 @@ def call(url: str, body: Any = None, key: str | None = KEY, **headers: str) -> t
         return status, raw.decode()
 
 
-def test_generate_is_sglangs(url: str, servers: list[Any]) -> None:
+def test_generate_replies_like_sglang(url: str, servers: list[Any]) -> None:
     expected = servers[0].generate(input_ids=PROMPTS[0], sampling_params=GREEDY, return_logprob=True)
     status, reply = call(
         f"{url}/generate", {"input_ids": PROMPTS[0], "sampling_params": GREEDY, "return_logprob": True}
@@ -82,8 +83,8 @@ def test_generate_is_sglangs(url: str, servers: list[Any]) -> None:
     assert len(replies) == len(PROMPTS)
 
 
-def test_sessions_stay_together(url: str) -> None:
-    """Later turns find the earlier ones in the prefix cache of their replica."""
+def test_session_stays_on_one_replica(url: str) -> None:
+    """Later turns find the earlier turns in the prefix cache of the session's replica."""
     history = list(range(100, 160))
     for turn in range(3):
         status, reply = call(
@@ -95,7 +96,7 @@ def test_sessions_stay_together(url: str) -> None:
         history += reply["output_ids"] + [7, 8, 9]
 
 
-def test_openai_paths_pass_through(url: str) -> None:
+def test_openai_paths_are_forwarded(url: str) -> None:
     body = {"model": "any", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
     status, reply = call(f"{url}/v1/chat/completions", body)
     assert status == 200, reply
@@ -105,7 +106,7 @@ def test_openai_paths_pass_through(url: str) -> None:
     assert str(text).rstrip().endswith("data: [DONE]")
 
 
-def test_numbers(url: str) -> None:
+def test_metrics_health_and_replicas(url: str) -> None:
     status, text = call(f"{url}/metrics", key=None)
     assert status == 200
     assert "verl_router_finished_total" in text
@@ -115,10 +116,10 @@ def test_numbers(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "words"),
+    ("body", "status", "message"),
     [
-        (b"{", 400, "no JSON"),
-        (b"[]", 400, "must be an object"),
+        (b"{", 400, "not valid JSON"),
+        (b"[]", 400, "must be a JSON object"),
         ({"input_ids": [], "sampling_params": {}}, 400, "empty"),
         ({"input_ids": [10**9], "sampling_params": {}}, 400, "vocabulary"),
         ({"input_ids": [1], "session_id": "x" * 10_000_000}, 400, "session_id"),
@@ -128,9 +129,9 @@ def test_numbers(url: str) -> None:
         ({"input_ids": [1], "sampling_params": ENDLESS, "timeout_s": 0.2}, 504, "0.2 s"),
     ],
 )
-def test_bad_input(body: Any, status: int, words: str, url: str) -> None:
+def test_invalid_requests(body: Any, status: int, message: str, url: str) -> None:
     got, reply = call(f"{url}/generate", body)
-    assert (got, words in reply["error"]["message"]) == (status, True), reply
+    assert (got, message in reply["error"]["message"]) == (status, True), reply
     assert call(f"{url}/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})[0] == 200
 
 
@@ -146,16 +147,16 @@ def test_status_shows_the_replicas(url: str, servers: list[Any]) -> None:
     assert [row["admitted"] for row in json.loads(status(url, "--json").stdout)] == [True] * len(servers)
     wrong = status(url, key="wrong")
     assert (wrong.returncode, "answered 401" in wrong.stderr) == (1, True)
-    nobody = status("http://127.0.0.1:1")
-    assert (nobody.returncode, "does not answer" in nobody.stderr) == (1, True)
+    unreachable = status("http://127.0.0.1:1")
+    assert (unreachable.returncode, "does not answer" in unreachable.stderr) == (1, True)
 
 
-def test_the_key_is_asked_for(url: str) -> None:
+def test_requests_need_the_api_key(url: str) -> None:
     for key in (None, "wrong", "replicas"):
         assert call(f"{url}/generate", {"input_ids": [1]}, key=key)[0] == 401
 
 
-def test_a_router_without_replicas_says_so() -> None:
+def test_router_needs_a_replica() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "verl_server.cli", "router"], capture_output=True, text=True, timeout=30, check=False
     )
@@ -163,25 +164,52 @@ def test_a_router_without_replicas_says_so() -> None:
     assert "replica" in done.stderr
 
 
-def test_a_lost_replica_costs_nobody_a_sample(url: str, servers: list[Any]) -> None:
-    """Killed while 24 samples run: all come, equal to those of a server of one's own."""
+def test_only_results_with_a_rid_are_stored(servers: list[Any]) -> None:
+    """A repeated rid receives the stored result. Equal requests without a rid are generated each time."""
+
+    async def run() -> None:
+        dispatcher = Dispatcher(RouterConfig(result_cache_bytes=1 << 16))
+        dispatcher.pool.add_replica("a", servers[0].asynchronous, 0)
+        request = {"input_ids": [1], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+        for _ in range(3):
+            await dispatcher.generate(request)
+        assert dispatcher.counters.finished == 3
+        assert dispatcher.stored_results == 0
+        replies = [await dispatcher.generate(request, rid="same") for _ in range(3)]
+        assert dispatcher.counters.finished == 4
+        assert dispatcher.stored_results == 1
+        assert replies[0] == replies[1] == replies[2]
+        snapshot = dispatcher.snapshot()
+        assert (snapshot.counters.requests, snapshot.counters.attached) == (6, 2)
+        assert [(one.name, one.running_requests, one.tokens_in_flight) for one in snapshot.replicas] == [("a", 0, 0)]
+        for number in range(20):  # each result takes more than the 4 KiB of an empty result
+            await dispatcher.generate(request, rid=f"r{number}")
+        assert 0 < dispatcher.stored_results < 16
+        await dispatcher.close()
+        await servers[0].asynchronous.close_connections()
+
+    asyncio.run(run())
+
+
+def test_generations_survive_a_lost_replica(url: str, servers: list[Any]) -> None:
+    """A server is killed while 24 generations run: all of them finish, with the tokens of an undisturbed server."""
     sampling = {"temperature": 0.0, "max_new_tokens": 150, "ignore_eos": True}
     prompts = [[1, 2, 3 + i] for i in range(24)]
     expected = [one["output_ids"] for one in servers[0].generate(input_ids=prompts, sampling_params=sampling)]
 
-    def ask(prompt: list[int]) -> Any:
+    def generate(prompt: list[int]) -> Any:
         return call(f"{url}/generate", {"input_ids": prompt, "sampling_params": sampling})
 
     with ThreadPoolExecutor(len(prompts)) as pool:
-        asking = [pool.submit(ask, prompt) for prompt in prompts]
+        generating = [pool.submit(generate, prompt) for prompt in prompts]
         name = servers[2].base_url
         wait_until(
-            lambda: any(one["name"] == name and one["tokens"] > 60 for one in call(f"{url}/replicas")[1]),
+            lambda: any(one["name"] == name and one["tokens_in_flight"] > 60 for one in call(f"{url}/replicas")[1]),
             20.0,
-            "no work",
+            "the replica received no requests",
         )
-        os.kill(servers[2].asynchronous.process.pid, signal.SIGKILL)
-        replies = [one.result() for one in asking]
+        os.kill(servers[2].pids.main, signal.SIGKILL)
+        replies = [one.result() for one in generating]
     assert {status for status, _ in replies} == {200}
     assert [reply["output_ids"] for _, reply in replies] == expected
     assert max(reply["meta_info"]["attempts"] for _, reply in replies) == 2
@@ -189,11 +217,11 @@ def test_a_lost_replica_costs_nobody_a_sample(url: str, servers: list[Any]) -> N
     assert gone == {servers[0].base_url: True, servers[1].base_url: True, servers[2].base_url: False}
 
 
-def test_a_caller_that_comes_again_gets_its_sample(url: str) -> None:
-    """The connection breaks, the caller asks again with the same id: one sample, not two."""
+def test_repeated_rid_receives_the_same_generation(url: str) -> None:
+    """The connection breaks and the caller repeats the request with the same rid: one generation, not two."""
     body = {"input_ids": [4, 5], "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}, "rid": "again"}
 
-    async def leave_early() -> None:
+    async def disconnect_early() -> None:
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         raw = json.dumps(body).encode()
@@ -214,7 +242,7 @@ def test_a_caller_that_comes_again_gets_its_sample(url: str) -> None:
         return float(next(line for line in lines if line.startswith(f"verl_router_{name}_total")).split()[1])
 
     before = counter("requests"), counter("attached")
-    asyncio.run(leave_early())
+    asyncio.run(disconnect_early())
     time.sleep(0.1)
     first = call(f"{url}/generate", body)
     second = call(f"{url}/generate", body)

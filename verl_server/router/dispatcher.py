@@ -74,6 +74,11 @@ class Dispatcher:
         replicas = tuple(replica.snapshot() for replica in list(self.pool.replicas.values()))
         return RouterSnapshot(replicas, self.pool.queued_requests, replace(self.counters))
 
+    @property
+    def stored_results(self) -> int:
+        """Number of finished results that a repeated request id still receives."""
+        return len(self._results)
+
     def lease_replica(self, session_id: str | None, prompt_tokens: int) -> AbstractAsyncContextManager[RoutedReplica]:
         """A replica for a request that is forwarded unchanged. `prompt_tokens` may be an estimate."""
         validate_id(session_id, "session_id")
@@ -147,7 +152,7 @@ class Dispatcher:
         running = self._running.get(key)
         known = running.generation if running is not None else self._results.get(key)
         if known is not None and known.request != dict(request):
-            raise BadInputError(f"rid {key!r} belongs to a different request; choose another rid for a new request")
+            raise BadInputError(f"rid {key!r} belongs to another request; choose a new rid for a new request")
         if running is not None:
             self.counters.attached += 1
             return running

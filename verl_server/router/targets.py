@@ -139,7 +139,7 @@ class SglangRouterTarget:
         adapter, registration = status.adapter, self._registrations.get(status.name)
         if not status.admitted:
             adapter = None
-        if registration is not None and (adapter is None or registration.worker != adapter.base_url):
+        if registration is not None and (adapter is None or registration.worker_url != adapter.base_url):
             self._registrations.pop(status.name).stop()
             registration = None
         if adapter is not None and registration is None:
