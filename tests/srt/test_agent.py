@@ -246,7 +246,7 @@ def test_limits_stop_an_episode(shared_engine: Any, renderer: ChatRenderer) -> N
         {"max_response_tokens": 5, "max_context_tokens": 0},
     ):
         with pytest.raises(BadInputError, match="RolloutLimits"):
-            RolloutLimits(**bad)  # type: ignore[arg-type]
+            RolloutLimits(**bad)
 
 
 def test_max_context_tokens_counts_prompt_and_response(shared_engine: Any, renderer: ChatRenderer) -> None:

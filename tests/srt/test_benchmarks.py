@@ -75,17 +75,25 @@ def test_bench_agent_loop_measures_every_way(
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import bench_agent_loop as bench
+    from agent_workload import INDEPENDENT, VARIANTS, Plan
     from common import Options, environment
     from transformers import AutoTokenizer
 
-    plan = bench.Plan(rounds=2, sessions=3, turns=3, tokens=4, long_turns=12, repeats=2)
+    plan = Plan(
+        rounds=2,
+        num_sessions=3,
+        turns_per_session=3,
+        tokens_per_turn=4,
+        long_conversation_turns=12,
+        long_conversation_repeats=2,
+    )
     tokenizer = AutoTokenizer.from_pretrained(tiny("qwen3"))
     found = asyncio.run(bench.measure(shared_engine.adapter.asynchronous, tokenizer, plan))
     options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
     bench.report(options, environment(), plan, found)
     record = json.loads(options.json.read_text())
-    assert {way: len(found) for way, found in record["samples"]["seconds"].items()} == dict.fromkeys(bench.WAYS, 2)
-    assert [len(talk[bench.OURS]) for talk in record["samples"]["talks"]] == [12, 12]
+    assert {way: len(found) for way, found in record["samples"]["seconds"].items()} == dict.fromkeys(VARIANTS, 2)
+    assert [len(cpu_ms[INDEPENDENT]) for cpu_ms in record["samples"]["conversation_cpu_ms"]] == [12, 12]
     assert len(record["targets"]) == 4
     assert options.png.read_bytes().startswith(b"\x89PNG")
 

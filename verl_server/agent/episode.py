@@ -17,12 +17,12 @@ from typing import Any
 from verl_server.agent.generate_fn import GenerateFn, generate_whole_turn
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.errors import BadInputError
+from verl_server.router.resumable_generation import version_spans
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.messages import Message, image_sources
 from verl_server.trajectory.nodes import ForkReason, Node, Span
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering import ChatRenderer, ParsedToolCall
-from verl_server.types import parse_weight_version
 
 Json = dict[str, Any]
 
@@ -214,14 +214,13 @@ class Episode:
     def _add_sampled(self, reply: Json) -> Node:
         """Record the tokens of a reply."""
         meta, token_ids = reply["meta_info"], reply["output_ids"]
-        one_version = [{"version": meta.get("weight_version"), "start": 0, "end": len(token_ids)}] if token_ids else []
-        spans = meta.get("weight_versions") or one_version
+        spans = version_spans(reply) if token_ids else []
         node = self._record.add_node(
             self.leaf,
             token_ids,
             sampled=True,
             logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
-            spans=[Span(parse_weight_version(span["version"]), span["start"], span["end"]) for span in spans],
+            spans=[Span(span["version"], span["start"], span["end"]) for span in spans],
             message={"role": "assistant", "content": self._renderer.decode(token_ids)},
             fork_reason=self._next_fork_reason(),
             finish_reason=str((meta.get("finish_reason") or {}).get("type")),

@@ -38,7 +38,8 @@ def as_generate_fn(adapter: AsyncHttpServerEngineAdapter) -> GenerateFn:
         del session_id  # there is only one server
         generation = ResumableGeneration(request)
         for _ in range(MAX_ABORTS_PER_TURN):
-            generation.record_event(await adapter.generate(rid=f"{rid}~{generation.attempts}", **generation.begin_attempt()))
+            attempt_rid = f"{rid}~{generation.attempts}"
+            generation.record_event(await adapter.generate(rid=attempt_rid, **generation.begin_attempt()))
             reply = generation.reply()
             if not generation.is_aborted:
                 break
