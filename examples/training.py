@@ -1,4 +1,4 @@
-"""What all examples need: one trainer rank, and a tiny policy made on the spot."""
+"""Shared by the examples of fleets: a trainer of one rank with a tiny random policy, and the memory use of a fleet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from verl_server.rollout import RolloutManager
+from verl_server import RolloutManager
 from verl_server.tiny import make_model
 
 MB = 1 << 20
@@ -23,16 +23,18 @@ MB = 1 << 20
 
 @dataclass
 class Trainer:
-    """The training side, as small as it can be."""
+    """A minimal trainer of one rank."""
 
     mesh: DeviceMesh
     folder: Path
-    """Checkpoints of the examples' models."""
+    """Temporary directory for checkpoints."""
     model_path: str
+    """Checkpoint of the policy."""
     policy: Any
+    """The policy as a `transformers` model in float32."""
 
     def step(self) -> None:
-        """Stands for loss, backward and optimizer: move all weights a little."""
+        """Change all weights slightly. Stands for the loss, the backward pass and the optimizer step."""
         with torch.no_grad():
             for parameter in self.policy.parameters():
                 parameter.add_(0.01 * torch.randn_like(parameter))
@@ -40,6 +42,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def trainer() -> Iterator[Trainer]:
+    """Make a tiny policy and a process group of one rank. Both are removed at the end of the context."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(prefix="verl-example-") as name:
         folder = Path(name)
@@ -53,11 +56,11 @@ def trainer() -> Iterator[Trainer]:
 
 
 def memory_mb(fleet: RolloutManager) -> float:
-    """Memory that the fleet's servers keep for themselves."""
+    """Memory in MiB that only the servers of the fleet use (unique set size of all their processes)."""
     total = 0
     for replica in fleet.replicas:
         assert replica.adapter is not None
-        process = replica.adapter.asynchronous.process
+        process = replica.adapter.process
         assert process is not None
         main = psutil.Process(process.pid)
         total += sum(one.memory_full_info().uss for one in [main, *main.children(recursive=True)])
