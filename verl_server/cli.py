@@ -1,47 +1,39 @@
-"""The `verl-server` command. It parses, prints and exits; what it does lives in the rooms that it calls.
+"""The `verl-server` command: it reads the command line, prints results and sets the exit code.
 
-Imports stay light: torch and SGLang are imported by the commands that need them.
+The module imports neither torch nor SGLang; the commands that need them import them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from verl_server.cli_arguments import (
-    ADMIN_API_KEY,
-    API_KEY,
-    REPLICA_API_KEY,
-    missing_keys,
-    parse_server_args,
-    take_key,
-)
+from verl_server import cli_arguments as options
+from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY, LOOPBACK, REPLICA_API_KEY, check_url, take_key
+from verl_server.cli_output import print_line, print_replicas, print_server, show_progress
 from verl_server.errors import BadInputError, ServerError, VerlServerError
 
 if TYPE_CHECKING:
     from verl_server.adapter import HttpServerEngineAdapter
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
-STATUS_S = 10.0
+STATUS_TIMEOUT_S = 10.0
 
 app = typer.Typer(
     name="verl-server",
-    help="The rollout engine for RL post-training: SGLang in its own process.",
+    help="Rollout engine for RL post-training: supervised SGLang servers, a router, and weight updates.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,  # its tracebacks may show local variables, keys among them
+    pretty_exceptions_enable=False,  # its tracebacks can show the values of local variables, which include keys
 )
 
 
@@ -53,134 +45,168 @@ def _log_to_stderr(verbose: bool) -> None:
 
 
 Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Show this library's log on standard error.", callback=_log_to_stderr)
+    bool, typer.Option("--verbose", "-v", help="Write this library's log to standard error.", callback=_log_to_stderr)
 ]
-Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel ranks.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @app.callback()
 def _root(verbose: Verbose = False) -> None:
-    """The rollout engine for RL post-training: SGLang in its own process."""
+    """Rollout engine for RL post-training: supervised SGLang servers, a router, and weight updates."""
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def launch(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model, or its name on the hub.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(help="Port; any free one when left out.", min=1, max=65535)] = None,
-    tp: Tp = 1,
-    log_dir: Annotated[Path | None, typer.Option(help="Keep the server's log in this folder.")] = None,
+    model: options.Model,
+    host: options.Host = LOOPBACK,
+    port: options.ServerPort = None,
+    tp: options.TensorParallel = 1,
+    log_dir: options.LogDir = None,
     verbose: Verbose = False,
 ) -> None:
-    """Start one supervised server and keep it until Ctrl-C.
+    """Start one SGLang server and supervise it until Ctrl-C.
 
-    Every other argument goes to SGLang: --mem-fraction-static 0.5, --dtype=bfloat16, --skip-tokenizer-init.
+    All other options are passed to SGLang.
 
-    Keys come from the environment: VERL_SERVER_API_KEY for generation, VERL_SERVER_ADMIN_API_KEY for weights,
-    memory and control. Without them random ones are made.
+    Keys are read from the environment: VERL_SERVER_API_KEY for generation,
+    VERL_SERVER_ADMIN_API_KEY for weight updates, memory and control.
+    On a terminal, a missing key is generated and printed.
+
+    Examples:
+      verl-server launch Qwen/Qwen3-0.6B
+      verl-server launch ./model --port 30000 --tp 2 --mem-fraction-static 0.5
+      verl-server launch ./model --dtype=bfloat16 --skip-tokenizer-init
     """
     server_args = {
-        **parse_server_args([model, *context.args]),
+        **options.parse_server_args([model, *context.args]),
         "host": host,
         "tp_size": tp,
         **({} if port is None else {"port": port}),
     }
-    made = missing_keys([API_KEY, ADMIN_API_KEY], shown=sys.stdout.isatty())
+    generated_keys = options.missing_keys([API_KEY, ADMIN_API_KEY], shown=sys.stdout.isatty())
     server_args |= {"api_key": take_key(API_KEY), "admin_api_key": take_key(ADMIN_API_KEY)}
     signals = _StopSignals()
     try:
         with signals, _start(server_args, log_dir) as adapter:
-            signals.ready = True
-            _show_server(adapter, server_args, made)
-            process = adapter.asynchronous.process
+            signals.is_server_ready = True
+            print_server(adapter, server_args, generated_keys)
+            process = adapter.process
             assert process is not None
             process.wait_exit(threading.TIMEOUT_MAX)
             raise process.died(adapter.base_url)
-    except _Stop as stop:
-        _say("The server and all of its processes have ended.")
-        raise typer.Exit(0 if signals.ready else 128 + stop.number) from None
+    except _StopRequested as stop:
+        print_line("The server and all of its processes have ended.")
+        raise typer.Exit(0 if signals.is_server_ready else 128 + stop.number) from None
 
 
 @app.command()
 def router(
-    replica: Annotated[list[str] | None, typer.Option(help="URL of a server; once for each.", metavar="URL")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; any free one when left out.", min=0, max=65535)] = 0,
+    replica: options.Replicas = None,
+    host: options.Host = LOOPBACK,
+    port: options.RouterPort = 0,
     verbose: Verbose = False,
 ) -> None:
-    """Make many servers one: `/generate` and the OpenAI paths, spread over replicas that run already.
+    """Start a router in front of servers that already run.
 
-    Keys come from the environment: VERL_SERVER_API_KEY is what callers bring, VERL_SERVER_REPLICA_API_KEY what the
-    replicas want (the same when left out). Without a key for callers a random one is made.
+    The router serves `/generate` and the OpenAI paths and distributes the requests over the servers.
+
+    Keys are read from the environment: VERL_SERVER_API_KEY is the key that clients send to the router,
+    VERL_SERVER_REPLICA_API_KEY the key that the router sends to the servers (default: the same key).
+    On a terminal, a missing client key is generated and printed.
+
+    Examples:
+      verl-server router --replica http://127.0.0.1:30000 --replica http://127.0.0.1:30001
+      verl-server router --replica http://10.0.0.2:30000 --host 0.0.0.0 --port 8000
     """
     from verl_server.config import RemoteServer
     from verl_server.router.process import serve_static
 
+    example = "http://127.0.0.1:30000"
     if not replica:
-        raise BadInputError("name at least one replica: --replica http://127.0.0.1:30000")
-    made = missing_keys([API_KEY], shown=sys.stdout.isatty())
+        raise BadInputError(f"a router needs at least one server; add --replica URL, for example --replica {example}")
+    urls = [check_url(url, f"--replica {example}") for url in replica]
+    generated_keys = options.missing_keys([API_KEY], shown=sys.stdout.isatty())
     key = take_key(API_KEY)
-    theirs = os.environ.pop(REPLICA_API_KEY, "") or key
+    replica_key = os.environ.pop(REPLICA_API_KEY, "") or key
 
-    def ready(url: str) -> None:
-        _say(f"Ready: {url}")
-        for name in made:
-            _say(f"export {name}={key}")
+    def print_ready(url: str) -> None:
+        print_line(f"Ready: {url}")
+        for name in generated_keys:
+            print_line(f"export {name}={key}")
 
     try:
-        servers = [RemoteServer(url, api_key=theirs) for url in replica]
-        serve_static(servers, host=host, port=port, api_key=key, on_ready=ready)
+        servers = [RemoteServer(url, api_key=replica_key) for url in urls]
+        serve_static(servers, host=host, port=port, api_key=key, on_ready=print_ready)
     except OSError as error:
-        raise BadInputError(f"cannot listen on {host}:{port}: {error}") from error
+        raise BadInputError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port or --host"
+        ) from error
 
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Of a router.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    url: Annotated[str, typer.Argument(metavar="URL", help="URL of a router.")],
+    as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Show the replicas behind a router. Its key comes from VERL_SERVER_API_KEY."""
+    """Show the replicas behind a router.
+
+    The key is read from the environment variable VERL_SERVER_API_KEY.
+
+    Examples:
+      verl-server status http://127.0.0.1:8000
+      verl-server status http://127.0.0.1:8000 --json
+    """
     import json
 
-    import requests
-    from rich.table import Table
-
-    try:
-        answer = requests.get(
-            f"{url.rstrip('/')}/replicas",
-            headers={"Authorization": f"Bearer {os.environ.get(API_KEY, '')}"},
-            timeout=STATUS_S,
-        )
-    except (requests.RequestException, ValueError) as error:
-        raise ServerError(f"the router at {url} does not answer: {error}") from error
-    if answer.status_code != 200:
-        raise ServerError(f"the router at {url} answered {answer.status_code}: {answer.text[:200]}")
-    rows = answer.json()
+    rows = _fetch_replicas(check_url(url, "http://127.0.0.1:8000"))
     if as_json:
         print(json.dumps(rows))
         return
-    table = Table("replica", "serves", "weight version", "requests", "tokens in flight")
-    for row in rows:
-        serves = "suspect" if row["suspect"] else "yes" if row["admitted"] else "no"
-        numbers = (str(row[key]) for key in ("weight_version", "running_requests", "tokens_in_flight"))
-        table.add_row(row["name"], serves, *numbers)
-    Console(highlight=False).print(table)
+    print_replicas(rows)
+
+
+def _fetch_replicas(url: str) -> list[dict[str, Any]]:
+    """The rows of a router's `/replicas`. Raises ServerError."""
+    import requests
+
+    headers = {"Authorization": f"Bearer {os.environ.get(API_KEY, '')}"}
+    try:
+        response = requests.get(f"{url}/replicas", headers=headers, timeout=STATUS_TIMEOUT_S)
+    except requests.ConnectionError as error:
+        raise ServerError(f"nothing answers at {url}; check the URL and that the router runs", url=url) from error
+    except requests.RequestException as error:
+        raise ServerError(f"the request to {url} failed: {error}", url=url) from error
+    if response.status_code == 401:
+        raise ServerError(f"the router at {url} refused the key (401); set {API_KEY} to the router's key", url=url)
+    if response.status_code == 404:
+        raise ServerError(f"{url} is not a router (404 for /replicas); pass the URL that `verl-server router` printed")
+    if response.status_code != 200:
+        raise ServerError(f"the router at {url} replied with status {response.status_code}: {response.text[:200]}")
+    rows: list[dict[str, Any]] = response.json()
+    return rows
 
 
 @app.command()
 def doctor(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Folder of a model to check, too.")] = None,
-    tp: Tp = 1,
-    dtype: Annotated[str, typer.Option(help="The --dtype that the server will get.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False,
+    model: options.OptionalModel = None,
+    tp: options.TensorParallel = 1,
+    dtype: options.Dtype = "auto",
+    as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Check this machine, and whether a model fits it. Exit code 1 when something will not work."""
+    """Check this machine, and whether a model can be served on it.
+
+    Every problem is printed with its symptom and its fix. Exit code 1 when a check failed.
+
+    Examples:
+      verl-server doctor
+      verl-server doctor ./model --tp 2 --dtype bfloat16
+    """
     from verl_server.doctor import examine, report
 
-    with _working("Looking at this machine"):
+    with show_progress("Checking this machine"):
         sections = examine(model, tp=tp, dtype=dtype)
     if as_json:
         print(report.as_json(sections))
@@ -192,7 +218,7 @@ def doctor(
 
 @app.command()
 def version() -> None:
-    """Print the versions of this library and of what it drives."""
+    """Print the versions of verl-server, SGLang, torch and transformers."""
     from verl_server import __version__
     from verl_server.doctor.packages import installed_version
 
@@ -203,31 +229,38 @@ def version() -> None:
 
 @app.command()
 def demo(
-    seed: Annotated[int, typer.Option(help="Seed of the model, the task and the sampling.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 80,
-    output: Annotated[Path, typer.Option(help="Folder for what it writes.")] = Path("demo_output"),
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the prompts and the sampling.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Number of training steps.", metavar="N")] = 80,
+    output: options.DemoOutput = Path("demo_output"),
     verbose: Verbose = False,
 ) -> None:
-    """Train a tiny model with GRPO, end to end, on this machine."""
+    """Train a tiny model with GRPO on this machine: two trainer ranks, one SGLang server, no download.
+
+    Exit code 0 when the model has learned to sort, 1 otherwise.
+
+    Examples:
+      verl-server demo
+      verl-server demo --steps 10 --output /tmp/demo
+    """
     from verl_server.demo import run
 
     raise typer.Exit(run(seed=seed, steps=steps, output_dir=output))
 
 
-class _Stop(BaseException):
-    """Somebody wants this command to end. Not an Exception, so that nothing on the way takes it for a failure."""
+class _StopRequested(BaseException):
+    """A signal asked this command to end. Not an `Exception`, so that no handler of errors catches it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class _StopSignals:
-    """Turns the first signal to stop into `_Stop` and ignores the others, so that the cleanup is not cut short."""
+    """Raises `_StopRequested` on the first signal and ignores later signals, so that the cleanup can finish."""
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
-        self.ready = False
+        self.is_server_ready = False
 
     def __enter__(self) -> None:
         for number in self.NUMBERS:
@@ -238,60 +271,27 @@ class _StopSignals:
             signal.signal(number, signal.SIG_DFL)
 
     def _stop(self, number: int, _: FrameType | None) -> NoReturn:
-        for each in self.NUMBERS:
-            signal.signal(each, signal.SIG_IGN)
-        raise _Stop(number)
+        for other in self.NUMBERS:
+            signal.signal(other, signal.SIG_IGN)
+        raise _StopRequested(number)
 
 
 def _start(server_args: dict[str, Any], log_dir: Path | None) -> HttpServerEngineAdapter:
     from verl_server.adapter import HttpServerEngineAdapter
     from verl_server.config import AdapterConfig
 
-    with _working(f"Starting a server for {server_args['model_path']}"):
+    with show_progress(f"Starting a server for {server_args['model_path']}"):
         return HttpServerEngineAdapter(config=AdapterConfig(log_dir=log_dir, use_forkserver=False), **server_args)
 
 
-def _show_server(adapter: HttpServerEngineAdapter, server_args: dict[str, Any], made: list[str]) -> None:
-    _say(f"Ready: {adapter.base_url}")
-    keys = {API_KEY: server_args["api_key"], ADMIN_API_KEY: server_args["admin_api_key"]}
-    for name in made:
-        _say(f"export {name}={keys[name]}")
-    prompt = '"input_ids": [1, 2, 3]' if server_args.get("skip_tokenizer_init") else '"text": "Once upon a time"'
-    _say(
-        f'curl {adapter.base_url}/generate -H "Authorization: Bearer ${API_KEY}" '
-        f"-H 'Content-Type: application/json' "
-        f'-d \'{{{prompt}, "sampling_params": {{"max_new_tokens": 16}}}}\''
-    )
-    _say("Ctrl-C ends it.")
-
-
-@contextlib.contextmanager
-def _working(what: str) -> Iterator[None]:
-    """A spinner and the time on a terminal; one line elsewhere. On standard error."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        print(f"{what} ...", file=sys.stderr, flush=True)
-        yield
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        progress.add_task(what, total=None)
-        yield
-
-
-def _say(line: str) -> None:
-    """One line on standard output, at once and unwrapped: lines are there to be copied or piped."""
-    print(line, flush=True)
-
-
 def main() -> None:
-    """Entry point. This library's errors become a message and an exit code: 2 for bad input, else 1."""
+    """Entry point of the command. Errors of this library are printed; exit code 2 for invalid input, otherwise 1."""
     try:
         app()
     except VerlServerError as error:
         print(f"verl-server: {error}", file=sys.stderr)
         if log_path := error.details.get("log_path"):
-            print(f"Its log: {log_path}", file=sys.stderr)
+            print(f"Log of the server: {log_path}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT if isinstance(error, BadInputError) else EXIT_FAILED)
 
 

@@ -1,21 +1,23 @@
-"""The one error tree.
+"""The exceptions of this library.
 
     VerlServerError
-    ├── BadInputError            the caller's argument is wrong; nothing was sent, nothing changed
-    │   └── WeightManifestError  a tensor that this model does not accept (name, shape, dtype, missing)
-    ├── UnsupportedError         this machine or this engine version cannot do it; the message says why
-    ├── StartupError             a server did not become ready; carries its last words
-    ├── ServerDiedError          a server process ended; carries exit code and log tail
-    ├── ServerError              the server answered with an error; carries status, URL and its words
-    │   ├── NotReadyError        retryable: paused, asleep or starting
-    │   └── ServerBusyError      refused because requests are running
-    ├── DeadlineError            a wait outlived its deadline
-    ├── PeerError                another trainer rank failed, died or did not arrive
-    ├── TornWeightsError         an update failed half-way; retryable after a whole update
-    └── ShutDownError            the engine was already shut down
+    ├── BadInputError            an argument is invalid; nothing was sent and nothing changed
+    │   └── WeightManifestError  a tensor does not fit the served model (name, shape, dtype, missing)
+    ├── UnsupportedError         this machine or this version of the engine does not support the operation
+    ├── StartupError             a server process ended before the server was ready
+    ├── ServerDiedError          a server process ended while it was in use
+    ├── ServerError              the server replied with an error
+    │   ├── NotReadyError        retryable: the server is starting, paused, or its memory is released
+    │   └── ServerBusyError      retryable: the server is running requests, or its queue is full
+    ├── DeadlineError            an operation did not finish before its deadline
+    ├── PeerError                another trainer rank failed, ended, or did not make the same call
+    ├── TornWeightsError         retryable after a complete update: an update failed part-way
+    └── ShutDownError            the engine, adapter, fleet or router was already shut down
 
-Every error can travel between trainer ranks as plain JSON (`to_wire`, `from_wire`) so that each
-rank raises the same type with the same message. Nothing here imports torch, ray or sglang.
+`error.retryable` is True when the same call can succeed later without a change of its arguments.
+
+Every exception can be sent between processes as plain JSON (`to_wire`, `from_wire`), so that each trainer rank raises
+the same type with the same message. This module imports neither torch, ray nor sglang.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ from typing import Any, ClassVar
 
 
 class VerlServerError(Exception):
-    """Base of everything that this library raises on purpose.
+    """Base class of the exceptions that this library raises.
 
-    `details` holds plain JSON values that callers may branch on (URL, rank, exit code, log tail);
-    the message already contains what a person needs.
+    `message` says what happened, what was expected and what to do. `details` holds plain JSON values for programs:
+    `url`, `ranks`, `exit_code`, `log_tail` and so on; keys without a value are absent. `str(error)` is the message,
+    followed by the end of the server's log where `details` has a `log_tail`.
     """
 
     retryable: ClassVar[bool] = False
+    """Whether the same call can succeed later without a change of its arguments."""
 
     def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)
@@ -41,78 +45,125 @@ class VerlServerError(Exception):
         tail = self.details.get("log_tail")
         if not tail:
             return self.message
-        return f"{self.message}\n--- last words of the server ---\n{tail.rstrip()}\n--- end ---"
+        return f"{self.message}\n--- end of the server's log ---\n{tail.rstrip()}\n---"
 
 
 class BadInputError(VerlServerError, ValueError):
-    """The caller's argument is wrong. Nothing was sent and nothing changed."""
+    """An argument is invalid. Nothing was sent to a server and nothing changed.
+
+    Raised when this library or the server refuses an argument. `details`: `status`, `url` and `body` when the server
+    refused it. To do: correct the argument that the message names.
+    """
 
 
 class WeightManifestError(BadInputError):
-    """A pushed tensor does not fit the served model. `details`: name, expected, got."""
+    """A tensor does not fit the served model: an unknown name, another shape or dtype, or a missing tensor.
+
+    Raised before generation is paused where the whole update is known then. `details`: `name`, `expected` and `got`
+    (shapes as lists, dtypes as text). To do: send the tensors by their Hugging Face names, with their full shapes.
+    """
 
 
 class UnsupportedError(VerlServerError):
-    """This machine or this engine version cannot do what was asked."""
+    """This machine or this version of the engine does not support the operation.
+
+    `details`: `status`, `url` and `body` when the server has no such endpoint. To do: follow the message, which names
+    what is missing; `verl-server doctor` lists the tested versions.
+    """
 
 
 class StartupError(VerlServerError):
-    """A server process did not become ready. `details`: exit_code, log_tail, log_path."""
+    """A server process ended before the server was ready.
+
+    `details`: `exit_code`, `log_tail` (the end of the server's log), `log_path`. To do: read the end of the log, then
+    run `verl-server doctor MODEL --tp N`.
+    """
 
 
 class ServerDiedError(VerlServerError):
-    """A server process ended while it was needed. `details`: exit_code, log_tail, log_path."""
+    """A server process ended while it was in use: out of memory, killed, or crashed.
+
+    Every call that waits for the server raises it at once. `details`: `exit_code` (negative: the number of the
+    signal), `log_tail`, `log_path`, `url`. To do: create a new engine. In a fleet, lost replicas are started again.
+    """
 
 
 class ServerError(VerlServerError):
-    """The server answered, with an error. `details`: status, url, body."""
+    """The server replied with an error that has no class of its own.
+
+    `details`: `status` (of HTTP), `url`, `body` (the server's own message). To do: read the server's message.
+    """
 
 
 class NotReadyError(ServerError):
-    """The server is paused, asleep or starting. Try again when it has been resumed."""
+    """The server is starting, paused, or its memory is released, so it cannot serve this call now.
+
+    `details`: `status`, `url` and `body` when the server itself refused. To do: call `resume_memory_occupation` or
+    `continue_generation`, or wait until a replica is ready; then call again.
+    """
 
     retryable = True
 
 
 class ServerBusyError(ServerError):
-    """Refused because requests are running or queued. Try again when they are done."""
+    """The server refused the call because it is running requests, or because its queue is full.
+
+    `details`: `status`, `url` and `body` when the server itself refused; `waiting` (number of queued requests) from a
+    router. To do: wait until the requests are finished, or abort them; then call again.
+    """
 
     retryable = True
 
 
 class DeadlineError(VerlServerError, TimeoutError):
-    """A wait outlived its deadline. `details`: operation, seconds."""
+    """An operation did not finish before its deadline, although the process that it waited for was alive.
+
+    `details`: `operation` (what was waited for), `seconds` (the deadline), `url`, `log_path`. To do: raise the deadline
+    in `Timeouts` if the model needs longer; otherwise the server hangs and must be started again.
+    """
 
 
 class PeerError(VerlServerError):
-    """Another trainer rank failed, died or did not arrive. `details`: ranks, operation."""
+    """Another trainer rank failed, ended, or did not make the same call.
+
+    `details`: `ranks` (list of rank numbers), `operation` (the call). To do: read the error of the named ranks. All
+    ranks must make the same calls in the same order.
+    """
 
 
 class TornWeightsError(VerlServerError):
-    """The served weights are partly new, partly old. Push a whole update to go on."""
+    """The served weights are partly new and partly old, because an update failed part-way. Generation stays paused.
+
+    `details`: `cause` (type of the error that stopped the update) and that error's own details. To do: send a complete
+    update of all tensors; it repairs the weights.
+    """
 
     retryable = True
 
 
 class ShutDownError(VerlServerError):
-    """The engine was already shut down."""
+    """The engine, adapter, fleet or router was already shut down. `details` is empty. To do: create a new object."""
 
 
-def _tree(cls: type[VerlServerError]) -> dict[str, type[VerlServerError]]:
-    found = {cls.__name__: cls}
-    for child in cls.__subclasses__():
-        found.update(_tree(child))
-    return found
+def _class_by_name(base: type[VerlServerError]) -> dict[str, type[VerlServerError]]:
+    """`base` and all of its subclasses, by name."""
+    classes = {base.__name__: base}
+    for subclass in base.__subclasses__():
+        classes.update(_class_by_name(subclass))
+    return classes
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
-    """An error as plain JSON. A foreign exception travels as `PeerError` with its type named."""
+    """Convert an exception to plain JSON values.
+
+    An exception that is not of this library becomes a `PeerError` whose message begins with the exception's type.
+    """
     if isinstance(error, VerlServerError):
         return {"type": type(error).__name__, "message": error.message, "details": error.details}
     return {"type": "PeerError", "message": f"{type(error).__name__}: {error}", "details": {}}
 
 
 def from_wire(wire: dict[str, Any]) -> VerlServerError:
-    """The error that `to_wire` described; an unknown type becomes the base class."""
-    cls = _tree(VerlServerError).get(wire["type"], VerlServerError)
-    return cls(wire["message"], **wire["details"])
+    """Make the exception that `to_wire` converted. An unknown type becomes `VerlServerError`."""
+    error_class = _class_by_name(VerlServerError).get(wire["type"], VerlServerError)
+    return error_class(wire["message"], **wire["details"])

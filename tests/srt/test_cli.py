@@ -1,4 +1,4 @@
-"""The `verl-server` command, as a user runs it: a process of its own, its output and its exit code."""
+"""Tests of the `verl-server` command in a process of its own: its output and its exit code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,11 +23,11 @@ from helpers import MARK, marked_processes, wait_until
 
 from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY, parse_server_args
 from verl_server.errors import BadInputError
-from verl_server.server.warden import shared_memory_of
+from verl_server.server.shared_memory_files import find_shared_memory
 
 COMMAND = [sys.executable, "-m", "verl_server.cli"]
 KEYS = {API_KEY: "the-users-key", ADMIN_API_KEY: "the-admins-key"}
-SMALL = ["--dtype", "float32", "--max-total-tokens=4096"]
+SMALL_SERVER = ["--dtype", "float32", "--max-total-tokens=4096"]
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -57,7 +58,7 @@ def test_launch_serves_until_sigterm_and_leaves_nothing(tiny: Callable[..., Path
     scratch = tmp_path / "tmp"
     scratch.mkdir()
     process = subprocess.Popen(
-        [*COMMAND, "launch", str(tiny("qwen3")), *SMALL, "--log-dir", str(tmp_path / "logs")],
+        [*COMMAND, "launch", str(tiny("qwen3")), *SMALL_SERVER, "--log-dir", str(tmp_path / "logs")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -75,7 +76,7 @@ def test_launch_serves_until_sigterm_and_leaves_nothing(tiny: Callable[..., Path
         )
         assert json.loads(done.stdout)["meta_info"]["completion_tokens"] <= 16
         tree = marked_processes(mark)
-        shared = shared_memory_of(list(tree))
+        shared = find_shared_memory(list(tree))
         assert len(tree) >= 4
         assert shared
         process.send_signal(signal.SIGTERM)
@@ -92,18 +93,18 @@ def test_launch_serves_until_sigterm_and_leaves_nothing(tiny: Callable[..., Path
     assert list((tmp_path / "logs").iterdir())
 
 
-def test_dead_server_ends_the_command_with_its_last_words(tmp_path: Path) -> None:
-    """A folder without a model: SGLang ends while it starts."""
+def test_failed_start_prints_the_end_of_the_servers_log(tmp_path: Path) -> None:
+    """The folder holds no model, so SGLang ends during its start."""
     done = run("launch", str(tmp_path), **KEYS)
     assert done.returncode == 1
     assert "the server did not start" in done.stderr
-    assert "last words of the server" in done.stderr
+    assert "end of the server's log" in done.stderr
     assert "config.json" in done.stderr
-    assert "Traceback" not in done.stderr.split("--- last words")[0]
+    assert "Traceback" not in done.stderr.split("--- end of the server's log")[0]
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "expected"),
     [
         (["--api-key", "secret"], API_KEY),
         (["--admin_api_key=secret"], ADMIN_API_KEY),
@@ -111,15 +112,17 @@ def test_dead_server_ends_the_command_with_its_last_words(tmp_path: Path) -> Non
         (["stray"], "stray"),
     ],
 )
-def test_refusals_start_nothing(tiny: Callable[..., Path], args: list[str], words: str) -> None:
+def test_invalid_options_are_refused_before_a_server_starts(
+    tiny: Callable[..., Path], args: list[str], expected: str
+) -> None:
     done = run("launch", str(tiny("qwen3")), *args, **KEYS)
     assert done.returncode == 2
-    assert words in done.stderr
+    assert expected in done.stderr
     assert "secret" not in done.stderr
     assert done.stdout == ""
 
 
-def test_random_keys_are_not_written_into_a_pipe(tiny: Callable[..., Path]) -> None:
+def test_random_keys_are_not_printed_into_a_pipe(tiny: Callable[..., Path]) -> None:
     done = run("launch", str(tiny("qwen3")), **{API_KEY: "only-one"})
     assert (done.returncode, done.stdout) == (2, "")
     assert f"set {ADMIN_API_KEY}" in done.stderr
@@ -127,11 +130,11 @@ def test_random_keys_are_not_written_into_a_pipe(tiny: Callable[..., Path]) -> N
 
 
 def test_ctrl_c_on_a_terminal_before_the_server_is_ready(tiny: Callable[..., Path]) -> None:
-    """On a terminal keys may be made, a clock is shown, and Ctrl-C ends everything at any moment."""
+    """On a terminal missing keys are generated, the elapsed time is shown, and Ctrl-C ends all processes."""
     mark = uuid.uuid4().hex
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, "launch", str(tiny("qwen3")), *SMALL],
+        [*COMMAND, "launch", str(tiny("qwen3")), *SMALL_SERVER],
         stdin=slave,
         stdout=slave,
         stderr=slave,
@@ -162,8 +165,8 @@ def test_ctrl_c_on_a_terminal_before_the_server_is_ready(tiny: Callable[..., Pat
 
 
 def test_server_arguments() -> None:
-    words = "Org/Model --mem-fraction-static 0.5 --dtype=bfloat16 --skip-tokenizer-init --tool-call-parser qwen"
-    assert parse_server_args(words.split()) == {
+    command_line = "Org/Model --mem-fraction-static 0.5 --dtype=bfloat16 --skip-tokenizer-init --tool-call-parser qwen"
+    assert parse_server_args(command_line.split()) == {
         "model_path": "Org/Model",
         "mem_fraction_static": 0.5,
         "dtype": "bfloat16",
@@ -184,11 +187,52 @@ def test_server_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--dtype auto", "Org/Model stray", "Org/Model -x 1", "Org/Model --tp-size 2", "/no/such/folder"]
+    ("command_line", "expected"),
+    [
+        ("--dtype auto", "MODEL must come before the options"),
+        ("Org/Model stray", "'stray' does not follow an option"),
+        ("Org/Model -x 1", "'-x' does not follow an option"),
+        ("Org/Model --tp-size 2", "use --tp"),
+        ("/no/such/folder", "is not a folder"),
+        ("models/no/such", "is not a folder"),
+    ],
 )
-def test_server_arguments_that_are_refused(words: str) -> None:
-    with pytest.raises(BadInputError):
-        parse_server_args(words.split())
+def test_server_arguments_that_are_refused(command_line: str, expected: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(expected)):
+        parse_server_args(command_line.split())
+
+
+def test_remote_model_urls_are_passed_to_sglang() -> None:
+    assert parse_server_args(["s3://bucket/models/name"]) == {"model_path": "s3://bucket/models/name"}
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "expected"),
+    [
+        (["router"], 2, "--replica URL"),
+        (["router", "--replica", "127.0.0.1:30000"], 2, "is not an HTTP URL"),
+        (["router", "--replica", "http://127.0.0.1:70000"], 2, "is not an HTTP URL"),
+        (["status", "foo"], 2, "is not an HTTP URL"),
+        (["status", "http://127.0.0.1:1"], 1, "nothing answers at http://127.0.0.1:1"),
+        (["luanch", "Org/Model"], 2, "Did you mean 'launch'?"),
+    ],
+)
+def test_mistakes_are_explained(args: list[str], code: int, expected: str) -> None:
+    """The message names the wrong value and the correction; there is no traceback."""
+    done = run(*args, **KEYS)
+    assert done.returncode == code
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_router_names_a_port_that_is_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run("router", "--replica", "http://127.0.0.1:1", "--port", str(port), **KEYS)
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert "--port" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_version_and_light_imports() -> None:

@@ -31,7 +31,8 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.server import warden
-from verl_server.server.warden import descendants, shared_memory_of
+from verl_server.server.process_tree import list_descendants
+from verl_server.server.shared_memory_files import find_shared_memory
 
 
 def _listens(port: int) -> bool:
@@ -107,7 +108,7 @@ def own_adapter(doomed: Iterator[Any]) -> Any:
 
 def test_killed_server_is_noticed_by_waiting_calls(own_adapter: Any) -> None:
     """A waiting generation raises within 2 s, with the exit code and the server's last words."""
-    process = own_adapter.asynchronous.process
+    process = own_adapter.process
     caught: dict[str, Any] = {}
 
     def generate() -> None:
@@ -128,7 +129,7 @@ def test_killed_server_is_noticed_by_waiting_calls(own_adapter: Any) -> None:
     error = caught["error"]
     assert error.details["exit_code"] == -signal.SIGKILL
     assert "SIGKILL" in str(error)
-    assert "last words" in str(error)
+    assert "end of the server's log" in str(error)
     assert Path(error.details["log_path"]).is_file()
     with pytest.raises(ServerDiedError):
         own_adapter.flush_cache()
@@ -140,7 +141,7 @@ def test_killed_server_is_noticed_by_waiting_calls(own_adapter: Any) -> None:
 
 def test_killed_scheduler_and_wedged_server(own_adapter: Any) -> None:
     """A stopped server misses its control deadline; a killed scheduler ends the server, which is noticed."""
-    process = own_adapter.asynchronous.process
+    process = own_adapter.process
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(DeadlineError, match="did not answer within 5 s"):
         own_adapter.get_model_info()
@@ -156,8 +157,8 @@ def test_killed_scheduler_and_wedged_server(own_adapter: Any) -> None:
 
 
 def test_killed_warden_takes_the_server_along(own_adapter: Any) -> None:
-    process = own_adapter.asynchronous.process
-    owned = shared_memory_of(descendants(process._warden.pid))
+    process = own_adapter.process
+    owned = find_shared_memory(list_descendants(process._warden.pid))
     os.kill(process._warden.pid, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{process.pid}").exists(), 5.0, "the server lives on")
     with pytest.raises(ServerDiedError, match="warden"):
@@ -198,8 +199,8 @@ def test_keys_show_nowhere(adapter: Any) -> None:
     """Neither key stands on a command line or in the log, and doors are shut without them."""
     import requests
 
-    keys = (adapter.asynchronous.api_key, adapter.asynchronous.admin_api_key)
-    process = adapter.asynchronous.process
+    keys = (adapter.api_key, adapter.admin_api_key)
+    process = adapter.process
     log = process.log_path.read_text(errors="replace")
     lines = [Path(f"/proc/{pid}/cmdline") for pid in os.listdir("/proc") if pid.isdigit()]
     shown = "".join(path.read_text(errors="replace") for path in lines if path.exists())
@@ -273,7 +274,7 @@ def test_who_is_below_a_process_that_is_half_dead_is_found() -> None:
     try:
         stat = Path(f"/proc/{process.pid}/stat")
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z", 10.0, "its first thread lives on")
-        below = descendants(os.getpid())
+        below = list_descendants(os.getpid())
         assert child in below
         assert process.pid not in below
     finally:

@@ -24,7 +24,7 @@ from verl_server import errors
 from verl_server.ranks.channel import accept_rank, connect_to_rank_0
 from verl_server.ranks.placement import compute_placement
 from verl_server.server.ports import PortReservation, join_host_port
-from verl_server.server.warden import Log
+from verl_server.server.log_file import BoundedLog
 from verl_server.types import Member, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.checksum import checksum_of
@@ -43,6 +43,7 @@ PACKAGE = Path(verl_server.__file__).parent
 #: Rooms from top to bottom; imports go down only (ARCHITECTURE.md).
 ROOMS = [
     "cli",
+    "cli_output",
     "cli_arguments",
     "demo",
     "doctor",
@@ -233,7 +234,7 @@ def test_a_reserved_port_is_given_to_nobody_else_but_can_be_bound() -> None:
 
 
 def test_log_is_bounded_and_keeps_the_tail(tmp_path: Path) -> None:
-    log = Log(str(tmp_path / "log"), limit=100_000, secrets=["open sesame"])
+    log = BoundedLog(str(tmp_path / "log"), limit_bytes=100_000, secrets=["open sesame"])
     log.write(b"key='open ses")
     log.write(b"ame' and more\n")
     assert log.tail() == "key='***' and more\n"
