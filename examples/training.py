@@ -59,9 +59,7 @@ def memory_mb(fleet: RolloutManager) -> float:
     """Memory in MiB that only the servers of the fleet use (unique set size of all their processes)."""
     total = 0
     for replica in fleet.replicas:
-        assert replica.adapter is not None
-        process = replica.adapter.process
-        assert process is not None
-        main = psutil.Process(process.pid)
-        total += sum(one.memory_full_info().uss for one in [main, *main.children(recursive=True)])
+        pids = replica.pids
+        assert pids is not None
+        total += sum(psutil.Process(pid).memory_full_info().uss for pid in (pids.main, *pids.workers))
     return total / MB
