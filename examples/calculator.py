@@ -53,7 +53,7 @@ def write_policy(folder: Path, seed: int) -> Any:
 
 
 class RolloutWorker:
-    """The fleet of replicas, and the agents that generate samples through its router. Only rank 0 has one."""
+    """The fleet of replicas, and the agents that generate samples through its router. Only rank 0 creates a worker."""
 
     def __init__(self, folder: Path, tokenizer: Any, seed: int) -> None:
         self.fleet = RolloutManager(

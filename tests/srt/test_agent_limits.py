@@ -143,7 +143,8 @@ def test_any_task_and_turn_end_with_a_stop_reason(
         def parse_tool_calls(self, turn: Turn) -> list[ToolCall | ToolResult]:
             return parse_hermes_tool_calls(turn_text)
 
-    slow_tools = (FunctionTool(one, timeout_s=0.02) for one in (wait_a_minute, block_forever, raise_runtime_error))
+    functions = (wait_a_minute, block_forever, raise_runtime_error)
+    slow_tools = (FunctionTool(function, timeout_s=0.02) for function in functions)
     loop = FixedTextLoop([add, *slow_tools, return_long_text])
     graph = TrajectoryGraph("s")
     limits = RolloutLimits(max_response_tokens=200, max_turns=2, max_tool_tokens=20)

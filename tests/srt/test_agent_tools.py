@@ -44,7 +44,7 @@ from verl_server.trajectory import ChatRenderer
     ],
 )
 def test_failing_tools_return_errors_as_results(call: ToolCall, error_type: str, expected: str) -> None:
-    slow = (FunctionTool(one, timeout_s=0.2) for one in (wait_a_minute, block_forever))
+    slow = (FunctionTool(function, timeout_s=0.2) for function in (wait_a_minute, block_forever))
     tools = ToolRegistry([add, *slow, raise_runtime_error, exit_process, raise_stop_iteration, return_long_text])
     result = asyncio.run(tools.call(call))
     assert result.error_type == error_type

@@ -97,7 +97,7 @@ def test_callbacks_submit_the_next_turn(shared_engine: Any, renderer: ChatRender
     for session_id, episode in episodes.items():
         assert episode.leaf is not None
         assert episode.graph.num_turns(episode.leaf) == 3
-        prompts = [prompt for server in servers for one, prompt in server.requests if one == session_id]
+        prompts = [prompt for server in servers for name, prompt in server.requests if name == session_id]
         sampled = [node for node in episode.graph.nodes if node.sampled]
         assert prompts == [episode.graph.token_ids(node.parent) for node in sampled if node.parent is not None]
 

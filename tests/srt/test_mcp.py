@@ -25,16 +25,16 @@ def add(a: int, b: int = 1) -> int:
     return a + b
 
 @server.tool()
-def fails() -> str:
+def raise_error() -> str:
     raise RuntimeError("no")
 
 @server.tool()
-async def hangs() -> str:
+async def wait_a_minute() -> str:
     import asyncio
     await asyncio.sleep(60)
 
 @server.tool()
-def pid() -> int:
+def get_pid() -> int:
     return os.getpid()
 
 server.run("stdio")
@@ -49,7 +49,7 @@ def program(tmp_path: Path) -> StdioServerParameters:
 
 
 def test_tools_of_an_mcp_server(program: StdioServerParameters) -> None:
-    """Results, failures and timeouts of tools, and calls after the server was killed. The context ends the server."""
+    """Results, failures and timeouts of tools. A call after the server was killed returns an error."""
 
     async def run() -> tuple[list[Tool], list[ToolResult], int, ToolResult]:
         async with mcp_tools(program, timeout_s=5.0) as tools:
@@ -58,11 +58,11 @@ def test_tools_of_an_mcp_server(program: StdioServerParameters) -> None:
                 ToolCall("add", {"a": 2, "b": 3}),
                 ToolCall("add", {"a": 4}),
                 ToolCall("add", {"a": "x"}),
-                ToolCall("fails", {}),
-                ToolCall("hangs", {}),
+                ToolCall("raise_error", {}),
+                ToolCall("wait_a_minute", {}),
             ]
             results = await registry.call_all(calls)
-            pid = int((await registry.call(ToolCall("pid", {}))).content)
+            pid = int((await registry.call(ToolCall("get_pid", {}))).content)
             os.kill(pid, signal.SIGKILL)
             return tools, results, pid, await registry.call(ToolCall("add", {"a": 1}))
 
@@ -72,7 +72,7 @@ def test_tools_of_an_mcp_server(program: StdioServerParameters) -> None:
     assert schema["parameters"]["required"] == ["a"]
     assert [result.error_type for result in results] == [None, None, "raised", "raised", "timeout"]
     assert [result.content for result in results[:2]] == ["5", "5"]
-    assert "fails" in results[3].content  # the server does not send more details of the failure
+    assert "raise_error" in results[3].content  # the server does not send more details of the failure
     assert result_after_kill.error_type in ("raised", "timeout")
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -191,7 +191,8 @@ class Episode:
         """Images of the path in their order. The tokens have one placeholder per image, which SGLang expands."""
         if not self._has_images:
             return []
-        messages = [one for node in self.graph.path(leaf) for one in (node.message or {}).get("messages", ())]
+        nodes = self.graph.path(leaf)
+        messages = [message for node in nodes for message in (node.message or {}).get("messages", ())]
         return [source for message in messages for source in image_sources(message)]
 
     def _preceding_ids(self, node: int) -> Sequence[int]:

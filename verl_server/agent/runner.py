@@ -49,8 +49,8 @@ class RunnerCounters:
 class RolloutRunner:
     """Runs one agent loop with one policy on any number of tasks.
 
-    `loop`: an agent loop, or the name of a registered one, which is then constructed without tools. `reward`: called
-    with every finished sample; its exception makes the sample a failed one. `run_dir`: directory of the recorded
+    `loop`: an agent loop, or the name of a registered agent loop, which is constructed without tools. `reward`: called
+    with every finished sample; if it raises an exception, the sample fails. `run_dir`: directory of the recorded
     sessions; None keeps sessions in memory only. `max_concurrency`: maximum number of samples that run at a time.
     """
 

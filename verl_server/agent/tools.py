@@ -110,7 +110,7 @@ class FunctionTool(Tool):
         try:
             validated = self._arguments_model.model_validate(dict(arguments))
         except pydantic.ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
             raise ToolArgumentsError(problems) from error
         values = {name: getattr(validated, name) for name in type(validated).model_fields}
         if inspect.iscoroutinefunction(self._function):

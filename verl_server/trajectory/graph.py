@@ -143,7 +143,7 @@ class TrajectoryGraph:
 
     def num_sampled_tokens(self, node: int) -> int:
         """Number of sampled tokens from the root to the end of the node."""
-        return sum(len(one.token_ids) for one in self.path(node) if one.sampled)
+        return sum(len(item.token_ids) for item in self.path(node) if item.sampled)
 
     def path(self, node: int) -> list[Node]:
         """The nodes from the root to the node."""

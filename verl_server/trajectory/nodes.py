@@ -24,7 +24,7 @@ class ForkReason(enum.StrEnum):
     EDITED = "edited"
     """The history was edited."""
     COMPACTED = "compacted"
-    """The history was replaced by a shorter one."""
+    """The history was replaced by a shorter history."""
     SUB_AGENT = "sub_agent"
     """Another agent started from this point."""
     RETRY = "retry"
