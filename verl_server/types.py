@@ -1,4 +1,4 @@
-"""What crosses a boundary between rooms, processes or ranks. Nothing here imports torch, ray or sglang."""
+"""Values that cross a boundary between folders, processes or ranks. Imports neither torch, ray nor sglang."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a checkpoint: full (unsharded) shape and dtype, by torch's name of it."""
+    """Shape and dtype of one tensor of a checkpoint."""
 
     shape: tuple[int, ...]
+    """Full shape, without sharding."""
     dtype: str
+    """Torch's name of the dtype, for example "bfloat16"."""
 
 
 @dataclass(frozen=True)
@@ -18,30 +20,33 @@ class Member:
     """One server that takes part in a weight update."""
 
     name: str
-    """Another one when another process serves."""
+    """Name of the server. It changes when a different server process takes over."""
     tp_size: int
+    """Number of TP ranks of the server."""
 
 
 @dataclass(frozen=True)
 class WeightUpdateResult:
-    """What a finished weight update was. Equal on every trainer rank."""
+    """Result of a finished weight update, equal on every trainer rank except `gather_s`."""
 
-    weight_version: str
-    """Requests that start from now on carry this version."""
+    weight_version: int
+    """Version of the new weights. Requests that start from now on carry it."""
     tensors: int
+    """Number of tensors in the update."""
     bytes: int
+    """Number of bytes of these tensors."""
     missing: int
-    """Parameters of the model that this update did not contain (0 for a whole update)."""
+    """Number of the model's parameters that the update did not contain. 0 for a whole update."""
     transport: str
-    """How the tensors came to the servers: a file of `verl_server/weights/transports/`."""
+    """Name of the weight transport: a file of `verl_server/weights/transports/`."""
     staging_bytes: int
-    """Memory that the trainer keeps for staging on this machine, all its ranks together."""
+    """Number of bytes of staging memory on this machine, of all ranks together."""
     sent_bytes: int
-    """Bytes of tensors that went over a network or into a file (0: the servers read them in place)."""
+    """Number of tensor bytes that went over a network or into a file. 0 when the servers read them in place."""
     gather_s: float
-    """Seconds in which the ranks copied their shards into the staging memory."""
+    """Seconds in which this rank copied its shards into the staging memory."""
     load_s: float
-    """Seconds from the pause to the continuation of generation."""
+    """Seconds from the pause of generation until its continuation."""
 
 
 def parse_weight_version(label: int | str | None) -> int:

@@ -1,6 +1,7 @@
-"""LoRA adapters by name, on rank 0: load, replace, remove, and refuse names that nobody has loaded.
+"""Names of the LoRA adapters that an engine's servers have, on rank 0.
 
-(SGLang takes an unknown `lora_path` for a model on the Hugging Face Hub and goes there.)
+The engine refuses requests for other names, because SGLang takes an unknown `lora_path` for a model on the Hugging Face
+Hub and tries to download it.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ Json = dict[str, Any]
 
 
 class LoraAdapters:
-    """What the servers of one engine have. `served` are those that they were started with."""
+    """The LoRA adapters of one engine: loads, replaces and removes them by name."""
 
-    def __init__(self, served: Any) -> None:
-        self._served = _names_of(served)
+    def __init__(self, lora_paths: Any) -> None:
+        """`lora_paths`: SGLang's server argument with the adapters that the servers load when they start."""
+        self._started_with = _names_in(lora_paths)
         self._loaded: set[str] = set()
 
     def load(self, backend: Backend, name: str, tensors: Mapping[str, torch.Tensor], config: Json) -> None:
-        """Replaces one of the same name, as soon as no request uses that any more.
+        """Load an adapter. An adapter of the same name is removed first, when no request uses it any more.
 
-        When the load fails then the name is served by nothing, and requests that ask for it are refused.
+        When the load fails, no adapter has the name, and requests for it are refused.
         """
         if name in self._loaded:
             self._loaded.discard(name)
@@ -36,25 +38,27 @@ class LoraAdapters:
         self._loaded.add(name)
 
     def unload(self, backend: Backend, name: str) -> None:
+        """Remove an adapter. Raises BadInputError when there is no adapter of that name."""
         self.require(name)
         self._loaded.discard(name)
-        self._served.discard(name)
+        self._started_with.discard(name)
         backend.unload_lora(name)
 
     def require(self, lora_path: Any) -> None:
-        """Raises BadInputError for an adapter that is not there."""
+        """Raise BadInputError unless all adapters that a request names are loaded. `lora_path`: a name or a list."""
+        known = self._loaded | self._started_with
         for name in lora_path if isinstance(lora_path, (list, tuple)) else [lora_path]:
-            if name is not None and name not in self._loaded | self._served:
+            if name is not None and name not in known:
                 raise BadInputError(
-                    f"there is no LoRA adapter {name!r}; loaded are {sorted(self._loaded | self._served)}"
+                    f"there is no LoRA adapter {name!r}; loaded are {sorted(known)}. Load it with load_lora_adapter"
                 )
 
 
-def _names_of(lora_paths: Any) -> set[str]:
-    """Of SGLang's server argument: a dictionary, or a list of `name=path`, paths or dictionaries."""
+def _names_in(lora_paths: Any) -> set[str]:
+    """Names in SGLang's server argument `lora_paths`: a dict by name, or a list of `name=path`, paths or dicts."""
     if isinstance(lora_paths, Mapping):
         return {str(name) for name in lora_paths}
-    found = set()
+    names = set()
     for item in lora_paths or ():
-        found.add(str(item.get("lora_name")) if isinstance(item, Mapping) else str(item).partition("=")[0])
-    return found
+        names.add(str(item.get("lora_name")) if isinstance(item, Mapping) else str(item).partition("=")[0])
+    return names

@@ -1,4 +1,4 @@
-"""Servers that run already, on this machine or others, as one backend: weights go to all, prompts to one of them."""
+"""SGLang servers behind HTTP adapters as one backend: weights go to every server, prompts to the servers in turn."""
 
 from __future__ import annotations
 
@@ -12,116 +12,143 @@ from urllib.parse import urlsplit
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.config import AdapterConfig, PauseMode, RemoteServer
-from verl_server.engine.backend import load_over
 from verl_server.errors import BadInputError, VerlServerError
-from verl_server.types import Member
-from verl_server.weights.transports.group import own_address
+from verl_server.server.process import AbortCheck
+from verl_server.types import Member, parse_weight_version
+from verl_server.weights.broadcast.machine import own_address
+from verl_server.weights.loader import serialize_wire
 from verl_server.weights.update.servers import ReplayFn
 
 Json = dict[str, Any]
 
 
-class RemoteBackend:
-    """Connections to `servers`. Shutting down leaves them running."""
+class HttpServers:
+    """One or more SGLang servers, each driven over HTTP by an adapter.
 
-    def __init__(self, servers: Sequence[RemoteServer], config: AdapterConfig) -> None:
-        self._adapters = [
-            HttpServerEngineAdapter.attach(
-                one.base_url, api_key=one.api_key, admin_api_key=one.admin_api_key, config=config
-            )
-            for one in servers
-        ]
-        self._pool = ThreadPoolExecutor(2 * len(servers), thread_name_prefix="verl-server-remote")
-        self._turn = itertools.cycle(self._adapters)
-        try:
-            self.members = [
-                Member(adapter.base_url, _tp_size(adapter, info))
-                for adapter, info in self._each(lambda adapter: adapter.get_server_info())
-            ]
-        except BaseException:
-            self.shutdown()
-            raise
+    `shutdown` shuts down the adapters: it ends a server that its adapter started, and leaves other servers running.
+    """
 
-    def _each(self, call: Callable[[HttpServerEngineAdapter], Any]) -> list[tuple[HttpServerEngineAdapter, Any]]:
-        """On all servers at once. When one fails the others are waited for, then its error is raised."""
-        calls = [(adapter, self._pool.submit(call, adapter)) for adapter in self._adapters]
-        errors = [error for _, future in calls if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
-        return [(adapter, future.result()) for adapter, future in calls]
+    def __init__(
+        self,
+        adapters: Sequence[HttpServerEngineAdapter],
+        members: Sequence[Member],
+        *,
+        weight_version: int = 0,
+        remote_hosts: Sequence[str] = (),
+        pause_mode: PauseMode | None = None,
+        check_members: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`members` describes the servers of `adapters` in the same order.
+
+        `remote_hosts`: the hosts of servers on other machines. `pause_mode` replaces the pause mode of every weight
+        update. `check_members` is called before each attempt at an update. Its error ends the update.
+        """
+        self._adapters, self._members = list(adapters), list(members)
+        self.weight_version = weight_version
+        self._remote_hosts = list(remote_hosts)
+        self._pause_mode, self._check_members = pause_mode, check_members
+        self._pool = ThreadPoolExecutor(2 * len(self._adapters), thread_name_prefix="verl-server-http-servers")
+        self._round_robin = itertools.cycle(self._adapters)
+
+    def _call_all(self, call: Callable[[HttpServerEngineAdapter], Any]) -> None:
+        """Call `call` for all servers at the same time. The first error is raised when all calls have ended."""
+        if len(self._adapters) == 1:
+            call(self._adapters[0])
+            return
+        errors = [future.exception() for future in [self._pool.submit(call, adapter) for adapter in self._adapters]]
+        for error in errors:
+            if error is not None:
+                raise error
 
     @property
     def adapter(self) -> HttpServerEngineAdapter:
-        """The first server's."""
+        """The adapter of the first server."""
         return self._adapters[0]
 
     @property
     def nearest_transport(self) -> str:
-        return "shared_memory" if all(_is_loopback(one.base_url) for one in self._adapters) else "distributed"
+        return "distributed" if self._remote_hosts else "shared_memory"
 
     @property
     def trainer_host(self) -> str:
-        far = [one.base_url for one in self._adapters if not _is_loopback(one.base_url)]
-        return own_address(str(urlsplit(far[0]).hostname)) if far else "127.0.0.1"
+        return own_address(self._remote_hosts[0]) if self._remote_hosts else "127.0.0.1"
+
+    # -- generation -----------------------------------------------------------------------------------
 
     def generate(self, **request: Any) -> Any:
-        return next(self._turn).generate(**request)
+        return next(self._round_robin).generate(**request)
 
     async def async_generate(self, **request: Any) -> Any:
-        return await next(self._turn).asynchronous.generate(**request)
+        return await next(self._round_robin).asynchronous.generate(**request)
 
     def generate_stream(self, **request: Any) -> Iterator[Json]:
-        return next(self._turn).generate_stream(**request)
+        return next(self._round_robin).generate_stream(**request)
 
     def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]:
-        return next(self._turn).asynchronous.generate_stream(**request)
+        return next(self._round_robin).asynchronous.generate_stream(**request)
 
     def flush_cache(self) -> None:
-        self._each(lambda adapter: adapter.flush_cache())
+        self._call_all(lambda adapter: adapter.flush_cache())
+
+    # -- weight updates -------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> Sequence[Member]:
+        self._check_members()
+        return self._members
 
     def pause(self, mode: PauseMode) -> None:
-        self._each(lambda adapter: adapter.asynchronous.asleep or adapter.pause_generation(mode))
+        """Pause all servers. A server with released memory is not paused: it runs no requests."""
+        mode = self._pause_mode or mode
+        self._call_all(lambda adapter: adapter.released_memory or adapter.pause_generation(mode))
 
     def resume(self) -> None:
-        self._each(lambda adapter: adapter.asynchronous.asleep or adapter.continue_generation())
+        self._call_all(lambda adapter: adapter.released_memory or adapter.continue_generation())
 
     def begin_weight_update(self) -> None:
-        self._each(lambda adapter: adapter.begin_weight_update())
+        self._call_all(lambda adapter: adapter.begin_weight_update())
 
-    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
-        """Raises as soon as one server fails: a transport may have to tell the others."""
+    def load(self, wires: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
+        """See `UpdatableServers.load`. Raises as soon as one server fails: a transport may have to stop the others."""
+        if len(self._adapters) == 1:
+            load_weights(self._adapters[0], self._members[0].tp_size, wires[0], weight_version, flush_cache)
+            return
         loads = [
-            self._pool.submit(load_over, adapter, member.tp_size, wire, weight_version, flush_cache)
-            for adapter, member, wire in zip(self._adapters, self.members, wires, strict=True)
+            self._pool.submit(load_weights, adapter, member.tp_size, wire, weight_version, flush_cache)
+            for adapter, member, wire in zip(self._adapters, self._members, wires, strict=True)
         ]
         for load in as_completed(loads):
             load.result()
 
     def end_weight_update(self) -> None:
-        self._each(lambda adapter: adapter.end_weight_update())
+        self._call_all(lambda adapter: adapter.end_weight_update())
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
-        """Nobody else is to catch up."""
+        """Nothing to record: the servers are not replaced, so no other server has to load the version later."""
+
+    # -- adapters and memory --------------------------------------------------------------------------
 
     def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
-        self._each(lambda adapter: adapter.load_lora_adapter_from_tensors(name, tensors, config))
+        self._call_all(lambda adapter: adapter.load_lora_adapter_from_tensors(name, tensors, config))
 
     def unload_lora(self, name: str) -> None:
-        self._each(lambda adapter: adapter.unload_lora_adapter(name))
+        self._call_all(lambda adapter: adapter.unload_lora_adapter(name))
 
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
-        self._each(lambda adapter: adapter.release_memory_occupation(tags))
+        self._call_all(lambda adapter: adapter.release_memory_occupation(tags))
 
     def resume_memory_occupation(self, tags: Sequence[str] | None) -> None:
-        self._each(lambda adapter: adapter.resume_memory_occupation(tags))
+        self._call_all(lambda adapter: adapter.resume_memory_occupation(tags))
 
     @property
-    def asleep(self) -> frozenset[str]:
-        return self.adapter.asynchronous.asleep
+    def released_memory(self) -> frozenset[str]:
+        return self.adapter.released_memory
+
+    # -- end ------------------------------------------------------------------------------------------
 
     def fail(self, error: VerlServerError) -> None:
         for adapter in self._adapters:
-            adapter.asynchronous.fail(error)
+            adapter.fail(error)
 
     def shutdown(self) -> None:
         for adapter in self._adapters:
@@ -129,18 +156,66 @@ class RemoteBackend:
         self._pool.shutdown(wait=False)
 
 
-def _tp_size(adapter: HttpServerEngineAdapter, info: Json) -> int:
-    """Of a server that has our weight loader. Raises BadInputError for one that has not."""
+def launch_server(
+    server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], check_abort: AbortCheck
+) -> HttpServers:
+    """Start one server process on this machine and wait until the server is ready. `shutdown` ends the process.
+
+    Raises StartupError, BadInputError, DeadlineError and the error that `check_abort` returns.
+    """
+    adapter = HttpServerEngineAdapter(config=config, env=env, check_abort=check_abort, **server_args)
+    member = Member("the server", int(server_args.get("tp_size") or 1))
+    return HttpServers([adapter], [member], weight_version=parse_weight_version(server_args.get("weight_version")))
+
+
+def connect_servers(servers: Sequence[RemoteServer], config: AdapterConfig, weight_version: int) -> HttpServers:
+    """Connect to running servers, on this machine or others. `shutdown` leaves them running.
+
+    Raises BadInputError for a server that was started without our weight loader.
+    """
+    adapters: list[HttpServerEngineAdapter] = []
+    try:
+        for server in servers:
+            adapters.append(
+                HttpServerEngineAdapter.attach(
+                    server.base_url, api_key=server.api_key, admin_api_key=server.admin_api_key, config=config
+                )
+            )
+        with ThreadPoolExecutor(len(adapters), thread_name_prefix="verl-server-connect") as pool:
+            members = list(pool.map(_describe_member, adapters))
+    except BaseException:
+        for adapter in adapters:
+            adapter.shutdown()
+        raise
+    hosts = [str(urlsplit(adapter.base_url).hostname) for adapter in adapters]
+    remote_hosts = [host for host in hosts if not _is_loopback(host)]
+    return HttpServers(adapters, members, weight_version=weight_version, remote_hosts=remote_hosts)
+
+
+def load_weights(
+    adapter: HttpServerEngineAdapter, tp_size: int, wire: Json, weight_version: int, flush_cache: bool
+) -> None:
+    """Make every TP rank of one server call our weight loader with `wire`."""
+    adapter.update_weights_from_tensor(
+        [serialize_wire(wire)] * tp_size,
+        load_format=WEIGHT_LOADER,
+        weight_version=weight_version,
+        flush_cache=flush_cache,
+    )
+
+
+def _describe_member(adapter: HttpServerEngineAdapter) -> Member:
+    """Ask a running server for its size. Raises BadInputError when the server does not have our weight loader."""
+    info = adapter.get_server_info()
     if WEIGHT_LOADER not in (info.get("custom_weight_loader") or ()):
         raise BadInputError(
             f"the server at {adapter.base_url} was started without --custom-weight-loader {WEIGHT_LOADER}; "
             "start it with `verl-server launch`"
         )
-    return int(info.get("tp_size") or 1)
+    return Member(adapter.base_url, int(info.get("tp_size") or 1))
 
 
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
+def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,20 +1,24 @@
-"""`VerlEngine`: the rollout engine as every trainer rank sees it."""
+"""`VerlEngine`: the rollout engine on every trainer rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig, PauseMode, RemoteServer, Timeouts, WeightsConfig
-from verl_server.engine.backend import Backend
+from verl_server.engine.backend import Backend, RolloutFleet
+from verl_server.engine.generation import RankGeneration, request_of
 from verl_server.engine.lora import LoraAdapters
-from verl_server.engine.start import share_over, start_backend, start_weight_updater
-from verl_server.engine.streams import async_stream_of, stream_of
-from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
+from verl_server.engine.start_backend import BackendSource, broadcast_function, start_backend
+from verl_server.engine.start_updater import start_weight_updater
+from verl_server.errors import BadInputError, ShutDownError, VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import WeightUpdateResult
-from verl_server.weights.update.updater import Ranks, UpdateOptions, WeightUpdater
+from verl_server.weights.update.request import UpdateOptions
+from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
 if TYPE_CHECKING:
     import torch
@@ -24,18 +28,22 @@ Json = dict[str, Any]
 
 
 class VerlEngine:
-    """One rollout engine for the trainer ranks of `device_mesh_cpu`, made on all of them.
+    """A rollout engine for RL training: generates with SGLang and takes the trainer's weights.
 
-    `launch_server=True` (the default) runs SGLang in a server process of its own, driven over HTTP by rank 0
-    of the mesh; `launch_server=False` runs SGLang's in-process `Engine` there; with `servers` nothing is
-    started, weights go to all of these and prompts to one after the other; `fleet` (on rank 0) is a `RolloutManager`
-    with replicas of its own, which the engine shuts down. Other keyword arguments are
-    SGLang's `ServerArgs`, passed on verbatim; `tp_size` is the size of the mesh unless given. `timeouts`,
-    `log_dir`, `router_ip`, `router_port` are settings of the adapter (`AdapterConfig`), `env` adds to the
-    server's environment, `weights` says how weights travel.
+    Create it on all trainer ranks of `device_mesh_cpu`. The inference engine is one of four; these arguments exclude
+    each other:
 
-    Every method except `shutdown` is a call of all ranks of the mesh, in the same order; all get the same
-    result, or raise the same error. When a rank has died or a server has ended, every later call says so.
+    * `launch_server=True` (the default): a server process on this machine (one on each of `nnodes` nodes).
+    * `launch_server=False`: SGLang's in-process `Engine`.
+    * `servers`: running servers. Weights go to all of them, prompts to one after the other. They keep running.
+    * `fleet`, on rank 0: a `RolloutManager`. The caller shuts it down; another `VerlEngine` can use it afterwards.
+
+    `weights` says how weights travel. `timeouts`, `log_dir`, `router_ip`, `router_port` and `use_forkserver` are fields
+    of `AdapterConfig`. `env` adds to the environment of the server. All other arguments are SGLang's `ServerArgs`;
+    `tp_size` defaults to the size of the mesh.
+
+    All ranks must call every method except `shutdown`, in the same order. All ranks get the same result or raise the
+    same error. When a rank or a server has ended, every later call raises PeerError or ServerDiedError.
     """
 
     def __init__(
@@ -43,48 +51,43 @@ class VerlEngine:
         device_mesh_cpu: DeviceMesh,
         nnodes: int = 1,
         *,
-        launch_server: bool = True,
+        launch_server: bool | None = None,
         servers: Sequence[RemoteServer] = (),
-        fleet: Backend | None = None,
+        fleet: RolloutFleet | None = None,
         weights: WeightsConfig | None = None,
         timeouts: Timeouts | None = None,
-        log_dir: Any = None,
+        log_dir: Path | str | None = None,
         router_ip: str | None = None,
         router_port: int | None = None,
+        use_forkserver: bool = True,
         env: dict[str, str] | None = None,
         **server_args: Any,
     ) -> None:
         if device_mesh_cpu.ndim != 1:
-            raise BadInputError(
-                f"device_mesh_cpu must have one dimension, the ranks of this engine; got {device_mesh_cpu}"
-            )
-        self._timeouts = timeouts or Timeouts()
-        self._config = AdapterConfig(
-            timeouts=self._timeouts, log_dir=log_dir, router_ip=router_ip, router_port=router_port
+            raise BadInputError(f"device_mesh_cpu must have one dimension, the engine's ranks; got {device_mesh_cpu}")
+        self._timeouts = timeouts = timeouts or Timeouts()
+        config = AdapterConfig(
+            timeouts=timeouts,
+            log_dir=log_dir,
+            router_ip=router_ip,
+            router_port=router_port,
+            use_forkserver=use_forkserver,
         )
         self._tp_rank, size = device_mesh_cpu.get_local_rank(), device_mesh_cpu.size()
-        self._placement = compute_placement(self._tp_rank, size, nnodes, server_args)
+        placement = compute_placement(self._tp_rank, size, nnodes, server_args)
+        source = BackendSource(launch_server, servers, fleet)
         self._backend: Backend | None = None
         self._weights: WeightUpdater | None = None
         self._loras = LoraAdapters(server_args.get("lora_paths"))
-        self._group = RankCoordinator.connect(
-            self._tp_rank, size, share_over(device_mesh_cpu), nnodes > 1, self._timeouts.ranks_s
+        self._group = group = RankCoordinator.connect(
+            self._tp_rank, size, broadcast_function(device_mesh_cpu), nnodes > 1, timeouts.ranks_s
         )
+        self._generation = RankGeneration(group, self._backend_for, self._get_refusal, timeouts.generation_s)
         try:
-            self._backend = start_backend(
-                self._group,
-                self._placement,
-                launch_server,
-                servers,
-                fleet,
-                server_args,
-                self._config,
-                env or {},
-                self._fault,
-            )
-            self._group.on_failure = self._on_broken
-            numbers = frozenset(device_mesh_cpu.mesh.flatten().tolist())
-            ranks = Ranks(self._group, self._placement, numbers, self._backend, self._timeouts.weights_s)
+            self._backend = start_backend(group, placement, source, server_args, config, env or {}, group.fail_all)
+            group.on_failure = self._on_failure
+            trainer_ranks = frozenset(device_mesh_cpu.mesh.flatten().tolist())
+            ranks = EngineRanks(group, placement, trainer_ranks, self._backend, timeouts.weights_s)
             self._weights = start_weight_updater(ranks, self._backend, server_args, weights or WeightsConfig())
         except BaseException:
             self.shutdown()
@@ -105,24 +108,20 @@ class VerlEngine:
         lora_path: Any = None,
         custom_logit_processor: Any = None,
         stream: bool = False,
+        rid: str | list[str] | None = None,
         **fields: Any,
     ) -> Any:
-        """Generate for one prompt (returns a dict) or many (a list of dicts), the same on every rank.
+        """Generate for one prompt (returns a dict) or many prompts (returns a list of dicts).
 
-        The reply is SGLang's: `output_ids`, and `meta_info` with `output_token_logprobs` as
-        `[logprob, token id, text]`, `finish_reason` and `weight_version`. What rank 0 asks for is generated.
-        With `stream=True` an iterator of replies that grow (one prompt only).
+        The request of rank 0 counts. The reply is SGLang's: `output_ids`, and `meta_info` with
+        `output_token_logprobs` as `[logprob, token id, text]`, `finish_reason` and `weight_version` (an int). With
+        `stream=True` the result is an iterator of growing replies, for one prompt. `rid` is the request id; many
+        prompts take a list with one id for each. `fields` are further fields of SGLang's request.
 
-        Raises BadInputError, NotReadyError (memory released), TornWeightsError, ServerDiedError, PeerError.
+        Raises BadInputError, NotReadyError (memory is released), TornWeightsError, ServerDiedError, PeerError.
         """
-        request = _request(locals(), fields)
-        if stream:
-            return stream_of(self._group, lambda: self._head_for(request), request, self._refusal())
-        call = self._group.next_call_id("generate")
-        limit = self._timeouts.generation_s
-        return self._group.agree(
-            call, lambda _: self._head_for(request).generate(**request), error=self._refusal(), action_timeout_s=limit
-        )
+        request = request_of(locals(), fields)
+        return self._generation.stream(request) if stream else self._generation.generate(request)
 
     async def async_generate(
         self,
@@ -137,157 +136,159 @@ class VerlEngine:
         lora_path: Any = None,
         custom_logit_processor: Any = None,
         stream: bool = False,
+        rid: str | list[str] | None = None,
         **fields: Any,
     ) -> Any:
-        """`generate` for an event loop; any number may be under way. With `stream=True` an async iterator."""
-        request = _request(locals(), fields)
-        if stream:
-            return async_stream_of(self._group, lambda: self._head_for(request), request, self._refusal())
-        call = self._group.next_call_id("async_generate")
-        return await self._group.agree_async(
-            call, lambda _: self._head_for(request).async_generate(**request), error=self._refusal()
-        )
+        """`generate` for an event loop; many calls can be in flight. With `stream=True`: an asynchronous iterator."""
+        request = request_of(locals(), fields)
+        return self._generation.async_stream(request) if stream else await self._generation.async_generate(request)
 
     # -- weights ------------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that new requests are served with, on every rank. It grows with every update."""
+        return self._require_updater().weight_version
 
     def update_weights_from_tensor(
         self,
         named_tensors: Iterable[tuple[str, torch.Tensor]],
         load_format: str | None = None,
         *,
-        weight_version: int | str | None = None,
+        weight_version: int | None = None,
         verify: bool = True,
         check_finite: bool = False,
         pause_mode: PauseMode | str = PauseMode.RETRACT,
         flush_cache: bool = True,
     ) -> WeightUpdateResult:
-        """Make the server serve `named_tensors`: pairs of Hugging Face parameter name and tensor.
+        """Load `named_tensors`, pairs of Hugging Face parameter name and tensor, into all servers.
 
-        Tensors are DTensors (any FSDP2 or TP placement), or plain full ones (then rank 0's count, and other
-        ranks may bring nothing). A generator is consumed one tensor at a time. Shapes are checked, float
-        types are cast to the server's. A subset updates only that subset; `missing` in the result says how
-        many parameters it left out. With `verify` every TP rank's checksums of what it read are compared with
-        what was staged, and a whole update must have written every parameter of the server. `check_finite`
-        refuses NaN and infinity. `pause_mode` is what becomes of requests in flight; `in_place` keeps their KV
-        cache of the old weights, so it needs `flush_cache=False`. `weight_version` is a number that only grows;
-        without it the next one is taken.
+        Tensors are DTensors with any FSDP2 or TP placement, or full plain tensors. Of plain tensors those of rank 0
+        count; other ranks may pass none. A generator is consumed one tensor at a time. Shapes are checked, and floating
+        point types are cast to the server's. A subset of the parameters updates only that subset; `missing` in the
+        result is the number of parameters left out.
 
-        Raises WeightManifestError or BadInputError before the server hears of it (old weights are served
-        on), TornWeightsError when it failed half-way (push again), PeerError, ServerDiedError.
+        `weight_version`: greater than the current version; None: the next number. `verify`: compare checksums of the
+        staged tensors with those that every TP rank has read, and check that a whole update has written every parameter
+        of the server. `check_finite`: refuse NaN and infinity. `pause_mode`: what happens to running requests;
+        `in_place` keeps the KV cache of the old weights, so it requires `flush_cache=False`.
+
+        Raises WeightManifestError or BadInputError before the servers are involved (they keep serving the old weights),
+        TornWeightsError when the update failed half-way (push all weights again), PeerError, ServerDiedError.
         """
         options = UpdateOptions(weight_version, verify, check_finite, pause_mode, flush_cache)
-        return self._weight_updater().update(named_tensors, load_format, options)
+        return self._require_updater().update(named_tensors, load_format, options)
 
     def staging_tensors(self) -> dict[str, torch.Tensor]:
-        """The staging memory as CPU tensors, by Hugging Face name, full shapes, in the server's dtypes.
+        """The staging memory as CPU tensors by Hugging Face name, with full shapes and the server's dtypes.
 
-        Keep parameters in it (`parameter.data = tensors[name]`, or a rank's own slice for a shard) and pushing
-        them copies nothing. All ranks of one machine share it: write your own part only, and not during a push.
-        What is in it before the first push is undefined.
+        Parameters that are kept in it (`parameter.data = tensors[name]`, or this rank's slice for a shard) are pushed
+        without a copy. All ranks of one machine share the memory: write only your own part, and not during a push. The
+        content before the first push is undefined. Raises UnsupportedError with a transport that stages only parts.
         """
-        return self._weight_updater().tensors()
+        return self._require_updater().staging_tensors()
 
     def load_lora_adapter(
         self, name: str, named_tensors: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any]
     ) -> None:
-        """Load a LoRA adapter, or replace the one of that name; requests use it with `lora_path=name`.
+        """Load a LoRA adapter, or replace the adapter of that name. Requests use it with `lora_path=name`.
 
-        Tensors by PEFT's names (DTensors or whole ones), `config` as in PEFT's `adapter_config.json` (`r`,
-        `lora_alpha`, `target_modules`). The server needs `enable_lora=True`, `max_lora_rank` and
-        `lora_target_modules`. Replacing waits for the requests that use the old one. Every TP rank checks
-        SHA-256 sums of what it received.
+        Tensor names are PEFT's; tensors are DTensors or full tensors. `config` is PEFT's `adapter_config.json` (`r`,
+        `lora_alpha`, `target_modules`). The server must be started with `enable_lora=True`, `max_lora_rank` and
+        `lora_target_modules`. A replacement waits for the requests that use the old adapter. Every TP rank checks
+        SHA-256 sums of the tensors that it received.
 
-        Raises BadInputError or WeightManifestError before the server hears of it, PeerError, ServerDiedError.
+        Raises BadInputError or WeightManifestError before the servers are involved, PeerError, ServerDiedError.
         """
-        call = self._group.next_call_id("load_lora")
-        weights = self._weight_updater()
-        tensors, error = weights.collected(named_tensors)
+        call_id, weights = self._group.next_call_id("load_lora"), self._require_updater()
+        tensors, error = weights.gather_on_cpu(named_tensors)
 
         def load(_: list[Json]) -> None:
-            weights.check_adapter(tensors, config)
-            self._loras.load(self._head(), name, tensors, config)
+            weights.check_lora_adapter(tensors, config)
+            self._loras.load(self._require_backend(), name, tensors, config)
 
-        self._group.agree(call, load, error=error, action_timeout_s=2 * self._timeouts.weights_s)
+        self._group.agree(call_id, load, error=error, action_timeout_s=2 * self._timeouts.weights_s)
 
     def unload_lora_adapter(self, name: str) -> None:
-        """Forget an adapter; returns when the requests that use it have ended."""
+        """Remove a LoRA adapter. Returns when the requests that use it have ended."""
         self._group.agree(
             self._group.next_call_id("unload_lora"),
-            lambda _: self._loras.unload(self._head(), name),
-            error=self._refusal(allow_torn=True),
+            lambda _: self._loras.unload(self._require_backend(), name),
+            error=self._get_refusal(allow_torn=True),
             action_timeout_s=self._timeouts.weights_s,
         )
 
     # -- control ------------------------------------------------------------------------------------
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Give the server's memory back (`weights`, `kv_cache`, `cuda_graph`; None: all).
+        """Release memory of the servers. `tags`: values of `MemoryTag`; None: all.
 
-        Raises ServerBusyError while requests run. Afterwards generation is refused until `resume_...`.
+        Raises ServerBusyError while requests run. Generation is refused until the memory is resumed.
         """
-        self._control("release_memory", lambda head: head.release_memory_occupation(tags))
+        self._control("release_memory", lambda backend: backend.release_memory_occupation(tags))
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back (None: all that is released). Weights come back undefined: push them."""
-        self._control("resume_memory", lambda head: head.resume_memory_occupation(tags))
+        """Take released memory back. None: all of it. The content of weights is undefined afterwards: push them."""
+        self._control("resume_memory", lambda backend: backend.resume_memory_occupation(tags))
 
     def flush_cache(self) -> None:
-        """Forget the prefix cache. Raises ServerBusyError while requests run."""
-        self._control("flush_cache", lambda head: head.flush_cache())
+        """Remove the prefix cache of the servers. Raises ServerBusyError while requests run."""
+        self._control("flush_cache", lambda backend: backend.flush_cache())
 
     def _control(self, operation: str, action: Callable[[Backend], None]) -> None:
-        call = self._group.next_call_id(operation)
+        call_id = self._group.next_call_id(operation)
 
         def act(_: list[Json]) -> list[str]:
-            action(self._head())
-            return sorted(self._head().asleep)
+            backend = self._require_backend()
+            action(backend)
+            return sorted(backend.released_memory)
 
-        limit = 4 * self._timeouts.control_s
-        asleep = self._group.agree(call, act, error=self._refusal(allow_torn=True), action_timeout_s=limit)
-        self._weight_updater().asleep = frozenset(asleep)
+        error, timeout_s = self._get_refusal(allow_torn=True), 4 * self._timeouts.control_s
+        released = self._group.agree(call_id, act, error=error, action_timeout_s=timeout_s)
+        self._require_updater().released_memory_tags = frozenset(released)
 
     # -- state --------------------------------------------------------------------------------------
 
     @property
     def tp_rank(self) -> int:
-        """This rank's number in the mesh; 0 drives the server."""
+        """Index of this rank in the mesh. Rank 0 drives the servers."""
         return self._tp_rank
 
     @property
-    def adapter(self) -> Any:
-        """On rank 0 with a server: its `HttpServerEngineAdapter` (URL, keys, every endpoint). Else None."""
-        return getattr(self._backend, "adapter", None) if self._tp_rank == 0 else None
+    def adapter(self) -> HttpServerEngineAdapter | None:
+        """The adapter of this node's server, on the node's first rank; of one replica with a fleet. Otherwise None."""
+        return None if self._backend is None else self._backend.adapter
 
-    def _head(self) -> Backend:
+    def _backend_for(self, request: Json) -> Backend:
+        """Rank 0's backend. Raises BadInputError for a request with an unknown LoRA adapter."""
+        self._loras.require(request["lora_path"])
+        return self._require_backend()
+
+    def _require_backend(self) -> Backend:
         assert self._backend is not None
         return self._backend
 
-    def _head_for(self, request: Json) -> Backend:
-        """Rank 0's backend. Raises BadInputError for a request that it must not see."""
-        self._loras.require(request["lora_path"])
-        return self._head()
-
-    def _weight_updater(self) -> WeightUpdater:
+    def _require_updater(self) -> WeightUpdater:
         if self._weights is None:
             raise ShutDownError("the engine was shut down")
         return self._weights
 
-    def _refusal(self, allow_torn: bool = False) -> VerlServerError | None:
-        """Why this rank cannot take part in a call now; it then fails on all ranks."""
+    def _get_refusal(self, allow_torn: bool = False) -> VerlServerError | None:
+        """The reason why this rank cannot take part in a call, or None. All ranks then raise it."""
         if self._weights is None:
             return ShutDownError("the engine was shut down")
         return None if allow_torn else self._weights.torn
 
-    def _fault(self, error: ServerDiedError) -> None:
-        """The server of this rank's node has ended: every rank's calls fail now, not at a deadline."""
-        self._group.fail_all(error)
-
-    def _on_broken(self, error: VerlServerError) -> None:
+    def _on_failure(self, error: VerlServerError) -> None:
+        """A rank or a server has ended: calls in flight fail now, before their deadline."""
         if self._backend is not None:
             self._backend.fail(error)
 
     def shutdown(self) -> None:
-        """End the server and give everything back. Local to this rank; safe to call twice."""
+        """End the use of the servers and free the staging memory. Local to this rank; safe to call twice.
+
+        Ends a server that this engine started. Running servers and a fleet keep running.
+        """
         self._group.close()
         backend, self._backend = self._backend, None
         weights, self._weights = self._weights, None
@@ -303,9 +304,3 @@ class VerlEngine:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-
-def _request(arguments: Json, fields: Json) -> Json:
-    """The keyword arguments of a generate method, without those that are not SGLang's."""
-    named = {name: value for name, value in arguments.items() if name not in ("self", "stream", "fields")}
-    return {**named, **fields}

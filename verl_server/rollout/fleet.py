@@ -1,4 +1,4 @@
-"""The replicas of a fleet, the states that they are in, and who is told of a change."""
+"""`Fleet`: the replicas of a fleet, their states, and the notification of routers and listeners about changes."""
 
 from __future__ import annotations
 
@@ -7,75 +7,85 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import MemoryTag
-from verl_server.errors import BadInputError, ShutDownError, VerlServerError
+from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.health import ReplicaState
 from verl_server.rollout.replica import Replica, StartPreempted
-from verl_server.router.targets import ReplicaStatus, RoutingTargets
+from verl_server.router.replica_status import ReplicaStatus
+from verl_server.router.targets import RoutingTargets
 from verl_server.weights.update.servers import ReplayFn
 
 logger = logging.getLogger(__name__)
 
 Event = dict[str, Any]
+Server = tuple[Replica, HttpServerEngineAdapter]
+"""A replica and the adapter of the server that it had at that moment."""
 
-LISTENER_S = 10.0
-"""That a listener may take for the last events when the fleet ends."""
+LISTENER_TIMEOUT_S = 10.0
+"""Seconds that a listener has for the last events when the fleet ends."""
+MAX_THREADS = 64
 
 SERVING = frozenset({ReplicaState.HEALTHY, ReplicaState.SUSPECT})
-UP = SERVING | {ReplicaState.STALE}
-WEIGHTS = frozenset({MemoryTag.WEIGHTS.value})
+RUNNING = SERVING | {ReplicaState.STALE}
+"""States of a replica whose server runs and takes part in weight updates."""
 
 
 @dataclass
-class Tally:
-    """Since the start."""
+class FleetCounters:
+    """What a fleet has counted since its start."""
 
     deaths: int = 0
+    """Number of servers that ended or counted as stalled."""
     restarts: int = 0
+    """Number of servers that were started again."""
     given_up: int = 0
+    """Number of replicas that are not started again because their servers ended too often."""
     updates: int = 0
+    """Number of weight updates that were published."""
     phase_s: dict[str, float] = field(default_factory=dict)
-    """Seconds that weight updates took, by phase."""
+    """Seconds spent in weight updates, by phase."""
 
 
 class Fleet:
-    """Replicas by name. State is changed under `lock` only."""
+    """The replicas by name, and the state that they share. Attributes are written under `lock` only."""
 
     def __init__(
         self,
-        make: Callable[[str], Replica],
-        first_version: int,
+        make_replica: Callable[[str], Replica],
+        checkpoint_version: int,
         targets: RoutingTargets,
         on_event: Callable[[Event], None],
     ) -> None:
-        self._make, self._on_event, self._targets = make, on_event, targets
-        self.first_version = self.version = first_version
-        """Of the weights that a new server has; of those that are published."""
+        self._make_replica, self._on_event, self._targets = make_replica, on_event, targets
+        self.checkpoint_version = self.weight_version = checkpoint_version
+        """Version of the weights of a new server, and version of the weights that were published last."""
         self.replay: ReplayFn | None = None
-        """Brings a replica to the published version."""
-        self.asleep: frozenset[str] = frozenset()
+        """Loads the published weights into other servers. None when the trainer does not keep them."""
+        self.released_memory: frozenset[str] = frozenset()
         """Memory tags that are released."""
-        self.holding = False
-        """New requests wait until an update has landed."""
-        self.loading = False
-        """An update began to load and has not been published: over, or torn."""
-        self.undefined = False
-        """The served weights are torn, or were released and not pushed since."""
+        self.admission_paused = False
+        """Whether new requests wait in the routers, for an update or a release of memory."""
+        self.update_incomplete = False
+        """Whether an update has begun to load and was not published: it is in progress, or the weights are torn."""
+        self.weights_undefined = False
+        """Whether the servers' weights are torn, or were released and not pushed since."""
         self.lock = threading.RLock()
         self.closed = threading.Event()
-        self.tally = Tally()
-        self.pool = ThreadPoolExecutor(64, thread_name_prefix="verl-server-fleet")
+        self.counters = FleetCounters()
+        self.executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="verl-server-fleet")
         self._numbers = itertools.count()
         self._replicas: dict[str, Replica] = {}
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._listener = threading.Thread(target=self._deliver, name="verl-server-fleet-events", daemon=True)
+        self._listener = threading.Thread(target=self._deliver_events, name="verl-server-fleet-events", daemon=True)
         self._listener.start()
+
+    # -- replicas -------------------------------------------------------------------------------------
 
     @property
     def replicas(self) -> list[Replica]:
@@ -85,77 +95,103 @@ class Fleet:
     def has(self, replica: Replica) -> bool:
         return self._replicas.get(replica.name) is replica
 
-    def named(self, name: str) -> Replica:
-        """Raises BadInputError."""
+    def get(self, name: str) -> Replica:
+        """The replica of that name. Raises BadInputError."""
         replica = self._replicas.get(name)
         if replica is None:
-            raise BadInputError(f"there is no replica {name!r}; there are {sorted(self._replicas)}")
+            raise BadInputError(f"there is no replica {name!r}; the replicas are {sorted(self._replicas)}")
         return replica
 
-    def up(self) -> list[tuple[Replica, HttpServerEngineAdapter]]:
-        """Those whose servers run."""
+    def servers(self) -> list[Server]:
+        """The replicas with a running server."""
         with self.lock:
-            return [(one, one.adapter) for one in self.replicas if one.adapter is not None and one.state in UP]
+            return [(one, one.adapter) for one in self.replicas if one.adapter is not None and one.state in RUNNING]
 
-    def serving(self) -> Sequence[HttpServerEngineAdapter]:
+    def require_servers(self) -> list[Server]:
+        """`servers()`. Raises ServerDiedError when there is none; new requests then do not wait for an update."""
+        servers = self.servers()
+        if not servers:
+            self.set_admission_paused(False)
+            raise ServerDiedError("no replica of the fleet has a running server")
+        return servers
+
+    def serving_adapters(self) -> list[HttpServerEngineAdapter]:
         return [one.adapter for one in self.replicas if one.adapter is not None and one.state in SERVING]
 
-    def new(self) -> Replica:
+    def create_replica(self) -> Replica:
+        """Add a replica that has no server yet."""
         with self.lock:
-            replica = self._make(f"verl_server_{next(self._numbers)}_0")
-            replica.version = self.first_version
+            replica = self._make_replica(f"verl_server_{next(self._numbers)}_0")
+            replica.weight_version = self.checkpoint_version
             self._replicas[replica.name] = replica
         return replica
 
-    def forget(self, replica: Replica) -> None:
+    def remove_replica(self, replica: Replica) -> None:
         with self.lock:
             self._replicas.pop(replica.name, None)
 
-    def begin(self, replica: Replica, adapter: HttpServerEngineAdapter) -> None:
-        """A server of the replica is ready, with the weights of its checkpoint."""
+    def add_server(self, replica: Replica, adapter: HttpServerEngineAdapter) -> None:
+        """A new server of the replica is ready. It has the weights of its checkpoint."""
         with self.lock:
             if self.closed.is_set() or not self.has(replica):
                 raise ShutDownError("the fleet was shut down")
-            if self.asleep:
-                raise StartPreempted(f"the memory of {replica.name} was lent while it started")
+            if self.released_memory:
+                raise StartPreempted(f"the fleet released its memory while the server of {replica.name} started")
             replica.adapter = adapter
-            current = self.version == self.first_version and self.replay is None
-            replica.version = self.first_version
-            self.turn(replica, ReplicaState.HEALTHY if current else ReplicaState.STALE)
+            is_current = self.weight_version == self.checkpoint_version and self.replay is None
+            replica.weight_version = self.checkpoint_version
+            self.change_state(replica, ReplicaState.HEALTHY if is_current else ReplicaState.STALE)
 
-    def sleep(self, tags: frozenset[str]) -> None:
-        """These are released now; nobody is given requests while any is, nor before its weights are whole again."""
-        with self.lock:
-            self.undefined = self.undefined or self.loading or bool(WEIGHTS & (tags - self.asleep))
-            self.asleep = tags
-            self._tell_all()
-
-    def defined(self, whole: bool) -> None:
-        """An update was published, or all weights were loaded again."""
-        with self.lock:
-            self.loading, changed = False, self.undefined and whole
-            if changed:
-                self.undefined = False
-                self._tell_all()
-
-    def hold(self, holding: bool) -> None:
-        """Whether new requests wait."""
-        with self.lock:
-            if self.holding != holding:
-                self.holding = holding
-                self._tell_all()
-
-    def _tell_all(self) -> None:
-        for replica in self.replicas:
-            self.tell(replica)
+    # -- state of the whole fleet -----------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
-        """Whether its replicas are given requests at all."""
-        return not self.asleep and not self.holding and not self.undefined
+        """Whether its replicas may receive requests."""
+        return not self.released_memory and not self.admission_paused and not self.weights_undefined
 
-    def turn(self, replica: Replica, state: ReplicaState, error: VerlServerError | None = None) -> None:
-        """Change a state, and tell the router and whoever listens. Under the lock."""
+    def set_released_memory(self, tags: frozenset[str]) -> None:
+        """Record the memory tags that are released now.
+
+        Replicas receive no requests while memory is released, nor before released weights were pushed again.
+        """
+        with self.lock:
+            loses_weights = MemoryTag.WEIGHTS.value in tags - self.released_memory
+            self.weights_undefined = self.weights_undefined or self.update_incomplete or loses_weights
+            self.released_memory = tags
+            self._notify_all()
+
+    def finish_update(self, whole: bool) -> None:
+        """An update was published, or all weights were loaded again. `whole`: it had every parameter."""
+        with self.lock:
+            self.update_incomplete, becomes_defined = False, self.weights_undefined and whole
+            if becomes_defined:
+                self.weights_undefined = False
+                self._notify_all()
+
+    def abandon_update(self) -> bool:
+        """The trainer ends. Returns whether an update has loaded only in part.
+
+        The weights are then undefined, and replicas receive no requests until a whole update. Replicas that start again
+        wait for the next update, because the trainer no longer keeps the published weights.
+        """
+        with self.lock:
+            self.replay = None
+            self.admission_paused = False
+            self.weights_undefined = self.weights_undefined or self.update_incomplete
+            self._notify_all()
+            return self.update_incomplete
+
+    def set_admission_paused(self, paused: bool) -> None:
+        """Set whether new requests wait in the routers."""
+        with self.lock:
+            if self.admission_paused != paused:
+                self.admission_paused = paused
+                self._notify_all()
+
+    # -- notification -----------------------------------------------------------------------------------
+
+    def change_state(self, replica: Replica, state: ReplicaState, error: VerlServerError | None = None) -> None:
+        """Change the state of a replica; notify the routers and the listener. Must be called under the lock."""
         before, replica.state = replica.state, state
         replica.error = error
         event = {
@@ -163,39 +199,44 @@ class Fleet:
             "replica": replica.name,
             "before": before.value,
             "after": state.value,
-            "version": replica.version,
+            "version": replica.weight_version,
             "error": None if error is None else error.message,
         }
         logger.info("replica %s: %s -> %s%s", replica.name, before, state, f" ({error.message})" if error else "")
-        self.tell(replica)
+        self.notify(replica)
         self._events.put(event)
 
-    def _deliver(self) -> None:
-        """Events to whoever listens, in a thread of its own: a listener may call the fleet, shutdown included."""
+    def _notify_all(self) -> None:
+        for replica in self.replicas:
+            self.notify(replica)
+
+    def notify(self, replica: Replica) -> None:
+        """Report the status of a replica to the routers."""
+        state = replica.state
+        waits_for_update = state is ReplicaState.STALE and (self.replay is None or replica.needs_update)
+        serves_without_user = state is not ReplicaState.DRAINING and not waits_for_update
+        self._targets.update_status(
+            ReplicaStatus(
+                name=replica.name,
+                adapter=None if replica.adapter is None else replica.adapter.asynchronous,
+                weight_version=replica.weight_version,
+                admitted=state in SERVING and self.is_open,
+                suspect=state is ReplicaState.SUSPECT,
+                expected=serves_without_user and not self.released_memory and not self.weights_undefined,
+                removed=state in (ReplicaState.REMOVED, ReplicaState.FAILED),
+            )
+        )
+
+    def _deliver_events(self) -> None:
+        """Call the listener, in a separate thread: the listener may call methods of the fleet, also `shutdown`."""
         while (event := self._events.get()) is not None:
             try:
                 self._on_event(event)
-            except Exception:  # the listener's own mistake must not end a recovery
+            except Exception:  # an error of the listener must not end a recovery
                 logger.exception("on_event failed")
 
     def close(self) -> None:
-        """When nothing changes any more."""
+        """Deliver the last events. Call it when no state changes any more."""
         self._events.put(None)
         if threading.current_thread() is not self._listener:
-            self._listener.join(LISTENER_S)
-
-    def tell(self, replica: Replica) -> None:
-        """The routers, how it stands with a replica."""
-        state = replica.state
-        waits = state is ReplicaState.STALE and (self.replay is None or replica.needs_update)
-        self._targets.tell(
-            ReplicaStatus(
-                name=replica.name,
-                engine=None if replica.adapter is None else replica.adapter.asynchronous,
-                version=replica.version,
-                admitted=state in SERVING and self.is_open,
-                suspect=state is ReplicaState.SUSPECT,
-                expected=state is not ReplicaState.DRAINING and not waits and not self.asleep and not self.undefined,
-                gone=state in (ReplicaState.REMOVED, ReplicaState.FAILED),
-            )
-        )
+            self._listener.join(LISTENER_TIMEOUT_S)

@@ -1,7 +1,8 @@
-"""When a replica is sick. Pure: what was observed in, the next state out.
+"""Decides when a replica is unhealthy and when its server is started again. Pure functions.
 
-Death is told by the process. Wedging is told by the lack of progress: work is there, no token has come for long,
-and its scheduler has not used the processor either. A slow probe tells nothing: a long prefill answers none.
+The end of a server is reported by its process. A stall is detected by missing progress: the replica has running
+requests, has produced no token for a long time, and its schedulers have used no CPU time either. A slow health probe is
+no sign of a stall, because a server does not answer probes during a long prefill.
 """
 
 from __future__ import annotations
@@ -14,57 +15,66 @@ from verl_server.config import RecoveryConfig
 
 
 class ReplicaState(enum.StrEnum):
-    """`HEALTHY -> SUSPECT -> DEAD -> RESTARTING -> STALE -> HEALTHY`, and the ends."""
+    """State of a replica. The usual cycle: `HEALTHY -> SUSPECT -> DEAD -> RESTARTING -> STALE -> HEALTHY`."""
 
     STARTING = "starting"
+    """Its first server is starting."""
     HEALTHY = "healthy"
+    """It serves the current weights."""
     SUSPECT = "suspect"
-    """Quiet for long; others are preferred."""
+    """It made no progress for half of the stall timeout. Other replicas are preferred."""
     DEAD = "dead"
+    """Its server has ended or counts as stalled."""
     RESTARTING = "restarting"
+    """A new server is starting."""
     STALE = "stale"
-    """It runs, with weights that are not the current ones; it is given no requests."""
+    """Its server runs with other weights than the current ones. It receives no requests."""
     DRAINING = "draining"
-    """To be removed: it finishes what it has."""
+    """It is being removed and finishes its running requests."""
     FAILED = "failed"
-    """It was given up, after one crash too many."""
+    """Its server has ended too often and is not started again."""
     REMOVED = "removed"
+    """It has left the fleet."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What is seen of a replica that serves."""
+    """What is observed of a replica at one moment."""
 
-    alive: bool
-    """All of its processes run."""
-    requests: int
-    """That it works on."""
-    quiet_s: float
-    """Since it last made progress: a token came, or its work began. 0 without work."""
-    idle_s: float
-    """Since its schedulers last used the processor."""
-    paused: bool = False
+    is_alive: bool
+    """Whether all processes of its server run."""
+    running_requests: int
+    """Number of requests that run on it."""
+    no_progress_s: float
+    """Seconds since the last new token, or since its requests began. 0 without requests."""
+    no_cpu_s: float
+    """Seconds since its schedulers last used CPU time."""
+    is_paused: bool = False
+    """Whether generation is paused or memory is released."""
 
 
-def judged(seen: Observation, recovery: RecoveryConfig) -> ReplicaState:
-    """HEALTHY, SUSPECT or DEAD."""
-    if not seen.alive:
+def classify_health(observation: Observation, config: RecoveryConfig) -> ReplicaState:
+    """HEALTHY, SUSPECT or DEAD. A stalled replica is DEAD."""
+    if not observation.is_alive:
         return ReplicaState.DEAD
-    if seen.paused or seen.requests == 0:
+    if observation.is_paused or observation.running_requests == 0:
         return ReplicaState.HEALTHY
-    stuck_s = min(seen.quiet_s, seen.idle_s)
-    if stuck_s >= recovery.stall_timeout_s or seen.quiet_s >= recovery.hard_stall_timeout_s:
+    stalled_s = min(observation.no_progress_s, observation.no_cpu_s)
+    if stalled_s >= config.stall_timeout_s or observation.no_progress_s >= config.hard_stall_timeout_s:
         return ReplicaState.DEAD
-    if stuck_s >= recovery.stall_timeout_s / 2 or seen.quiet_s >= recovery.hard_stall_timeout_s / 2:
+    if stalled_s >= config.stall_timeout_s / 2 or observation.no_progress_s >= config.hard_stall_timeout_s / 2:
         return ReplicaState.SUSPECT
     return ReplicaState.HEALTHY
 
 
-def restart_after(deaths: Sequence[float], now: float, recovery: RecoveryConfig) -> float | None:
-    """Seconds to wait before the next restart, given the times of past deaths; None: give it up."""
-    recent = [death for death in deaths if now - death < recovery.window_s]
-    if len(recent) > recovery.max_restarts:
+def restart_delay_s(deaths: Sequence[float], now: float, config: RecoveryConfig) -> float | None:
+    """Seconds to wait before the next restart. None: no further restart.
+
+    `deaths` are the times at which the replica's servers ended, on the clock of `now`.
+    """
+    recent = [death for death in deaths if now - death < config.window_s]
+    if len(recent) > config.max_restarts:
         return None
     if len(recent) <= 1:
         return 0.0
-    return float(min(recovery.backoff_s * 2.0 ** (len(recent) - 2), recovery.max_backoff_s))
+    return float(min(config.backoff_s * 2.0 ** (len(recent) - 2), config.max_backoff_s))

@@ -1,4 +1,7 @@
-"""Where the servers of replicas run: one seam, two places. This one is this machine; the other is `ray_place`."""
+"""`Launcher`: the interface that starts the servers of a fleet, and `LocalLauncher`, which starts them on this machine.
+
+`ray_launcher.py` has the launcher for a Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -8,68 +11,75 @@ from typing import Any, Protocol
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
-from verl_server.rollout.parallel_config import ParallelConfig, require_room
+from verl_server.rollout.parallel_config import ParallelConfig, require_devices
 from verl_server.server.process import AbortCheck
 
 Json = dict[str, Any]
 
 
 class Launcher(Protocol):
-    def admit(self, shape: ParallelConfig, replicas: int) -> None:
-        """Raises BadInputError when it has no room for that many replicas of that shape."""
+    """Starts the servers of one fleet, on this machine or others."""
 
-    def start(
+    def reserve(self, parallel_config: ParallelConfig, replicas: int) -> None:
+        """Prepare for that many replicas of that size. Raises BadInputError when there are not enough devices."""
+
+    def start_server(
         self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, check_abort: AbortCheck
     ) -> HttpServerEngineAdapter:
-        """A server for the replica `name`, when it is ready. Raises StartupError and what `check_abort` returns."""
+        """Start a server for the replica `name` and wait until it is ready.
 
-    def leave(self, name: str) -> None:
-        """The replica `name` will start no more servers."""
+        Raises StartupError and the error that `check_abort` returns.
+        """
+
+    def forget_replica(self, name: str) -> None:
+        """Free the devices of the replica `name`, which starts no more servers."""
 
     @property
-    def is_near(self) -> bool:
+    def is_local(self) -> bool:
         """Whether all servers run on this machine, where they can read this process's memory."""
 
     @property
     def trainer_host(self) -> str:
-        """This machine's address as the servers reach it."""
+        """Address of this machine as the servers reach it."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the use of the launcher. The fleet calls it when all servers have ended."""
 
 
 class LocalLauncher:
-    """Each server is a process tree of this machine. With accelerators, each replica has its own of them.
+    """Starts each server as a process tree on this machine. With accelerators, each replica has its own of them.
 
     Without accelerators, the servers are forked by this process's forkserver (`server/shared_forkserver.py`), so that a
     replica starts and restarts in about 2 s.
     """
 
-    is_near, trainer_host = True, "127.0.0.1"
+    is_local, trainer_host = True, "127.0.0.1"
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._slots: dict[str, int] = {}
+        """Share of the devices of each replica: slot n has the devices from n * devices."""
         self._devices = 1
 
-    def admit(self, shape: ParallelConfig, replicas: int) -> None:
-        self._devices = shape.devices
-        require_room(shape, replicas, accelerators())
+    def reserve(self, parallel_config: ParallelConfig, replicas: int) -> None:
+        self._devices = parallel_config.devices
+        require_devices(parallel_config, replicas, count_accelerators())
 
-    def start(
+    def start_server(
         self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, check_abort: AbortCheck
     ) -> HttpServerEngineAdapter:
         args = dict(server_args)
-        if accelerators() is not None:
+        if count_accelerators() is not None:
             args["base_gpu_id"] = int(args.get("base_gpu_id") or 0) + self._slot(name) * self._devices
         return HttpServerEngineAdapter(config=config, check_abort=check_abort, **args)
 
     def _slot(self, name: str) -> int:
-        """The first free share of the devices."""
+        """The replica's slot; the first free slot for a new replica."""
         with self._lock:
             taken = set(self._slots.values())
             return self._slots.setdefault(name, next(n for n in range(len(taken) + 1) if n not in taken))
 
-    def leave(self, name: str) -> None:
+    def forget_replica(self, name: str) -> None:
         with self._lock:
             self._slots.pop(name, None)
 
@@ -77,8 +87,8 @@ class LocalLauncher:
         """Does nothing: the servers belong to their replicas."""
 
 
-def accelerators() -> int | None:
-    """How many this machine has; None: it has none, and servers run on the processor."""
+def count_accelerators() -> int | None:
+    """Number of accelerators of this machine. None without accelerators; servers then run on the CPU."""
     import torch
 
     return torch.cuda.device_count() or None

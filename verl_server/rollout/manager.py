@@ -1,50 +1,45 @@
-"""`RolloutManager`: N replicas that behave as one engine, and stay so when their servers die.
-
-It is a `Backend` (engine/backend.py), so a `VerlEngine(fleet=manager)` pushes weights into all replicas in one
-update: what cannot take part is left behind and catches up from what is still staged.
-"""
+"""`RolloutManager`: a fleet of servers with a router and automatic recovery."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
-from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.event_loop_thread import EventLoopThread
-from verl_server.adapter.sglang import memory_tags
 from verl_server.adapter.sglang.server_arguments import validate_server_args
-from verl_server.config import AdapterConfig, MemoryTag, RecoveryConfig, RolloutMode, RouterConfig
-from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerDiedError, VerlServerError
+from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode, RouterConfig
+from verl_server.errors import BadInputError, NotReadyError
+from verl_server.rollout.backend import FleetLoras, ManagedBackend
 from verl_server.rollout.fleet import Event, Fleet
 from verl_server.rollout.health import ReplicaState
 from verl_server.rollout.launcher import Launcher, LocalLauncher
-from verl_server.rollout.metrics import fleet_exposition
-from verl_server.rollout.modes import capabilities_of, mode_of, server_args_for
-from verl_server.rollout.parallel_config import parallel_config_of
+from verl_server.rollout.memory import FleetMemory
+from verl_server.rollout.metrics import fleet_metrics
+from verl_server.rollout.modes import capabilities_of, parse_mode, server_args_for_mode
+from verl_server.rollout.parallel_config import parse_parallel_config
 from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.rollout.replica import Replica
+from verl_server.rollout.status import FleetStatus, ReplicaView, fleet_status
 from verl_server.rollout.updates import FleetUpdates
-from verl_server.router.dispatcher import Dispatcher, together
+from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.metrics import router_metrics
-from verl_server.router.process import RouterProcess
-from verl_server.router.resumable_generation import one_by_one
-from verl_server.router.router import RolloutRouter
-from verl_server.router.targets import InProcessRouter, RoutingTargets, SglangRouterTarget
+from verl_server.router.rollout_router import RolloutRouter
+from verl_server.router.supervisor import RouterSupervisor
+from verl_server.router.targets import InProcessTarget, RoutingTargets, SglangRouterTarget
+from verl_server.types import parse_weight_version
 
-Json = dict[str, Any]
+DRAIN_POLL_INTERVAL_S = 0.02
 
 
-class RolloutManager(FleetUpdates):
-    """A fleet of `replicas` servers with the same arguments (SGLang's, passed on verbatim).
+class RolloutManager:
+    """A fleet: servers with the same arguments, which behave as one engine. Servers that end are started again.
 
-    Starts them in parallel and returns when all are ready. `mode` says what the fleet shares with the trainer, `place`
-    where its servers run (None: on this machine). `on_event` is called with every change of a state, from a thread of
-    the manager's. `router_process=True` also serves the router over HTTP (`fleet.router_url`). A `config` that names
-    an `sglang-router` keeps that one told, too.
+    Use it alone, through `generate` or `router`, or give it to a `VerlEngine(fleet=...)`, which pushes weights into all
+    replicas. Use it as a context manager, or call `shutdown`. Thread-safe.
     """
 
     def __init__(
@@ -60,280 +55,203 @@ class RolloutManager(FleetUpdates):
         on_event: Callable[[Event], None] = lambda event: None,
         **server_args: Any,
     ) -> None:
+        """Start `replicas` servers at the same time and return when all are ready.
+
+        Args:
+            replicas: Number of servers.
+            mode: What the fleet shares with the trainer, see `RolloutMode`.
+            launcher: Starts the servers. None: a `LocalLauncher`, which starts them on this machine.
+            config: Settings of each server's adapter. With `router_ip` and `router_port`, the replicas are also
+                registered with that `sglang-router`.
+            recovery: When a replica counts as stalled, and how often its server is started again.
+            router: How requests are distributed over the replicas.
+            router_process: Also serve the router over HTTP, in a process of its own, at `router_url`.
+            on_event: Called with each change of a replica's state, from a thread of the manager. An event is a dict
+                with `time` (seconds since the epoch), `replica`, `before`, `after`, `version` and `error`.
+            server_args: SGLang's `ServerArgs`, the same for all servers. `model_path` is required.
+
+        Raises BadInputError, UnsupportedError, StartupError or DeadlineError. All servers are ended then.
+        """
         if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
             raise BadInputError(f"a fleet has 1 or more replicas, got {replicas!r}")
-        self.mode = mode_of(mode)
-        args = {**server_args_for(self.mode, validate_server_args(server_args)), "port": None}
-        self._model_path = str(args["model_path"])
-        shape = parallel_config_of(args, takes_weights=capabilities_of(self.mode).takes_weights)
-        self._launcher = launcher or LocalLauncher()
-        self._launcher.admit(shape, replicas)
+        self.mode = parse_mode(mode)
+        args = {**server_args_for_mode(self.mode, validate_server_args(server_args)), "port": None}
+        parallel_config = parse_parallel_config(args, takes_weights=capabilities_of(self.mode).takes_weights)
+        self._launcher = launcher = launcher or LocalLauncher()
+        launcher.reserve(parallel_config, replicas)
         config = config or AdapterConfig()
-        alone = AdapterConfig(config.timeouts, config.log_dir, config.start_attempts, config.repeats)
+        server_config = dataclasses.replace(config, router_ip=None, router_port=None)
 
         self._loop = EventLoopThread()
-        self._core = self._loop.run(_made(lambda: Dispatcher(router)))
-        self.router = RolloutRouter(self._core, self._loop)
-        self._fatal: VerlServerError | None = None
-        self._loras: dict[str, tuple[dict[str, Any], Json]] = {}
-        """Adapters that all servers have: tensors and config."""
-        self._loras_lock = threading.RLock()
-        self._router_process: RouterProcess | None = None
-        targets = RoutingTargets([InProcessRouter(self._core, self._loop)])
-        fleet = Fleet(
-            lambda name: Replica(name, self._launcher, args, alone),
-            int(str(args.get("weight_version", "0"))),
+        self._dispatcher = self._loop.run(_make_dispatcher(router))
+        self.router = RolloutRouter(self._dispatcher, self._loop)
+        """The router in this process. Its `generate` can be called from any thread and any event loop."""
+        self._router_process: RouterSupervisor | None = None
+        self._targets = targets = RoutingTargets([InProcessTarget(self._dispatcher, self._loop)])
+        self._fleet = fleet = Fleet(
+            lambda name: Replica(name, launcher, args, server_config),
+            parse_weight_version(args.get("weight_version")),
             targets,
             on_event,
         )
-        super().__init__(
-            fleet, RecoveryLoop(fleet, targets, recovery or RecoveryConfig(), self._prepare), targets, alone
+        loras = FleetLoras()
+        self._recovery = RecoveryLoop(fleet, targets, recovery or RecoveryConfig(), loras.prepare_server)
+        self._memory = FleetMemory(fleet, self._recovery, targets, self.mode, str(args["model_path"]))
+        updates = FleetUpdates(fleet, self._recovery, targets, config.timeouts.weights_s)
+        self._backend = ManagedBackend(
+            fleet, self._recovery, updates, self._memory, loras, self._dispatcher, self._loop, launcher, self.mode
         )
         try:
             if router_process:
-                self._router_process = RouterProcess(
-                    router or RouterConfig(), config.log_dir, lambda: fleet_exposition(fleet).decode()
+                self._router_process = RouterSupervisor(
+                    router or RouterConfig(), config.log_dir, lambda: fleet_metrics(fleet).decode()
                 )
                 targets.add(self._router_process)
             if config.router_ip is not None:
                 targets.add(SglangRouterTarget(config))
-            for started in [fleet.pool.submit(self._start, fleet.new()) for _ in range(replicas)]:
-                started.result()
+            for start in [fleet.executor.submit(self._start, fleet.create_replica()) for _ in range(replicas)]:
+                start.result()
         except BaseException:
             self.shutdown()
             raise
-        self._recovery_loop.start()
+        self._recovery.start()
 
     def _start(self, replica: Replica) -> None:
-        replica.start(self._recovery_loop.serve)
+        replica.start(self._recovery.add_server)
+
+    # -- state ----------------------------------------------------------------------------------------
 
     @property
-    def replicas(self) -> list[Replica]:
-        return self._fleet.replicas
+    def replicas(self) -> list[ReplicaView]:
+        """Views of the replicas: name, state, weight version, URL, process ids, restarts and adapter."""
+        return [ReplicaView(replica) for replica in self._fleet.replicas]
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that were published last."""
+        return self._fleet.weight_version
 
     @property
     def router_url(self) -> str:
-        """Of the router's process."""
-        return self._process.url
+        """URL of the router process, for `RouterClient`. Raises BadInputError without a router process."""
+        return self._require_router_process().url
 
     @property
     def router_key(self) -> str:
-        """The key that it asks for."""
-        return self._process.api_key
+        """API key of the router process. Raises BadInputError without a router process."""
+        return self._require_router_process().api_key
 
-    @property
-    def router_restarts(self) -> int:
-        """How often the router's process was lost and started again."""
-        return self._process.restarts
-
-    @property
-    def _process(self) -> RouterProcess:
+    def _require_router_process(self) -> RouterSupervisor:
         if self._router_process is None:
-            raise BadInputError("this fleet has no router process: make it with router_process=True")
+            raise BadInputError("this fleet has no router process: create it with router_process=True")
         return self._router_process
 
+    @property
+    def backend(self) -> ManagedBackend:
+        """The fleet as `VerlEngine` uses it. Not meant for other callers."""
+        return self._backend
+
+    def status(self) -> FleetStatus:
+        """The present state of the replicas, of the router in this process and of the router process."""
+        return fleet_status(self._fleet, self._dispatcher, self._targets, self._router_process)
+
     def metrics(self) -> bytes:
-        """Of the router in this process and of the fleet, in Prometheus' text format."""
-        return router_metrics(self._core) + fleet_exposition(self._fleet)
+        """Metrics of the router in this process and of the fleet, in the text format of Prometheus."""
+        return router_metrics(self._dispatcher) + fleet_metrics(self._fleet)
+
+    # -- generation -----------------------------------------------------------------------------------
+
+    def generate(self, **request: Any) -> Any:
+        """Generate for one prompt (returns a dict) or many prompts (returns a list of dicts), distributed over the
+        replicas. `request` holds the arguments of `HttpServerEngineAdapter.generate`. Blocks; see also `router`.
+        """
+        return self._loop.run(self._backend.route(request))
+
+    def flush_cache(self) -> None:
+        """Remove the prefix caches of all replicas. Raises ServerBusyError while requests run."""
+        self._backend.flush_cache()
+
+    # -- replicas -------------------------------------------------------------------------------------
 
     def add_replica(self) -> str:
-        """Start one more; returns its name when it serves (or waits for the next update).
+        """Start one more replica and return its name when it serves requests, or waits for the next weight update.
 
-        Raises NotReadyError while memory is released.
+        Raises NotReadyError while memory is released, StartupError, BadInputError.
         """
-        if self._fleet.asleep:
-            raise NotReadyError("the memory of this fleet is lent: resume_memory_occupation first")
-        replica = self._fleet.new()
+        if self._fleet.released_memory:
+            raise NotReadyError("the memory of this fleet is released: call resume_memory_occupation first")
+        replica = self._fleet.create_replica()
         try:
             self._start(replica)
         except BaseException:
-            self._fleet.forget(replica)
+            self._fleet.remove_replica(replica)
             replica.stop()
             raise
-        self._recovery_loop.bring_up_to_date(replica)
+        self._recovery.load_published_weights(replica)
         return replica.name
 
     def remove_replica(self, name: str, drain_s: float = 60.0) -> None:
-        """Give it no more requests, let it finish for up to `drain_s` seconds, and end it; the rest goes elsewhere."""
+        """Remove a replica. It gets no new requests and has `drain_s` seconds to finish its running requests.
+
+        Requests that are not finished then continue on other replicas. Raises BadInputError for an unknown name and for
+        the last replica.
+        """
         fleet = self._fleet
         with fleet.lock:
-            replica = fleet.named(name)
+            replica = fleet.get(name)
             if len(fleet.replicas) == 1:
                 raise BadInputError(f"{name} is the last replica of this fleet: shut the fleet down instead")
-            fleet.turn(replica, ReplicaState.DRAINING)
-        self._targets.settle()
+            fleet.change_state(replica, ReplicaState.DRAINING)
+        self._targets.wait_until_applied()
         deadline = time.monotonic() + drain_s
-        while time.monotonic() < deadline and self._targets.seen(name).requests:
-            time.sleep(0.02)
+        while time.monotonic() < deadline and self._targets.replica_stats(name).running_requests:
+            time.sleep(DRAIN_POLL_INTERVAL_S)
         with fleet.lock:
-            fleet.forget(replica)
-            fleet.turn(replica, ReplicaState.REMOVED)
+            fleet.remove_replica(replica)
+            fleet.change_state(replica, ReplicaState.REMOVED)
         replica.stop()
 
-    # -- a backend of VerlEngine --------------------------------------------------------------------
-
-    @property
-    def nearest_transport(self) -> str:
-        """Raises BadInputError for a fleet that takes no weights."""
-        capabilities = capabilities_of(self.mode)
-        if not capabilities.takes_weights:
-            raise BadInputError(
-                f"a {self.mode} fleet keeps the weights of its checkpoint: use it by itself, not through VerlEngine"
-            )
-        return capabilities.transport or ("shared_memory" if self._launcher.is_near else "distributed")
-
-    @property
-    def trainer_host(self) -> str:
-        return self._launcher.trainer_host
-
-    @property
-    def adapter(self) -> HttpServerEngineAdapter:
-        """Of a replica that serves."""
-        for adapter in self._fleet.serving():
-            return adapter
-        raise self._fatal or ServerDiedError("no replica of the fleet is up")
-
-    def generate(self, **request: Any) -> Any:
-        bodies = one_by_one(request)
-        if bodies is None:
-            return self._loop.run(self._core.generate(request))
-        return self._loop.run(_all(self._core, bodies))
-
-    async def async_generate(self, **request: Any) -> Any:
-        return await asyncio.to_thread(self.generate, **request)
-
-    def generate_stream(self, **request: Any) -> Iterator[Json]:
-        return self.adapter.generate_stream(**request)
-
-    def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]:
-        return self.adapter.asynchronous.generate_stream(**request)
-
-    def flush_cache(self) -> None:
-        self._every(lambda adapter: adapter.flush_cache())
-
-    def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
-        """Into all servers, and into those that start later."""
-        with self._loras_lock:
-            self._every(lambda adapter: adapter.load_lora_adapter_from_tensors(name, tensors, config))
-            self._loras[name] = dict(tensors), config
-
-    def unload_lora(self, name: str) -> None:
-        with self._loras_lock:
-            self._loras.pop(name, None)
-            self._every(lambda adapter: adapter.unload_lora_adapter(name))
-
-    def _prepare(self, adapter: HttpServerEngineAdapter, begin: Callable[[], None]) -> None:
-        """Give a new server the adapters that the others have, then let it begin."""
-        with self._loras_lock:
-            for name, (tensors, config) in self._loras.items():
-                adapter.load_lora_adapter_from_tensors(name, tensors, config)
-            begin()
+    # -- memory ---------------------------------------------------------------------------------------
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Lend the memory of all replicas (SGLang's tags; None: all of it).
+        """Release memory of all replicas. `tags`: values of `MemoryTag`; None: all.
 
-        Raises BadInputError for a fleet that has its devices for itself, ServerBusyError while requests run.
+        Raises BadInputError for a standalone fleet, ServerBusyError while requests run.
         """
-        if not capabilities_of(self.mode).lends_memory:
-            raise BadInputError(f"a {self.mode} fleet has its devices for itself: there is nobody to lend memory to")
-        fleet, wanted = self._fleet, frozenset(memory_tags(tags))
-        if again := sorted(fleet.asleep & wanted):
-            raise BadInputError(f"{again} is released already")
-        before, undefined = fleet.asleep, fleet.undefined
-        fleet.hold(True)  # no new requests
-        try:
-            self._targets.settle()
-            if busy := sum(self._targets.seen(one.name).requests for one in self.replicas):
-                raise ServerBusyError(f"{busy} requests run in the fleet: wait for them or abort them, then release")
-            fleet.sleep(before | wanted)  # and no new servers
-            try:
-                self._release(wanted)
-            except BaseException:
-                fleet.undefined = undefined
-                fleet.sleep(before)
-                raise
-        finally:
-            fleet.hold(False)
-
-    def _release(self, wanted: frozenset[str]) -> None:
-        for one in self.replicas:
-            if one.adapter is None:
-                one.give_way(True)  # a start that is under way
-        servers = self._fleet.up()
-        try:
-            self._on(servers, lambda adapter: adapter.release_memory_occupation(sorted(wanted)))
-        except VerlServerError as error:  # all of them or none
-            for one, adapter in servers:
-                if adapter.asynchronous.asleep & wanted:  # what it had is lost
-                    self._recovery_loop.dead(one, adapter, error)
-            raise
+        self._memory.release(tags)
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Take it back. Weights come back undefined: push them. A colocated fleet loads its checkpoint again."""
-        fleet = self._fleet
-        wanted = fleet.asleep if tags is None else frozenset(memory_tags(tags))
-        if not wanted or wanted - fleet.asleep:
-            raise BadInputError(f"{sorted(wanted - fleet.asleep) or 'nothing'} is released; released: {fleet.asleep}")
-        servers = fleet.up()  # who died asleep is started when all are awake
-        if capabilities_of(self.mode).takes_weights:
-            self._on(servers, lambda adapter: _wake(adapter, wanted, None))
-        else:  # weights that came back but were not loaded must never be served
-            self._on(servers, lambda adapter: _wake(adapter, wanted, self._model_path), fatal=VerlServerError)
-            if MemoryTag.WEIGHTS in wanted:
-                fleet.defined(whole=True)
-        fleet.sleep(fleet.asleep - wanted)
+        """Take released memory back. None: all of it. Weights are undefined afterwards and must be pushed.
 
-    @property
-    def asleep(self) -> frozenset[str]:
-        return self._fleet.asleep
+        A colocated fleet, which takes no pushed weights, loads its checkpoint again.
+        """
+        self._memory.resume(tags)
 
-    def fail(self, error: VerlServerError) -> None:
-        self._fatal = self._fatal or error
-        for one in self.replicas:
-            if one.adapter is not None:
-                one.adapter.asynchronous.fail(error)
-
-    # -- the end ------------------------------------------------------------------------------------
+    # -- end ------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End all servers. Safe to call twice."""
+        """End all servers, the router process and the launcher. Safe to call twice."""
         if self._fleet.closed.is_set():
             return
         self._fleet.closed.set()
-        with contextlib.ExitStack() as steps:  # last in, first out
+        with contextlib.ExitStack() as steps:  # the last callback runs first
             steps.callback(self._loop.close)
             steps.callback(self._fleet.close)
             steps.callback(self._launcher.close)
-            steps.callback(lambda: self._fleet.pool.shutdown(wait=True, cancel_futures=True))
-            steps.callback(self._recovery_loop.join)
-            steps.callback(_all_at_once, [one.stop for one in self.replicas])
+            steps.callback(lambda: self._fleet.executor.shutdown(wait=True, cancel_futures=True))
+            steps.callback(self._recovery.join)
+            steps.callback(_run_in_threads, [replica.stop for replica in self._fleet.replicas])
             steps.callback(self._targets.close)
 
-    def __enter__(self) -> RolloutManager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 
-def _wake(adapter: HttpServerEngineAdapter, tags: frozenset[str], model: str | None) -> None:
-    """Resume those of `tags` that this server has released; weights from `model`, before anything goes on."""
-    mine = tags & adapter.asynchronous.asleep
-    if not mine:
-        return
-    if model is None or MemoryTag.WEIGHTS not in mine:
-        adapter.resume_memory_occupation(sorted(mine))
-        return
-    goes_on = mine == adapter.asynchronous.asleep and not adapter.asynchronous.paused
-    if goes_on:
-        adapter.pause_generation()
-    adapter.resume_memory_occupation(sorted(mine))
-    adapter.update_weights_from_disk(model)
-    if goes_on:
-        adapter.continue_generation()
-
-
-def _all_at_once(calls: Sequence[Callable[[], None]]) -> None:
+def _run_in_threads(calls: Sequence[Callable[[], None]]) -> None:
+    """Run all calls at the same time."""
     threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:
         thread.start()
@@ -341,9 +259,6 @@ def _all_at_once(calls: Sequence[Callable[[], None]]) -> None:
         thread.join()
 
 
-async def _made(make: Callable[[], Dispatcher]) -> Dispatcher:
-    return make()
-
-
-async def _all(core: Dispatcher, bodies: Sequence[Json]) -> list[Json]:
-    return await together(core.generate(body) for body in bodies)
+async def _make_dispatcher(config: RouterConfig | None) -> Dispatcher:
+    """A dispatcher that belongs to the running event loop."""
+    return Dispatcher(config)

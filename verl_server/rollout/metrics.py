@@ -16,29 +16,39 @@ if TYPE_CHECKING:
 
 
 class _FleetCollector(Collector):
+    """Reads the metrics of a fleet whenever they are requested."""
+
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
     def collect(self) -> Iterable[Metric]:
-        tally = self._fleet.tally
-        for name, words, value in (
-            ("deaths", "Servers that ended or were wedged", tally.deaths),
-            ("restarts", "Servers that were started again", tally.restarts),
-            ("given_up", "Replicas that died too often", tally.given_up),
-            ("updates", "Weight updates that were published", tally.updates),
+        counters = self._fleet.counters
+        for name, text, value in (
+            ("deaths", "Servers that ended or counted as stalled", counters.deaths),
+            ("restarts", "Servers that were started again", counters.restarts),
+            (
+                "given_up",
+                "Replicas that are not started again because their servers ended too often",
+                counters.given_up,
+            ),
+            ("updates", "Weight updates that were published", counters.updates),
         ):
-            yield CounterMetricFamily(f"verl_fleet_{name}", words, value=value)
-        seconds = CounterMetricFamily("verl_fleet_sync_seconds", "Time in weight updates", labels=["phase"])
-        for phase, spent in sorted(tally.phase_s.items()):
-            seconds.add_metric([phase], spent)
+            yield CounterMetricFamily(f"verl_fleet_{name}", text, value=value)
+        seconds = CounterMetricFamily("verl_fleet_sync_seconds", "Seconds spent in weight updates", labels=["phase"])
+        for phase, spent_s in sorted(counters.phase_s.items()):
+            seconds.add_metric([phase], spent_s)
         yield seconds
-        yield GaugeMetricFamily("verl_fleet_weight_version", "Published last", value=self._fleet.version)
-        states = GaugeMetricFamily("verl_fleet_replicas", "Replicas by state", labels=["state"])
-        for state, count in sorted(Counter(one.state.value for one in self._fleet.replicas).items()):
+        yield GaugeMetricFamily(
+            "verl_fleet_weight_version",
+            "Version of the weights that were published last",
+            value=self._fleet.weight_version,
+        )
+        states = GaugeMetricFamily("verl_fleet_replicas", "Number of replicas by state", labels=["state"])
+        for state, count in sorted(Counter(replica.state.value for replica in self._fleet.replicas).items()):
             states.add_metric([state], count)
         yield states
 
 
-def fleet_exposition(fleet: Fleet) -> bytes:
-    """A fleet's, without its routers'."""
+def fleet_metrics(fleet: Fleet) -> bytes:
+    """The metrics of a fleet, without those of its routers."""
     return metrics_text(_FleetCollector(fleet))

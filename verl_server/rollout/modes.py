@@ -1,4 +1,4 @@
-"""What a fleet is to its trainer. Pure."""
+"""What each rollout mode allows a fleet to do. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from verl_server.errors import BadInputError
 
 @dataclass(frozen=True)
 class ModeCapabilities:
-    """What a mode allows."""
+    """What a fleet of one rollout mode can do."""
 
     takes_weights: bool
-    lends_memory: bool
+    """Whether the trainer can push weights."""
+    releases_memory: bool
+    """Whether the fleet can release its memory for other users of the devices."""
     transport: str | None
-    """Of weights; None: the nearest that reaches all replicas."""
+    """Name of the weight transport. None: the cheapest transport that reaches all replicas."""
 
 
 _CAPABILITIES: Mapping[RolloutMode, ModeCapabilities] = {
-    RolloutMode.HYBRID: ModeCapabilities(takes_weights=True, lends_memory=True, transport=None),
-    RolloutMode.STANDALONE: ModeCapabilities(takes_weights=True, lends_memory=False, transport="distributed"),
-    RolloutMode.COLOCATED: ModeCapabilities(takes_weights=False, lends_memory=True, transport=None),
+    RolloutMode.HYBRID: ModeCapabilities(takes_weights=True, releases_memory=True, transport=None),
+    RolloutMode.STANDALONE: ModeCapabilities(takes_weights=True, releases_memory=False, transport="distributed"),
+    RolloutMode.COLOCATED: ModeCapabilities(takes_weights=False, releases_memory=True, transport=None),
 }
 
 
@@ -31,17 +33,20 @@ def capabilities_of(mode: RolloutMode) -> ModeCapabilities:
     return _CAPABILITIES[mode]
 
 
-def mode_of(given: RolloutMode | str) -> RolloutMode:
-    """Raises BadInputError for a word that is none."""
+def parse_mode(mode: RolloutMode | str) -> RolloutMode:
+    """The rollout mode of that name. Raises BadInputError for an unknown name."""
     try:
-        return RolloutMode(given)
+        return RolloutMode(mode)
     except ValueError:
-        raise BadInputError(f"mode must be one of {[str(mode) for mode in RolloutMode]}, got {given!r}") from None
+        raise BadInputError(f"mode must be one of {[str(known) for known in RolloutMode]}, got {mode!r}") from None
 
 
-def server_args_for(mode: RolloutMode, server_args: Mapping[str, Any]) -> dict[str, Any]:
-    """With what SGLang needs for the mode: memory can only be released by a server that was started for it."""
+def server_args_for_mode(mode: RolloutMode, server_args: Mapping[str, Any]) -> dict[str, Any]:
+    """`server_args` with the arguments that SGLang needs for the mode.
+
+    SGLang can release memory only when the server was started with `enable_memory_saver`.
+    """
     args = dict(server_args)
-    if capabilities_of(mode).lends_memory:
+    if capabilities_of(mode).releases_memory:
         args.setdefault("enable_memory_saver", True)
     return args

@@ -1,7 +1,8 @@
-"""How many devices one replica takes, and whether its parallel sizes go together. Pure.
+"""Parallel sizes of one replica: how many devices it takes, and which sizes can be combined. Pure functions.
 
-Facts are SGLang's (`ServerArgs`): tensor parallel groups are cut into pipeline stages and over nodes; data parallel
-copies take devices of their own, unless DP attention shares the tensor parallel ones; experts are spread over them.
+The rules are those of SGLang (`ServerArgs`). Tensor parallel groups are divided into pipeline stages and spread over
+nodes. Data parallel copies take their own devices, unless DP attention shares the tensor parallel devices. Experts are
+spread over the tensor parallel devices.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SIZES = ("tp_size", "pp_size", "dp_size", "ep_size", "nnodes")
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The parallel sizes of one replica."""
+    """Parallel sizes of one replica. The fields are SGLang's server arguments."""
 
     tp_size: int = 1
     pp_size: int = 1
@@ -25,56 +26,65 @@ class ParallelConfig:
     ep_size: int = 1
     nnodes: int = 1
     dp_attention: bool = False
+    """SGLang's `enable_dp_attention`: data parallel attention on the tensor parallel devices."""
 
     @property
     def devices(self) -> int:
-        """That one replica takes, on all of its nodes."""
+        """Number of devices of one replica, on all of its nodes."""
         return self.tp_size * self.pp_size * (1 if self.dp_attention else self.dp_size)
 
     @property
     def devices_per_node(self) -> int:
+        """Number of devices of one replica on each of its nodes."""
         return self.devices // self.nnodes
 
 
-def parallel_config_of(server_args: Mapping[str, Any], *, takes_weights: bool) -> ParallelConfig:
-    """Raises BadInputError for sizes that do not go together; UnsupportedError for those without pushed weights."""
-    sizes = {name: _size(name, server_args.get(name)) for name in SIZES}
-    shape = ParallelConfig(**sizes, dp_attention=bool(server_args.get("enable_dp_attention")))
-    if shape.dp_attention and shape.tp_size % shape.dp_size:
-        raise BadInputError(f"DP attention divides tp_size={shape.tp_size} by dp_size={shape.dp_size}: it does not go")
-    if shape.tp_size % shape.ep_size:
-        raise BadInputError(f"ep_size={shape.ep_size} must divide tp_size={shape.tp_size}")
-    if shape.nnodes > 1 and shape.dp_size > 1 and not shape.dp_attention:
+def parse_parallel_config(server_args: Mapping[str, Any], *, takes_weights: bool) -> ParallelConfig:
+    """The parallel sizes in SGLang's server arguments.
+
+    Raises BadInputError for sizes that cannot be combined, and UnsupportedError for pipeline stages when the replica
+    takes pushed weights.
+    """
+    sizes = {name: _parse_size(name, server_args.get(name)) for name in SIZES}
+    config = ParallelConfig(**sizes, dp_attention=bool(server_args.get("enable_dp_attention")))
+    if config.dp_attention and config.tp_size % config.dp_size:
         raise BadInputError(
-            f"dp_size={shape.dp_size} copies do not go over nnodes={shape.nnodes}: use that many replicas instead"
+            f"DP attention divides tp_size={config.tp_size} by dp_size={config.dp_size}, which leaves a remainder"
         )
-    if (shape.tp_size * shape.pp_size) % shape.nnodes:
+    if config.tp_size % config.ep_size:
+        raise BadInputError(f"ep_size={config.ep_size} must divide tp_size={config.tp_size}")
+    if config.nnodes > 1 and config.dp_size > 1 and not config.dp_attention:
         raise BadInputError(
-            f"tp_size * pp_size = {shape.tp_size * shape.pp_size} does not spread evenly over nnodes={shape.nnodes}"
+            f"dp_size={config.dp_size} copies cannot be spread over nnodes={config.nnodes}: use that many replicas"
         )
-    if takes_weights and shape.dp_size > 1 and not shape.dp_attention:
+    if (config.tp_size * config.pp_size) % config.nnodes:
         raise BadInputError(
-            f"SGLang takes no pushed weights with dp_size={shape.dp_size}: "
+            f"tp_size * pp_size = {config.tp_size * config.pp_size} does not spread evenly over nnodes={config.nnodes}"
+        )
+    if takes_weights and config.dp_size > 1 and not config.dp_attention:
+        raise BadInputError(
+            f"SGLang takes no pushed weights with dp_size={config.dp_size}: "
             "use that many replicas, or enable_dp_attention"
         )
-    if takes_weights and shape.pp_size > 1:
+    if takes_weights and config.pp_size > 1:
         raise UnsupportedError(
-            f"weights cannot be pushed into pp_size={shape.pp_size} pipeline stages: use tp_size instead"
+            f"weights cannot be pushed into pp_size={config.pp_size} pipeline stages: use tp_size instead"
         )
-    return shape
+    return config
 
 
-def require_room(shape: ParallelConfig, replicas: int, devices: int | None) -> None:
-    """Raises BadInputError when `replicas` of that shape take more than all `devices` (None: unknown)."""
-    if devices is not None and replicas * shape.devices > devices:
+def require_devices(config: ParallelConfig, replicas: int, available: int | None) -> None:
+    """Raise BadInputError when `replicas` replicas take more than the available devices. None: unknown number."""
+    if available is not None and replicas * config.devices > available:
         raise BadInputError(
-            f"{replicas} replicas of {shape.devices} devices each take {replicas * shape.devices}; there are {devices}"
+            f"{replicas} replicas of {config.devices} devices each take {replicas * config.devices}; "
+            f"there are {available}"
         )
 
 
-def _size(name: str, given: Any) -> int:
-    if given is None:
+def _parse_size(name: str, value: Any) -> int:
+    if value is None:
         return 1
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise BadInputError(f"{name} must be a whole number, 1 or more, got {given!r}")
-    return given
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise BadInputError(f"{name} must be a whole number, 1 or more, got {value!r}")
+    return value

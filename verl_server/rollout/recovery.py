@@ -1,4 +1,4 @@
-"""Keeps a fleet's replicas alive: sees who is dead or wedged, starts it again, brings it to the current weights."""
+"""`RecoveryLoop`: detects replicas that are dead or stalled, starts their servers again, loads the current weights."""
 
 from __future__ import annotations
 
@@ -8,166 +8,211 @@ import time
 from collections.abc import Callable
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.config import RecoveryConfig
+from verl_server.config import PauseMode, RecoveryConfig
+from verl_server.engine.servers import HttpServers
 from verl_server.errors import DeadlineError, ServerDiedError, ShutDownError, StartupError, VerlServerError
-from verl_server.rollout.fleet import SERVING, UP, Fleet
-from verl_server.rollout.health import ReplicaState, judged, restart_after
-from verl_server.rollout.replica import OneReplica, Replica, StartPreempted
+from verl_server.rollout.fleet import RUNNING, SERVING, Fleet, Server
+from verl_server.rollout.health import ReplicaState, classify_health, restart_delay_s
+from verl_server.rollout.replica import Replica, StartPreempted
 from verl_server.router.targets import RoutingTargets
 
 logger = logging.getLogger(__name__)
 
-WATCH_S = 0.25
+WATCH_INTERVAL_S = 0.25
 
-Prepare = Callable[[HttpServerEngineAdapter, Callable[[], None]], None]
+PrepareServer = Callable[[HttpServerEngineAdapter, Callable[[], None]], None]
+"""`prepare(adapter, begin)`: give a new server what the other servers have, then call `begin`."""
 
 
 class RecoveryLoop:
-    """Works in threads of its own from `start` to `join`, which comes when the fleet is closed."""
+    """Watches the replicas of a fleet and recovers them, in its own threads, from `start` to `join`.
 
-    def __init__(self, fleet: Fleet, targets: RoutingTargets, recovery: RecoveryConfig, prepare: Prepare) -> None:
-        """`prepare(server, begin)` gives a new server what the others have been given, then calls `begin`."""
-        self._fleet, self._targets, self._recovery, self._prepare = fleet, targets, recovery, prepare
-        self._replaying = threading.Lock()
-        """One replica catches up at a time."""
+    `join` must be called after the fleet was closed.
+    """
+
+    def __init__(
+        self, fleet: Fleet, targets: RoutingTargets, config: RecoveryConfig, prepare_server: PrepareServer
+    ) -> None:
+        self._fleet, self._targets, self._config, self._prepare_server = fleet, targets, config, prepare_server
+        self._replay_lock = threading.Lock()
+        """Held while published weights are loaded into a new server. One server at a time."""
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        self._run(self._watch, "verl-server-fleet-watch")
+        self._run_in_thread(self._watch, "verl-server-fleet-watch")
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join()  # every start asks whether it is to be given up
+            thread.join()  # a start that is in progress sees that the fleet is closed, and ends
 
-    def _run(self, work: Callable[[], None], name: str) -> None:
+    def _run_in_thread(self, work: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=work, name=name, daemon=True)
-        self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+        self._threads = [*(running for running in self._threads if running.is_alive()), thread]
         thread.start()
 
-    def serve(self, replica: Replica, adapter: HttpServerEngineAdapter) -> None:
-        """A server of the replica is ready: use it, and see to it from now on."""
-        self._prepare(adapter, lambda: self._fleet.begin(replica, adapter))
-        process = adapter.asynchronous.process
+    def add_server(self, replica: Replica, adapter: HttpServerEngineAdapter) -> None:
+        """Take a new server of the replica into use, and watch for its end from now on."""
+        self._prepare_server(adapter, lambda: self._fleet.add_server(replica, adapter))
+        process = adapter.process
         assert process is not None
         process.on_exit(lambda _: self._on_exit(replica, adapter))
 
     def _on_exit(self, replica: Replica, adapter: HttpServerEngineAdapter) -> None:
         if replica.adapter is adapter and not self._fleet.closed.is_set():
-            self.dead(replica, adapter, replica.died("has lost its server"))
+            self.recover(replica, adapter, replica.death_error("has lost its server"))
 
-    def dead(self, replica: Replica, adapter: HttpServerEngineAdapter | None, error: VerlServerError) -> None:
-        """Reap a replica's server and start it again."""
+    def recover(self, replica: Replica, adapter: HttpServerEngineAdapter | None, error: VerlServerError) -> None:
+        """End the server of a replica and start a new one. Does nothing when `adapter` is not its server any more."""
         with self._fleet.lock:
             if not self._fleet.has(replica) or replica.adapter is not adapter:
                 return
             if replica.state in (ReplicaState.DEAD, ReplicaState.RESTARTING):
                 return
-            self._fleet.tally.deaths += 1
+            self._fleet.counters.deaths += 1
             replica.deaths.append(time.monotonic())
-            self._fleet.turn(replica, ReplicaState.DEAD, error)
-            self._run(lambda: self._restart(replica), f"verl-server-{replica.name}")
+            self._fleet.change_state(replica, ReplicaState.DEAD, error)
+            self._run_in_thread(lambda: self._restart(replica), f"verl-server-{replica.name}")
 
     def _restart(self, replica: Replica) -> None:
-        """Until it serves again, is given up, or the fleet ends. In a thread of its own."""
+        """Start servers until one is ready, the replica has failed too often, or the fleet ends."""
         error, fleet = replica.error, self._fleet
         while not fleet.closed.is_set():
-            replica.end()
-            wait_s = restart_after(replica.deaths, time.monotonic(), self._recovery)
+            replica.end_server()
+            delay_s = restart_delay_s(replica.deaths, time.monotonic(), self._config)
             with fleet.lock:
                 if not fleet.has(replica):
                     return
-                if wait_s is None:
-                    fleet.tally.given_up += 1
-                    fleet.turn(replica, ReplicaState.FAILED, _given_up(replica, error))
+                if delay_s is None:
+                    fleet.counters.given_up += 1
+                    fleet.change_state(replica, ReplicaState.FAILED, _failed_error(replica, error))
                     return
-                fleet.turn(replica, ReplicaState.RESTARTING, error)
-            if fleet.closed.wait(wait_s):
+                fleet.change_state(replica, ReplicaState.RESTARTING, error)
+            if fleet.closed.wait(delay_s):
                 return
-            replica.give_way(False)
-            while fleet.asleep:  # its memory is the trainer's now
-                if fleet.closed.wait(WATCH_S):
+            replica.allow_start()
+            while fleet.released_memory:  # the trainer uses the memory now
+                if fleet.closed.wait(WATCH_INTERVAL_S):
                     return
             try:
-                replica.start(self.serve)
+                replica.start(self.add_server)
             except ShutDownError:
                 return
             except StartPreempted:
                 continue
-            except Exception as failure:  # noqa: BLE001 - whatever it is, it counts as a death
-                own = isinstance(failure, VerlServerError)
-                error = failure if own else StartupError(f"{type(failure).__name__}: {failure}")  # type: ignore[assignment]
-                replica.deaths.append(time.monotonic())
-                continue
-            fleet.tally.restarts += 1
-            self.bring_up_to_date(replica)
-            return
+            except VerlServerError as failure:
+                error = failure
+            except Exception as failure:  # noqa: BLE001 - every failure of a start counts as a death
+                error = StartupError(f"{type(failure).__name__}: {failure}")
+            else:
+                fleet.counters.restarts += 1
+                replica.restarts += 1
+                self.load_published_weights(replica)
+                return
+            replica.deaths.append(time.monotonic())
 
-    def bring_up_to_date(self, replica: Replica) -> None:
-        """Load what is published into a replica that has just started; else the next update takes it along."""
+    def load_published_weights(self, replica: Replica) -> None:
+        """Load the published weights into a replica that has just started.
+
+        When that is not possible, the replica stays STALE and takes part in the next update.
+        """
         fleet = self._fleet
-        with self._replaying:
+        with self._replay_lock:
             with fleet.lock:
-                replay, version, adapter = fleet.replay, fleet.version, replica.adapter
+                replay, version, adapter = fleet.replay, fleet.weight_version, replica.adapter
             if replay is None or adapter is None or replica.needs_update:
                 return
 
-            def may() -> bool:
-                """Asked when no update can be under way."""
-                stale = replica.state is ReplicaState.STALE and replica.adapter is adapter
-                return stale and fleet.replay is replay and not fleet.asleep
+            def is_needed() -> bool:
+                is_stale = replica.state is ReplicaState.STALE and replica.adapter is adapter
+                return is_stale and fleet.replay is replay and not fleet.released_memory
+
+            def check_needed() -> None:
+                """Called when no update can be in progress."""
+                if not is_needed():
+                    raise VerlServerError(f"replica {replica.name} does not need the published weights any more")
 
             try:
-                if not may():
+                if not is_needed():
                     return
-                replay(OneReplica(replica.member, adapter, may))
-            except Exception as error:  # noqa: BLE001 - whatever it is, it must not be tried again and again
+                # The new server has no requests yet, so the pause mode of the update does not matter.
+                replay(
+                    HttpServers([adapter], [replica.member], pause_mode=PauseMode.RETRACT, check_members=check_needed)
+                )
+            except Exception as error:  # noqa: BLE001 - whatever the error is, the replay must not be repeated
                 logger.info("replica %s waits for the next update: %s", replica.name, error)
                 if isinstance(error, DeadlineError):
-                    self.dead(replica, adapter, error)
+                    self.recover(replica, adapter, error)
                 with fleet.lock:
                     if replica.state is ReplicaState.STALE and fleet.replay is replay:
                         replica.needs_update = True
-                        fleet.tell(replica)
+                        fleet.notify(replica)
                 return
             with fleet.lock:
-                if may():
-                    replica.version = version
-                    fleet.turn(replica, ReplicaState.HEALTHY)
+                if is_needed():
+                    replica.weight_version = version
+                    fleet.change_state(replica, ReplicaState.HEALTHY)
+
+    def wait_for_replay(self) -> None:
+        """Return when no server is loading published weights. The trainer's staging memory is then unused."""
+        with self._replay_lock:
+            pass
 
     def _watch(self) -> None:
-        """Look at every replica again and again."""
-        while not self._fleet.closed.wait(WATCH_S):
+        """Observe all replicas until the fleet is closed."""
+        while not self._fleet.closed.wait(WATCH_INTERVAL_S):
             for replica in self._fleet.replicas:
                 try:
-                    self._look_at(replica)
-                except Exception:  # a replica that cannot be looked at must not end the watch of the others
-                    logger.exception("watching replica %s", replica.name)
+                    self._check_replica(replica)
+                except Exception:  # an error with one replica must not end the observation of the others
+                    logger.exception("cannot observe replica %s", replica.name)
 
-    def _look_at(self, replica: Replica) -> None:
+    def _check_replica(self, replica: Replica) -> None:
         fleet, adapter = self._fleet, replica.adapter
-        if adapter is None or replica.state not in UP:
+        if adapter is None or replica.state not in RUNNING:
             return
         if replica.state is ReplicaState.STALE:
-            if fleet.replay is not None and not self._replaying.locked():
-                fleet.pool.submit(self.bring_up_to_date, replica)
+            if fleet.replay is not None and not self._replay_lock.locked():
+                fleet.executor.submit(self.load_published_weights, replica)
             return
-        seen = self._targets.seen(replica.name)
-        state = judged(replica.observe(seen.requests, seen.progress_at), self._recovery)
-        if state in SERVING and not seen.admitted and fleet.is_open:
+        stats = self._targets.replica_stats(replica.name)
+        state = classify_health(replica.observe(stats.running_requests, stats.last_progress_at), self._config)
+        if state in SERVING and not stats.admitted and fleet.is_open:
             with fleet.lock:
                 if replica.state in SERVING:
-                    fleet.tell(replica)  # which lost a connection to it
+                    fleet.notify(replica)  # a router has lost a connection to the replica and does not use it
         if state is ReplicaState.DEAD:
-            self.dead(replica, adapter, replica.died("made no progress: it is wedged"))
+            self.recover(replica, adapter, replica.death_error("made no progress: it is stalled"))
         elif state is not replica.state:
             with fleet.lock:
                 if replica.state in SERVING:
-                    fleet.turn(replica, state)
+                    fleet.change_state(replica, state)
+
+    def call_all(
+        self,
+        servers: list[Server],
+        call: Callable[[HttpServerEngineAdapter], object],
+        restart_on: type[VerlServerError] = DeadlineError,
+    ) -> None:
+        """Call `call` for all `servers` at the same time. Raises the first error when all calls have ended.
+
+        A server that has died needs no call. An error of type `restart_on` starts the server again instead of being
+        raised; by default that is a server that does not answer.
+        """
+        executor = self._fleet.executor
+        calls = [(replica, adapter, executor.submit(call, adapter)) for replica, adapter in servers]
+        errors = [
+            (replica, adapter, error) for replica, adapter, future in calls if (error := future.exception()) is not None
+        ]
+        for replica, adapter, error in errors:
+            if isinstance(error, restart_on):
+                self.recover(replica, adapter, error)
+            elif not isinstance(error, (ServerDiedError, ShutDownError)):
+                raise error
 
 
-def _given_up(replica: Replica, error: VerlServerError | None) -> ServerDiedError:
-    words = "" if error is None else f" The last time: {error.message}"
+def _failed_error(replica: Replica, error: VerlServerError | None) -> ServerDiedError:
+    last = "" if error is None else f" The last error: {error.message}"
     return ServerDiedError(
-        f"replica {replica.name} was given up: it died {len(replica.deaths)} times.{words}",
+        f"replica {replica.name} is not started again: its servers ended {len(replica.deaths)} times.{last}",
         log_tail=None if error is None else error.details.get("log_tail"),
     )

@@ -1,16 +1,15 @@
-"""One server of a fleet: its process, what is seen of it, and what became of it before."""
+"""`Replica`: one member of a fleet. Its server is replaced when it ends; the replica and its name stay."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.config import AdapterConfig, PauseMode
-from verl_server.engine.backend import load_over
+from verl_server.config import AdapterConfig
 from verl_server.errors import NotReadyError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.health import Observation, ReplicaState
 from verl_server.rollout.launcher import Launcher
@@ -18,145 +17,121 @@ from verl_server.types import Member
 
 logger = logging.getLogger(__name__)
 
-Json = dict[str, Any]
-
 
 class StartPreempted(NotReadyError):
-    """A start was ended because the memory was lent."""
+    """The start of a server was ended because the fleet released its memory."""
 
 
 class Replica:
-    """Its server is started again as often as it takes; the replica and its name stay.
+    """One server of a fleet, its state and its history.
 
-    State is written under the manager's lock only.
+    `state`, `adapter`, `weight_version`, `error` and `needs_update` are written under the fleet's lock only.
     """
 
     def __init__(self, name: str, launcher: Launcher, server_args: Mapping[str, Any], config: AdapterConfig) -> None:
         self.name, self._launcher, self._server_args, self._config = name, launcher, dict(server_args), config
         self.state = ReplicaState.STARTING
-        self.version = 0
+        self.weight_version = 0
+        """Version of the weights that its server has."""
         self.adapter: HttpServerEngineAdapter | None = None
+        """Adapter of its running server. None without a server."""
         self.deaths: list[float] = []
-        """When its servers ended (`time.monotonic`)."""
+        """Times at which its servers ended (`time.monotonic`)."""
+        self.restarts = 0
+        """Number of times that a new server replaced an ended server."""
         self.error: VerlServerError | None = None
-        """Why it is dead or was given up."""
+        """The reason of the states DEAD, RESTARTING and FAILED."""
         self.needs_update = False
-        """What is staged cannot bring it up to date: it waits for the next update."""
-        self._stop = threading.Event()
-        self._way = threading.Event()
-        self._starting = threading.Lock()
-        self._busy = (0.0, time.monotonic())
-        """Processor seconds of its schedulers, and when they last grew."""
-        self._rested_at = 0.0
-        """When it last had nothing to do, or was not to do it."""
+        """Whether the staged weights cannot be loaded into its server, so that it waits for the next update."""
+        self._stopped = threading.Event()
+        self._preempted = threading.Event()
+        self._start_lock = threading.Lock()
+        """Held while a server is being started."""
+        self._scheduler_cpu = (0.0, time.monotonic())
+        """CPU seconds of its schedulers, and the time at which the number last grew."""
+        self._last_idle_at = 0.0
+        """Time at which it last had no requests or was paused."""
 
     @property
     def member(self) -> Member:
-        """Its server, as one that takes part in weight updates."""
+        """Its server as a member of weight updates. The name changes when a new server takes over."""
         return Member(f"{self.name}/{len(self.deaths)}", int(self._server_args.get("tp_size") or 1))
 
-    def start(self, serve: Callable[[Replica, HttpServerEngineAdapter], None]) -> None:
-        """A new server, which `serve` takes into use; it is ended when that fails.
+    def start(self, on_ready: Callable[[Replica, HttpServerEngineAdapter], None]) -> None:
+        """Start a new server and call `on_ready` when the server is ready. The server is ended when `on_ready` fails.
 
-        Raises StartupError, ShutDownError when the replica was stopped meanwhile, StartPreempted.
+        Raises StartupError, StartPreempted, and ShutDownError when the replica was stopped meanwhile.
         """
-
-        def check_abort() -> VerlServerError | None:
-            if self._stop.is_set():
-                return ShutDownError(f"replica {self.name} was stopped while it started")
-            return (
-                StartPreempted(f"the memory of {self.name} was lent while it started") if self._way.is_set() else None
-            )
-
-        with self._starting:
-            if (reason := check_abort()) is not None:
-                raise reason
-            adapter = self._launcher.start(self.name, self._server_args, self._config, check_abort)
-            self._busy = (0.0, time.monotonic())
+        with self._start_lock:
+            if (error := self._check_abort()) is not None:
+                raise error
+            adapter = self._launcher.start_server(self.name, self._server_args, self._config, self._check_abort)
+            self._scheduler_cpu = (0.0, time.monotonic())
             try:
-                serve(self, adapter)
+                on_ready(self, adapter)
             except BaseException:
                 adapter.shutdown()
                 raise
 
-    def give_way(self, way: bool) -> None:
-        """Whether a start is to end at once: the memory is somebody else's. Returns when none is under way."""
-        if way:
-            self._way.set()
-            with self._starting:
-                return
-        self._way.clear()
+    def _check_abort(self) -> VerlServerError | None:
+        """The reason to end a start that is in progress, or None."""
+        if self._stopped.is_set():
+            return ShutDownError(f"replica {self.name} was stopped while its server started")
+        if self._preempted.is_set():
+            return StartPreempted(f"the fleet released its memory while the server of {self.name} started")
+        return None
 
-    def observe(self, requests: int, progress_at: float) -> Observation:
-        """What is seen of it now; `requests` and `progress_at` are the router's."""
+    def preempt_start(self) -> None:
+        """End a start that is in progress, and refuse further starts. Returns when no start is in progress."""
+        self._preempted.set()
+        with self._start_lock:
+            pass
+
+    def allow_start(self) -> None:
+        """Allow starts again after `preempt_start`."""
+        self._preempted.clear()
+
+    def observe(self, running_requests: int, last_progress_at: float) -> Observation:
+        """Observe the server now. The routers provide the number of requests and the time of the last new token."""
         now = time.monotonic()
         adapter = self.adapter
-        process = None if adapter is None else adapter.asynchronous.process
+        process = None if adapter is None else adapter.process
         if process is None or process.wait_exit(0.0) is not None:
-            return Observation(alive=False, requests=requests, quiet_s=0.0, idle_s=0.0)
-        used = process.scheduler_seconds()
-        if used != self._busy[0]:
-            self._busy = (used, now)
+            return Observation(is_alive=False, running_requests=running_requests, no_progress_s=0.0, no_cpu_s=0.0)
+        cpu_s = process.scheduler_seconds()
+        if cpu_s != self._scheduler_cpu[0]:
+            self._scheduler_cpu = (cpu_s, now)
         assert adapter is not None
-        paused = adapter.asynchronous.paused or bool(adapter.asynchronous.asleep)
-        if paused or not requests:
-            self._rested_at = now
+        is_paused = adapter.paused or bool(adapter.released_memory)
+        if is_paused or not running_requests:
+            self._last_idle_at = now
         return Observation(
-            alive=True,
-            requests=requests,
-            quiet_s=now - max(progress_at, self._rested_at),
-            idle_s=now - max(self._busy[1], self._rested_at),
-            paused=paused,
+            is_alive=True,
+            running_requests=running_requests,
+            no_progress_s=now - max(last_progress_at, self._last_idle_at),
+            no_cpu_s=now - max(self._scheduler_cpu[1], self._last_idle_at),
+            is_paused=is_paused,
         )
 
-    def died(self, why: str) -> VerlServerError:
-        """How its server ended."""
-        process = None if self.adapter is None else self.adapter.asynchronous.process
-        if process is not None and self.adapter is not None and process.wait_exit(0.0) is not None:
-            return process.died(self.adapter.base_url)
-        return ServerDiedError(f"replica {self.name} {why}", replica=self.name)
+    def death_error(self, reason: str) -> VerlServerError:
+        """The error that describes the end of its server; `reason` describes a server that still runs."""
+        adapter = self.adapter
+        process = None if adapter is None else adapter.process
+        if adapter is not None and process is not None and process.wait_exit(0.0) is not None:
+            return process.died(adapter.base_url)
+        return ServerDiedError(f"replica {self.name} {reason}", replica=self.name)
 
-    def end(self) -> None:
-        """End its server's whole tree, if it has one."""
+    def end_server(self) -> None:
+        """End the process tree of its server, if there is one."""
         adapter, self.adapter = self.adapter, None
         if adapter is not None:
             try:
                 adapter.shutdown()
-            except Exception:  # whatever it is, the replica goes on without this server
-                logger.exception("the server of %s did not end in order", self.name)
+            except Exception:  # the replica continues without this server, whatever the error is
+                logger.exception("the server of %s did not shut down cleanly", self.name)
 
     def stop(self) -> None:
-        """For good; also a start that is under way."""
-        self._stop.set()
-        self.end()
-        self._launcher.leave(self.name)
-
-
-class OneReplica:
-    """The server of one replica as a backend of its own, for catching up; `may` says whether it still is to."""
-
-    def __init__(self, member: Member, adapter: HttpServerEngineAdapter, may: Callable[[], bool]) -> None:
-        self._member, self._adapter, self._may = member, adapter, may
-
-    @property
-    def members(self) -> Sequence[Member]:
-        if not self._may():
-            raise VerlServerError(f"{self._member.name} need not or cannot catch up any more")
-        return [self._member]
-
-    def pause(self, mode: PauseMode) -> None:
-        """It has no requests yet, whatever becomes of those of others."""
-        self._adapter.pause_generation(PauseMode.RETRACT)
-
-    def resume(self) -> None:
-        self._adapter.continue_generation()
-
-    def begin_weight_update(self) -> None:
-        self._adapter.begin_weight_update()
-
-    def load(self, wires: Sequence[Json], weight_version: str, flush_cache: bool) -> None:
-        (wire,) = wires
-        load_over(self._adapter, self._member.tp_size, wire, weight_version, flush_cache)
-
-    def end_weight_update(self) -> None:
-        self._adapter.end_weight_update()
+        """End its server permanently, also a server that is starting."""
+        self._stopped.set()
+        self.end_server()
+        self._launcher.forget_replica(self.name)

@@ -1,0 +1,121 @@
+"""Generation on every trainer rank: rank 0 asks the backend and all ranks get the same reply or the same stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from verl_server.engine.backend import Backend
+from verl_server.errors import VerlServerError, from_wire, to_wire
+from verl_server.ranks.coordinator import RankCoordinator
+
+Json = dict[str, Any]
+
+
+def request_of(arguments: Json, fields: Json) -> Json:
+    """A backend's request from the arguments of a generate method of `VerlEngine`. A missing `rid` is left out."""
+    request = {name: value for name, value in arguments.items() if name not in ("self", "stream", "fields")}
+    if request["rid"] is None:
+        del request["rid"]
+    return {**request, **fields}
+
+
+class RankGeneration:
+    """Generation calls that all ranks of one engine make together."""
+
+    def __init__(
+        self,
+        group: RankCoordinator,
+        backend_for: Callable[[Json], Backend],
+        get_refusal: Callable[[], VerlServerError | None],
+        generation_s: float | None,
+    ) -> None:
+        """`backend_for` returns rank 0's backend for a request. `get_refusal` returns the reason why this rank cannot
+        take part now, or None. `generation_s`: deadline of one generation in seconds.
+        """
+        self._group, self._backend_for, self._get_refusal = group, backend_for, get_refusal
+        self._generation_s = generation_s
+
+    def generate(self, request: Json) -> Any:
+        """The reply to the request of rank 0, on all ranks."""
+        return self._group.agree(
+            self._group.next_call_id("generate"),
+            lambda _: self._backend_for(request).generate(**request),
+            error=self._get_refusal(),
+            action_timeout_s=self._generation_s,
+        )
+
+    async def async_generate(self, request: Json) -> Any:
+        """`generate` for an event loop. Many calls can be in flight."""
+        return await self._group.agree_async(
+            self._group.next_call_id("async_generate"),
+            lambda _: self._backend_for(request).async_generate(**request),
+            error=self._get_refusal(),
+        )
+
+    def stream(self, request: Json) -> Iterator[Json]:
+        """The growing replies to one prompt, on all ranks: rank 0 sends each event of the backend to the others."""
+        return self._stream(request, self._get_refusal())
+
+    def _stream(self, request: Json, refusal: VerlServerError | None) -> Iterator[Json]:
+        group, call = self._group, self._group.next_call_id("stream")
+        events = group.open_stream(call)
+        try:
+            group.agree(call, lambda _: None, error=refusal)
+            if group.rank == 0:
+                with _EndOfStream(group, call):
+                    for event in self._backend_for(request).generate_stream(**request):
+                        group.publish_event(call, event)
+                        yield event
+            else:
+                while "end" not in (event := events.get()):
+                    yield event
+                _raise_end(event)
+        finally:
+            group.close_stream(call)
+
+    def async_stream(self, request: Json) -> AsyncIterator[Json]:
+        """`stream` for an event loop."""
+        return self._async_stream(request, self._get_refusal())
+
+    async def _async_stream(self, request: Json, refusal: VerlServerError | None) -> AsyncIterator[Json]:
+        group, call = self._group, self._group.next_call_id("async_stream")
+        events = group.open_stream(call)
+        try:
+            await group.agree_async(call, _do_nothing, error=refusal)
+            if group.rank == 0:
+                with _EndOfStream(group, call):
+                    async for event in self._backend_for(request).async_generate_stream(**request):
+                        group.publish_event(call, event)
+                        yield event
+            else:
+                while "end" not in (event := await asyncio.to_thread(events.get)):
+                    yield event
+                _raise_end(event)
+        finally:
+            group.close_stream(call)
+
+
+class _EndOfStream:
+    """Context of a stream on rank 0: tells the other ranks how the stream ended, also when it failed."""
+
+    def __init__(self, group: RankCoordinator, call: str) -> None:
+        self._group, self._call = group, call
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        failed = error is not None and not isinstance(error, GeneratorExit)
+        self._group.publish_event(self._call, {"end": to_wire(error) if failed and error is not None else None})
+
+
+async def _do_nothing(_: list[Json]) -> None:
+    """The action of a call that only waits until all ranks have arrived."""
+
+
+def _raise_end(event: Json) -> None:
+    """Raise the error that ended rank 0's stream, if there was one."""
+    if event["end"] is not None:
+        raise from_wire(event["end"])

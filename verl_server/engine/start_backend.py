@@ -1,0 +1,147 @@
+"""Start of an engine's backend on the trainer ranks: a server process on each node, or a connection on rank 0."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_server_args
+from verl_server.config import AdapterConfig, RemoteServer
+from verl_server.engine.backend import Backend, RolloutFleet
+from verl_server.engine.servers import connect_servers, launch_server
+from verl_server.errors import BadInputError, ServerDiedError, VerlServerError
+from verl_server.ranks.coordinator import RankCoordinator
+from verl_server.ranks.placement import Placement
+from verl_server.server.ports import PortReservation, join_host_port
+from verl_server.types import parse_weight_version
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Json = dict[str, Any]
+
+
+def broadcast_function(mesh: DeviceMesh) -> Callable[[Any], Any]:
+    """A function that returns rank 0's value on all ranks of `mesh`. It is the only use of the trainer's own group."""
+    import torch.distributed as dist
+
+    def broadcast(value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, src=int(mesh.mesh.flatten()[0]), group=mesh.get_group())
+        return values[0]
+
+    return broadcast
+
+
+@dataclass(frozen=True)
+class BackendSource:
+    """The caller's choice of inference engines: arguments of `VerlEngine` that exclude each other."""
+
+    launch_server: bool | None
+    """True: start a server process. False: run SGLang in this process. None: not given, which means True."""
+    servers: Sequence[RemoteServer]
+    """Running servers to connect to."""
+    fleet: RolloutFleet | None
+    """Fleet to use, on rank 0."""
+
+    def validate(self) -> VerlServerError | None:
+        """The error of a choice that contradicts itself, otherwise None."""
+        given = [f"launch_server={self.launch_server}"] if self.launch_server is not None else []
+        given += [f"servers ({len(self.servers)} of them)"] if self.servers else []
+        given += ["fleet"] if self.fleet is not None else []
+        if len(given) < 2:
+            return None
+        return BadInputError(
+            f"launch_server, servers and fleet exclude each other, but {' and '.join(given)} were given. Give one: "
+            "launch_server=True (the default) starts a server process, launch_server=False runs SGLang in this "
+            "process, servers=[RemoteServer(...)] connects to running servers, fleet=RolloutManager(...) uses a fleet"
+        )
+
+
+def start_backend(
+    group: RankCoordinator,
+    placement: Placement,
+    source: BackendSource,
+    server_args: Mapping[str, Any],
+    config: AdapterConfig,
+    env: Mapping[str, str],
+    on_server_death: Callable[[ServerDiedError], None],
+) -> Backend | None:
+    """Start or connect the backend. Called on all ranks; returns None on ranks that have no backend.
+
+    A server process is started on the first rank of each node, on all nodes at the same time. Rank 0 connects to
+    running servers, or uses a fleet. When one node fails, all ranks raise its error at once and the servers of the
+    other nodes are ended.
+    """
+    args = _agree_on_server_args(group, placement, server_args, source.validate())
+    backend: Backend | None = None
+    if placement.is_node_leader:
+        try:
+            backend = _make_backend(group, source, args, config, env, on_server_death)
+        except VerlServerError as failure:
+            group.fail_all(failure)  # the servers of other nodes wait for this node's server: end them now
+            raise
+    try:
+        group.agree(group.next_call_id("start"), lambda _: None, action_timeout_s=config.timeouts.start_s)
+    except BaseException:
+        if backend is not None:
+            backend.shutdown()
+        raise
+    return backend
+
+
+def _make_backend(
+    group: RankCoordinator,
+    source: BackendSource,
+    args: Json,
+    config: AdapterConfig,
+    env: Mapping[str, str],
+    on_server_death: Callable[[ServerDiedError], None],
+) -> Backend:
+    """The backend of this node's first rank."""
+    if source.fleet is not None:
+        fleet = source.fleet.backend
+        fleet.attach()
+        return fleet
+    if source.servers:
+        return connect_servers(source.servers, config, parse_weight_version(args["weight_version"]))
+    if source.launch_server is False:
+        from verl_server.engine.inprocess import InProcessBackend
+
+        return InProcessBackend(args)
+    backend = launch_server(args, config, env, check_abort=lambda: group.failure)
+    process = backend.adapter.process
+    assert process is not None
+    process.on_exit(lambda _: on_server_death(process.died(backend.adapter.base_url)))
+    return backend
+
+
+def _agree_on_server_args(
+    group: RankCoordinator, placement: Placement, server_args: Mapping[str, Any], error: VerlServerError | None
+) -> Json:
+    """The server arguments of rank 0, on all ranks. They differ only in the number of the node.
+
+    With an `error` of this rank, all ranks raise that error.
+    """
+
+    def complete(_: list[Json]) -> Json:
+        args: Json = {**validate_server_args(server_args), "tp_size": placement.tp_size}
+        args.setdefault("weight_version", "0")
+        if placement.nnodes > 1:
+            completed = complete_server_args(args)
+            args.update({name: completed[name] for name in ("api_key", "admin_api_key")})
+            if not args.get("dist_init_addr"):
+                host = socket.gethostbyname(socket.gethostname())
+                reservation = PortReservation(host)
+                reservation.release()
+                args["dist_init_addr"] = join_host_port(host, reservation.port)
+        return args
+
+    args = dict(group.agree(group.next_call_id("arguments"), complete, error=error, action_timeout_s=10.0))
+    if placement.nnodes > 1:
+        args.update(nnodes=placement.nnodes, node_rank=placement.node_rank)
+        if placement.node_rank > 0:
+            args["port"] = None
+    return args

@@ -1,0 +1,197 @@
+"""Start of an engine's weight updater on the trainer ranks: manifest, transport and staging memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from verl_server.config import WeightsConfig
+from verl_server.engine.backend import Backend
+from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
+from verl_server.types import TensorSpec
+from verl_server.weights.arena import Arena
+from verl_server.weights.double_buffer.buffer import DoubleBuffer
+from verl_server.weights.double_buffer.layout import plan_double_buffer
+from verl_server.weights.double_buffer.progress import MAX_WRITERS
+from verl_server.weights.layout import plan_arena
+from verl_server.weights.manifest import Manifest, read_manifest
+from verl_server.weights.transports import is_streamed, sender_class, stream_class
+from verl_server.weights.transports.base import SenderSettings
+from verl_server.weights.update.staged import StagedUpdater
+from verl_server.weights.update.streamed import Seat, StreamedUpdater
+from verl_server.weights.update.updater import EngineRanks, WeightUpdater
+
+if TYPE_CHECKING:
+    from verl_server.ranks.coordinator import RankCoordinator
+
+M = TypeVar("M", Arena, DoubleBuffer)
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+
+def start_weight_updater(
+    ranks: EngineRanks, backend: Backend | None, server_args: Mapping[str, Any], config: WeightsConfig
+) -> WeightUpdater:
+    """Agree on the model's tensors and on the transport, and create the staging memory. Called on all ranks."""
+    manifest = _agree_on_manifest(ranks.coordinator, server_args)
+    layout = plan_arena(manifest.tensors)
+
+    def decide(_: list[Json]) -> Json:
+        """On rank 0."""
+        assert backend is not None
+        transport = _choose_transport(backend, ranks.placement.nnodes, config, layout.size_bytes)
+        return {"transport": transport, "weight_version": backend.weight_version}
+
+    decided = ranks.coordinator.agree(ranks.coordinator.next_call_id("transport"), decide, action_timeout_s=10.0)
+    start = _start_streamed if is_streamed(decided["transport"]) else _start_staged
+    return start(ranks, backend, manifest, decided["weight_version"], config, decided["transport"])
+
+
+def _choose_transport(backend: Backend, nnodes: int, config: WeightsConfig, model_bytes: int) -> str:
+    """The name of the transport. `model_bytes`: size of the staging memory for the whole model.
+
+    Raises BadInputError for a transport that does not support several nodes or exceeds `max_staging_bytes`.
+    """
+    limit = config.max_staging_bytes
+    transport = config.transport
+    if transport == "auto":
+        transport = backend.nearest_transport
+        if transport == "shared_memory" and limit is not None and model_bytes > limit and nnodes == 1:
+            transport = "buckets"
+    if nnodes > 1 and transport != "shared_memory":
+        raise BadInputError(
+            f"weight transport {transport!r} does not support nnodes={nnodes}: do not set `transport` in WeightsConfig"
+        )
+    if limit is not None and model_bytes > limit and not is_streamed(transport):
+        raise BadInputError(
+            f"staging this model for the transport {transport!r} takes {model_bytes} bytes of memory, more than "
+            f"max_staging_bytes={limit}; raise the limit or use the transport 'buckets'"
+        )
+    return transport
+
+
+def _start_staged(
+    ranks: EngineRanks,
+    backend: Backend | None,
+    manifest: Manifest,
+    version: int,
+    config: WeightsConfig,
+    transport: str,
+) -> WeightUpdater:
+    """Create an arena on the first rank of each node. With one node, every rank maps that arena if all ranks can."""
+    layout, placement = plan_arena(manifest.tensors), ranks.placement
+    arena = Arena.create(layout) if placement.is_node_leader else None
+    paths = _gather_values(ranks.coordinator, "arena", arena.path if arena else None)
+    shared = False
+    if placement.nnodes == 1:
+        arena, shared = _map_on_all_ranks(ranks.coordinator, arena, lambda: Arena.open(paths[0], layout))
+    arena = arena or Arena.create(layout)  # a rank on another machine: pages that are never written use no memory
+    sender = None
+    if backend is not None:
+        settings = SenderSettings(
+            arena=arena,
+            layout=layout,
+            timeout_s=ranks.timeout_s,
+            arena_paths=paths,
+            ranks_per_node=placement.ranks_per_node if placement.nnodes > 1 else 0,
+            node_rank=placement.node_rank,
+            folder=None if config.folder is None else str(config.folder),
+            host=config.host or backend.trainer_host,
+        )
+        logger.info("weights are staged in %.1f MB of memory and go by %s", layout.size_bytes / 1e6, transport)
+        sender = sender_class(transport)(settings)
+    writers = ranks.global_ranks if shared else frozenset()
+    return StagedUpdater(ranks, manifest, version, layout, arena, writers, sender)
+
+
+def _start_streamed(
+    ranks: EngineRanks,
+    backend: Backend | None,
+    manifest: Manifest,
+    version: int,
+    config: WeightsConfig,
+    transport: str,
+) -> WeightUpdater:
+    """Create one double buffer that all ranks write, or, when the buffers lie on GPUs, one on each rank's GPU."""
+    stream, group = stream_class(transport), ranks.coordinator
+    layout = plan_double_buffer(manifest.tensors, config.max_staging_bytes, stream.in_host_memory)
+    leads = group.rank == 0 or not stream.in_host_memory
+    if group.size > MAX_WRITERS:
+        raise UnsupportedError(f"{group.size} trainer ranks are more than the {MAX_WRITERS} that can write one buffer")
+    buffer: DoubleBuffer | None = None
+    description: Any = None
+    failure: VerlServerError | None = None
+    try:
+        if leads:
+            buffer = stream.create(layout)
+            description = stream.describe(buffer)
+    except Exception as error:  # noqa: BLE001 - all ranks must raise it
+        failure = (
+            error
+            if isinstance(error, VerlServerError)
+            else VerlServerError(f"the staging memory cannot be created: {type(error).__name__}: {error}")
+        )
+    try:
+        descriptions = _gather_values(group, "double_buffer", description, failure)
+    except BaseException:
+        if buffer is not None:
+            buffer.close()  # memory of a GPU is not freed automatically
+        raise
+    logger.info("weights go by %s, through %.1f MB of memory", transport, len(descriptions) * layout.size_bytes / 1e6)
+    seat, writers = None, ranks.global_ranks if group.size == 1 else frozenset()
+    if stream.in_host_memory:
+        buffer, shared = _map_on_all_ranks(group, buffer, lambda: stream.open(descriptions[0], layout))
+        writers = ranks.global_ranks if shared else frozenset()
+        if shared or leads:
+            assert buffer is not None
+            seat = Seat(buffer, group.rank if shared else 0, group.size if shared else 1, leads, number=0)
+    else:
+        assert buffer is not None
+        seat = Seat(buffer, 0, 1, leads=True, number=group.rank)
+    return StreamedUpdater(ranks, manifest, version, transport, layout, seat, writers, descriptions)
+
+
+def _gather_values(group: RankCoordinator, call: str, value: Any, error: VerlServerError | None = None) -> list[Any]:
+    """The values of all ranks in the order of the ranks, without None. With an `error`, all ranks raise that error."""
+    values: list[Any] = group.agree(
+        group.next_call_id(call),
+        lambda contributions: [item["value"] for item in contributions if item["value"] is not None],
+        contribution={"value": value},
+        error=error,
+        action_timeout_s=10.0,
+    )
+    return values
+
+
+def _map_on_all_ranks(group: RankCoordinator, created: M | None, open_memory: Callable[[], M]) -> tuple[M | None, bool]:
+    """Map the memory that rank 0 created. Returns the mapped memory, and whether every rank has mapped it.
+
+    When a rank cannot map it (it runs on another machine), only the rank that created the memory keeps it; the other
+    ranks get None.
+    """
+    mapped = created
+    if mapped is None:
+        with contextlib.suppress(OSError):  # this rank runs on another machine
+            mapped = open_memory()
+    everywhere = len(_gather_values(group, "mapped", True if mapped is not None else None)) == group.size
+    if not everywhere and created is None and mapped is not None:
+        mapped.close()
+        mapped = None
+    return mapped, everywhere
+
+
+def _agree_on_manifest(group: RankCoordinator, server_args: Mapping[str, Any]) -> Manifest:
+    """The tensors that the model of rank 0's server arguments accepts, on all ranks."""
+
+    def describe(_: list[Json]) -> Json:
+        manifest = read_manifest(server_args)
+        tensors = {name: [list(spec.shape), spec.dtype] for name, spec in manifest.tensors.items()}
+        return {"tensors": tensors, "ignored": sorted(manifest.ignored)}
+
+    wire = group.agree(group.next_call_id("manifest"), describe, action_timeout_s=120.0)
+    tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in wire["tensors"].items()}
+    return Manifest(tensors, frozenset(wire["ignored"]))

@@ -1,0 +1,233 @@
+"""`ManagedBackend`: a fleet of a `RolloutManager` as the backend of one `VerlEngine` at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter.event_loop_thread import EventLoopThread
+from verl_server.config import PauseMode, RolloutMode
+from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
+from verl_server.rollout.fleet import Fleet
+from verl_server.rollout.launcher import Launcher
+from verl_server.rollout.memory import FleetMemory
+from verl_server.rollout.modes import capabilities_of
+from verl_server.rollout.recovery import RecoveryLoop
+from verl_server.rollout.updates import FleetUpdates
+from verl_server.router.dispatcher import Dispatcher, gather_all
+from verl_server.router.resumable_generation import split_batch
+from verl_server.types import Member
+from verl_server.weights.update.servers import ReplayFn
+
+Json = dict[str, Any]
+R = TypeVar("R")
+
+
+class FleetLoras:
+    """The LoRA adapters of a fleet. A server that is started later gets the adapters of the others."""
+
+    def __init__(self) -> None:
+        self._adapters: dict[str, tuple[dict[str, Any], Json]] = {}
+        """Tensors and config of each adapter that all servers have."""
+        self._lock = threading.RLock()
+
+    def load(self, call_all: CallAll, name: str, tensors: Mapping[str, Any], config: Json) -> None:
+        with self._lock:
+            call_all(lambda adapter: adapter.load_lora_adapter_from_tensors(name, tensors, config))
+            self._adapters[name] = dict(tensors), config
+
+    def unload(self, call_all: CallAll, name: str) -> None:
+        with self._lock:
+            self._adapters.pop(name, None)
+            call_all(lambda adapter: adapter.unload_lora_adapter(name))
+
+    def prepare_server(self, adapter: HttpServerEngineAdapter, begin: Callable[[], None]) -> None:
+        """Load all adapters into a new server, then call `begin`, before another adapter can be loaded."""
+        with self._lock:
+            for name, (tensors, config) in self._adapters.items():
+                adapter.load_lora_adapter_from_tensors(name, tensors, config)
+            begin()
+
+
+CallAll = Callable[[Callable[[HttpServerEngineAdapter], object]], None]
+"""Calls a function for every running server of a fleet."""
+
+
+class ManagedBackend:
+    """Implements `verl_server.engine.backend.FleetBackend` with the parts of a fleet.
+
+    `shutdown` only ends the use by the engine: the fleet belongs to its `RolloutManager`.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        recovery: RecoveryLoop,
+        updates: FleetUpdates,
+        memory: FleetMemory,
+        loras: FleetLoras,
+        dispatcher: Dispatcher,
+        loop: EventLoopThread,
+        launcher: Launcher,
+        mode: RolloutMode,
+    ) -> None:
+        self._fleet, self._recovery, self._updates, self._memory, self._loras = fleet, recovery, updates, memory, loras
+        self._dispatcher, self._loop, self._launcher, self._mode = dispatcher, loop, launcher, mode
+        self._lock = threading.Lock()
+        self._is_attached = False
+        self._failure: VerlServerError | None = None
+        """Error of all calls of the attached engine, after `fail`."""
+        self._calls: set[concurrent.futures.Future[Any]] = set()
+        """Generation calls in flight."""
+
+    # -- attachment -----------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        with self._lock:
+            if self._fleet.closed.is_set():
+                raise ShutDownError("the fleet was shut down")
+            if self._is_attached:
+                raise BadInputError("another VerlEngine uses this fleet: shut that engine down first")
+            self._is_attached, self._failure = True, None
+
+    def fail(self, error: VerlServerError) -> None:
+        """Make the generation calls of the attached engine raise `error`. The servers are not affected."""
+        with self._lock:
+            self._failure = self._failure or error
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+
+    def shutdown(self) -> None:
+        with self._lock:
+            if not self._is_attached:
+                return
+        if not self._fleet.closed.is_set():
+            self._updates.detach()
+        with self._lock:
+            self._is_attached, self._failure = False, None
+
+    @property
+    def weight_version(self) -> int:
+        return self._fleet.weight_version
+
+    @property
+    def nearest_transport(self) -> str:
+        """Raises BadInputError for a fleet that takes no weights."""
+        capabilities = capabilities_of(self._mode)
+        if not capabilities.takes_weights:
+            raise BadInputError(
+                f"a {self._mode} fleet keeps the weights of its checkpoint: use it without a VerlEngine, through "
+                "`RolloutManager.generate` or `RolloutManager.router`"
+            )
+        return capabilities.transport or ("shared_memory" if self._launcher.is_local else "distributed")
+
+    @property
+    def trainer_host(self) -> str:
+        return self._launcher.trainer_host
+
+    @property
+    def adapter(self) -> HttpServerEngineAdapter:
+        """The adapter of a replica that serves. Raises ServerDiedError when there is none."""
+        for adapter in self._fleet.serving_adapters():
+            return adapter
+        raise self._failure or ServerDiedError("no replica of the fleet serves requests")
+
+    # -- generation -----------------------------------------------------------------------------------
+
+    def generate(self, **request: Any) -> Any:
+        """Generate through the router of this process. Prompts of a batch are distributed over the replicas."""
+        return self._run(self.route(request))
+
+    def route(self, request: Json) -> Coroutine[Any, Any, Any]:
+        """The coroutine of `generate`, for the event loop of the router. Raises BadInputError."""
+        request = dict(request)
+        rid = request.pop("rid", None)
+        requests = split_batch(request)
+        if requests is None:
+            return self._dispatcher.generate(request, rid=rid)
+        rids = [None] * len(requests) if rid is None else rid
+        if not isinstance(rids, list) or len(rids) != len(requests):
+            raise BadInputError(f"{len(requests)} prompts need a list of {len(requests)} request ids, got rid={rid!r}")
+        return gather_all(
+            self._dispatcher.generate(one, rid=one_rid) for one, one_rid in zip(requests, rids, strict=True)
+        )
+
+    def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Run in the router's event loop. `fail` cancels the call, which then raises the failure."""
+        with self._lock:
+            if self._failure is not None:
+                coroutine.close()
+                raise self._failure
+            call = self._loop.submit(coroutine)
+            self._calls.add(call)
+        try:
+            return call.result()
+        except concurrent.futures.CancelledError:
+            raise self._failure or ShutDownError("the fleet was shut down") from None
+        except BaseException:
+            call.cancel()  # an interrupt of the caller also ends the generation
+            raise
+        finally:
+            with self._lock:
+                self._calls.discard(call)
+
+    async def async_generate(self, **request: Any) -> Any:
+        return await asyncio.to_thread(self.generate, **request)
+
+    def generate_stream(self, **request: Any) -> Iterator[Json]:
+        """Stream from one replica. A stream is not continued on another replica."""
+        return self.adapter.generate_stream(**request)
+
+    def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]:
+        return self.adapter.asynchronous.generate_stream(**request)
+
+    def flush_cache(self) -> None:
+        self._call_all(lambda adapter: adapter.flush_cache())
+
+    def _call_all(self, call: Callable[[HttpServerEngineAdapter], object]) -> None:
+        self._recovery.call_all(self._fleet.require_servers(), call)
+
+    # -- weight updates, adapters and memory ----------------------------------------------------------
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return self._updates.members
+
+    def pause(self, mode: PauseMode) -> None:
+        self._updates.pause(mode)
+
+    def resume(self) -> None:
+        self._updates.resume()
+
+    def begin_weight_update(self) -> None:
+        self._updates.begin_weight_update()
+
+    def load(self, wires: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
+        self._updates.load(wires, weight_version, flush_cache)
+
+    def end_weight_update(self) -> None:
+        self._updates.end_weight_update()
+
+    def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
+        self._updates.published(version, whole, replay)
+
+    def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
+        self._loras.load(self._call_all, name, tensors, config)
+
+    def unload_lora(self, name: str) -> None:
+        self._loras.unload(self._call_all, name)
+
+    def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
+        self._memory.release(tags)
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None) -> None:
+        self._memory.resume(tags)
+
+    @property
+    def released_memory(self) -> frozenset[str]:
+        return self._fleet.released_memory

@@ -1,0 +1,115 @@
+"""`FleetMemory`: releases the memory of all replicas of a fleet, and takes it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter.sglang.payloads import validate_memory_tags
+from verl_server.config import MemoryTag, RolloutMode
+from verl_server.errors import BadInputError, ServerBusyError, VerlServerError
+from verl_server.rollout.fleet import Fleet
+from verl_server.rollout.modes import capabilities_of
+from verl_server.rollout.recovery import RecoveryLoop
+from verl_server.router.targets import RoutingTargets
+
+
+class FleetMemory:
+    """The memory of a fleet. Either all replicas release a memory tag, or none."""
+
+    def __init__(
+        self, fleet: Fleet, recovery: RecoveryLoop, targets: RoutingTargets, mode: RolloutMode, model_path: str
+    ) -> None:
+        self._fleet, self._recovery, self._targets = fleet, recovery, targets
+        self._mode, self._model_path = mode, model_path
+
+    def release(self, tags: Sequence[str] | None) -> None:
+        """Release the memory of `tags`. None: all memory.
+
+        Raises BadInputError for a standalone fleet and for tags that are released, ServerBusyError while requests run.
+        """
+        if not capabilities_of(self._mode).releases_memory:
+            raise BadInputError(
+                f"a {self._mode} fleet has its devices for itself, so it does not release memory; use the mode hybrid "
+                "or colocated"
+            )
+        fleet, requested = self._fleet, frozenset(validate_memory_tags(tags))
+        if already_released := sorted(fleet.released_memory & requested):
+            raise BadInputError(f"{already_released} is released already")
+        released_before, undefined_before = fleet.released_memory, fleet.weights_undefined
+        fleet.set_admission_paused(True)
+        try:
+            self._targets.wait_until_applied()
+            running = sum(self._targets.replica_stats(replica.name).running_requests for replica in fleet.replicas)
+            if running:
+                raise ServerBusyError(
+                    f"{running} requests run in the fleet: wait until they have ended or abort them, then release"
+                )
+            fleet.set_released_memory(released_before | requested)  # from now on no server is taken into use
+            try:
+                self._release_all(requested)
+            except BaseException:
+                fleet.weights_undefined = undefined_before
+                fleet.set_released_memory(released_before)
+                raise
+        finally:
+            fleet.set_admission_paused(False)
+
+    def _release_all(self, requested: frozenset[str]) -> None:
+        for replica in self._fleet.replicas:
+            if replica.adapter is None:
+                replica.preempt_start()
+        servers = self._fleet.servers()
+        try:
+            self._recovery.call_all(servers, lambda adapter: adapter.release_memory_occupation(sorted(requested)))
+        except VerlServerError as error:
+            # Some replicas may have released. What they released is lost, so their servers are started again.
+            for replica, adapter in servers:
+                if adapter.released_memory & requested:
+                    self._recovery.recover(replica, adapter, error)
+            raise
+
+    def resume(self, tags: Sequence[str] | None) -> None:
+        """Take the memory of `tags` back. None: all released memory.
+
+        The weights are undefined afterwards and must be pushed. A fleet that takes no pushed weights loads its
+        checkpoint again. Raises BadInputError for tags that are not released.
+        """
+        fleet = self._fleet
+        requested = fleet.released_memory if tags is None else frozenset(validate_memory_tags(tags))
+        if not requested or requested - fleet.released_memory:
+            missing = sorted(requested - fleet.released_memory) or "nothing"
+            raise BadInputError(f"{missing} is released; released memory: {sorted(fleet.released_memory)}")
+        servers = fleet.servers()  # servers that ended meanwhile are started when all memory is resumed
+        if capabilities_of(self._mode).takes_weights:
+            self._recovery.call_all(servers, lambda adapter: _resume_server(adapter, requested, None))
+        else:
+            # A server whose checkpoint cannot be loaded has undefined weights: it is started again.
+            self._recovery.call_all(
+                servers,
+                lambda adapter: _resume_server(adapter, requested, self._model_path),
+                restart_on=VerlServerError,
+            )
+            if MemoryTag.WEIGHTS in requested:
+                fleet.finish_update(whole=True)
+        fleet.set_released_memory(fleet.released_memory - requested)
+
+
+def _resume_server(adapter: HttpServerEngineAdapter, tags: frozenset[str], model_path: str | None) -> None:
+    """Resume those of `tags` that this server has released.
+
+    With `model_path`, resumed weights are loaded from that checkpoint before generation continues.
+    """
+    released = tags & adapter.released_memory
+    if not released:
+        return
+    if model_path is None or MemoryTag.WEIGHTS not in released:
+        adapter.resume_memory_occupation(sorted(released))
+        return
+    continues_generation = released == adapter.released_memory and not adapter.paused
+    if continues_generation:
+        adapter.pause_generation()
+    adapter.resume_memory_occupation(sorted(released))
+    adapter.update_weights_from_disk(model_path)
+    if continues_generation:
+        adapter.continue_generation()

@@ -1,0 +1,167 @@
+"""One server that Ray actors run: `ServerActor` on each node of the server, and `RayServer`, which supervises them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from verl_server.adapter.sglang.launch import launch_sglang_server
+from verl_server.config import AdapterConfig
+from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError, to_wire
+from verl_server.server.exit_status import ExitNotifier, ExitStatus
+from verl_server.server.ports import PortReservation, join_host_port
+from verl_server.server.supervisor import ServerPids
+from verl_server.weights.broadcast.machine import machine_id
+
+Json = dict[str, Any]
+
+POLL_INTERVAL_S = 0.5
+ANSWER_TIMEOUT_S = 30.0
+"""Seconds within which an actor on a living node answers a short call."""
+
+
+class ServerActor:
+    """Ray actor that starts the server of one node, watches it and ends it.
+
+    Its methods run in threads, so the actor answers while one method waits.
+    """
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._server: Any = None
+
+    def describe_node(self) -> Json:
+        """The node's address, its machine id, and a free address on it for SGLang's distributed initialization."""
+        host = ray.util.get_node_ip_address()
+        reservation = PortReservation(host)
+        reservation.release()
+        return {"host": host, "machine": machine_id(), "free_address": join_host_port(host, reservation.port)}
+
+    def start(self, server_args: Json, config: AdapterConfig) -> Json:
+        """Start the server and wait until it is ready. Returns URL, process id and keys, or an error as JSON."""
+
+        def check_abort() -> VerlServerError | None:
+            return ShutDownError("the replica was stopped while it started") if self._stopped.is_set() else None
+
+        try:
+            server = launch_sglang_server(server_args, config, {}, check_abort)
+        except Exception as error:  # noqa: BLE001 - the process that starts the replica raises it
+            return {"error": to_wire(error)}
+        with self._lock:
+            self._server = server
+        if self._stopped.is_set():
+            self.stop()
+        keys = {"api_key": server.api_key, "admin_api_key": server.admin_api_key}
+        return {"base_url": server.base_url, "pid": server.process.pids.main, **keys}
+
+    def remote_server(self) -> Json | None:
+        """The fields of a `RemoteServer`, for other jobs. None while the server is not ready or has ended."""
+        server = self._server
+        if server is None or server.process.exit is not None:
+            return None
+        return {"base_url": server.base_url, "api_key": server.api_key, "admin_api_key": server.admin_api_key}
+
+    def watch(self, timeout_s: float) -> Json:
+        """How the server ended, if it ends within `timeout_s` seconds, and the CPU seconds of its schedulers."""
+        exit_status = self._server.process.wait_exit(timeout_s)
+        return {
+            "exit": None if exit_status is None else asdict(exit_status),
+            "cpu_s": 0.0 if exit_status is not None else self._server.process.scheduler_seconds(),
+        }
+
+    def stop(self) -> None:
+        """End the server."""
+        self._stopped.set()
+        with self._lock:
+            if self._server is not None:
+                self._server.process.stop()
+
+
+class RayServer(ExitNotifier):
+    """A `Supervisor` of a server that Ray actors run. It holds the handles of the actors."""
+
+    log_path: Path | None = None
+    """The log files are on the nodes of the actors."""
+
+    def __init__(self, name: str, actors: Sequence[Any], free_resources: Callable[[], None], pid: int) -> None:
+        """`pid`: process id of the server main on the first node. `free_resources` returns the devices to Ray."""
+        super().__init__()
+        self._name, self._actors, self._free_resources = name, list(actors), free_resources
+        self._pids = ServerPids(main=pid, warden=None, workers=())
+        self._cpu_s = 0.0
+        threading.Thread(target=self._watch, name=f"verl-server-{name}-watch", daemon=True).start()
+
+    @property
+    def pids(self) -> ServerPids:
+        """Process id of the server main on the machine of the first node."""
+        return self._pids
+
+    def _watch(self) -> None:
+        """Ask all actors repeatedly. The first end that an actor reports is the end of the server."""
+        while self.exit is None:
+            try:
+                reports = ray.get(
+                    [actor.watch.remote(POLL_INTERVAL_S) for actor in self._actors], timeout=ANSWER_TIMEOUT_S
+                )
+            except GetTimeoutError:
+                continue  # a busy node; a call to a dead node raises RayError
+            except RayError as error:
+                self.note_exit(ExitStatus(f"its Ray actor: {first_line(error)}", None, ""))
+                return
+            except Exception as error:  # noqa: BLE001 - Ray itself was shut down
+                self.note_exit(ExitStatus(f"Ray: {first_line(error)}", None, ""))
+                return
+            self._cpu_s = sum(report["cpu_s"] for report in reports)
+            for report in reports:
+                if report["exit"] is not None:
+                    self.note_exit(ExitStatus(**report["exit"]))
+
+    def died(self, url: str) -> ServerDiedError:
+        exit_status = self.exit
+        assert exit_status is not None
+        return ServerDiedError(
+            f"the server of {self._name} at {url} ended ({exit_status.describe()}) while it was needed",
+            exit_code=exit_status.code,
+            log_tail=exit_status.log_tail,
+            url=url,
+        )
+
+    def scheduler_seconds(self) -> float:
+        return self._cpu_s
+
+    def stop(self, deadline_s: float = 10.0) -> None:
+        end_actors(self._actors, deadline_s)
+        self.note_exit(ExitStatus("stop", None, ""))
+        with contextlib.suppress(Exception):  # Ray may be shut down; it has taken the devices back then
+            self._free_resources()
+
+
+def end_actors(actors: Sequence[Any], deadline_s: float) -> None:
+    """End the servers of the actors within `deadline_s` seconds, then the actors."""
+    stops = [actor.stop.remote() for actor in actors]
+    with contextlib.suppress(Exception):  # an actor that is dead or too slow: its server ends with it
+        ray.get(stops, timeout=deadline_s)
+    for actor in actors:
+        with contextlib.suppress(Exception):
+            ray.kill(actor)
+
+
+def node_arguments(server_args: Mapping[str, Any], node: int, nodes: Sequence[Json]) -> Json:
+    """The server arguments of one node. `nodes`: what `ServerActor.describe_node` returned on each node."""
+    args = {**server_args, "host": server_args.get("host") or nodes[node]["host"]}
+    if len(nodes) > 1:
+        args.update(nnodes=len(nodes), node_rank=node, dist_init_addr=nodes[0]["free_address"])
+    return args
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
