@@ -1,4 +1,4 @@
-"""The doctor: values in, findings out; and the real command on this machine."""
+"""Tests of the doctor: the pure checks, and the command on this machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_real_machine_and_real_model(tiny: Callable[..., Path]) -> None:
     assert {"SGLang", "SGLang platform", "Staging memory", "Open files", "Proxies", "Fits"} <= titles
 
 
-def test_ranks_that_do_not_fit_fail_and_name_the_fix(tiny: Callable[..., Path]) -> None:
+def test_an_indivisible_number_of_ranks_fails_and_names_the_fix(tiny: Callable[..., Path]) -> None:
     code, report = run_doctor(str(tiny("qwen3")), "--tp", "3")
     (failed,) = [finding for finding in report["findings"] if finding["level"] == "fail"]
     assert code == 1
@@ -63,7 +63,7 @@ def test_sglang_versions(version: str | None, level: Level) -> None:
     assert packages.check_sglang(version).level is level
 
 
-def test_packages_against_what_sglang_asks_for() -> None:
+def test_packages_against_the_requirements_of_sglang() -> None:
     assert packages.check_package("torch", "2.14.1+cu130", "==2.14.1").level is Level.OK
     assert packages.check_package("torch", "2.9.0", "==2.14.1").level is Level.WARN
     assert packages.check_package("torch", None, "").level is Level.FAIL
@@ -72,7 +72,7 @@ def test_packages_against_what_sglang_asks_for() -> None:
     assert "torch" in packages.wanted_by_sglang()
 
 
-def test_missing_bytecode_matters_only_when_it_stays_missing(tmp_path: Path) -> None:
+def test_missing_bytecode_is_a_problem_only_if_python_cannot_write_it(tmp_path: Path) -> None:
     assert packages.check_bytecode([], written=False, site_packages="x").level is Level.OK
     assert packages.check_bytecode(["a.py"], written=True, site_packages="x").level is Level.OK
     missing = packages.check_bytecode(["a.py"], written=False, site_packages="/some/folder")
@@ -88,7 +88,7 @@ def test_missing_bytecode_matters_only_when_it_stays_missing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("hardware", "level", "word"),
+    ("hardware", "level", "expected"),
     [
         (Hardware("cuda", devices=1, torch_cuda="13.0", driver_cuda=(13, 0)), Level.OK, "torch for 13.0"),
         (Hardware(None, cores=8), Level.OK, "8 cores"),
@@ -100,17 +100,17 @@ def test_missing_bytecode_matters_only_when_it_stays_missing(tmp_path: Path) -> 
         (Hardware(None, nvidia_device=True, torch_cuda="13.0", driver_cuda=(13, 1)), Level.FAIL, "cannot use"),
     ],
 )
-def test_accelerators(hardware: Hardware, level: Level, word: str) -> None:
+def test_accelerators(hardware: Hardware, level: Level, expected: str) -> None:
     finding = accelerator.check_accelerator(hardware)
     assert finding.level is level
-    assert word in finding.detail
+    assert expected in finding.detail
 
 
-def test_gpu_memory_of_others() -> None:
+def test_gpu_memory_that_is_in_use() -> None:
     gpus = parse_gpus("NVIDIA H200, 143771, 143000\nNVIDIA H200, 143771, 40000\nNVIDIA X, [N/A], [N/A]\n")
     assert [gpu.name for gpu in gpus] == ["NVIDIA H200", "NVIDIA H200"]
-    (taken,) = accelerator.check_gpu_memory(gpus)
-    assert (taken.title, taken.level) == ("GPU 1", Level.WARN)
+    (in_use,) = accelerator.check_gpu_memory(gpus)
+    assert (in_use.title, in_use.level) == ("GPU 1", Level.WARN)
     assert visible(gpus, "1") == (gpus[1],)
     assert visible(gpus, None) == visible(gpus, "GPU-1234") == gpus
 
@@ -147,7 +147,7 @@ def test_memory() -> None:
     assert memory.available_memory() > 0
 
 
-def test_orphans_are_told_from_children_of_a_launcher() -> None:
+def test_orphans_differ_from_children_of_a_launcher() -> None:
     def tree(init: str) -> list[leftovers.Process]:
         return [
             leftovers.Process(1, 0, init),
@@ -244,7 +244,7 @@ def test_facts_of_every_family(tiny: Callable[..., Path]) -> None:
     assert unknown.level is Level.FAIL
 
 
-def test_folders_that_are_no_models(tmp_path: Path) -> None:
+def test_folders_without_a_model(tmp_path: Path) -> None:
     assert checkpoint.check_missing("/no/such/folder").level is Level.FAIL
     assert checkpoint.check_missing("nobody/no-such-model").level is Level.WARN
     facts, finding = checkpoint.read_config(tmp_path)
@@ -276,7 +276,7 @@ def test_weights_are_counted_from_the_headers(tiny: Callable[..., Path], tmp_pat
     assert "missing" in weight_checks.read_weights(tmp_path)[1][0]
 
 
-def test_what_fits() -> None:
+def test_whether_weights_fit() -> None:
     def fit(weights: int, *, tp: int = 1, free: int, on_cpu: bool = False) -> Level:
         return weight_checks.check_fit(weights, 1024, tp=tp, free=free, on_cpu=on_cpu, context=2048).level
 

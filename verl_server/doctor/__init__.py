@@ -1,7 +1,7 @@
-"""`verl-server doctor`: is this machine ready, and does this model fit it?
+"""`verl-server doctor`: checks whether this machine can run servers, and whether a model fits on it.
 
-Each file looks at one topic. Its `check_*` functions are pure: values in, findings out. Its `probe_*`
-functions and `examine` read the machine; they start no server and change nothing.
+Each file checks one topic. The `check_*` functions are pure: they turn values into findings. The `probe_*` functions
+and `examine` read the machine. No function starts a server or changes the machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ __all__ = ["Finding", "Level", "examine"]
 
 
 def examine(model: str | None = None, *, tp: int = 1, dtype: str = "auto") -> dict[str, list[Finding]]:
-    """All findings, by section of the report. Imports torch."""
+    """Run all checks and return the findings by section of the report. Imports torch.
+
+    `model` is a folder or a name on the Hugging Face Hub; without it only the machine is checked. `tp` is the number
+    of tensor parallel ranks, `dtype` the --dtype of the server.
+    """
     from verl_server.doctor import accelerator, checkpoint, hardware, leftovers, limits, memory, network, packages
 
     facts = hardware.probe()

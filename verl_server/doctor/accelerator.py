@@ -1,4 +1,4 @@
-"""Can the server use the accelerator of this machine, and which platform will SGLang choose for it?"""
+"""Checks of the accelerator, of its free memory, and of the platform that SGLang selects."""
 
 from __future__ import annotations
 
@@ -10,50 +10,51 @@ from verl_server.doctor.hardware import Gpu, Hardware
 
 PLATFORM_GROUP = "sglang.srt.platforms"
 OUR_PLATFORM = "verl_server_cpu"
-REINSTALL = "Install verl-server again in this environment (pip install verl-server, or pip install -e . in a clone)."
-TAKEN_BEFORE_START = 0.15
+REINSTALL = "Reinstall verl-server in this environment: pip install verl-server, or pip install -e . in a clone."
+#: Share of a GPU's memory that may be in use before the check warns.
+IN_USE_SHARE = 0.15
 
 
 def check_accelerator(hardware: Hardware) -> Finding:
-    """Can torch use what is in the machine?"""
+    """Check whether torch can use the accelerator of this machine."""
     title = "Accelerator"
     if hardware.accelerator is not None:
         names = ", ".join(sorted({gpu.name for gpu in hardware.gpus})) or hardware.accelerator
-        return ok(title, f"{hardware.devices} x {names}{_cuda_words(hardware)}")
+        return ok(title, f"{hardware.devices} x {names}{_describe_cuda(hardware)}")
     if hardware.nvidia_device and not hardware.hidden:
         return _unusable_gpu(hardware)
     if hardware.cores < 2:
         return warn(
             title,
-            "none, and one CPU core",
-            symptom="server and trainer take turns on the core: starts take minutes",
-            fix="Give the machine or container two cores or more.",
+            "none, and only one CPU core",
+            symptom="the server and the trainer share one core: a server takes minutes to start",
+            fix="Give the machine or the container at least two cores.",
         )
-    why = "hidden by CUDA_VISIBLE_DEVICES" if hardware.nvidia_device else "none"
-    return ok(title, f"{why}: the CPU platform will be used, on {hardware.cores} cores")
+    reason = "hidden by CUDA_VISIBLE_DEVICES" if hardware.nvidia_device else "none"
+    return ok(title, f"{reason}; servers will use the CPU platform with {hardware.cores} cores")
 
 
 def _unusable_gpu(hardware: Hardware) -> Finding:
-    found, symptom = "there is an NVIDIA GPU, but ", "the server runs on the CPU, or ends with a CUDA error"
+    found, symptom = "this machine has an NVIDIA GPU, but ", "the server runs on the CPU, or ends with a CUDA error"
     if hardware.torch_cuda is None:
         return fail(
             "Accelerator",
             found + "torch was built without CUDA",
             symptom=symptom,
-            fix="Install the CUDA build of torch (the plain `pip install torch` on Linux).",
+            fix="Install the CUDA build of torch: on Linux, `pip install torch` without an index URL.",
         )
     needed = _parse(hardware.torch_cuda)
     if hardware.driver_cuda is None:
         return fail(
             "Accelerator",
-            found + "its driver library (libcuda.so.1) is not visible here",
+            found + "the driver library libcuda.so.1 cannot be loaded",
             symptom=symptom,
-            fix="Start the container with the NVIDIA runtime (docker run --gpus all), or install the driver.",
+            fix="Start the container with the NVIDIA runtime (docker run --gpus all), or install the NVIDIA driver.",
         )
     if hardware.driver_cuda[0] < needed[0]:
         return fail(
             "Accelerator",
-            f"{found}its driver supports CUDA {_dotted(hardware.driver_cuda)} and torch needs {hardware.torch_cuda}",
+            f"{found}the driver supports CUDA {_dotted(hardware.driver_cuda)} and torch needs {hardware.torch_cuda}",
             symptom="The NVIDIA driver on your system is too old (found version ...)",
             fix=f"Update the driver, or install a torch built for CUDA {hardware.driver_cuda[0]}.",
         )
@@ -61,38 +62,43 @@ def _unusable_gpu(hardware: Hardware) -> Finding:
         "Accelerator",
         found + "torch cannot use it",
         symptom=symptom,
-        fix="Run `python -c 'import torch; torch.cuda.init()'` and nvidia-smi: one of them names the reason.",
+        fix="Run `python -c 'import torch; torch.cuda.init()'` and `nvidia-smi`; one of them prints the reason.",
     )
 
 
 def check_gpu_memory(gpus: tuple[Gpu, ...]) -> list[Finding]:
-    """Is the GPUs' memory free before a server starts?"""
+    """Check that the memory of the GPUs is free before a server starts."""
     return [
         warn(
             f"GPU {index}",
-            f"{gib(gpu.total - gpu.free)} of {gib(gpu.total)} are taken already",
+            f"{gib(gpu.total - gpu.free)} of {gib(gpu.total)} are already in use",
             symptom="Not enough memory. Please try to increase --mem-fraction-static",
-            fix="See who holds it with nvidia-smi; a colocated trainer is fine if --mem-fraction-static leaves room.",
+            fix="Find the processes with nvidia-smi and end them. If a colocated trainer uses the memory, lower "
+            "--mem-fraction-static.",
         )
         for index, gpu in enumerate(gpus)
-        if gpu.total - gpu.free > gpu.total * TAKEN_BEFORE_START
+        if gpu.total - gpu.free > gpu.total * IN_USE_SHARE
     ]
 
 
 def check_platform(registered: tuple[str, ...], *, selected: str, cpu_engine: bool, accelerator: str | None) -> Finding:
-    """Which platform SGLang will choose. `selected` is SGLANG_PLATFORM, `cpu_engine` SGLANG_USE_CPU_ENGINE=1."""
-    title, symptom = "SGLang platform", "the server ends at once with RuntimeError about the platform"
+    """Check which platform SGLang selects.
+
+    `registered` are the installed platform plugins, `selected` is the value of SGLANG_PLATFORM, and `cpu_engine` is
+    True when SGLANG_USE_CPU_ENGINE is 1.
+    """
+    title, symptom = "SGLang platform", "the server ends at its start with a RuntimeError about the platform"
     if selected and selected not in registered:
         return fail(
             title,
-            f"SGLANG_PLATFORM={selected} names no installed plugin (installed: {', '.join(registered) or 'none'})",
+            f"SGLANG_PLATFORM={selected} is not an installed plugin (installed: {', '.join(registered) or 'none'})",
             symptom=symptom,
             fix="unset SGLANG_PLATFORM",
         )
     if selected == OUR_PLATFORM and (accelerator or cpu_engine):
         return fail(
             title,
-            f"SGLANG_PLATFORM={selected}, but that platform steps back for "
+            f"SGLANG_PLATFORM={selected}, but this platform is not available with "
             + (f"the {accelerator} device" if accelerator else "SGLANG_USE_CPU_ENGINE=1"),
             symptom=symptom,
             fix="unset SGLANG_PLATFORM" if accelerator else "unset SGLANG_USE_CPU_ENGINE",
@@ -102,34 +108,34 @@ def check_platform(registered: tuple[str, ...], *, selected: str, cpu_engine: bo
     if cpu_engine:
         return warn(
             title,
-            "SGLANG_USE_CPU_ENGINE=1: SGLang's own CPU engine, which needs a kernel package built for AMX",
-            symptom="ImportError or missing operators from sgl_kernel in the server's log",
-            fix="unset SGLANG_USE_CPU_ENGINE, unless you built those kernels",
+            "SGLANG_USE_CPU_ENGINE=1 selects SGLang's own CPU engine, which needs a kernel package built for AMX",
+            symptom="the server's log shows an ImportError or missing operators of sgl_kernel",
+            fix="unset SGLANG_USE_CPU_ENGINE (keep it only if the AMX kernels are installed)",
         )
     if accelerator:
-        return ok(title, f"SGLang's own, for {accelerator}")
+        return ok(title, f"SGLang's own platform for {accelerator}")
     if OUR_PLATFORM not in registered:
         return fail(
             title,
-            f"the plugin {OUR_PLATFORM} is not registered, and there is no accelerator",
-            symptom="the server ends while it starts: no device, or an ImportError from a GPU kernel",
+            f"this machine has no accelerator, and the plugin {OUR_PLATFORM} is not installed",
+            symptom="the server ends during its start because it finds no device or cannot import a GPU kernel",
             fix=REINSTALL,
         )
     others = [name for name in registered if name != OUR_PLATFORM]
     if others:
         return warn(
             title,
-            f"{OUR_PLATFORM}, but other plugins are installed, too: {', '.join(others)}",
+            f"{OUR_PLATFORM}, but other platform plugins are installed as well: {', '.join(others)}",
             symptom="RuntimeError: Multiple platform plugins activated",
             fix=f"export SGLANG_PLATFORM={OUR_PLATFORM}",
         )
     return ok(title, f"{OUR_PLATFORM} (torch-native, any CPU)")
 
 
-def _cuda_words(hardware: Hardware) -> str:
+def _describe_cuda(hardware: Hardware) -> str:
     if hardware.driver_cuda is None or hardware.torch_cuda is None:
         return ""
-    return f", driver for CUDA {_dotted(hardware.driver_cuda)}, torch for {hardware.torch_cuda}"
+    return f", driver supports CUDA {_dotted(hardware.driver_cuda)}, torch for {hardware.torch_cuda}"
 
 
 def _parse(version: str) -> tuple[int, int]:
@@ -142,7 +148,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def examine(hardware: Hardware) -> list[Finding]:
-    """Findings on the accelerator and the platform that SGLang will choose."""
+    """Check the accelerator, its free memory, and the platform that SGLang selects."""
     registered = tuple(sorted({point.name for point in metadata.entry_points(group=PLATFORM_GROUP)}))
     return [
         check_accelerator(hardware),

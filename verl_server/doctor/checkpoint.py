@@ -1,4 +1,4 @@
-"""All checks of one model: find its folder, read it, compare it with the machine."""
+"""All checks of one model: its folder, its configuration, its weights, and whether they fit on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from verl_server.doctor.weights import (
 
 
 def find_folder(model: str) -> Path | None:
-    """The model's folder: a path, or a model of the hub that this machine has in its cache."""
+    """The folder of a model: a path, or the local cache of a model of the Hugging Face Hub. None without a folder."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -42,39 +42,44 @@ def find_folder(model: str) -> Path | None:
 
 
 def is_hub_name(model: str) -> bool:
-    """`organisation/name`, and not a path."""
+    """Whether `model` has the form `organisation/name` and is not a path."""
     return model.count("/") == 1 and not model.startswith(("/", ".", "~"))
 
 
 def check_missing(model: str) -> Finding:
-    """The finding for a model that `find_folder` did not find."""
+    """The finding for a model whose folder `find_folder` did not find."""
     if is_hub_name(model):
         return warn(
             "Model",
-            f"{model} is not on this machine: it will be downloaded at the first start, and was not checked",
-            symptom="the first start takes as long as the download, and may outlive the start deadline",
-            fix=f"hf download {model}, then run this again",
+            f"{model} is not in the local cache: the first start downloads it, and it was not checked",
+            symptom="the first start waits for the download and can exceed the start deadline",
+            fix=f"Run `hf download {model}`, then run verl-server doctor again.",
         )
-    return fail("Model", f"{model} is not a folder", symptom="the server ends while it starts", fix="Check the path.")
+    return fail(
+        "Model",
+        f"{model} is not a folder",
+        symptom="the server ends during its start",
+        fix="Correct the path, or write a name on the Hugging Face Hub as organisation/name.",
+    )
 
 
 def read_config(folder: Path) -> tuple[ModelFacts | None, Finding]:
-    """Facts from `config.json`, and a finding about the file."""
+    """Read the model's `config.json`. Returns its facts (None if unreadable) and a finding about the file."""
     try:
         facts = read_facts(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return None, fail(
             "Model",
             f"config.json cannot be read: {error}",
-            symptom="the server ends while it starts",
-            fix="Name the folder that save_pretrained wrote or the hub's snapshot; it holds config.json.",
+            symptom="the server ends during its start",
+            fix="Pass the folder that holds config.json: the folder that save_pretrained wrote, or the Hub snapshot.",
         )
     sizes = f"{facts.layers} layers, vocabulary {facts.vocab}, context {facts.context}, {facts.dtype}"
     return facts, ok("Model", f"{facts.model_type}: {sizes}")
 
 
 def check_memory_of(folder: Path, facts: ModelFacts, hardware: Hardware, *, tp: int, dtype: str) -> list[Finding]:
-    """Weight files, and whether they fit."""
+    """Check the weight files and whether the weights fit into the free memory."""
     weights, problems = read_weights(folder)
     found = [check_files(weights, problems)]
     on_cpu = hardware.accelerator is None
@@ -90,7 +95,7 @@ def check_memory_of(folder: Path, facts: ModelFacts, hardware: Hardware, *, tp: 
 
 
 def examine(model: str, hardware: Hardware, *, tp: int, dtype: str) -> list[Finding]:
-    """Look at a model's folder and at this machine. Starts nothing and downloads nothing."""
+    """Check a model against this machine. Starts no server and downloads nothing."""
     folder = find_folder(model)
     if folder is None:
         return [check_missing(model)]

@@ -1,4 +1,4 @@
-"""What a check says. Every check of this package is a function from plain values to findings."""
+"""`Finding`: the result of one check. Every check is a function from plain values to findings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Level(enum.StrEnum):
-    """How bad a finding is. Only FAIL changes the exit code."""
+    """Severity of a finding. Only FAIL changes the exit code of the command."""
 
     OK = "ok"
     WARN = "warn"
@@ -20,30 +20,31 @@ class Finding:
 
     level: Level
     title: str
-    """What was looked at, two or three words."""
+    """Subject of the check, two or three words."""
     detail: str
-    """What was found."""
+    """Result of the check."""
     symptom: str = ""
-    """What a user sees when this is wrong."""
+    """What a user observes because of the problem."""
     fix: str = ""
-    """What to do about it."""
+    """How to solve the problem: a command or an instruction."""
 
 
 def ok(title: str, detail: str) -> Finding:
-    """All is well; nothing to do."""
+    """A finding without a problem."""
     return Finding(Level.OK, title, detail)
 
 
 def warn(title: str, detail: str, *, symptom: str, fix: str) -> Finding:
-    """Servers run, but something will be slow, or will break in some use."""
+    """A problem with which servers run, but are slow or fail in some uses."""
     return Finding(Level.WARN, title, detail, symptom, fix)
 
 
 def fail(title: str, detail: str, *, symptom: str, fix: str) -> Finding:
-    """Servers will not start, or weights cannot be updated."""
+    """A problem with which servers do not start or weights cannot be updated."""
     return Finding(Level.FAIL, title, detail, symptom, fix)
 
 
 def gib(count: int) -> str:
-    """Bytes for people."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+    """A number of bytes as text, in GiB, MiB or KiB."""
+    unit, size = next(((u, s) for u, s in (("GiB", 2**30), ("MiB", 2**20)) if count >= s), ("KiB", 2**10))
+    return f"{count / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""What torch, the driver and nvidia-smi say about this machine."""
+"""Reads the accelerators and CPU cores of this machine from torch, the NVIDIA driver and nvidia-smi."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA GPU. Memory in bytes."""
+    """One NVIDIA GPU. `total` and `free` are bytes of its memory."""
 
     name: str
     total: int
@@ -20,25 +20,27 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What torch and the driver say about this machine."""
+    """Accelerators and CPU cores of this machine."""
 
     accelerator: str | None
-    """`torch.accelerator`'s type ("cuda", "xpu", ...), or None when torch can use none."""
+    """Type of the accelerator that torch can use ("cuda", "xpu", ...), None without one."""
     devices: int = 0
+    """Number of accelerators that torch can use."""
     torch_cuda: str | None = None
-    """CUDA version that torch was built for."""
+    """CUDA version for which torch was built, None for a build without CUDA."""
     driver_cuda: tuple[int, int] | None = None
     """Highest CUDA version that the driver supports; None without a driver."""
     nvidia_device: bool = False
-    """The kernel shows an NVIDIA device."""
+    """Whether the kernel lists an NVIDIA device."""
     hidden: bool = False
-    """`CUDA_VISIBLE_DEVICES` hides all of them."""
+    """Whether `CUDA_VISIBLE_DEVICES` hides all GPUs."""
     gpus: tuple[Gpu, ...] = ()
     cores: int = 1
+    """Number of CPU cores that this process may use."""
 
 
 def probe() -> Hardware:
-    """Ask torch, the driver and nvidia-smi. Imports torch (seconds), makes no CUDA context."""
+    """Read the hardware. Imports torch, which takes seconds; creates no CUDA context."""
     try:
         import torch
     except ImportError:
@@ -77,7 +79,7 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpus(output: str) -> tuple[Gpu, ...]:
-    """GPUs from nvidia-smi's CSV (name, total MiB, free MiB). A GPU that reports no numbers is left out."""
+    """Parse the CSV of nvidia-smi (name, total MiB, free MiB). GPUs without numbers are left out."""
     gpus = []
     for line in output.splitlines():
         name, *sizes = (part.strip() for part in line.rsplit(",", 2))
@@ -87,7 +89,7 @@ def parse_gpus(output: str) -> tuple[Gpu, ...]:
 
 
 def visible(gpus: tuple[Gpu, ...], chosen: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES=`chosen` leaves; all where it names them by UUID."""
+    """The GPUs that are visible with CUDA_VISIBLE_DEVICES=`chosen`. All GPUs when it names them by UUID."""
     parts = [part.strip() for part in (chosen or "").split(",")]
     if not all(part.isdigit() and int(part) < len(gpus) for part in parts):
         return gpus

@@ -1,4 +1,4 @@
-"""What dead servers and trainers left behind: processes that hold memory, files in shared memory."""
+"""Checks for processes and shared memory files that ended servers and trainers left on this machine."""
 
 from __future__ import annotations
 
@@ -11,67 +11,68 @@ from pathlib import Path
 import psutil
 
 from verl_server.doctor.finding import Finding, gib, ok, warn
-from verl_server.server.warden import SHM_DIR, SHM_NAMES, shared_memory_of
+from verl_server.server.shared_memory_files import SHM_DIR, SHM_NAMES, find_shared_memory
 
-#: File names shown at most.
-SHOWN = 8
-#: A younger file may belong to a program that has not mapped it yet.
+#: Maximum number of file names in a finding.
+MAX_NAMES = 8
+#: Seconds since the last write. A younger file can belong to a program that has not mapped it yet.
 LEFTOVER_AGE_S = 600.0
-#: Who adopts orphans, wherever they stand in the tree.
-INITS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "s6-svscan")
-#: Programs that start servers; as pid 1 of a container they are launchers, not adopters.
+#: Programs that become the parent of orphaned processes, at any depth of the process tree.
+INIT_PROGRAMS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "s6-svscan")
+#: Programs that start servers. As PID 1 of a container they are the launcher, so their children are not orphans.
 LAUNCHERS = ("python", "sglang", "verl", "ray", "torchrun")
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process as /proc shows it."""
+    """One process of this machine."""
 
     pid: int
     parent: int
+    """PID of the parent process."""
     name: str
-    """First word of its title."""
+    """Program name: the first word of the command line, without its folder."""
 
 
 def check_orphans(processes: list[Process]) -> Finding:
-    """Processes of SGLang whose launcher is gone: they hold memory until somebody ends them."""
+    """Check for SGLang processes whose launcher has ended. Such processes hold memory until a user ends them."""
     names = {process.pid: process.name for process in processes}
     orphans = [
         process.pid
         for process in processes
-        if process.name.startswith("sglang::") and _adopts(process.parent, names.get(process.parent, ""))
+        if process.name.startswith("sglang::") and _is_init(process.parent, names.get(process.parent, ""))
     ]
     if not orphans:
         return ok("Orphaned servers", "none")
     pids = " ".join(map(str, orphans))
     return warn(
         "Orphaned servers",
-        f"{len(orphans)} sglang:: processes whose launcher is gone: {pids}",
-        symptom="memory (of the GPU, too) is held though no server runs; CUDA out of memory at the next start",
+        f"{len(orphans)} sglang:: processes whose launcher has ended: {pids}",
+        symptom="memory stays in use although no server runs; the next start ends with CUDA out of memory",
         fix=f"kill -9 {pids}",
     )
 
 
-def _adopts(pid: int, name: str) -> bool:
-    return name in INITS or (pid == 1 and not name.startswith(LAUNCHERS))
+def _is_init(pid: int, name: str) -> bool:
+    return name in INIT_PROGRAMS or (pid == 1 and not name.startswith(LAUNCHERS))
 
 
 def check_leftovers(files: dict[str, int]) -> Finding:
-    """Files in shared memory, name to bytes, that no living process uses."""
+    """Check for files in shared memory that no running process uses. `files` maps names to bytes."""
     if not files:
         return ok("Leftover files", "none in /dev/shm")
     names = sorted(files, key=lambda name: -files[name])
-    most = f"; the {SHOWN} largest first" if len(names) > SHOWN else ""
+    limited = f"; the fix names the {MAX_NAMES} largest" if len(names) > MAX_NAMES else ""
     return warn(
         "Leftover files",
-        f"{len(names)} files in /dev/shm that no process uses, {gib(sum(files.values()))}{most}",
-        symptom="memory shrinks from run to run; No space left on device",
-        fix=f"rm {' '.join(SHM_DIR + name for name in names[:SHOWN])}",
+        f"{len(names)} in /dev/shm that no process uses, {gib(sum(files.values()))}{limited}",
+        symptom="free memory shrinks with every run, until an error says: No space left on device",
+        fix=f"rm {' '.join(SHM_DIR + name for name in names[:MAX_NAMES])}",
     )
 
 
 def processes() -> list[Process]:
-    """All that this user may see."""
+    """All processes that this user can see."""
     found = []
     for process in psutil.process_iter(["pid", "ppid", "name", "cmdline"]):
         info = process.info
@@ -81,7 +82,7 @@ def processes() -> list[Process]:
 
 
 def leftovers(folder: Path = Path(SHM_DIR)) -> dict[str, int]:
-    """Our user's files with names of torch, SGLang or multiprocessing that nobody has mapped."""
+    """Files of this user that torch, SGLang or multiprocessing created and that no process has mapped, with bytes."""
     old: dict[str, int] = {}
     for path in folder.iterdir() if folder.is_dir() else []:
         try:
@@ -92,16 +93,16 @@ def leftovers(folder: Path = Path(SHM_DIR)) -> dict[str, int]:
         if mine and SHM_NAMES.match(path.name) and time.time() - status.st_mtime > LEFTOVER_AGE_S:
             old[path.name] = status.st_blocks * 512
     pids = set(psutil.pids())
-    used = shared_memory_of(sorted(pids)) if old else set()
-    return {name: size for name, size in old.items() if name not in used and not _owner_lives(name, pids)}
+    used = find_shared_memory(sorted(pids)) if old else set()
+    return {name: size for name, size in old.items() if name not in used and not _owner_is_running(name, pids)}
 
 
-def _owner_lives(name: str, pids: set[int]) -> bool:
-    """torch names its files after their owner, who may not have mapped one that is on its way."""
+def _owner_is_running(name: str, pids: set[int]) -> bool:
+    """torch puts the PID of the owner into the file name. The owner may not have mapped the file yet."""
     owner = re.match(r"torch_(\d+)_", name)
     return owner is not None and int(owner[1]) in pids
 
 
 def examine() -> list[Finding]:
-    """Look for what is left."""
+    """Check for leftover files and processes."""
     return [check_leftovers(leftovers()), check_orphans(processes())]

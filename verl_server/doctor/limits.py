@@ -1,4 +1,4 @@
-"""Limits of the operating system, and the kernel's abilities that supervision and weight updates rest on."""
+"""Checks of operating system limits and of the kernel features that supervision and weight updates need."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ OPEN_FILES_MINIMUM = 4096
 PROCESSES_RECOMMENDED = 4096
 PROCESSES_MINIMUM = 512
 UNLIMITED = resource.RLIM_INFINITY
-#: The other process's part of the staging memory test.
+#: Program of the second process in the test of the staging memory.
 READER = "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())"
 MESSAGE = b"weights"
 
 
 def check_open_files(limit: int, hard: int = UNLIMITED) -> Finding:
-    """`ulimit -n` of this shell: each request in flight is a file, in the server and in its client."""
+    """Check `ulimit -n`. Each request in flight uses one open file in the server and one in the client.
+
+    `limit` and `hard` are the soft and the hard limit.
+    """
     if limit == UNLIMITED or limit >= OPEN_FILES_RECOMMENDED:
         return ok("Open files", "unlimited" if limit == UNLIMITED else str(limit))
-    symptom = "OSError: Too many open files, or connections refused, with many requests in flight"
-    reachable = hard == UNLIMITED or hard >= OPEN_FILES_RECOMMENDED
+    symptom = "with many requests in flight: OSError: Too many open files, or refused connections"
+    can_be_raised = hard == UNLIMITED or hard >= OPEN_FILES_RECOMMENDED
     fix = (
         f"ulimit -n {OPEN_FILES_RECOMMENDED}"
-        if reachable
-        else f"Raise the hard limit ({hard}) in limits.conf, or start the container with --ulimit nofile="
+        if can_be_raised
+        else f"Raise the hard limit, now {hard}, in limits.conf, or start the container with --ulimit nofile="
         f"{OPEN_FILES_RECOMMENDED}."
     )
     detail = f"{limit}, recommended {OPEN_FILES_RECOMMENDED}"
@@ -39,18 +42,18 @@ def check_open_files(limit: int, hard: int = UNLIMITED) -> Finding:
 
 
 def check_processes(limit: int) -> Finding:
-    """`ulimit -u`: a server of several ranks has hundreds of threads, and threads count."""
+    """Check `ulimit -u`, which counts threads. A server with several ranks has hundreds of threads."""
     if limit == UNLIMITED or limit >= PROCESSES_RECOMMENDED:
         return ok("Processes", "unlimited" if limit == UNLIMITED else str(limit))
     symptom = "RuntimeError: can't start new thread, or Resource temporarily unavailable"
-    fix = f"ulimit -u {PROCESSES_RECOMMENDED}, or raise pids limits of the container (docker run --pids-limit)"
+    fix = f"ulimit -u {PROCESSES_RECOMMENDED}; in a container also raise its limit (docker run --pids-limit)"
     if limit < PROCESSES_MINIMUM:
         return fail("Processes", str(limit), symptom=symptom, fix=fix)
     return warn("Processes", str(limit), symptom=symptom, fix=fix)
 
 
 def check_kernel(system: str, release: str, *, memfd: bool, pidfd: bool) -> Finding:
-    """memfd_create carries weights, pidfd_open (Linux 5.3) lets the supervisor notice a death."""
+    """Check for memfd_create, which weight updates use, and pidfd_open (Linux 5.3), which reports ended processes."""
     missing = [name for name, there in (("memfd_create", memfd), ("pidfd_open", pidfd)) if not there]
     if not missing:
         return ok("Kernel", f"{system} {release}, with memfd_create and pidfd_open")
@@ -58,20 +61,23 @@ def check_kernel(system: str, release: str, *, memfd: bool, pidfd: bool) -> Find
         "Kernel",
         f"{system} {release} without {' and '.join(missing)}",
         symptom="servers do not start, or weight updates raise UnsupportedError",
-        fix="Use Linux 5.3 or newer; in a sandbox, allow these system calls (seccomp).",
+        fix="Use Linux 5.3 or newer. In a sandbox, allow these system calls in its seccomp profile.",
     )
 
 
 def check_staging(problem: str) -> Finding:
-    """`problem`: why another process of this user could not read our staging memory; "" when it could."""
+    """Check that a server can read the trainer's staging memory.
+
+    `problem` is the error of another process of this user that opened it, or "" if the process could read it.
+    """
     if not problem:
         return ok("Staging memory", "another process of this user can read it (/proc/PID/fd)")
     return fail(
         "Staging memory",
         f"another process of this user cannot open /proc/PID/fd: {problem}",
         symptom="update_weights_from_tensor fails: the server cannot open the arena",
-        fix="Run trainer and server as one user in one container (or with --pid=host), with /proc mounted "
-        "without hidepid, and without a sandbox that forbids it.",
+        fix="Run the trainer and the server as the same user in the same container (or with --pid=host). Mount /proc "
+        "without hidepid. In a sandbox, allow access to /proc/PID/fd.",
     )
 
 
@@ -92,7 +98,10 @@ def probe_pidfd() -> bool:
 
 
 def probe_staging() -> str:
-    """Do what a weight update does: a second process opens our memory file by /proc/PID/fd."""
+    """Let a second process read a memory file of this process through /proc/PID/fd, as a weight update does.
+
+    Returns the error, or "" if the second process could read the file.
+    """
     try:
         fd = os.memfd_create("verl_server_doctor", os.MFD_CLOEXEC)
     except (AttributeError, OSError) as error:
@@ -105,12 +114,14 @@ def probe_staging() -> str:
         return str(error)
     finally:
         os.close(fd)
-    words = reader.stderr.decode(errors="replace").strip().splitlines()
-    return "" if reader.stdout == MESSAGE else (words[-1] if words else "it read something else")
+    if reader.stdout == MESSAGE:
+        return ""
+    lines = reader.stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "the process read other bytes"
 
 
 def examine() -> list[Finding]:
-    """Look at the limits of this process and at the kernel."""
+    """Check the limits of this process and the kernel."""
     return [
         check_kernel(platform.system(), platform.release(), memfd=probe_memfd(), pidfd=probe_pidfd()),
         check_staging(probe_staging()),

@@ -1,4 +1,4 @@
-"""Memory of the machine and shared memory."""
+"""Checks of the memory of this machine and of /dev/shm."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from pathlib import Path
 import psutil
 
 from verl_server.doctor.finding import Finding, fail, gib, ok, warn
-from verl_server.server.warden import SHM_DIR
+from verl_server.server.shared_memory_files import SHM_DIR
 
 SHM_FAIL_BYTES = 32 * 2**20
 SHM_WARN_BYTES = 2**30
-#: A server without weights: three processes of about 1.1 GB, much of it shared.
+#: Bytes of a server without weights: three processes of about 1.1 GB each, much of it shared.
 SERVER_BYTES = 2 * 2**30
 
 
 def check_shared_memory(total: int, free: int) -> Finding:
-    """Bytes of /dev/shm. Weights do not need it (they use memfd); NCCL, multiprocessing and torch do."""
+    """Check the size of /dev/shm, in bytes. NCCL, multiprocessing and torch use it; weights do not, they use memfd."""
     detail = f"{gib(total)}, {gib(free)} free"
-    symptom = "Bus error, or NCCL: No space left on device, with more than one rank"
-    fix = "Give the container more: docker run --shm-size=8g (or --ipc=host); in Kubernetes a memory emptyDir."
+    symptom = "with more than one rank: Bus error, or NCCL: No space left on device"
+    fix = (
+        "Enlarge /dev/shm: docker run --shm-size=8g (or --ipc=host); in Kubernetes mount an emptyDir of medium Memory."
+    )
     if free < SHM_FAIL_BYTES:
         return fail("/dev/shm", detail, symptom=symptom, fix=fix)
     if free < SHM_WARN_BYTES:
@@ -29,19 +31,19 @@ def check_shared_memory(total: int, free: int) -> Finding:
 
 
 def check_memory(available: int, limit: int | None = None) -> Finding:
-    """Bytes that a new process could take. `limit`: the container's, where it has one."""
+    """Check the available memory, in bytes. `limit` is the memory limit of the container, None without one."""
     detail = f"{gib(available)} available" + (f" (container limit {gib(limit)})" if limit is not None else "")
-    symptom = "the server ends with `killed by SIGKILL` and no last words while it starts"
+    symptom = "the server ends during its start with `killed by SIGKILL` and nothing in its log"
     fix = "Free memory, or raise the memory limit of the container."
     if available < SERVER_BYTES:
-        return fail("Memory", f"{detail}; a server without weights takes {gib(SERVER_BYTES)}", symptom=symptom, fix=fix)
+        return fail("Memory", f"{detail}; a server without weights needs {gib(SERVER_BYTES)}", symptom=symptom, fix=fix)
     if available < 2 * SERVER_BYTES:
-        return warn("Memory", f"{detail}: enough for small models only", symptom=symptom, fix=fix)
+        return warn("Memory", f"{detail}, enough for small models only", symptom=symptom, fix=fix)
     return ok("Memory", detail)
 
 
 def container_memory() -> tuple[int, int] | None:
-    """Limit and use in bytes of this process's control group (version 2, then 1), where there is a limit."""
+    """Limit and use of memory in this process's control group (cgroup v2, then v1), in bytes. None without a limit."""
     root = Path("/sys/fs/cgroup")
     for limit, used in (
         (root / "memory.max", root / "memory.current"),
@@ -57,14 +59,14 @@ def container_memory() -> tuple[int, int] | None:
 
 
 def available_memory() -> int:
-    """Bytes that a new process could take, inside the container's limit."""
+    """Bytes that a new process can allocate within the limit of the container."""
     available = psutil.virtual_memory().available
     container = container_memory()
     return available if container is None else max(0, min(available, container[0] - container[1]))
 
 
 def examine() -> list[Finding]:
-    """Look at the memory of this machine."""
+    """Check the memory of this machine."""
     container = container_memory()
     shared = shutil.disk_usage(SHM_DIR) if Path(SHM_DIR).is_dir() else None
     return [

@@ -1,4 +1,4 @@
-"""What a model's folder says: architecture, sizes, tokenizer. No server, no torch."""
+"""Checks of a model's configuration and tokenizer files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a `config.json` says. Sizes in elements; 0 where it says nothing."""
+    """The values of a `config.json` that the checks use. Sizes are numbers of elements; 0 if the file has no value."""
 
     architecture: str
     model_type: str = ""
@@ -27,7 +27,7 @@ class ModelFacts:
     kv_heads: int = 0
     head_dim: int = 0
     latent: int = 0
-    """Elements that multi-head latent attention caches per token and layer, instead of keys and values."""
+    """Elements per token and layer that multi-head latent attention caches instead of keys and values."""
     intermediate: int = 0
     moe_intermediate: int = 0
     experts: int = 0
@@ -36,11 +36,11 @@ class ModelFacts:
     context: int = 0
     quantized: bool = False
     own_code: bool = False
-    """The folder brings its own modelling code (`auto_map`)."""
+    """Whether the folder contains its own modelling code (`auto_map`)."""
 
 
 def read_facts(config: Mapping[str, Any]) -> ModelFacts:
-    """Facts of the language model in a Hugging Face config."""
+    """Read the values of the language model from a Hugging Face config."""
     text: Mapping[str, Any] = config.get("text_config") or config
 
     def number(*names: str) -> int:
@@ -71,47 +71,51 @@ def read_facts(config: Mapping[str, Any]) -> ModelFacts:
 
 
 def check_architecture(facts: ModelFacts, *, in_sglang: bool | None, in_transformers: bool) -> Finding:
-    """Does SGLang know the model? None: it is not installed, which another check reports."""
+    """Check whether SGLang supports the architecture.
+
+    `in_sglang` is None when SGLang is not installed, which another check reports.
+    """
     title, symptom = "Architecture", "the server ends with: Model architectures [...] are not supported for now"
     if not facts.architecture:
         return fail(
             title,
-            "config.json names none",
+            "config.json has no architecture",
             symptom=symptom,
-            fix='Add "architectures": ["..."], as the original model has it.',
+            fix='Add "architectures": ["..."] to config.json, with the value of the original model.',
         )
     if in_sglang is None or in_sglang:
         return ok(title, facts.architecture)
     if facts.own_code or in_transformers:
         return warn(
             title,
-            f"{facts.architecture} is not one of SGLang's models; its slower transformers fallback may serve it",
+            f"{facts.architecture} is not a model of SGLang; its slower transformers backend can perhaps serve it",
             symptom=symptom,
-            fix="Try it, with --model-impl transformers" + (" --trust-remote-code" if facts.own_code else ""),
+            fix="Start the server with --model-impl transformers" + (" --trust-remote-code" if facts.own_code else ""),
         )
     return fail(
         title,
-        f"neither SGLang nor transformers knows {facts.architecture}",
+        f"neither SGLang nor transformers supports {facts.architecture}",
         symptom=symptom,
-        fix="Upgrade both (verl-server doctor names the tested versions), or choose another model.",
+        fix="Upgrade SGLang to the newest tested version (see the SGLang line above), or choose another model.",
     )
 
 
 def check_tokenizer(names: set[str]) -> Finding:
-    """`names`: the files of the model's folder."""
+    """Check for tokenizer files. `names` are the files of the model's folder."""
     found = sorted(names & set(TOKENIZER_FILES))
     if found or any(name.endswith(".tiktoken") for name in names):
         return ok("Tokenizer", ", ".join(found) or "tiktoken")
     return warn(
         "Tokenizer",
         "the folder has no tokenizer file",
-        symptom="OSError: Can't load tokenizer, while the server starts",
-        fix="Copy the tokenizer of the original model here, or serve token ids only: --skip-tokenizer-init",
+        symptom="the server ends during its start with OSError: Can't load tokenizer",
+        fix="Copy the tokenizer files of the original model into the folder, or serve token ids only with "
+        "--skip-tokenizer-init.",
     )
 
 
 def known_to_sglang(architecture: str) -> bool | None:
-    """Whether a file of SGLang's model folder defines that class; None without SGLang. Imports nothing of it."""
+    """Whether a file of SGLang's model folder names the class. None without SGLang. Does not import SGLang."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations or not architecture:
         return None
@@ -121,7 +125,7 @@ def known_to_sglang(architecture: str) -> bool | None:
 
 
 def known_to_transformers(model_type: str) -> bool:
-    """Whether transformers has a folder for that model type. Imports nothing of it."""
+    """Whether transformers has a folder for the model type. Does not import transformers."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations or not model_type:
         return False

@@ -1,4 +1,4 @@
-"""Loopback, IPv6, ports and proxies: all that stands between a trainer and its own server."""
+"""Checks of the network between a trainer and its own server: loopback, IPv6, ports and proxies."""
 
 from __future__ import annotations
 
@@ -14,37 +14,40 @@ EPHEMERAL_MINIMUM = 4096
 
 
 def check_loopback(problem: str) -> Finding:
-    """`problem`: why a connection over 127.0.0.1 failed; "" when it worked."""
+    """Check connections over 127.0.0.1. `problem` is the error of such a connection, or "" if it worked."""
     if not problem:
-        return ok("Loopback", "a server can listen on 127.0.0.1")
+        return ok("Loopback", "connections over 127.0.0.1 work")
     return fail(
         "Loopback",
         problem,
-        symptom="cannot bind 127.0.0.1, or the server is never ready",
-        fix="Bring the loopback device up (ip link set lo up); in a sandbox, allow local sockets.",
+        symptom="a server cannot bind 127.0.0.1, or never becomes ready",
+        fix="Enable the loopback device (ip link set lo up). In a sandbox, allow local sockets.",
     )
 
 
 def check_ipv6(available: bool) -> Finding:
-    """IPv6 is wanted by those who bind `::` only."""
-    return ok("IPv6", "available" if available else "not available: do not use --host ::")
+    """Check for IPv6, which only servers with `--host ::` need."""
+    return ok("IPv6", "available" if available else "not available; only --host :: needs it")
 
 
 def check_ephemeral(lowest: int, highest: int) -> Finding:
-    """The range of ports for outgoing connections and for servers without a chosen port."""
+    """Check the range of ports for outgoing connections and for servers without a fixed port."""
     detail = f"{lowest} to {highest}"
     if highest - lowest >= EPHEMERAL_MINIMUM:
         return ok("Ports", detail)
     return warn(
         "Ports",
-        f"only {detail}",
-        symptom="Cannot assign requested address, with thousands of requests in flight",
+        f"only {highest - lowest + 1} ports, {detail}",
+        symptom="with thousands of requests in flight: Cannot assign requested address",
         fix="sysctl net.ipv4.ip_local_port_range='32768 60999'",
     )
 
 
 def check_proxies(env: Mapping[str, str]) -> Finding:
-    """Proxy variables without an exception for loopback. Their values may hold passwords and are not shown."""
+    """Check for proxy variables without an exception for loopback.
+
+    The values can contain passwords, so the finding shows only the names of the variables.
+    """
     names = [name for name in env if name.lower() in PROXIES and env[name]]
     if not names:
         return ok("Proxies", "no proxy variables")
@@ -54,15 +57,15 @@ def check_proxies(env: Mapping[str, str]) -> Finding:
         return ok("Proxies", f"{', '.join(names)}, with an exception for loopback")
     return warn(
         "Proxies",
-        f"{', '.join(names)} set, and no_proxy does not name both localhost and 127.0.0.1",
-        symptom="curl, requests or an agent gets 403, 502 or 504 from a proxy instead of the server "
-        "(this library's own adapters ignore proxies)",
+        f"{', '.join(names)} set, but no_proxy does not contain both localhost and 127.0.0.1",
+        symptom="curl, requests or an agent receives 403, 502 or 504 from the proxy instead of a reply of the server "
+        "(the adapters of this library ignore proxies)",
         fix='export no_proxy="localhost,127.0.0.1,::1${no_proxy:+,$no_proxy}"; export NO_PROXY="$no_proxy"',
     )
 
 
 def probe_loopback() -> str:
-    """Listen, connect, accept on 127.0.0.1."""
+    """Open a connection over 127.0.0.1. Returns the error, or "" if it worked."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -84,7 +87,7 @@ def probe_ipv6() -> bool:
 
 
 def probe_ephemeral() -> tuple[int, int]:
-    """Lowest and highest port; Linux's default where the file cannot be read."""
+    """Lowest and highest port of the range; the default of Linux if the range cannot be read."""
     try:
         lowest, highest = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     except (OSError, ValueError):
@@ -93,7 +96,7 @@ def probe_ephemeral() -> tuple[int, int]:
 
 
 def examine() -> list[Finding]:
-    """Look at the network of this machine."""
+    """Check the network of this machine."""
     return [
         check_loopback(probe_loopback()),
         check_ipv6(probe_ipv6()),

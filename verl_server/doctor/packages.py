@@ -1,4 +1,4 @@
-"""Versions of Python and of the packages that a server consists of, and whether their bytecode is compiled."""
+"""Checks of the versions of Python and of the packages of a server, and of their compiled bytecode."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from verl_server.adapter.sglang.capabilities import TESTED_VERSIONS
 from verl_server.doctor.finding import Finding, fail, ok, warn
 
 MINIMUM_PYTHON = (3, 11)
-#: Modules that every server process imports; if these are compiled, the rest is.
+#: Modules that every server process imports. If their bytecode exists, the check assumes that of all others.
 SAMPLE_MODULES = ("sglang/srt/server_args.py", "torch/nn/functional.py", "transformers/modeling_utils.py")
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
-    """`version` is `sys.version_info[:3]`."""
+    """Check the version of Python. `version` is `sys.version_info[:3]`."""
     text = ".".join(map(str, version))
     if version < MINIMUM_PYTHON:
         return fail(
@@ -32,57 +32,71 @@ def check_python(version: tuple[int, ...]) -> Finding:
 
 
 def check_sglang(installed: str | None) -> Finding:
-    """Is SGLang there, in a version whose behaviour is tested?"""
+    """Check that SGLang is installed in a tested version."""
     lowest, highest = TESTED_VERSIONS
     fix = f"pip install 'sglang>={lowest},<={highest}'"
     if installed is None:
         return fail(
-            "SGLang", "not installed", symptom="ModuleNotFoundError: No module named 'sglang' in the log", fix=fix
+            "SGLang",
+            "not installed",
+            symptom="the server's log shows ModuleNotFoundError: No module named 'sglang'",
+            fix=fix,
         )
     if Version(lowest).release <= Version(installed).release <= Version(highest).release:
         return ok("SGLang", f"{installed} (tested: {lowest} to {highest})")
     return warn(
         "SGLang",
         f"{installed} is outside the tested range {lowest} to {highest}",
-        symptom="404 or 400 on weight update endpoints; unknown server arguments",
+        symptom="weight updates fail with status 404 or 400, or SGLang refuses server arguments",
         fix=fix,
     )
 
 
 def check_package(name: str, installed: str | None, wanted: str, *, needed: bool = True) -> Finding:
-    """One package against what SGLang's own metadata asks for (`wanted` as in "==2.14.1", or "" for any)."""
+    """Check one package against the requirement of SGLang's metadata.
+
+    `wanted` is a version specifier such as "==2.14.1", or "" for any version. `needed` is False for a package that
+    this machine can do without.
+    """
     fix = f"pip install '{name}{wanted}'"
     if installed is None:
         if not needed:
-            return ok(name, "not installed, not needed without an NVIDIA GPU")
-        return fail(name, "not installed", symptom=f"the server's log ends with an ImportError about {name}", fix=fix)
+            return ok(name, "not installed; only an NVIDIA GPU needs it")
+        return fail(
+            name, "not installed", symptom=f"the server's log ends with an ImportError that names {name}", fix=fix
+        )
     if wanted and not SpecifierSet(wanted).contains(installed, prereleases=True):
         return warn(
             name,
-            f"{installed}, but the installed SGLang asks for {wanted}",
-            symptom="ImportError, undefined symbol or wrong results when the server loads a model",
+            f"{installed}, but the installed SGLang requires {wanted}",
+            symptom="the server ends with an ImportError or an undefined symbol, or its results are wrong",
             fix=fix,
         )
     return ok(name, installed)
 
 
 def check_bytecode(missing: list[str], *, written: bool, site_packages: str) -> Finding:
-    """`missing`: sample modules without a .pyc. `written`: Python may write one when it imports them."""
+    """Check for compiled bytecode.
+
+    `missing` are the sample modules without a .pyc file. `written` is True if Python writes the file on import.
+    """
     if not missing:
         return ok("Bytecode", "installed packages are compiled")
     if written:
-        return ok("Bytecode", f"{len(missing)} sample modules are not compiled yet; the first start does it")
+        return ok(
+            "Bytecode", f"{len(missing)} sample modules are not compiled yet; the first start of a server compiles them"
+        )
     return warn(
         "Bytecode",
-        f"{', '.join(missing)} are not compiled, and Python may not write bytecode here "
+        f"{', '.join(missing)} are not compiled, and Python does not write bytecode "
         "(PYTHONDONTWRITEBYTECODE is set or the folder is read-only)",
-        symptom="a server takes over 60 s to start instead of 15, every time",
+        symptom="every start of a server takes more than 60 s instead of 15 s",
         fix=f"{sys.executable} -m compileall -q -j 0 {site_packages}",
     )
 
 
 def installed_version(*names: str) -> str | None:
-    """Version of the first of these distributions that is installed."""
+    """Version of the first installed distribution among `names`. None if none is installed."""
     for name in names:
         try:
             return metadata.version(name)
@@ -92,7 +106,7 @@ def installed_version(*names: str) -> str | None:
 
 
 def wanted_by_sglang() -> dict[str, str]:
-    """Distribution -> version specifier, from the metadata of the installed SGLang."""
+    """Version specifiers by distribution name, from the metadata of the installed SGLang."""
     try:
         lines = metadata.requires("sglang") or []
     except metadata.PackageNotFoundError:
@@ -103,15 +117,15 @@ def wanted_by_sglang() -> dict[str, str]:
 
 
 def uncompiled(site_packages: Path) -> list[str]:
-    """Sample modules that are installed and have no bytecode."""
+    """The installed sample modules without bytecode."""
     sources = [name for name in SAMPLE_MODULES if (site_packages / name).is_file()]
     return [n for n in sources if not Path(importlib.util.cache_from_source(str(site_packages / n))).exists()]
 
 
 def examine(*, nvidia: bool) -> list[Finding]:
-    """Look at this Python environment. `nvidia`: an NVIDIA GPU will be used, so its kernels are needed."""
+    """Check this Python environment. `nvidia` is True if servers use an NVIDIA GPU and need its kernel packages."""
     wanted = wanted_by_sglang()
-    # The kernel package changed its name between the versions we support.
+    # The kernel package has different names in the supported versions of SGLang.
     kernels = "sgl-kernel" if "sgl-kernel" in wanted else "sglang-kernel"
     site_packages = Path(sysconfig.get_path("purelib"))
     return [

@@ -1,4 +1,4 @@
-"""Can a model be cut into this many tensor parallel ranks, and are there devices for them?"""
+"""Checks of the number of tensor parallel ranks against the model's sizes and the number of devices."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from verl_server.doctor.model import ModelFacts
 
 
 def check_ranks(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[Finding]:
-    """Can the model be cut into `tp` pieces? (The vocabulary always can: SGLang pads it.)"""
+    """Check whether the model can be split over `tp` ranks. SGLang pads the vocabulary, so it is not checked."""
     title = f"Tensor parallel {tp}"
-    whole = _indivisible(facts, tp, on_cpu=on_cpu)
+    indivisible = _indivisible(facts, tp, on_cpu=on_cpu)
     found = []
-    if whole:
+    if indivisible:
         found.append(
             fail(
                 title,
-                f"{tp} ranks cannot share {', '.join(whole)}",
-                symptom="AssertionError: ... is not divisible by ..., or RuntimeError: start (...) + length (...) "
-                "exceeds dimension size, while the server starts",
+                f"{tp} ranks cannot divide {', '.join(indivisible)}",
+                symptom="the server ends during its start with AssertionError: ... is not divisible by ..., or "
+                "RuntimeError: start (...) + length (...) exceeds dimension size",
                 fix=f"--tp {' or '.join(map(str, tp_choices(facts, tp, on_cpu=on_cpu)))}",
             )
         )
@@ -25,58 +25,59 @@ def check_ranks(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[Finding]:
         found.append(
             fail(
                 "Experts",
-                f"{facts.experts_per_token} experts a token out of {facts.experts}",
-                symptom="the first request ends the server (top-k out of range)",
+                f"{facts.experts_per_token} experts per token, but the model has {facts.experts} experts",
+                symptom="the server ends at the first request (top-k out of range)",
                 fix="Correct num_experts_per_tok in config.json.",
             )
         )
-    return found or [ok(title, _ranks_words(facts, tp))]
+    return found or [ok(title, _describe_sizes(facts, tp))]
 
 
 def tp_choices(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[int]:
-    """Numbers of ranks that work, near `tp`: the next lower and the next higher. One rank always works."""
+    """The nearest lower and the nearest higher number of ranks that divide the model. One rank always does."""
     fitting = [n for n in range(1, max(facts.heads, 1) + 1) if not _indivisible(facts, n, on_cpu=on_cpu)]
     lower, higher = [n for n in fitting if n < tp], [n for n in fitting if n > tp]
     return lower[-1:] + higher[:1]
 
 
 def _indivisible(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[str]:
-    """What `tp` ranks cannot share.
+    """The sizes of the model that `tp` ranks cannot divide.
 
-    On a CPU SGLang pads a model to fit (`configs/update_config.py`): that works for the intermediate size, and
-    fails for heads while it loads them, also for KV heads that a GPU would repeat.
+    On a CPU, SGLang pads a model (`configs/update_config.py`). This works for the intermediate size. For attention
+    heads it fails when the weights are loaded, also for KV heads, which a GPU would replicate.
     """
     sizes = {"attention heads": facts.heads}
     if not on_cpu:
         sizes["intermediate elements"] = facts.intermediate
         sizes["intermediate elements of an expert"] = facts.moe_intermediate
-    whole = [f"{count} {what}" for what, count in sizes.items() if count % tp]
+    indivisible = [f"{count} {name}" for name, count in sizes.items() if count % tp]
     if facts.kv_heads and not facts.latent and facts.kv_heads % tp and (on_cpu or tp % facts.kv_heads):
-        whole.append(f"{facts.kv_heads} KV heads" + (" (a CPU cannot repeat them)" if on_cpu else " (nor repeat them)"))
-    return whole
+        reason = "a CPU does not replicate them" if on_cpu else "and cannot replicate them evenly"
+        indivisible.append(f"{facts.kv_heads} KV heads ({reason})")
+    return indivisible
 
 
-def _ranks_words(facts: ModelFacts, tp: int) -> str:
-    repeated = facts.kv_heads and not facts.latent and tp > facts.kv_heads
-    kv = f"{facts.kv_heads} KV heads" + (f", each on {tp // facts.kv_heads} ranks" if repeated else "")
-    moe = f", {facts.experts} experts, {facts.experts_per_token} a token" if facts.experts else ""
+def _describe_sizes(facts: ModelFacts, tp: int) -> str:
+    replicated = facts.kv_heads and not facts.latent and tp > facts.kv_heads
+    kv = f"{facts.kv_heads} KV heads" + (f", each on {tp // facts.kv_heads} ranks" if replicated else "")
+    moe = f", {facts.experts} experts, {facts.experts_per_token} per token" if facts.experts else ""
     return f"{facts.heads} heads, {kv}{moe}"
 
 
 def check_devices(tp: int, *, accelerator: str | None, devices: int, cores: int) -> Finding | None:
-    """Are there as many devices (cores, on a CPU) as ranks?"""
+    """Check that there are at least as many devices as ranks; on a CPU, as many cores."""
     if accelerator and tp > devices:
         return fail(
             "Devices",
-            f"{tp} ranks and {devices} devices",
-            symptom="invalid device ordinal, while the server starts",
-            fix=f"--tp {devices} or less, or several nodes (--nnodes)",
+            f"{tp} ranks, but only {devices} devices",
+            symptom="the server ends during its start with: invalid device ordinal",
+            fix=f"--tp {devices} or lower, or several nodes (--nnodes)",
         )
     if not accelerator and tp > cores:
         return warn(
             "Devices",
-            f"{tp} ranks and {cores} CPU cores",
-            symptom="each token takes longer with more ranks",
-            fix=f"--tp {cores} or less",
+            f"{tp} ranks, but only {cores} CPU cores",
+            symptom="generation is slower than with fewer ranks",
+            fix=f"--tp {cores} or lower",
         )
     return None

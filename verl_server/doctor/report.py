@@ -1,4 +1,4 @@
-"""Findings for people and for programs."""
+"""The report of the doctor, as text for a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INDENT = 8
 
 
 def failed(sections: Mapping[str, Sequence[Finding]]) -> bool:
-    """Whether one of the findings is a FAIL."""
+    """Whether any finding is a FAIL."""
     return any(finding.level is Level.FAIL for findings in sections.values() for finding in findings)
 
 
@@ -28,20 +28,20 @@ def as_json(sections: Mapping[str, Sequence[Finding]]) -> str:
 
 
 def show(sections: Mapping[str, Sequence[Finding]], console: Console) -> None:
-    """One line for what is well, three or four for what is not, and a summary."""
+    """Print all findings and a summary: one line for an OK, three lines for a WARN or a FAIL."""
     for name, findings in sections.items():
         console.print(Text(name, style="bold"))
         for finding in findings:
             _show_one(finding, console)
-    everything = [finding for findings in sections.values() for finding in findings]
-    counts = {level: sum(finding.level is level for finding in everything) for level in Level}
+    all_levels = [finding.level for findings in sections.values() for finding in findings]
+    counts = {level: all_levels.count(level) for level in Level}
     console.print(Text(f"{counts[Level.FAIL]} failed, {counts[Level.WARN]} warnings, {counts[Level.OK]} ok"))
 
 
 def _show_one(finding: Finding, console: Console) -> None:
     mark, style = MARKS[finding.level]
     line = Text.assemble("  ", (mark, style), "  ", (f"{finding.title:<{TITLE_WIDTH}}", "bold"), " ", finding.detail)
-    # Nothing is wrapped here: a fix is often a command to copy.
+    # Lines are not wrapped, because a fix is often a command to copy.
     console.print(line, soft_wrap=True)
     for label, text in (("symptom", finding.symptom), ("fix", finding.fix)):
         if text:

@@ -1,4 +1,4 @@
-"""The weights of a model's folder: are the files whole, and does what they hold fit into memory?"""
+"""Checks of a model's weight files: whether they are complete, and whether the weights fit into memory."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "half": 2
 FLOATS = {"F64", "F32", "F16", "BF16"}
 INDEX = "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"
-LARGEST_HEADER = 100 * 2**20  # the limit of the safetensors library
-#: Of a GPU's free memory; the rest goes to the KV cache, activations and graphs.
-SHARE_FOR_WEIGHTS = 0.8
+MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors library
+#: Share of a GPU's free memory that the weights may use. The KV cache, activations and CUDA graphs need the rest.
+WEIGHTS_SHARE = 0.8
 
 
 @dataclass(frozen=True)
 class Weights:
-    """All weight files of a folder."""
+    """Sizes of all weight files of a folder."""
 
     files: int
+    """Number of files."""
     elements: int
-    """Of floating point tensors."""
+    """Number of elements of the floating point tensors."""
     other_bytes: int
-    """Of all other tensors: these are served as they are."""
+    """Bytes of all other tensors, which are served without conversion."""
     stored_bytes: int
+    """Bytes of all tensors in the files."""
 
 
 def serving_item_bytes(facts: ModelFacts, dtype: str, *, on_cpu: bool) -> int:
-    """Bytes of an element as it is served. `auto` keeps the checkpoint's, but makes float32 half on a GPU."""
+    """Bytes per element in the server. `auto` is the checkpoint's dtype; on a GPU, float32 becomes float16."""
     name = dtype
     if dtype == "auto":
         name = "float16" if facts.dtype == "float32" and not on_cpu else facts.dtype
@@ -42,54 +44,59 @@ def serving_item_bytes(facts: ModelFacts, dtype: str, *, on_cpu: bool) -> int:
 
 
 def served_bytes(weights: Weights, facts: ModelFacts, item_bytes: int) -> int:
-    """Bytes of the whole model in the server. Quantized weights stay as they are stored."""
+    """Bytes of the whole model in the server. Quantized weights are not converted."""
     if facts.quantized:
         return weights.stored_bytes
     return weights.elements * item_bytes + weights.other_bytes
 
 
 def kv_bytes_per_token(facts: ModelFacts, tp: int, item_bytes: int) -> int:
-    """Bytes that one token takes in one rank's KV cache."""
+    """Bytes of one token in the KV cache of one rank."""
     if facts.latent:
         return facts.layers * facts.latent * item_bytes
     return facts.layers * 2 * max(facts.kv_heads // tp, 1) * facts.head_dim * item_bytes
 
 
 def check_fit(weights_bytes: int, kv_token: int, *, tp: int, free: int, on_cpu: bool, context: int) -> Finding:
-    """`free`: bytes of the machine (CPU, all ranks share them) or of the fullest GPU (one rank)."""
-    need, room = (weights_bytes + SERVER_BYTES, free) if on_cpu else (weights_bytes // tp, free)
-    where = "of memory" if on_cpu else "a GPU"
+    """Check whether the weights and a KV cache fit into the free memory.
+
+    `free` is bytes of the machine on a CPU, where all ranks share the memory, otherwise of the GPU with the least
+    free memory, which one rank uses. `kv_token` is bytes per token and rank; `context` is a number of tokens.
+    """
+    need = weights_bytes + SERVER_BYTES if on_cpu else weights_bytes // tp
     detail = (
-        f"{gib(weights_bytes if on_cpu else need)} of weights{'' if on_cpu else ' a rank'}, {gib(free)} free {where}"
+        f"weights {gib(weights_bytes)}, free memory {gib(free)}"
+        if on_cpu
+        else f"weights per rank {gib(need)}, free memory per GPU {gib(free)}"
     )
-    if need > room:
+    if need > free:
         return fail(
             "Fits",
             detail,
-            symptom="out of memory, or `killed by SIGKILL`, while the weights are loaded",
-            fix="A smaller dtype (--dtype bfloat16), " + ("more memory" if on_cpu else f"more ranks than --tp {tp}")
+            symptom="while it loads the weights, the server ends with out of memory or `killed by SIGKILL`",
+            fix="Use a smaller dtype (--dtype bfloat16), " + ("more memory" if on_cpu else f"more ranks than --tp {tp}")
             + ", or a smaller or quantized model.",
         )  # fmt: skip
-    tokens = (room - need) // max(kv_token * (tp if on_cpu else 1), 1)
-    detail += f"; KV cache {kv_token / 1024:.1f} KiB a token and rank, room for {tokens:,} tokens at most"
-    if tokens < context or (not on_cpu and need > room * SHARE_FOR_WEIGHTS):
+    tokens = (free - need) // max(kv_token * (tp if on_cpu else 1), 1)
+    detail += f"; KV cache {kv_token / 1024:.1f} KiB per token and rank, at most {tokens:,} tokens"
+    if tokens < context or (not on_cpu and need > free * WEIGHTS_SHARE):
         return warn(
             "Fits",
             detail,
-            symptom="Not enough memory for the KV cache, or requests that wait for each other",
-            fix=f"--context-length below {context}, a smaller dtype, or more ranks",
+            symptom="the server reports too little memory for the KV cache, or queues most requests",
+            fix=f"Use --context-length below {context}, a smaller dtype, or more ranks.",
         )
     return ok("Fits", detail)
 
 
 def check_files(weights: Weights | None, problems: list[str]) -> Finding:
-    """Are there weight files, and are they whole?"""
+    """Check that the folder has weight files and that they are complete."""
     if problems:
         return fail(
             "Weight files",
             "; ".join(problems),
-            symptom="SafetensorError (incomplete metadata, header too large) while the server loads the model",
-            fix="Download the named files again (git lfs pull, or hf download); check the disk's free space.",
+            symptom="the server ends during its start with SafetensorError (incomplete metadata, header too large)",
+            fix="Download the named files again (git lfs pull, or hf download), and check the free space of the disk.",
         )
     if weights is None:
         return warn(
@@ -98,11 +105,11 @@ def check_files(weights: Weights | None, problems: list[str]) -> Finding:
             symptom="RuntimeError: Cannot find any model weights",
             fix="Download the weights, convert them to safetensors, or start with --load-format dummy.",
         )
-    return ok("Weight files", f"{weights.files} whole, {gib(weights.stored_bytes)}")
+    return ok("Weight files", f"{weights.files} complete, {gib(weights.stored_bytes)}")
 
 
 def read_weights(folder: Path) -> tuple[Weights | None, list[str]]:
-    """What the headers of the safetensors files say, and what is wrong with the files."""
+    """Read the headers of the safetensors files. Returns the sizes (None without files) and the problems."""
     names = {file.name for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated")}
     if (folder / INDEX).is_file():
         names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
@@ -125,17 +132,20 @@ def read_weights(folder: Path) -> tuple[Weights | None, list[str]]:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], str]:
-    """Header of a safetensors file (8 bytes of length, then JSON), or what is wrong with the file."""
+    """Read the header of a safetensors file (8 bytes of length, then JSON).
+
+    Returns the header, and the problem of the file or "".
+    """
     if not file.is_file():
-        return {}, "is named by the index and missing"
+        return {}, "is in the index but missing"
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(len(LFS_POINTER))
         if start == LFS_POINTER:
-            return {}, "is a git-lfs pointer, not the file"
+            return {}, "is a git-lfs pointer instead of the file"
         length = int.from_bytes(start[:8], "little")
-        if size < 8 or length > min(size - 8, LARGEST_HEADER):
-            return {}, "is cut off or not a safetensors file"
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            return {}, "is truncated or not a safetensors file"
         opened.seek(8)
         try:
             header: dict[str, Any] = json.loads(opened.read(length))
@@ -143,12 +153,15 @@ def read_header(file: Path) -> tuple[dict[str, Any], str]:
             return {}, "has a damaged header"
     end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
     if size != 8 + length + end:
-        return header, f"has {size} bytes and should have {8 + length + end}"
+        return header, f"has {size} bytes but should have {8 + length + end}"
     return header, ""
 
 
 def weights_of_config(folder: Path) -> Weights | None:
-    """The model's size without its weights, by building it on torch's meta device (seconds)."""
+    """The sizes of a model without weight files, from building the model on torch's meta device.
+
+    This takes seconds. None if transformers cannot build the model.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -156,6 +169,6 @@ def weights_of_config(folder: Path) -> Weights | None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     except (OSError, ValueError, ImportError):
-        return None  # not a model that transformers builds; the size is then unknown
+        return None
     elements = sum(int(parameter.numel()) for parameter in model.parameters())
     return Weights(0, elements, 0, 0)
