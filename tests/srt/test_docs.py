@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import asyncio
 import builtins
-import dataclasses
 import importlib
+import inspect
 import os
 import re
 import shlex
@@ -219,7 +219,7 @@ def check_verl_server(words: list[str], where: str) -> None:
         assert words[0] == "launch", where
         from sglang.srt.server_args import ServerArgs
 
-        fields = {field.name for field in dataclasses.fields(ServerArgs)}
+        fields = set(inspect.signature(ServerArgs).parameters)
         given = set(parse_server_args(["model", *others])) - {"model_path"}
         assert given <= fields, f"{where}: {sorted(given - fields)}"
 
@@ -247,7 +247,7 @@ def test_the_reference_has_every_public_name() -> None:
     for page in (ROOT / "docs" / "reference").glob("*.md"):
         documented.update(re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE))
     public = {f"{name}.{item}" for name in PUBLIC_PACKAGES for item in importlib.import_module(name).__all__}
-    assert documented == public
+    assert public <= documented, sorted(public - documented)
 
 
 def test_every_metric_that_a_page_names_exists() -> None:
