@@ -1,4 +1,4 @@
-"""The demo: its pure parts against hand computations, and a few real steps through the real server."""
+"""Tests of the demo: its pure functions against computations by hand, and four training steps with a real server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from verl_server.demo import grpo, run, task
-from verl_server.demo.display import clock, remaining, sparkline
+from verl_server.demo.display import format_time, remaining_s, sparkline
 from verl_server.demo.launch import Ranks
 from verl_server.demo.outcome import Outcome
 from verl_server.demo.settings import Exam, Ready, Settings, StepMetrics
@@ -28,7 +28,7 @@ PROMPT = (5, 0, 9, 0, 3, task.SORT)
 RIGHT = (0, 0, 3, 5, 9, task.END)
 
 
-def test_only_the_right_answer_gets_the_whole_reward() -> None:
+def test_only_the_correct_answer_gets_the_full_reward() -> None:
     assert task.answer(PROMPT) == RIGHT
     assert task.reward(PROMPT, RIGHT) == 1.0
     assert task.reward(PROMPT, (0, 0, 3, 5, 9, 9)) == pytest.approx(5 / 6)
@@ -40,8 +40,8 @@ def test_stopping_early_or_late_costs_reward(response: tuple[int, ...]) -> None:
     assert task.reward(PROMPT, response) < 1.0
 
 
-def test_no_policy_that_ignores_the_prompt_gets_far() -> None:
-    """Neither random tokens nor the best constant answer are near the start's 0.2 or the end's 0.8."""
+def test_a_policy_that_ignores_the_prompt_cannot_pass() -> None:
+    """Random tokens and the best constant answer stay clearly below the target of 0.8."""
     rng = random.Random(0)
     prompts = task.draw_prompts(rng, 4000)
     rewards = [task.reward(p, [rng.randrange(task.VOCAB_SIZE) for _ in range(task.MAX_RESPONSE)]) for p in prompts]
@@ -51,7 +51,7 @@ def test_no_policy_that_ignores_the_prompt_gets_far() -> None:
     assert sum(task.reward(prompt, constant) for prompt in prompts) / len(prompts) < 0.5
 
 
-def test_prompts_vary_repeat_with_the_seed_and_spare_the_exam() -> None:
+def test_prompts_depend_on_the_seed_and_exclude_the_exam_prompts() -> None:
     first = task.draw_prompts(random.Random(1), 300)
     assert first == task.draw_prompts(random.Random(1), 300)
     assert first != task.draw_prompts(random.Random(2), 300)
@@ -63,11 +63,11 @@ def test_prompts_vary_repeat_with_the_seed_and_spare_the_exam() -> None:
 # -- advantages and loss --------------------------------------------------------------------------------
 
 
-def test_advantages_are_normalised_in_each_group() -> None:
+def test_advantages_are_normalised_within_each_group() -> None:
     got = grpo.group_advantages([0.0, 1.0, 0.5, 0.5, 0.2, 0.2, 0.2, 0.2], group=4)
     deviation = math.sqrt(2 * 0.25 / 3)
     assert got[:4] == pytest.approx([-0.5 / deviation, 0.5 / deviation, 0.0, 0.0], rel=1e-3)
-    assert got[4:] == [0.0] * 4, "a group without a difference teaches nothing"
+    assert got[4:] == [0.0] * 4, "a group with equal rewards has no advantages"
 
 
 def batch_of_three() -> grpo.Batch:
@@ -94,15 +94,15 @@ def part_of(batch: grpo.Batch, rows: slice) -> grpo.Batch:
     return grpo.Batch(batch.tokens[rows], batch.mask[rows], batch.rollout_logprobs[rows], batch.advantages[rows])
 
 
-def test_the_batch_holds_prompt_response_and_padding_in_their_places() -> None:
+def test_the_positions_of_prompt_response_and_padding_in_a_batch() -> None:
     batch = batch_of_three()
     assert batch.tokens.tolist() == [[1, 2, 10, 4, 5, 11], [3, 10, 6, 11, 11, 11], [3, 9, 8, 10, 7, 11]]
     assert batch.mask.tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0]]
     assert batch.rollout_logprobs[1].tolist() == [0, 0, -3.0, -2.5, 0, 0]
 
 
-def test_the_loss_is_what_the_papers_write() -> None:
-    """Token by token with plain arithmetic."""
+def test_the_loss_equals_the_formula_of_the_papers() -> None:
+    """The expected loss is computed token by token with plain Python."""
     batch = batch_of_three()
     logits = logits_for(batch)
     total, count = 0.0, 0
@@ -124,9 +124,9 @@ def test_the_loss_is_what_the_papers_write() -> None:
 
 
 def test_only_predictions_of_response_tokens_are_trained() -> None:
-    """The gradient at a position is nonzero exactly where the next token is the policy's own.
+    """The gradient at a position is nonzero exactly where the policy generated the next token.
 
-    A mask that is shifted by one, or that covers the prompt or the padding, fails here.
+    A mask that is shifted by one position, or that includes the prompt or the padding, fails this test.
     """
     samples = [
         grpo.Sample((1, 2, 10), (4, 5, 11), (-2.5, -2.5, -2.5), 0.5, advantage=1.0),
@@ -140,8 +140,8 @@ def test_only_predictions_of_response_tokens_are_trained() -> None:
     assert trained == [[0, 0, 1, 1, 1, 0], [0, 1, 1, 0, 0, 0]]
 
 
-def test_without_a_change_of_policy_the_gradient_is_the_policy_gradient() -> None:
-    """At ratio one: d loss / d logprob of a token = -advantage / count, on the mask and nowhere else."""
+def test_at_ratio_one_the_gradient_is_the_policy_gradient() -> None:
+    """d loss / d logprob = -advantage / token count inside the mask, and zero outside."""
     batch = batch_of_three()
     logprobs = batch.rollout_logprobs.clone().requires_grad_()
     flat = torch.zeros_like(logprobs)
@@ -151,7 +151,7 @@ def test_without_a_change_of_policy_the_gradient_is_the_policy_gradient() -> Non
 
 
 @pytest.mark.parametrize(("advantage", "shift", "trained"), [(1, 0.5, 0), (-1, -0.5, 0), (1, -0.5, 1), (-1, 0.5, 1)])
-def test_the_clip_stops_steps_that_went_far_enough(advantage: float, shift: float, trained: int) -> None:
+def test_clipping_stops_the_gradient_beyond_the_clip_range(advantage: float, shift: float, trained: int) -> None:
     batch = grpo.make_batch([grpo.Sample((10,), (4,), (-2.0,), 0.0, advantage=advantage)], pad=11)
     logprobs = (batch.rollout_logprobs + shift).requires_grad_()
     loss = grpo.policy_loss(logprobs, logprobs * 0, batch, clip=CLIP, entropy_weight=0.0, token_count=1.0)
@@ -160,8 +160,8 @@ def test_the_clip_stops_steps_that_went_far_enough(advantage: float, shift: floa
     assert bool(logprobs.grad.abs().sum() > 0) == bool(trained)
 
 
-def test_averaged_ranks_get_the_gradient_of_the_whole_batch() -> None:
-    """Although their shares have different numbers of tokens."""
+def test_averaged_gradients_of_ranks_equal_the_gradient_of_the_batch() -> None:
+    """The parts of the ranks have different numbers of tokens."""
     batch = batch_of_three()
     tokens, ranks = float(batch.mask.sum()), 2
     whole = logits_for(batch).requires_grad_()
@@ -174,7 +174,7 @@ def test_averaged_ranks_get_the_gradient_of_the_whole_batch() -> None:
     torch.testing.assert_close(shared.grad / ranks, whole.grad)
 
 
-def test_the_gap_looks_at_response_tokens_only() -> None:
+def test_the_logprob_gap_covers_response_tokens_only() -> None:
     batch = batch_of_three()
     logprobs = batch.rollout_logprobs + torch.where(batch.mask.bool(), 0.0, 9.0)
     assert grpo.logprob_gap(logprobs, batch) == (0.0, 0.0)
@@ -182,17 +182,17 @@ def test_the_gap_looks_at_response_tokens_only() -> None:
     assert grpo.logprob_gap(logprobs, batch) == (0.25, 0.25)
 
 
-# -- what the run amounts to ----------------------------------------------------------------------------
+# -- the outcome of a run --------------------------------------------------------------------------------
 
-STEP = StepMetrics(0, 0.9, 0.5, 6.0, 1e-6, 1e-7, 0.5, 0.3, 0.1, "0", "1 → 1 ■")
+STEP = StepMetrics(0, 0.9, 0.5, 6.0, 1e-6, 1e-7, 0.5, 0.3, 0.1, 0, "1 → 1 ■")
 
 
 def outcome(*steps: StepMetrics) -> Outcome:
-    exam = Exam(0.9, 0.8, 10, "1", ())
+    exam = Exam(0.9, 0.8, 10, 1, ())
     return Outcome(Settings(steps=len(steps)), Ready(1.0, 100), steps, exam, total_s=9.0)
 
 
-def test_a_run_passes_only_with_reward_and_agreement(tmp_path: Path) -> None:
+def test_a_run_passes_only_with_target_reward_and_small_logprob_gap(tmp_path: Path) -> None:
     assert outcome(STEP).passed
     assert not outcome(replace(STEP, reward=0.79)).passed
     assert not outcome(replace(STEP, reward=math.nan)).passed
@@ -205,19 +205,19 @@ def test_a_run_passes_only_with_reward_and_agreement(tmp_path: Path) -> None:
 def test_progress_figures() -> None:
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert len(sparkline([0.5] * 333, width=40)) == 40
-    assert remaining([replace(STEP, rollout_s=100.0), STEP, STEP], total=13) == pytest.approx(9.0)
-    assert (clock(125.4), clock(remaining([STEP], total=13))) == ("2:05", "?")
+    assert remaining_s([replace(STEP, rollout_s=100.0), STEP, STEP], total=13) == pytest.approx(9.0)
+    assert (format_time(125.4), format_time(remaining_s([STEP], total=13))) == ("2:05", "?")
 
 
-def test_a_rank_that_dies_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    nowhere = tmp_path / "missing"  # no place for the rank's log: it dies before it can say anything
-    with Ranks(Settings(), tmp_path, nowhere) as ranks, pytest.raises(PeerError, match=r"rank [01].*exit code 1"):
+def test_a_dead_rank_ends_the_run_with_an_error_that_names_it(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"  # the rank cannot open its log file and ends without a report
+    with Ranks(Settings(), tmp_path, missing) as ranks, pytest.raises(PeerError, match=r"rank [01].*exit code 1"):
         for _ in ranks.reports():
             pass
     assert not any(process.is_alive() for process in ranks.processes)
 
 
-def test_nonsense_is_refused() -> None:
+def test_zero_steps_are_refused() -> None:
     with pytest.raises(BadInputError, match="steps"):
         run(steps=0)
 
@@ -227,17 +227,17 @@ def test_importing_the_demo_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-# -- the real thing -------------------------------------------------------------------------------------
+# -- a real run ------------------------------------------------------------------------------------------
 
 
-def test_a_few_real_steps(tmp_path: Path) -> None:
-    """Two FSDP2 ranks, a real server: files, agreement on logprobs, a new weight version every step."""
+def test_four_real_steps(tmp_path: Path) -> None:
+    """Two FSDP2 ranks and a real server: output files, equal logprobs, a new weight version in every step."""
     steps = 4
-    assert run(seed=0, steps=steps, output_dir=tmp_path) == 1, "four steps are too few to learn it"
+    assert run(seed=0, steps=steps, output_dir=tmp_path) == 1, "four steps are too few to reach the target"
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
-    assert [step["weight_version"] for step in metrics["steps"]] == [str(i) for i in range(steps)]
-    assert metrics["exam"]["weight_version"] == str(steps)
+    assert [step["weight_version"] for step in metrics["steps"]] == list(range(steps))
+    assert metrics["exam"]["weight_version"] == steps
     assert all(0 < step["gap_max"] < 1e-4 for step in metrics["steps"])
     assert all(step["gap_mean"] <= step["gap_max"] for step in metrics["steps"])
     assert metrics["steps"][0]["reward"] < 0.2

@@ -1,19 +1,21 @@
-"""RL from scratch in minutes on any machine: `run` trains a tiny random transformer until it can sort.
+"""A complete RL training run in minutes on any machine: `run` trains a tiny random transformer to sort digits.
 
-The parts are real: a trainer of two FSDP2 ranks, an SGLang server, GRPO, a weight push every step. The policy starts
-from random weights and learns from rewards alone.
+All parts are real: a trainer of two FSDP2 ranks, an SGLang server, GRPO, and a weight update in every step. The policy
+starts from random weights and learns from rewards alone.
 
-    task.py      what is asked and what an answer is worth
-    policy.py    the model, made on the spot
-    grpo.py      advantages and loss, pure functions
-    trainer.py   one rank: rollout, learn, push
-    launch.py    the ranks' processes
+    settings.py  settings of a run, and the reports of the trainer ranks
+    task.py      prompts and rewards
+    policy.py    the model
+    grpo.py      advantages and loss, as pure functions
+    trainer.py   the training loop of one rank
+    launch.py    the processes of the ranks
     display.py   live progress
-    outcome.py   what the run amounts to    chart.py   the same as a picture
+    outcome.py   result of a run
+    chart.py     picture of the result
 
-Importing this package imports neither torch nor sglang. Prompts, initial weights and sampling seeds follow from `seed`.
-Two runs on one machine give the same curve, nearly always: logits round differently with the batch that the server
-happens to form, and a token flips when two candidates are closer than that.
+Importing this package imports neither torch nor sglang. Prompts, initial weights and sampling seeds depend on `seed`
+only. Two runs on one machine give almost always the same curve. Differences remain because the server forms its batches
+by time: logits are rounded differently in another batch, and a token changes when two candidates are closer than that.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ __all__ = ["run"]
 
 
 def run(seed: int = 0, steps: int = 80, output_dir: Path | str = "demo_output") -> int:
-    """Train, show it live, write `reward.png` and `metrics.json` into `output_dir`. Returns the exit code.
+    """Train the model, show the progress, and write `reward.png` and `metrics.json` into `output_dir`.
 
-    0: the mean reward of the last steps reached 0.8 and the logprob gap stayed within float32's rounding.
-    1: it did not, or a rank or the server failed (the reason is printed). 130: interrupted.
+    Returns the exit code. 0: the mean reward of the last steps reached 0.8, and the trainer and the server agreed on
+    the logprobs of all tokens within 1e-3. 1: the run missed one of these targets, or a rank or the server failed;
+    the reason is printed. 130: interrupted. Raises BadInputError unless `steps` is at least 1.
     """
     from rich.console import Console
 
@@ -55,10 +58,10 @@ def run(seed: int = 0, steps: int = 80, output_dir: Path | str = "demo_output") 
     try:
         outcome = _train(Settings(seed=seed, steps=steps), log_dir, console)
     except KeyboardInterrupt:
-        console.print("interrupted; trainer and server are ended")
+        console.print("Interrupted. All processes of the demo have ended.")
         return 130
     except VerlServerError as error:
-        console.print(f"the demo failed: {error}\nlogs: {log_dir}", markup=False, style="red", soft_wrap=True)
+        console.print(f"The demo failed: {error}\nLogs: {log_dir}", markup=False, style="red", soft_wrap=True)
         return 1
     values = asdict(outcome) | {"passed": outcome.passed}
     (output / "metrics.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
@@ -68,9 +71,9 @@ def run(seed: int = 0, steps: int = 80, output_dir: Path | str = "demo_output") 
 
 
 def _train(settings: Settings, log_dir: Path, console: Console) -> Outcome:
-    """Run the ranks to their end and show what they report."""
+    """Run the trainer ranks until they end, and show their reports."""
     from verl_server.demo.display import Display
-    from verl_server.demo.launch import Ranks, terminable
+    from verl_server.demo.launch import Ranks, sigterm_as_interrupt
     from verl_server.demo.outcome import Outcome
     from verl_server.demo.settings import Exam, Ready, StepMetrics
 
@@ -79,7 +82,7 @@ def _train(settings: Settings, log_dir: Path, console: Console) -> Outcome:
     exam: Exam | None = None
     steps: list[StepMetrics] = []
     with (
-        terminable(),
+        sigterm_as_interrupt(),
         tempfile.TemporaryDirectory(prefix="verl-server-demo-", ignore_cleanup_errors=True) as workdir,
         Display(settings, console) as display,
         Ranks(settings, Path(workdir), log_dir) as ranks,

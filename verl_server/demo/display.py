@@ -1,4 +1,4 @@
-"""Live progress: a panel that follows the run on a terminal, a line now and then elsewhere."""
+"""Live progress of a run: a panel on a terminal, otherwise one line every ten steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from verl_server.demo.settings import Ready, Settings, StepMetrics
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 92
 CURVE_WIDTH = 50
-LINE_EVERY = 10
-"""Steps between two lines where there is no terminal."""
-RECENT = 10
-"""Steps that the remaining time is reckoned from."""
+STEPS_PER_LINE = 10
+"""Number of steps between two lines when the output is not a terminal."""
+RECENT_STEPS = 10
+"""Number of latest steps from which the remaining time is estimated."""
 
 
 class Display:
-    """Shows one run. A context manager; call `tick` often."""
+    """Shows the progress of one run. A context manager; call `tick` several times per second to update the panel."""
 
     def __init__(self, settings: Settings, console: Console) -> None:
         self._settings, self._console = settings, console
@@ -40,7 +40,7 @@ class Display:
         if self._console.is_terminal:
             self._live.start()
         else:
-            self._console.print("starting two trainer ranks and the rollout server")
+            self._console.print("Starting two trainer ranks and one SGLang server.")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,26 +49,30 @@ class Display:
             self._live.stop()
 
     def ready(self, ready: Ready) -> None:
+        """Show that the server is ready."""
         self._ready = ready
-        self._line(f"ready after {ready.startup_s:.0f} s: {ready.parameters:,} random weights, served")
+        self._print_line(f"Ready after {ready.startup_s:.0f} s. The server has {ready.parameters:,} random weights.")
 
     def step(self, metrics: StepMetrics) -> None:
+        """Show a finished training step."""
         self._steps.append(metrics)
-        last = metrics.step + 1 == self._settings.steps
-        if metrics.step % LINE_EVERY == 0 or last:
-            self._line(
+        is_last = metrics.step + 1 == self._settings.steps
+        if metrics.step % STEPS_PER_LINE == 0 or is_last:
+            self._print_line(
                 f"step {metrics.step + 1:3d}/{self._settings.steps}  reward {metrics.reward:.3f}  "
-                f"all right {metrics.solved:4.0%}  logprob gap max {metrics.gap_max:.1e} mean {metrics.gap_mean:.1e}  "
-                f"seconds {metrics.rollout_s:.2f} {metrics.train_s:.2f} {metrics.sync_s:.2f}  "
-                f"left {clock(remaining(self._steps, self._settings.steps))}"
+                f"fully correct {metrics.solved:4.0%}  "
+                f"logprob gap max {metrics.gap_max:.1e} mean {metrics.gap_mean:.1e}  "
+                f"rollout {metrics.rollout_s:.2f} s  train {metrics.train_s:.2f} s  "
+                f"weight update {metrics.sync_s:.2f} s  "
+                f"time left {format_time(remaining_s(self._steps, self._settings.steps))}"
             )
 
     def tick(self) -> None:
-        """Draw again."""
+        """Update the panel."""
         if self._console.is_terminal:
             self._live.update(self._panel(), refresh=True)
 
-    def _line(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         if not self._console.is_terminal:
             self._console.print(text, highlight=False, soft_wrap=True)
 
@@ -78,61 +82,67 @@ class Display:
         head.add_column()
         head.add_column(ratio=1)
         head.add_column(justify="right")
-        waited = clock(time.monotonic() - self._started)
+        elapsed = format_time(time.monotonic() - self._started)
         if done:
-            state = f"{clock(remaining(self._steps, total))} left"
+            state = f"{format_time(remaining_s(self._steps, total))} left"
         else:
             state = "first step" if self._ready else "starting the server"
         head.add_row(
             f"step [bold]{done}[/]/{total}",
             ProgressBar(total=total, completed=done, pulse=self._ready is None),
-            f"{waited}, {state}",
+            f"{elapsed} elapsed, {state}",
         )
         parts: list[RenderableType] = [head]
         if self._steps:
-            parts += [Text(), _figures(self._steps)]
+            parts += [Text(), _metrics_table(self._steps)]
         width = min(WIDTH, self._console.width)
         subtitle = f"seed {self._settings.seed}, GRPO, {self._settings.ranks} FSDP2 ranks, one SGLang server"
         return Panel(
-            Group(*parts), title="learning to sort five digits", subtitle=subtitle, width=width, padding=(1, 2)
+            Group(*parts), title="Learning to sort five digits", subtitle=subtitle, width=width, padding=(1, 2)
         )
 
 
-def _figures(steps: Sequence[StepMetrics]) -> Table:
-    now = steps[-1]
+def _metrics_table(steps: Sequence[StepMetrics]) -> Table:
+    last = steps[-1]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
-    table.add_row("reward", f"[bold blue]{now.reward:.3f}[/]  [blue]{sparkline([s.reward for s in steps])}[/]")
-    table.add_row("all right", f"[green]{now.solved:.0%}[/] of {now.response_tokens:.1f}-token answers")
-    table.add_row("last answer", Text(now.example))
-    table.add_row("logprob gap", f"max {now.gap_max:.1e}   mean {now.gap_mean:.1e}   [dim]trainer against server[/]")
+    table.add_row("reward", f"[bold blue]{last.reward:.3f}[/]  [blue]{sparkline([s.reward for s in steps])}[/]")
+    length = f"mean length {last.response_tokens:.1f} tokens"
+    table.add_row("fully correct", f"[green]{last.solved:.0%}[/] of the answers, {length}")
+    table.add_row("last answer", Text(last.example))
+    gap = f"max {last.gap_max:.1e}   mean {last.gap_mean:.1e}"
+    table.add_row("logprob gap", f"{gap}   [dim]between trainer and server[/]")
     table.add_row(
-        "seconds a step",
-        f"rollout [bold]{now.rollout_s:.2f}[/]   train [bold]{now.train_s:.2f}[/]   sync [bold]{now.sync_s:.3f}[/]",
+        "seconds per step",
+        f"rollout [bold]{last.rollout_s:.2f}[/]   train [bold]{last.train_s:.2f}[/]   "
+        f"weight update [bold]{last.sync_s:.3f}[/]",
     )
-    table.add_row("weights", f"version {now.weight_version}")
+    table.add_row("weights", f"version {last.weight_version}")
     return table
 
 
 def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
-    """Values from 0 to 1 as a row of blocks, at most `width` of them."""
+    """Values from 0 to 1 as a row of at most `width` block characters."""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
         values = [fmean(values[a:b]) for a, b in pairwise(edges)]
     return "".join(BLOCKS[min(int(max(value, 0.0) * len(BLOCKS)), len(BLOCKS) - 1)] for value in values)
 
 
-def remaining(steps: Sequence[StepMetrics], total: int) -> float | None:
-    """Seconds until the last step, at the pace of the latest ones. The first one warms up and tells nothing."""
-    recent = steps[1:][-RECENT:]
+def remaining_s(steps: Sequence[StepMetrics], total: int) -> float | None:
+    """Estimated seconds until the end of the last step, from the duration of the latest steps.
+
+    None when only the first step is finished: it is slower than the others and is not used.
+    """
+    recent = steps[1:][-RECENT_STEPS:]
     if not recent:
         return None
     return (total - len(steps)) * fmean(s.rollout_s + s.train_s + s.sync_s for s in recent)
 
 
-def clock(seconds: float | None) -> str:
-    """Minutes and seconds, `?` when unknown."""
+def format_time(seconds: float | None) -> str:
+    """Seconds as `minutes:seconds`, or `?` for None."""
     if seconds is None:
         return "?"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,7 +1,7 @@
-"""GRPO in pure functions: advantages, the training batch, log-probabilities, the loss.
+"""GRPO as pure functions: advantages, the training batch, log-probabilities, the loss.
 
 Shapes: `n` samples in the batch, `t` = length of the longest prompt + response. Sequences are padded on the right, so
-that causal attention never sees a pad. `mask[i, j]` is 1.0 where token j of sample i was written by the policy.
+that causal attention never reads padding. `mask[i, j]` is 1.0 where the policy generated token j of sample i.
 
 Sources: group-normalised advantages, DeepSeekMath (arXiv 2402.03300) section 4.1.2; clipped ratio, PPO (arXiv
 1707.06347) equation 7; one mean over all tokens of the batch instead of one mean per sample, DAPO (arXiv 2503.14476)
@@ -18,18 +18,18 @@ import torch
 
 @dataclass(frozen=True)
 class Sample:
-    """One rollout: what was asked, what came back, how sure the rollout engine was, what it was worth."""
+    """One prompt and one response of the policy, with its reward."""
 
-    prompt: tuple[int, ...]
-    response: tuple[int, ...]
-    logprobs: tuple[float, ...]  # one per response token, from the rollout engine
-    reward: float
-    advantage: float = 0.0
+    prompt: tuple[int, ...]  # token ids
+    response: tuple[int, ...]  # token ids
+    logprobs: tuple[float, ...]  # one per response token, from the rollout server
+    reward: float  # 0 to 1
+    advantage: float = 0.0  # from `group_advantages`
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples as tensors."""
+    """Samples as padded tensors."""
 
     tokens: torch.Tensor  # (n, t) int64
     mask: torch.Tensor  # (n, t) float32, 1.0 on response tokens
@@ -38,9 +38,10 @@ class Batch:
 
 
 def group_advantages(rewards: Sequence[float], group: int, eps: float = 1e-4) -> list[float]:
-    """(reward - mean of its group) / (deviation of its group). `group` neighbours answer the same prompt.
+    """(reward - mean of the group) / (standard deviation of the group + eps) for each reward.
 
-    A group whose members all got the same reward teaches nothing: its advantages are zero.
+    `group` is the number of consecutive rewards that belong to one prompt. If all rewards of a group are equal, its
+    advantages are zero.
     """
     grouped = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
     centred = grouped - grouped.mean(dim=1, keepdim=True)
@@ -49,7 +50,7 @@ def group_advantages(rewards: Sequence[float], group: int, eps: float = 1e-4) ->
 
 
 def make_batch(samples: Sequence[Sample], pad: int) -> Batch:
-    """Pad to one length on the right. `pad` may be any valid token id: the mask hides it."""
+    """Pad all samples on the right to the length of the longest. `pad` is any valid token id; the mask excludes it."""
     length = max(len(sample.prompt) + len(sample.response) for sample in samples)
     tokens = torch.full((len(samples), length), pad, dtype=torch.int64)
     mask = torch.zeros(len(samples), length)
@@ -63,10 +64,10 @@ def make_batch(samples: Sequence[Sample], pad: int) -> Batch:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of every token given those before it, and the entropy it was drawn with; both (n, t).
+    """Log-probability of every token given the tokens before it, and the entropy of its distribution; both (n, t).
 
-    `logits` is (n, t, vocabulary), as the model returns it: row j predicts token j + 1. Column 0 has no prediction and
-    is zero.
+    `logits` is (n, t, vocabulary), as the model returns it: position j predicts token j + 1. Column 0 has no prediction
+    and is zero.
     """
     distribution = logits[:, :-1].log_softmax(dim=-1)
     chosen = distribution.gather(-1, tokens[:, 1:, None]).squeeze(-1)
@@ -87,10 +88,10 @@ def policy_loss(
     entropy_weight: float,
     token_count: float,
 ) -> torch.Tensor:
-    """Clipped policy gradient of `batch` minus the entropy bonus, summed over the mask, over `token_count`.
+    """Clipped policy loss of `batch` minus the entropy bonus: the sum over the mask, divided by `token_count`.
 
-    `token_count` is the number of response tokens that share one mean. With data-parallel ranks, whose gradients are
-    averaged, it is the count of all ranks divided by the number of ranks.
+    `token_count` is the number of response tokens over which the mean is taken. With data-parallel ranks, whose
+    gradients are averaged, it is the number of tokens of all ranks divided by the number of ranks.
     """
     ratio = (logprobs - batch.rollout_logprobs).exp()
     advantages = batch.advantages[:, None]
@@ -99,6 +100,6 @@ def policy_loss(
 
 
 def logprob_gap(logprobs: torch.Tensor, batch: Batch) -> tuple[float, float]:
-    """Largest and summed absolute difference of the trainer's and the rollout's logprobs on response tokens."""
+    """Maximum and sum of the absolute differences between trainer and server logprobs, over response tokens."""
     gap = (logprobs - batch.rollout_logprobs).abs() * batch.mask
     return float(gap.max()), float(gap.sum())

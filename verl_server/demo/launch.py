@@ -1,8 +1,8 @@
-"""The trainer's processes: start them, hear from them, end them.
+"""`Ranks`: starts the processes of the trainer ranks, reads their reports, and ends the processes.
 
-One process per rank, spawned. Each rank reports over its own pipe and logs into its own file. When one fails, all end;
-when this process ends, however it ends, so do they. (The rollout server ends with the rank that started it: that
-is the engine's promise, not this file's.)
+Each rank is a spawned process that reports over its own pipe and logs to its own file. When one rank fails, all ranks
+end. When this process ends for any reason, the ranks end too. The SGLang server ends with the rank that started it;
+`VerlEngine` takes care of that.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from verl_server.demo.settings import SERVER_ENV, Failure, Report, Settings
 from verl_server.errors import DeadlineError, PeerError
 from verl_server.server.shared_forkserver import prepare_forkserver
 
-SILENCE_S = 420.0
-"""The longest wait for a report; the first one waits for the server's start on a cold disk."""
-STOP_S = 15.0
-LAST_WORDS_S = 5.0
-"""For the other ranks to say what happened after one has failed."""
+REPORT_TIMEOUT_S = 420.0
+"""Seconds without a report after which the run fails. The first report follows the start of the server, which is slow
+on a cold disk."""
+STOP_TIMEOUT_S = 15.0
+"""Seconds for a process to end after SIGTERM."""
+FAILURE_TIMEOUT_S = 5.0
+"""Seconds for the other ranks to report their errors after one rank has failed."""
 
 
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM unwinds like the keyboard's interrupt, so that processes and scratch files are cleaned up."""
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Make SIGTERM raise KeyboardInterrupt, so that processes and temporary files are cleaned up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -50,7 +52,7 @@ def _interrupt(_signal: int, _frame: object) -> None:
 
 
 class Ranks:
-    """The trainer's processes, as a context manager. Iterate `reports()` until they are done."""
+    """The processes of the trainer ranks. A context manager; iterate over `reports()` until the training ends."""
 
     def __init__(self, settings: Settings, workdir: Path, log_dir: Path) -> None:
         self.processes: list[SpawnProcess] = []
@@ -64,24 +66,24 @@ class Ranks:
 
     def _start(self, rank: int, settings: Settings, workdir: Path, log_dir: Path) -> None:
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe(duplex=False)
+        reader, writer = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank_main, args=(rank, settings, workdir, log_dir, theirs), name=f"demo trainer rank {rank}"
+            target=_rank_main, args=(rank, settings, workdir, log_dir, writer), name=f"demo trainer rank {rank}"
         )
         process.start()
-        theirs.close()
+        writer.close()
         self.processes.append(process)
-        self._pipes.append(ours)
+        self._pipes.append(reader)
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End what still runs, politely first."""
+        """End the running processes: SIGTERM first, SIGKILL after a timeout."""
         for process in self.processes:
             if process.is_alive():
                 process.terminate()
-        deadline = time.monotonic() + STOP_S
+        deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
@@ -89,16 +91,16 @@ class Ranks:
                 process.join()
 
     def reports(self, tick_s: float = 0.25) -> Iterator[Report | None]:
-        """Reports as they come, and None at least every `tick_s`, until every rank has ended well.
+        """Yield the reports of the ranks until all ranks have ended with exit code 0, and None at least every `tick_s`.
 
-        Raises PeerError with the words of the ranks that failed, DeadlineError when nothing comes.
+        Raises PeerError with the errors of the failed ranks, DeadlineError after `REPORT_TIMEOUT_S` without a report.
         """
         open_pipes = list(self._pipes)
-        heard = time.monotonic()
+        last_report_at = time.monotonic()
         while open_pipes:
             for pipe in wait(open_pipes, timeout=tick_s):
                 assert isinstance(pipe, Connection)
-                heard = time.monotonic()
+                last_report_at = time.monotonic()
                 try:
                     report = pipe.recv()
                 except EOFError:
@@ -108,22 +110,26 @@ class Ranks:
                 if isinstance(report, Failure):
                     raise self._failed([report])
                 yield report
-            if time.monotonic() - heard > SILENCE_S:
-                raise DeadlineError(f"the trainer's ranks have not reported for {SILENCE_S:g} s")
+            if time.monotonic() - last_report_at > REPORT_TIMEOUT_S:
+                raise DeadlineError(
+                    f"no trainer rank has reported for {REPORT_TIMEOUT_S:g} s; read the logs of the ranks",
+                    operation="report",
+                    seconds=REPORT_TIMEOUT_S,
+                )
             yield None
 
     def _check_end(self, rank: int) -> None:
         process = self.processes[rank]
-        process.join(STOP_S)
+        process.join(STOP_TIMEOUT_S)
         if process.exitcode != 0:
-            how = "does not end" if process.exitcode is None else f"ended with exit code {process.exitcode}"
-            raise self._failed([Failure(rank, f"the process {how}")])
+            state = "does not end" if process.exitcode is None else f"ended with exit code {process.exitcode}"
+            raise self._failed([Failure(rank, f"the process {state}")])
 
     def _failed(self, failures: list[Failure]) -> PeerError:
-        """One error out of what all ranks say; the first to fail comes first."""
-        deadline = time.monotonic() + LAST_WORDS_S
-        silent = [pipe for rank, pipe in enumerate(self._pipes) if rank != failures[0].rank]
-        while silent and (ready := wait(silent, timeout=max(0.0, deadline - time.monotonic()))):
+        """One error with the failures of all ranks. The failure that was reported first comes first."""
+        deadline = time.monotonic() + FAILURE_TIMEOUT_S
+        open_pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank != failures[0].rank]
+        while open_pipes and (ready := wait(open_pipes, timeout=max(0.0, deadline - time.monotonic()))):
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 with contextlib.suppress(EOFError):
@@ -131,12 +137,13 @@ class Ranks:
                     if not isinstance(report, Failure):
                         continue
                     failures.append(report)
-                silent.remove(pipe)
-        return PeerError(f"training failed\n{_in_words(failures)}", ranks=[failure.rank for failure in failures])
+                open_pipes.remove(pipe)
+        ranks = [failure.rank for failure in failures]
+        return PeerError(f"training failed\n{_describe_failures(failures)}", ranks=ranks)
 
 
-def _in_words(failures: list[Failure]) -> str:
-    """What the ranks say; what several say alike is said once."""
+def _describe_failures(failures: list[Failure]) -> str:
+    """The errors of the ranks, one line per error. Ranks with the same error share a line."""
     ranks_by_error: dict[str, list[str]] = {}
     for failure in failures:
         ranks_by_error.setdefault(failure.error, []).append(str(failure.rank))
@@ -144,8 +151,8 @@ def _in_words(failures: list[Failure]) -> str:
 
 
 def _rank_main(rank: int, settings: Settings, workdir: Path, log_dir: Path, pipe: Connection) -> None:
-    """First and last function of a rank's process."""
-    # The demo is the same everywhere: an accelerator is not used, and the server inherits this.
+    """Main function of a rank's process."""
+    # The demo runs on the CPU on every machine. The server inherits this variable.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _follow_parent(workdir)
     _log_to(log_dir / f"rank{rank}.log")
@@ -155,7 +162,7 @@ def _rank_main(rank: int, settings: Settings, workdir: Path, log_dir: Path, pipe
         from verl_server.demo.trainer import train
 
         train(rank, settings, workdir, log_dir, pipe.send)
-    except BaseException as error:  # noqa: BLE001 - the edge of the process: the parent is told, the exit code says it
+    except BaseException as error:  # noqa: BLE001 - end of the process: the parent receives the error
         traceback.print_exc()
         with contextlib.suppress(OSError):
             pipe.send(Failure(rank, f"{type(error).__name__}: {error}"))
@@ -163,7 +170,7 @@ def _rank_main(rank: int, settings: Settings, workdir: Path, log_dir: Path, pipe
 
 
 def _follow_parent(workdir: Path) -> None:
-    """End with the parent even if it is killed, and clean up for it. The keyboard's interrupt is left to it."""
+    """End this process when the parent ends, even by SIGKILL, and remove `workdir`. SIGINT is left to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -177,7 +184,7 @@ def _follow_parent(workdir: Path) -> None:
 
 
 def _log_to(path: Path) -> None:
-    """Send all output of this process, C++ included, to a file: the terminal belongs to the progress display."""
+    """Write all output of this process, also of C++ code, to a file. The terminal shows the progress only."""
     with path.open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -1,4 +1,4 @@
-"""The policy: a tiny transformer with random weights, made on the spot, and its FSDP2 form for the trainer."""
+"""The policy: a tiny transformer with random weights, as a checkpoint and as an FSDP2 module of the trainer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 INITIAL_STD = 0.1
-"""Random, but not far from uniform: a policy with strong opinions explores too little."""
+"""Standard deviation of the initial weights. The initial policy is close to uniform, so that it explores enough."""
 
 
 def write_policy(folder: Path, seed: int) -> None:
-    """Write an untrained Qwen3 with two layers and the task's vocabulary: a checkpoint like any other."""
+    """Write the checkpoint of an untrained Qwen3 model with two layers and the vocabulary of the task."""
     from transformers import AutoModelForCausalLM
 
     config = make_config(Architecture.QWEN3, context_length=64, tie_word_embeddings=True)
@@ -31,7 +31,7 @@ def write_policy(folder: Path, seed: int) -> None:
 
 
 def load_sharded(folder: Path, mesh: DeviceMesh) -> Any:
-    """The checkpoint as a trainable module whose parameters are sharded over `mesh` (FSDP2)."""
+    """Load the checkpoint as a trainable module whose parameters are sharded over `mesh` (FSDP2)."""
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
@@ -43,12 +43,12 @@ def load_sharded(folder: Path, mesh: DeviceMesh) -> Any:
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the rollout engine is given: Hugging Face names and this rank's DTensors, one at a time."""
+    """Hugging Face names and DTensors of this rank, one at a time, as `update_weights_from_tensor` expects them."""
     for name, parameter in model.named_parameters():
         yield name, parameter.detach()
 
 
 def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """(n, t) token ids to (n, t, vocabulary) logits. Pads on the right need no attention mask: it is causal."""
+    """Logits (n, t, vocabulary) of token ids (n, t). Causal attention needs no mask for padding on the right."""
     logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits

@@ -1,4 +1,4 @@
-"""What the demo is told and what it reports, as plain frozen data. No torch."""
+"""Settings of a run and the reports of the trainer ranks, as frozen dataclasses. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,78 +11,79 @@ SERVER_ENV = {"OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Settings:
-    """One run of the demo."""
+    """Settings of one run."""
 
-    seed: int = 0
-    steps: int = 80
-    ranks: int = 2  # trainer processes
+    seed: int = 0  # of prompts, weights and sampling
+    steps: int = 80  # training steps
+    ranks: int = 2  # trainer ranks
     prompts: int = 128  # different prompts per step
     group: int = 4  # rollouts per prompt
     epochs: int = 2  # passes over each batch of rollouts
     minibatches: int = 4  # optimizer steps per pass
     learning_rate: float = 3e-3
     warmup_steps: int = 5
-    entropy_weight: float = 0.05  # falls to zero until the last step
-    clip: float = 0.2
+    entropy_weight: float = 0.05  # decreases linearly to zero
+    clip: float = 0.2  # range of the probability ratio
     max_grad_norm: float = 1.0
-    exam_prompts: int = 256  # never trained on, asked once at the end
+    exam_prompts: int = 256  # prompts of the final test; never used for training
 
-    wanted_reward: float = 0.8
-    """The mean reward of the last steps that a successful run reaches."""
-    tolerated_gap: float = 1e-3
-    """The largest difference of a token's logprob between rollout engine and trainer, both float32."""
+    target_reward: float = 0.8
+    """Mean reward of the last steps that a run must reach to pass."""
+    max_logprob_gap: float = 1e-3
+    """Maximum difference between the logprobs of a token in the server and in the trainer, both float32."""
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then linearly down to a tenth."""
+        """Learning rate of a step: linear warm-up, then linear decrease to a tenth."""
         warm = min(1.0, (step + 1) / self.warmup_steps)
         return self.learning_rate * warm * (1.0 - 0.9 * step / self.steps)
 
     def entropy_weight_at(self, step: int) -> float:
+        """Entropy weight of a step: linear decrease to zero."""
         return self.entropy_weight * (1.0 - step / self.steps)
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The server serves the untrained policy."""
+    """Report: the server is ready and has the weights of the untrained policy."""
 
-    startup_s: float
-    parameters: int
+    startup_s: float  # seconds from the start of the rank
+    parameters: int  # number of weights of the policy
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step, measured on rank 0; reward and gap are over the whole batch."""
+    """Report of one training step by rank 0. Rewards and logprob gaps are those of the whole batch."""
 
     step: int
     reward: float  # mean, 0 to 1
-    solved: float  # share of responses that are right in every position
-    response_tokens: float  # mean
-    gap_max: float  # |trainer logprob - rollout logprob| of the sampled tokens
-    gap_mean: float
-    rollout_s: float
-    train_s: float
-    sync_s: float
-    weight_version: str  # of the weights that wrote this step's rollouts, in the server's words
-    example: str  # one rollout of this step
+    solved: float  # fraction of responses that are correct in every position
+    response_tokens: float  # mean number of tokens per response
+    gap_max: float  # maximum of |trainer logprob - server logprob| over the sampled tokens
+    gap_mean: float  # mean of the same differences
+    rollout_s: float  # seconds of generation
+    train_s: float  # seconds of the optimizer steps
+    sync_s: float  # seconds of the weight update
+    weight_version: int  # version of the weights that generated the rollouts of this step
+    example: str  # one prompt and its response
 
 
 @dataclass(frozen=True)
 class Exam:
-    """Greedy answers of the trained policy to prompts that it was never trained on."""
+    """Report of the final test: greedy answers to prompts that were not used for training."""
 
-    reward: float
-    solved: float
-    questions: int
-    weight_version: str
-    examples: tuple[str, ...]
+    reward: float  # mean, 0 to 1
+    solved: float  # fraction of responses that are correct in every position
+    questions: int  # number of prompts
+    weight_version: int  # version of the weights that generated the answers
+    examples: tuple[str, ...]  # some prompts with their answers
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's last words."""
+    """Report of a rank that failed."""
 
     rank: int
-    error: str  # type and message; the trace is in the rank's log
+    error: str  # type and message; the traceback is in the log of the rank
 
 
 Report = Ready | StepMetrics | Exam | Failure

@@ -1,8 +1,8 @@
-"""The demo's task: "here are five digits, write them in ascending order, then stop".
+"""The task of the demo: sort five digits in ascending order, then stop.
 
 Pure functions over token ids. The vocabulary has twelve tokens: the digits 0 to 9 (each digit is its own id),
-`SORT` at the end of every prompt, and `END`, which the policy must write to stop. A policy that writes random
-tokens gets about one position in twenty right.
+`SORT` at the end of every prompt, and `END`, which the policy must generate to stop. A policy that generates random
+tokens has about one correct position in twenty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VOCAB_SIZE = 12
 DIGITS = 5
 PROMPT_LENGTH = DIGITS + 1
 MAX_RESPONSE = DIGITS + 2
-"""Tokens that a response may have: the right answer with its `END`, and one too many."""
+"""Maximum number of tokens of a response: the correct answer with its `END`, and one more."""
 
 Prompt = tuple[int, ...]
 
@@ -33,18 +33,18 @@ def draw_prompts(rng: random.Random, count: int, *, never: Collection[Prompt] = 
 
 
 def answer(prompt: Prompt) -> tuple[int, ...]:
-    """The one right response: the prompt's digits in ascending order, then `END`."""
+    """The only correct response: the prompt's digits in ascending order, then `END`."""
     return (*sorted(prompt[:-1]), END)
 
 
 def reward(prompt: Prompt, response: Sequence[int]) -> float:
-    """Share of positions that are right, 0 to 1. Missing and superfluous positions count as wrong."""
-    right = answer(prompt)
-    hits = sum(got == wanted for got, wanted in zip(response, right, strict=False))
-    return hits / max(len(right), len(response))
+    """Fraction of correct positions, 0 to 1. Missing and additional positions count as wrong."""
+    expected = answer(prompt)
+    correct = sum(got == token for got, token in zip(response, expected, strict=False))
+    return correct / max(len(expected), len(response))
 
 
 def show(prompt: Sequence[int], response: Sequence[int]) -> str:
-    """A rollout as a person would write it: `3 1 2 5 5 → 1 2 3 5 5 ■`."""
+    """A prompt and its response as text: `3 1 2 5 5 → 1 2 3 5 5 ■`."""
     names = {SORT: "→", END: "■"}
     return " ".join(names.get(token, str(token)) for token in (*prompt, *response))
