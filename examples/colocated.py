@@ -1,6 +1,6 @@
-"""COLOCATED: a policy and a judge take turns in the same memory. One sleeps while the other works.
+"""COLOCATED: a policy and a judge model use the same memory in turn. One releases its memory while the other works.
 
-The judge keeps the weights of its own checkpoint; the score of a response is its mean log prob under the judge.
+The judge keeps the weights of its checkpoint. The score of a response is its mean log probability under the judge.
 """
 
 from __future__ import annotations
@@ -10,45 +10,45 @@ from typing import Any
 
 from training import Trainer, memory_mb, trainer
 
-from verl_server import VerlEngine
-from verl_server.rollout import RolloutManager
+from verl_server import RolloutManager, VerlEngine
 from verl_server.tiny import make_model
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
-ARGS: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 65536}
+SERVER_ARGS: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 65536}
 
 
-async def judged(judge: RolloutManager, prompt: list[int], response: list[int]) -> float:
-    """Log probs of `response` after `prompt`, in the mean, in nats."""
+async def score(judge: RolloutManager, prompt: list[int], response: list[int]) -> float:
+    """Mean log probability, in nats, of the tokens of `response` after `prompt`."""
     reply = await judge.router.generate(
         input_ids=prompt + response,
         sampling_params={"max_new_tokens": 1},
         return_logprob=True,
         logprob_start_len=len(prompt) - 1,
     )
-    scores = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][-len(response) :]
-    return float(sum(scores) / len(scores))
+    logprobs = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"]][-len(response) :]
+    return float(sum(logprobs) / len(logprobs))
 
 
-async def all_judged(judge: RolloutManager, responses: list[list[int]]) -> list[float]:
-    return list(await asyncio.gather(*(judged(judge, *pair) for pair in zip(PROMPTS, responses, strict=True))))
+async def score_all(judge: RolloutManager, responses: list[list[int]]) -> list[float]:
+    pairs = zip(PROMPTS, responses, strict=True)
+    return list(await asyncio.gather(*(score(judge, prompt, response) for prompt, response in pairs)))
 
 
 def run(training: Trainer, engine: VerlEngine, policy: RolloutManager, judge: RolloutManager) -> None:
     for step in range(3):
         replies = engine.generate(input_ids=PROMPTS, sampling_params={"max_new_tokens": 16, "ignore_eos": True})
         engine.release_memory_occupation()
-        judge.resume_memory_occupation()  # its checkpoint is loaded again
-        working = memory_mb(policy), memory_mb(judge)
-        scores = asyncio.run(all_judged(judge, [reply["output_ids"] for reply in replies]))
+        judge.resume_memory_occupation()  # the judge loads its checkpoint again
+        judging_mb = memory_mb(policy), memory_mb(judge)
+        scores = asyncio.run(score_all(judge, [reply["output_ids"] for reply in replies]))
         judge.release_memory_occupation()
         training.step()
         engine.resume_memory_occupation()
         engine.update_weights_from_tensor(training.policy.state_dict().items())
-        resting = memory_mb(policy), memory_mb(judge)
+        after_mb = memory_mb(policy), memory_mb(judge)
         print(
-            f"step {step}: scores {[round(score, 2) for score in scores]}; MB of policy and judge: "
-            f"{working[0]:.0f} + {working[1]:.0f} while it judges, {resting[0]:.0f} + {resting[1]:.0f} after"
+            f"step {step}: scores {[round(one, 2) for one in scores]}; MB of policy and judge: "
+            f"{judging_mb[0]:.0f} + {judging_mb[1]:.0f} while it judges, {after_mb[0]:.0f} + {after_mb[1]:.0f} after"
         )
 
 
@@ -57,10 +57,12 @@ def main() -> None:
         judge_path = str(
             make_model(training.folder / "judge", seed=7, hidden_size=256, layers=4, intermediate_size=1024)
         )
-        with RolloutManager(1, mode="colocated", model_path=judge_path, **ARGS) as judge:
+        with RolloutManager(1, mode="colocated", model_path=judge_path, **SERVER_ARGS) as judge:
             judge.release_memory_occupation()
-            policy = RolloutManager(1, mode="hybrid", model_path=training.model_path, **ARGS)
-            with VerlEngine(training.mesh, fleet=policy, model_path=training.model_path, dtype="float32") as engine:
+            with (
+                RolloutManager(1, mode="hybrid", model_path=training.model_path, **SERVER_ARGS) as policy,
+                VerlEngine(training.mesh, fleet=policy, model_path=training.model_path, dtype="float32") as engine,
+            ):
                 engine.update_weights_from_tensor(training.policy.state_dict().items())
                 run(training, engine, policy, judge)
 

@@ -1,6 +1,6 @@
-"""Ray: replicas as actors on a cluster of two nodes (two raylets of this machine), found by name by a second job.
+"""Ray: replicas as actors on a cluster of two nodes (two raylets on this machine). A second job finds them by name.
 
-On a real cluster leave `Cluster` out: `RayLauncher(address="auto")`.
+On a real cluster, leave out `Cluster` and use `RayLauncher(address="auto")`.
 """
 
 from __future__ import annotations
@@ -13,47 +13,47 @@ from typing import Any
 from ray.cluster_utils import Cluster
 from training import trainer
 
-from verl_server import VerlEngine
-from verl_server.rollout import RolloutManager
-from verl_server.rollout.ray_launcher import RayLauncher, discover
-from verl_server.router.client import RouterClient
+from verl_server import RolloutManager, RouterClient, VerlEngine
+from verl_server.ray import RayLauncher, discover
 
-STORE = 80 << 20
-PARAMS = {"max_new_tokens": 8, "temperature": 0.0}
+OBJECT_STORE_BYTES = 80 << 20
+SAMPLING_PARAMS = {"max_new_tokens": 8, "temperature": 0.0}
 
 
 def second_job(address: str) -> None:
-    """Another driver: it knows the cluster's address only."""
+    """Another Ray job, which knows only the address of the cluster."""
     for name, server in sorted(discover(address).items()):
-        reply = asyncio.run(_ask(server.base_url, server.api_key))
+        reply = asyncio.run(generate(server.base_url, server.api_key))
         print(f"{name}: tokens {reply['output_ids']} of version {reply['meta_info']['weight_version']}")
 
 
-async def _ask(url: str, key: str | None) -> dict[str, Any]:
-    async with RouterClient(url, key) as client:  # a server and a router are asked alike
-        return await client.generate(input_ids=[1, 2, 3], sampling_params=PARAMS)
+async def generate(url: str, api_key: str | None) -> dict[str, Any]:
+    async with RouterClient(url, api_key) as client:  # servers and routers take the same requests
+        return await client.generate(input_ids=[1, 2, 3], sampling_params=SAMPLING_PARAMS)
 
 
 def main() -> None:
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False},
+        head_node_args={"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False},
     )
-    cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
     try:
-        with trainer() as training:
-            fleet = RolloutManager(
+        with (
+            trainer() as training,
+            RolloutManager(
                 2,
                 mode="standalone",
                 launcher=RayLauncher(cluster.address),
                 model_path=training.model_path,
                 dtype="float32",
                 max_total_tokens=65536,
-            )
-            with VerlEngine(training.mesh, fleet=fleet, model_path=training.model_path, dtype="float32") as engine:
-                update = engine.update_weights_from_tensor(training.policy.state_dict().items())
-                print(f"version {update.weight_version} is on both nodes, by {update.transport}")
-                subprocess.run([sys.executable, __file__, cluster.address], check=True, timeout=300)
+            ) as fleet,
+            VerlEngine(training.mesh, fleet=fleet, model_path=training.model_path, dtype="float32") as engine,
+        ):
+            update = engine.update_weights_from_tensor(training.policy.state_dict().items())
+            print(f"version {update.weight_version} is on both nodes, by {update.transport}")
+            subprocess.run([sys.executable, __file__, cluster.address], check=True, timeout=300)
     finally:
         cluster.shutdown()
 

@@ -1,34 +1,35 @@
-"""STANDALONE: two replicas with devices of their own generate all the time, while new weights come by broadcast."""
+"""STANDALONE: two replicas on their own devices generate all the time, while new weights arrive by broadcast."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Any
 
 from training import Trainer, trainer
 
-from verl_server import VerlEngine
-from verl_server.rollout import RolloutManager
+from verl_server import RolloutManager, VerlEngine
 
-PARAMS = {"max_new_tokens": 128, "ignore_eos": True}
+SAMPLING_PARAMS = {"max_new_tokens": 128, "ignore_eos": True}
 UPDATES, CALLERS = 4, 8
 
 
-async def sample_until(fleet: RolloutManager, stop: asyncio.Event, spans: Counter[int]) -> None:
-    """One caller: asks again and again, never waits for an update."""
+async def generate_until(stop: asyncio.Event, fleet: RolloutManager, samples: Counter[int]) -> None:
+    """One caller: generates sample after sample and never waits for an update.
+
+    `samples` counts the samples by the number of weight versions that generated their tokens.
+    """
     while not stop.is_set():
-        reply = await fleet.router.generate(input_ids=[1, 2, 3], sampling_params=PARAMS)
-        spans[len(reply["meta_info"]["weight_versions"])] += 1
+        reply = await fleet.router.generate(input_ids=[1, 2, 3], sampling_params=SAMPLING_PARAMS)
+        samples[len(reply["meta_info"]["weight_versions"])] += 1
 
 
 async def train(training: Trainer, engine: VerlEngine, fleet: RolloutManager) -> Counter[int]:
-    stop, spans = asyncio.Event(), Counter[int]()
-    callers = [asyncio.create_task(sample_until(fleet, stop, spans)) for _ in range(CALLERS)]
+    stop, samples = asyncio.Event(), Counter[int]()
+    callers = [asyncio.create_task(generate_until(stop, fleet, samples)) for _ in range(CALLERS)]
     for _ in range(UPDATES):
         await asyncio.sleep(1.0)
         training.step()
-        update: Any = await asyncio.to_thread(
+        update = await asyncio.to_thread(
             engine.update_weights_from_tensor,
             training.policy.state_dict().items(),
             pause_mode="in_place",
@@ -37,18 +38,20 @@ async def train(training: Trainer, engine: VerlEngine, fleet: RolloutManager) ->
         print(f"version {update.weight_version} by {update.transport}: {update.load_s * 1e3:.0f} ms")
     stop.set()
     await asyncio.gather(*callers)
-    return spans
+    return samples
 
 
 def main() -> None:
-    with trainer() as training:
-        fleet = RolloutManager(
+    with (
+        trainer() as training,
+        RolloutManager(
             2, mode="standalone", model_path=training.model_path, dtype="float32", max_total_tokens=65536
-        )
-        with VerlEngine(training.mesh, fleet=fleet, model_path=training.model_path, dtype="float32") as engine:
-            spans = asyncio.run(train(training, engine, fleet))
-            for versions, samples in sorted(spans.items()):
-                print(f"{samples} samples were made with {versions} version(s) of the weights")
+        ) as fleet,
+        VerlEngine(training.mesh, fleet=fleet, model_path=training.model_path, dtype="float32") as engine,
+    ):
+        samples = asyncio.run(train(training, engine, fleet))
+        for versions, count in sorted(samples.items()):
+            print(f"{count} samples were generated with {versions} version(s) of the weights")
 
 
 if __name__ == "__main__":

@@ -23,25 +23,25 @@ def said_by(name: str, *arguments: str) -> str:
 
 def test_hybrid() -> None:
     said = said_by("hybrid.py")
-    steps = re.findall(r"4 samples of \['(\d)'\]; (\d+) MB awake, (\d+) asleep", said)
+    steps = re.findall(r"4 samples of weight versions \[(\d)\]; (\d+) MB while serving, (\d+) MB while released", said)
     assert [version for version, _, _ in steps] == ["1", "2", "3"]
-    assert all(int(asleep) < 0.9 * int(awake) for _, awake, asleep in steps), said
-    assert "served now: 4" in said
+    assert all(int(released) < 0.9 * int(serving) for _, serving, released in steps), said
+    assert "weight version served now: 4" in said
 
 
 def test_standalone() -> None:
     said = said_by("standalone.py")
     assert re.findall(r"version (\d) by (\w+)", said) == [(str(number), "distributed") for number in range(1, 5)]
-    assert max(int(count) for count in re.findall(r"made with (\d) version", said)) > 1, said
+    assert max(int(count) for count in re.findall(r"generated with (\d) version", said)) > 1, said
 
 
 def test_colocated() -> None:
     said = said_by("colocated.py")
     steps = re.findall(r"(\d+) \+ (\d+) while it judges, (\d+) \+ (\d+) after", said)
     assert len(steps) == 3
-    for policy_asleep, judge_awake, policy_awake, judge_asleep in steps:
-        assert int(policy_asleep) < 0.9 * int(policy_awake), said
-        assert int(judge_asleep) < 0.9 * int(judge_awake), said
+    for policy_released, judge_serving, policy_serving, judge_released in steps:
+        assert int(policy_released) < 0.9 * int(policy_serving), said
+        assert int(judge_released) < 0.9 * int(judge_serving), said
 
 
 def test_ray_cluster() -> None:

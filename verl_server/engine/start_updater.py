@@ -19,8 +19,9 @@ from verl_server.weights.layout import plan_arena
 from verl_server.weights.manifest import Manifest, read_manifest
 from verl_server.weights.transports import is_streamed, sender_class, stream_class
 from verl_server.weights.transports.base import SenderSettings
+from verl_server.weights.update.buffer_filler import BufferRole
 from verl_server.weights.update.staged import StagedUpdater
-from verl_server.weights.update.streamed import Seat, StreamedUpdater
+from verl_server.weights.update.streamed import StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _start_staged(
     ranks: EngineRanks,
     backend: Backend | None,
     manifest: Manifest,
-    version: int,
+    weight_version: int,
     config: WeightsConfig,
     transport: str,
 ) -> WeightUpdater:
@@ -104,29 +105,31 @@ def _start_staged(
         )
         logger.info("weights are staged in %.1f MB of memory and go by %s", layout.size_bytes / 1e6, transport)
         sender = sender_class(transport)(settings)
-    writers = ranks.global_ranks if shared else frozenset()
-    return StagedUpdater(ranks, manifest, version, layout, arena, writers, sender)
+    writer_ranks = ranks.global_ranks if shared else frozenset()
+    return StagedUpdater(ranks, manifest, weight_version, layout, arena, writer_ranks, sender)
 
 
 def _start_streamed(
     ranks: EngineRanks,
     backend: Backend | None,
     manifest: Manifest,
-    version: int,
+    weight_version: int,
     config: WeightsConfig,
     transport: str,
 ) -> WeightUpdater:
     """Create one double buffer that all ranks write, or, when the buffers lie on GPUs, one on each rank's GPU."""
-    stream, group = stream_class(transport), ranks.coordinator
+    stream, coordinator = stream_class(transport), ranks.coordinator
     layout = plan_double_buffer(manifest.tensors, config.max_staging_bytes, stream.in_host_memory)
-    leads = group.rank == 0 or not stream.in_host_memory
-    if group.size > MAX_WRITERS:
-        raise UnsupportedError(f"{group.size} trainer ranks are more than the {MAX_WRITERS} that can write one buffer")
+    is_leader = coordinator.rank == 0 or not stream.in_host_memory
+    if coordinator.size > MAX_WRITERS:
+        raise UnsupportedError(
+            f"{coordinator.size} trainer ranks are more than the {MAX_WRITERS} that can write one buffer"
+        )
     buffer: DoubleBuffer | None = None
     description: Any = None
     failure: VerlServerError | None = None
     try:
-        if leads:
+        if is_leader:
             buffer = stream.create(layout)
             description = stream.describe(buffer)
     except Exception as error:  # noqa: BLE001 - all ranks must raise it
@@ -136,29 +139,33 @@ def _start_streamed(
             else VerlServerError(f"the staging memory cannot be created: {type(error).__name__}: {error}")
         )
     try:
-        descriptions = _gather_values(group, "double_buffer", description, failure)
+        descriptions = _gather_values(coordinator, "double_buffer", description, failure)
     except BaseException:
         if buffer is not None:
             buffer.close()  # memory of a GPU is not freed automatically
         raise
-    logger.info("weights go by %s, through %.1f MB of memory", transport, len(descriptions) * layout.size_bytes / 1e6)
-    seat, writers = None, ranks.global_ranks if group.size == 1 else frozenset()
+    buffer_count = len(descriptions)
+    logger.info("weights go by %s, through %.1f MB of memory", transport, buffer_count * layout.size_bytes / 1e6)
+    role, writer_ranks = None, ranks.global_ranks if coordinator.size == 1 else frozenset()
     if stream.in_host_memory:
-        buffer, shared = _map_on_all_ranks(group, buffer, lambda: stream.open(descriptions[0], layout))
-        writers = ranks.global_ranks if shared else frozenset()
-        if shared or leads:
+        buffer, shared = _map_on_all_ranks(coordinator, buffer, lambda: stream.open(descriptions[0], layout))
+        writer_ranks = ranks.global_ranks if shared else frozenset()
+        index, count = (coordinator.rank, coordinator.size) if shared else (0, 1)
+        if shared or is_leader:
             assert buffer is not None
-            seat = Seat(buffer, group.rank if shared else 0, group.size if shared else 1, leads, number=0)
+            role = BufferRole(buffer, index, count, is_leader, buffer_index=0, buffer_count=buffer_count)
     else:
         assert buffer is not None
-        seat = Seat(buffer, 0, 1, leads=True, number=group.rank)
-    return StreamedUpdater(ranks, manifest, version, transport, layout, seat, writers, descriptions)
+        role = BufferRole(buffer, 0, 1, True, buffer_index=coordinator.rank, buffer_count=buffer_count)
+    return StreamedUpdater(ranks, manifest, weight_version, transport, layout, role, writer_ranks, descriptions)
 
 
-def _gather_values(group: RankCoordinator, call: str, value: Any, error: VerlServerError | None = None) -> list[Any]:
+def _gather_values(
+    coordinator: RankCoordinator, operation: str, value: Any, error: VerlServerError | None = None
+) -> list[Any]:
     """The values of all ranks in the order of the ranks, without None. With an `error`, all ranks raise that error."""
-    values: list[Any] = group.agree(
-        group.next_call_id(call),
+    values: list[Any] = coordinator.agree(
+        coordinator.next_call_id(operation),
         lambda contributions: [item["value"] for item in contributions if item["value"] is not None],
         contribution={"value": value},
         error=error,
@@ -167,7 +174,9 @@ def _gather_values(group: RankCoordinator, call: str, value: Any, error: VerlSer
     return values
 
 
-def _map_on_all_ranks(group: RankCoordinator, created: M | None, open_memory: Callable[[], M]) -> tuple[M | None, bool]:
+def _map_on_all_ranks(
+    coordinator: RankCoordinator, created: M | None, open_memory: Callable[[], M]
+) -> tuple[M | None, bool]:
     """Map the memory that rank 0 created. Returns the mapped memory, and whether every rank has mapped it.
 
     When a rank cannot map it (it runs on another machine), only the rank that created the memory keeps it; the other
@@ -177,14 +186,14 @@ def _map_on_all_ranks(group: RankCoordinator, created: M | None, open_memory: Ca
     if mapped is None:
         with contextlib.suppress(OSError):  # this rank runs on another machine
             mapped = open_memory()
-    everywhere = len(_gather_values(group, "mapped", True if mapped is not None else None)) == group.size
+    everywhere = len(_gather_values(coordinator, "mapped", True if mapped is not None else None)) == coordinator.size
     if not everywhere and created is None and mapped is not None:
         mapped.close()
         mapped = None
     return mapped, everywhere
 
 
-def _agree_on_manifest(group: RankCoordinator, server_args: Mapping[str, Any]) -> Manifest:
+def _agree_on_manifest(coordinator: RankCoordinator, server_args: Mapping[str, Any]) -> Manifest:
     """The tensors that the model of rank 0's server arguments accepts, on all ranks."""
 
     def describe(_: list[Json]) -> Json:
@@ -192,6 +201,6 @@ def _agree_on_manifest(group: RankCoordinator, server_args: Mapping[str, Any]) -
         tensors = {name: [list(spec.shape), spec.dtype] for name, spec in manifest.tensors.items()}
         return {"tensors": tensors, "ignored": sorted(manifest.ignored)}
 
-    wire = group.agree(group.next_call_id("manifest"), describe, action_timeout_s=120.0)
+    wire = coordinator.agree(coordinator.next_call_id("manifest"), describe, action_timeout_s=120.0)
     tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in wire["tensors"].items()}
     return Manifest(tensors, frozenset(wire["ignored"]))
