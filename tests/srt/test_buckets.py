@@ -20,11 +20,13 @@ from test_ranks import shards_of_every_kind
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, WeightsConfig
 from verl_server.errors import BadInputError, TornWeightsError, UnsupportedError, VerlServerError, WeightManifestError
 from verl_server.types import TensorSpec
-from verl_server.weights import buckets
-from verl_server.weights.buckets import Reader, Writer
-from verl_server.weights.double_buffer import COUNT, DoubleBuffer, plan_double_buffer
-from verl_server.weights.layout import nbytes
-from verl_server.weights.transports import end_of
+from verl_server.weights.double_buffer import reader as reader_module
+from verl_server.weights.double_buffer.buffer import DoubleBuffer
+from verl_server.weights.double_buffer.layout import BUCKET_COUNT, plan_double_buffer
+from verl_server.weights.double_buffer.reader import BucketReader
+from verl_server.weights.double_buffer.writer import BucketWriter
+from verl_server.weights.layout import tensor_bytes
+from verl_server.weights.transports import stream_class
 
 STAGING = 3 << 17
 """Less than half of the tiny model in float32, more than twice its largest tensor."""
@@ -62,19 +64,19 @@ def test_what_goes_in_comes_out_whoever_is_faster(
         name: torch.randint(0, 100, spec.shape, generator=generator).to(getattr(torch, spec.dtype))
         for name, spec in specs.items()
     }
-    layout = plan_double_buffer(specs, None, on_host=True)
-    lane = DoubleBuffer.create(layout)
-    other = DoubleBuffer.open(lane.path, layout)
+    layout = plan_double_buffer(specs, None, in_host_memory=True)
+    double_buffer = DoubleBuffer.create(layout)
+    other = DoubleBuffer.open(double_buffer.path, layout)
 
     def write(index: int) -> None:
-        writer = Writer(lane, number, index, index == 0, range(readers), nothing)
+        writer = BucketWriter(double_buffer, number, index, index == 0, range(readers), nothing)
         for name, spec in specs.items():
-            rows = writer.place(name, spec, in_time()).reshape(-1)[index::writers]
+            rows = writer.reserve(name, spec, in_time()).reshape(-1)[index::writers]
             rows.copy_(values[name].reshape(-1)[index::writers])
-        writer.end()
+        writer.finish()
 
     def read(index: int) -> list[Any]:
-        reader = Reader(other, number, index, writers, nothing, in_time())
+        reader = BucketReader(other, number, index, writers, nothing, in_time())
         return [(name, tensor.clone()) for name, tensor in reader.tensors()]
 
     with ThreadPoolExecutor(writers + readers) as pool:
@@ -86,7 +88,7 @@ def test_what_goes_in_comes_out_whoever_is_faster(
             assert [name for name, _ in found] == list(specs)
             assert all(torch.equal(tensor, values[name]) for name, tensor in found)
     other.close()
-    lane.close()
+    double_buffer.close()
 
 
 @given(SPECS, st.integers(1, 100))
@@ -94,12 +96,12 @@ def test_staging_keeps_its_limit(given_specs: list[Any], pages: int) -> None:
     specs = {f"t{i}": TensorSpec(shape, dtype) for i, (shape, dtype) in enumerate(given_specs)}
     limit = pages * 4096
     try:
-        layout = plan_double_buffer(specs, limit, on_host=True)
+        layout = plan_double_buffer(specs, limit, in_host_memory=True)
     except BadInputError:
-        assert COUNT * max(nbytes(spec) for spec in specs.values()) > limit - COUNT * 4096
+        assert BUCKET_COUNT * max(tensor_bytes(spec) for spec in specs.values()) > limit - BUCKET_COUNT * 4096
     else:
-        assert COUNT * layout.bucket_bytes <= limit
-        assert layout.bucket_bytes >= max(nbytes(spec) for spec in specs.values())
+        assert BUCKET_COUNT * layout.bucket_bytes <= limit
+        assert layout.bucket_bytes >= max(tensor_bytes(spec) for spec in specs.values())
 
 
 class Passing:
@@ -107,24 +109,24 @@ class Passing:
 
     def __init__(self, tensors: int = 30) -> None:
         self.specs = {f"t{i}": TensorSpec((1024,), "float32") for i in range(tensors)}
-        self.lane = DoubleBuffer.create(plan_double_buffer(self.specs, 2 * 5 * 4096, on_host=True))
+        self.double_buffer = DoubleBuffer.create(plan_double_buffer(self.specs, 2 * 5 * 4096, in_host_memory=True))
         self._thread = threading.Thread(target=self._write)
         self._thread.start()
 
     def _write(self) -> None:
-        writer = Writer(self.lane, 1, 0, leads=True, readers=[0], check=nothing)
+        writer = BucketWriter(self.double_buffer, 1, 0, is_leader=True, readers=[0], require_peers=nothing)
         with contextlib.suppress(VerlServerError):  # a test whose reader gives up
             for i, (name, spec) in enumerate(self.specs.items()):
-                writer.place(name, spec, in_time()).fill_(i)
-            writer.end()
+                writer.reserve(name, spec, in_time()).fill_(i)
+            writer.finish()
 
-    def reader(self) -> Reader:
-        return Reader(self.lane, 1, 0, 1, nothing, in_time())
+    def reader(self) -> BucketReader:
+        return BucketReader(self.double_buffer, 1, 0, 1, nothing, in_time())
 
     def join(self) -> None:
         self._thread.join(20.0)
         assert not self._thread.is_alive()
-        self.lane.close()
+        self.double_buffer.close()
 
 
 def test_a_model_may_keep_tensors_for_a_while() -> None:
@@ -156,36 +158,36 @@ def test_a_model_may_load_in_threads() -> None:
 
 
 def test_a_model_that_keeps_everything_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "LET_GO_S", 0.2)
+    monkeypatch.setattr(reader_module, "RECLAIM_TIMEOUT_S", 0.2)
     passing = Passing()
     with pytest.raises(RuntimeError, match="keeps tensors while it loads many others"):
         list(tensor[3:9] for _, tensor in passing.reader().tensors())
-    passing.lane.turns(1).fail("the reader gave up")
+    passing.double_buffer.progress(1).fail("the reader gave up")
     passing.join()
 
 
 def test_waiting_ends_when_the_other_side_fails_or_is_late() -> None:
     specs = {"t": TensorSpec((1024,), "float32")}
-    lane = DoubleBuffer.create(plan_double_buffer(specs, None, on_host=True))
+    double_buffer = DoubleBuffer.create(plan_double_buffer(specs, None, in_host_memory=True))
     with pytest.raises(VerlServerError, match="bucket 0 was not filled by the trainer in time"):
-        next(Reader(lane, 1, 0, 1, nothing, time.monotonic() + 0.05).tensors())
-    lane.turns(1).fail("é" * 5000)
+        next(BucketReader(double_buffer, 1, 0, 1, nothing, time.monotonic() + 0.05).tensors())
+    double_buffer.progress(1).fail("é" * 5000)
     with pytest.raises(VerlServerError, match="éééé"):
-        next(Reader(lane, 1, 0, 1, nothing, in_time()).tensors())
-    writer = Writer(lane, 2, 0, leads=True, readers=[0], check=nothing)
-    for _ in range(COUNT):
-        writer.place("t", specs["t"], in_time())
+        next(BucketReader(double_buffer, 1, 0, 1, nothing, in_time()).tensors())
+    writer = BucketWriter(double_buffer, 2, 0, is_leader=True, readers=[0], require_peers=nothing)
+    for _ in range(BUCKET_COUNT):
+        writer.reserve("t", specs["t"], in_time())
     with pytest.raises(VerlServerError, match="bucket 2 was not emptied"):
-        writer.place("t", specs["t"], time.monotonic() + 0.05)
-    lane.close()
+        writer.reserve("t", specs["t"], time.monotonic() + 0.05)
+    double_buffer.close()
 
 
 def test_gpu_buckets_without_a_gpu_are_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    layout = plan_double_buffer({"t": TensorSpec((4,), "float32")}, None, on_host=False)
+    layout = plan_double_buffer({"t": TensorSpec((4,), "float32")}, None, in_host_memory=False)
     with pytest.raises(UnsupportedError, match="'cuda_ipc' needs an NVIDIA GPU"):
-        end_of("cuda_ipc", "Stream").create(layout)
+        stream_class("cuda_ipc").create(layout)
 
 
 # -- a real server -----------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ def server(tiny: Callable[..., Path]) -> Iterator[Any]:
 
 
 def keys_of(adapter: Any) -> RemoteServer:
-    args = adapter.asynchronous.server_args
+    args = adapter.server_args
     return RemoteServer(adapter.base_url, args["api_key"], args["admin_api_key"])
 
 

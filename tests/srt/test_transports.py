@@ -16,9 +16,9 @@ from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, Weigh
 from verl_server.errors import BadInputError, VerlServerError, WeightManifestError
 from verl_server.types import Member, TensorSpec
 from verl_server.weights.arena import Arena
-from verl_server.weights.layout import plan
-from verl_server.weights.transports import end_of, is_stream, names
-from verl_server.weights.transports.base import Settings, Update
+from verl_server.weights.layout import plan_arena
+from verl_server.weights.transports import is_streamed, sender_class, transport_names
+from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 
 TRANSPORTS = ["shared_memory", "buckets", "distributed", "distributed_buckets", "delta", "disk"]
 
@@ -38,7 +38,7 @@ def servers(tiny: Callable[..., Path]) -> Iterator[list[Any]]:
 
 def remote(adapter: Any) -> RemoteServer:
     """How another trainer would name this server."""
-    args = adapter.asynchronous.server_args
+    args = adapter.server_args
     return RemoteServer(adapter.base_url, args["api_key"], args["admin_api_key"])
 
 
@@ -115,7 +115,7 @@ def test_requests_stay_small(
 ) -> None:
     """All requests of an update together are a few kilobytes: what the loader is told does not grow with the model."""
     weights = reference_model(tiny("qwen3")).state_dict()
-    args = servers[1].asynchronous.server_args
+    args = servers[1].server_args
     with (
         Interceptor(servers[1].base_url, lambda _: None) as front,
         VerlEngine(
@@ -131,24 +131,24 @@ def test_requests_stay_small(
         assert 0 < front.sent_bytes - before < 16_000
 
 
-def test_what_the_loader_is_told_does_not_grow_with_the_model() -> None:
-    def told(tensors: int, transport: str) -> int:
-        layout = plan({f"layers.{i}.weight": TensorSpec((8, 8), "bfloat16") for i in range(tensors)})
-        settings = Settings(Arena.create(layout), layout, 10.0, folder="/nowhere")
-        sender = end_of(transport, "Sender")(settings)
-        update = Update("0" * 32, list(layout.slots), True, [Member("a", 2), Member("b", 2)])
-        if transport != "disk":  # which would write its file
-            sender.prepare(update)
+def test_the_message_for_the_loader_does_not_grow_with_the_model() -> None:
+    def message_length(tensor_count: int, transport: str) -> int:
+        layout = plan_arena({f"layers.{i}.weight": TensorSpec((8, 8), "bfloat16") for i in range(tensor_count)})
+        settings = SenderSettings(Arena.create(layout), layout, 10.0, folder="/nowhere")
+        sender = sender_class(transport)(settings)
+        attempt = UpdateAttempt("0" * 32, list(layout.slots), True, [Member("a", 2), Member("b", 2)])
+        if transport != "disk":  # preparing it would write its file
+            sender.prepare(attempt)
         try:
-            return len(json.dumps(sender.wire(update, 1)))
+            return len(json.dumps(sender.wire(attempt, 1)))
         finally:
             sender.close()
             settings.arena.close()
 
-    for transport in names():
-        if is_stream(transport):  # is told of its lanes and their layout: numbers
+    for transport in transport_names():
+        if is_streamed(transport):  # the message contains the layout of the double buffers, which is a few numbers
             continue
-        assert abs(told(10_000, transport) - told(10, transport)) < 32
+        assert abs(message_length(10_000, transport) - message_length(10, transport)) < 32
 
 
 def test_bad_settings_are_refused(servers: list[Any], one_rank: Any, tiny: Callable[..., Path]) -> None:
@@ -163,7 +163,7 @@ def test_bad_settings_are_refused(servers: list[Any], one_rank: Any, tiny: Calla
     with engine_for(servers, one_rank, folder) as engine:
         weights = model.state_dict()
         engine.update_weights_from_tensor(weights.items())
-        for given in ("new", 1, -3, 0.5):
+        for given in ("new", "20", True, 1, -3, 0.5):
             with pytest.raises(BadInputError, match="weight_version"):
                 engine.update_weights_from_tensor(weights.items(), weight_version=given)  # type: ignore[arg-type]
         with pytest.raises(BadInputError, match="flush_cache=False"):

@@ -23,21 +23,22 @@ import verl_server
 from verl_server import errors
 from verl_server.ranks.channel import accept_rank, connect_to_rank_0
 from verl_server.ranks.placement import compute_placement
-from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.server.log_file import BoundedLog
+from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.types import Member, TensorSpec
 from verl_server.weights.arena import Arena
-from verl_server.weights.checksum import checksum_of
+from verl_server.weights.broadcast.byte_ranges import group_whole_tensors, split_into_chunks
+from verl_server.weights.broadcast.placement import ReceiverPlacement
+from verl_server.weights.checksum import compute_checksum
 from verl_server.weights.coverage import Coverage
 from verl_server.weights.gather import shard_slices
-from verl_server.weights.layout import ALIGNMENT, TABLE_OFFSET, nbytes, plan
-from verl_server.weights.loader import load_from
-from verl_server.weights.manifest import manifest_of
-from verl_server.weights.names import unfused, unfused_spec
+from verl_server.weights.layout import ALIGNMENT, TABLE_OFFSET, plan_arena, tensor_bytes
+from verl_server.weights.loader import load_weights
+from verl_server.weights.manifest import read_manifest
+from verl_server.weights.names import unfuse, unfuse_spec
 from verl_server.weights.transports import patches, shared_memory
-from verl_server.weights.transports.base import Settings, Update
-from verl_server.weights.transports.group import Members, chunks, parcels
-from verl_server.weights.update.shard_writer import require_finite
+from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
+from verl_server.weights.update.tensor_source import require_finite
 
 PACKAGE = Path(verl_server.__file__).parent
 #: Rooms from top to bottom; imports go down only (ARCHITECTURE.md).
@@ -135,14 +136,14 @@ def test_shards_are_those_of_torch_chunk() -> None:
 @given(st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=12))
 def test_layout_has_no_overlap(shapes: list[list[int]]) -> None:
     tensors = {f"t{i}": TensorSpec(tuple(shape), "bfloat16") for i, shape in enumerate(shapes)}
-    layout = plan(tensors)
+    layout = plan_arena(tensors)
     end = TABLE_OFFSET + len(layout.table(tensors))
     for name, spec in tensors.items():
         slot = layout.slots[name]
         assert slot.offset >= end
         assert slot.offset % ALIGNMENT == 0
-        end = slot.offset + nbytes(spec)
-    assert layout.size >= end
+        end = slot.offset + tensor_bytes(spec)
+    assert layout.size_bytes >= end
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 300)), min_size=1, max_size=30), st.integers(1, 1000))
@@ -151,7 +152,7 @@ def test_parcels_cut_no_tensor(gaps_and_sizes: list[tuple[int, int]], limit: int
     for gap, size in gaps_and_sizes:
         spans.append((at + gap, at + gap + size))
         at += gap + size
-    found = parcels(spans, limit)
+    found = group_whole_tensors(spans, limit)
     assert sum(count for _, _, count in found) == len(spans)
     taken = 0
     for start, stop, count in found:
@@ -162,7 +163,7 @@ def test_parcels_cut_no_tensor(gaps_and_sizes: list[tuple[int, int]], limit: int
 
 
 def test_arena_is_one_memory_for_all_who_map_it() -> None:
-    layout = plan({"a": TensorSpec((3, 4), "float32"), "b": TensorSpec((), "bfloat16")})
+    layout = plan_arena({"a": TensorSpec((3, 4), "float32"), "b": TensorSpec((), "bfloat16")})
     mine = Arena.create(layout)
     other = Arena.open(mine.path, layout)
     mine.tensor("a").copy_(torch.arange(12.0).view(3, 4))
@@ -177,21 +178,21 @@ def test_arena_is_one_memory_for_all_who_map_it() -> None:
 def test_manifest_from_files_and_from_architecture_agree(tiny: Callable[..., Path]) -> None:
     for architecture in ("qwen2", "qwen3", "llama", "qwen3_moe"):
         arguments = {"model_path": str(tiny(architecture)), "dtype": "float32"}
-        from_files = manifest_of(arguments)
-        from_code = manifest_of({**arguments, "load_format": "dummy"})
+        from_files = read_manifest(arguments)
+        from_code = read_manifest({**arguments, "load_format": "dummy"})
         assert dict(from_files.tensors) == dict(from_code.tensors)
 
 
 def test_tied_heads_are_left_out(tiny: Callable[..., Path]) -> None:
-    manifest = manifest_of({"model_path": str(tiny("llama", tie_word_embeddings=True))})
+    manifest = read_manifest({"model_path": str(tiny("llama", tie_word_embeddings=True))})
     assert manifest.check("lm_head.weight", (320, 64), "float32") is None
 
 
 def test_fused_experts_are_views_of_the_checkpoint_names() -> None:
     fused = torch.randn(3, 8, 5)
-    parts = dict(unfused("model.layers.0.mlp.experts.gate_up_proj", fused))
+    parts = dict(unfuse("model.layers.0.mlp.experts.gate_up_proj", fused))
     assert torch.equal(parts["model.layers.0.mlp.experts.1.up_proj.weight"], fused[1, 4:])
-    specs = unfused_spec("model.layers.0.mlp.experts.gate_up_proj", TensorSpec((3, 8, 5), "float32"))
+    specs = unfuse_spec("model.layers.0.mlp.experts.gate_up_proj", TensorSpec((3, 8, 5), "float32"))
     assert {name: tuple(t.shape) for name, t in parts.items()} == {name: s.shape for name, s in specs.items()}
 
 
@@ -256,7 +257,7 @@ def test_coverage_names_what_was_not_written_and_puts_it_back(dtype: torch.dtype
         model["whole"].weight.copy_(torch.ones(3, width))
         model["whole"].bias.copy_(torch.ones(3))
         model["rows"].weight[:2].copy_(torch.ones(2, width))
-    assert coverage.unwritten() == ["rows.weight", "rows.bias"]
+    assert coverage.remove_marks() == ["rows.weight", "rows.bias"]
     assert torch.equal(model["whole"].weight.data, torch.ones(3, width, dtype=dtype))
     assert torch.equal(model["rows"].weight.data[2], before["rows.weight"][2])
     assert torch.equal(model["rows"].bias.data, before["rows.bias"])
@@ -272,14 +273,14 @@ class _Breaks(torch.nn.Linear):
 
 
 def test_a_load_that_fails_leaves_no_mark_in_the_model() -> None:
-    layout = plan({"weight": TensorSpec((3, 4), "float32"), "bias": TensorSpec((3,), "float32")})
+    layout = plan_arena({"weight": TensorSpec((3, 4), "float32"), "bias": TensorSpec((3,), "float32")})
     arena = Arena.create(layout)
     arena.tensor("weight").fill_(2.0)
     arena.write_table(["weight", "bias"])
-    model, update = _Breaks(4, 3), Update("x", ["weight", "bias"], True, [Member("a", 1)])
+    model, update = _Breaks(4, 3), UpdateAttempt("x", ["weight", "bias"], True, [Member("a", 1)])
     bias = model.bias.data.clone()
-    sender = shared_memory.Sender(Settings(arena, layout, 1.0))
-    report, _ = load_from(shared_memory.Receiver(sender.wire(update, 0), 0), model, "x", verify=True)
+    sender = shared_memory.Sender(SenderSettings(arena, layout, 1.0))
+    report, _ = load_weights(shared_memory.Receiver(sender.wire(update, 0), 0), model, "x", verify=True)
     assert not report.ok
     assert "the second" in str(report.error)
     assert torch.equal(model.weight.data, torch.full((3, 4), 2.0))
@@ -290,12 +291,12 @@ def test_a_load_that_fails_leaves_no_mark_in_the_model() -> None:
 @given(st.binary(min_size=0, max_size=70), st.integers(0, 7))
 def test_checksums_tell_one_changed_bit(data: bytes, bit: int) -> None:
     tensor = torch.tensor(list(data), dtype=torch.uint8)
-    first = checksum_of(tensor)
-    assert checksum_of(torch.cat([torch.zeros(3, dtype=torch.uint8), tensor])[3:]) == first, "wherever it stands"
+    first = compute_checksum(tensor)
+    assert compute_checksum(torch.cat([torch.zeros(3, dtype=torch.uint8), tensor])[3:]) == first, "wherever it stands"
     for at in range(len(data)):
         other = tensor.clone()
         other[at] ^= 1 << bit
-        assert checksum_of(other) != first
+        assert compute_checksum(other) != first
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 100)), max_size=8), st.integers(1, 64))
@@ -304,7 +305,7 @@ def test_chunks_cover_every_span_and_nothing_twice(gaps_and_sizes: list[tuple[in
     for gap, size in gaps_and_sizes:
         spans.append((at + gap, at + gap + size))
         at += gap + size
-    found = chunks(spans, limit)
+    found = split_into_chunks(spans, limit)
     assert all(0 < stop - start <= limit for start, stop in found)
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(found))
     covered = {byte for start, stop in found for byte in range(start, stop)}
@@ -323,7 +324,7 @@ def test_patches_bring_the_old_to_the_new(kind: Any, size: int, places: list[flo
         new[int(share * size)] += 1
     item_bytes = old.itemsize
     target = bytearray(old.tobytes())
-    patch = patches.encode([(memoryview(old.tobytes()), memoryview(new.tobytes()), item_bytes)] * 2, limit=10**9)
+    patch = patches.encode([(memoryview(old.tobytes()), memoryview(new.tobytes()), item_bytes)] * 2, max_bytes=10**9)
     assert patch is not None
     assert len(patch) <= 2 * (8 + len(places) * (4 + item_bytes))
     other = bytearray(target)
@@ -331,14 +332,16 @@ def test_patches_bring_the_old_to_the_new(kind: Any, size: int, places: list[flo
     assert bytes(target) == bytes(other) == new.tobytes()
     with pytest.raises(ValueError, match="patch"):
         patches.apply(memoryview(patch + b"x"), [(memoryview(target), item_bytes), (memoryview(other), item_bytes)])
-    assert patches.encode([(memoryview(old.tobytes()), memoryview((new + 1).tobytes()), item_bytes)], limit=8) is None
+    assert (
+        patches.encode([(memoryview(old.tobytes()), memoryview((new + 1).tobytes()), item_bytes)], max_bytes=8) is None
+    )
 
 
 def test_one_receiver_leads_on_each_machine() -> None:
-    members = Members(["a", "b", "a", "b", "c"])
-    assert members.size == 4
-    assert [members.rank_of(receiver) for receiver in range(5)] == [1, 2, None, None, 3]
-    assert [members.leader_of(receiver) for receiver in range(5)] == [0, 1, 0, 1, 4]
+    placement = ReceiverPlacement(["a", "b", "a", "b", "c"])
+    assert placement.group_size == 4
+    assert [placement.group_rank_of(receiver) for receiver in range(5)] == [1, 2, None, None, 3]
+    assert [placement.leader_of(receiver) for receiver in range(5)] == [0, 1, 0, 1, 4]
 
 
 def test_not_finite_values_are_refused() -> None:

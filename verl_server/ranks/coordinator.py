@@ -129,6 +129,11 @@ class RankCoordinator:
         """Why the ranks cannot work together any more, or None."""
         return self._calls.failure
 
+    def raise_failure(self) -> None:
+        """Raise `failure` if it is set."""
+        if self.failure is not None:
+            raise self.failure
+
     def fail_all(self, error: VerlServerError) -> None:
         """Make all pending and later calls of all ranks raise `error`, for example when this node's server has died."""
         for channel in self._channels.values():

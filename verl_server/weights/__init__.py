@@ -1,1 +1,1 @@
-"""From the trainer's tensors to the server's parameters: manifest, layout, arena, gather, loader."""
+"""Transfer of weights from the trainer's tensors to the parameters of the servers."""

@@ -1,9 +1,10 @@
-"""Which of the server's parameters an update has written, whatever way the model loads them.
+"""Detection of parameters that an update did not write, whatever the model's loading code does.
 
-Before the load a mark that no weight can be is put at both ends of rows: of every one, or of one or two thousand,
-evenly spread, where a matrix has more (slices that models load on their own are larger than the gaps). A mark that
-is still there afterwards means a row that was not written (Qwen2, for one, passes over names that it does not know).
-Marks left by a partial update are replaced by what stood there. Nothing is generated meanwhile.
+Before the load, a bit pattern that no weight has (a mark) is written at both ends of rows of every float parameter: of
+all rows, or of one to two thousand evenly spaced rows where a matrix has more. (The slices that models load on their
+own are larger than the distance between marked rows.) A mark that is still there after the load belongs to a row that
+was not written. Qwen2, for example, ignores names that it does not know. Marks that a partial update leaves are
+replaced by the earlier values. No tokens are generated in between.
 """
 
 from __future__ import annotations
@@ -14,61 +15,63 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-#: Bit patterns of a signalling NaN with a payload that no computation makes, by bytes and exponent bits.
 MARKS = {"bfloat16": 0x7FB5, "float16": 0x7DB5, "float32": 0x7FB55AA5}
-#: A matrix with more rows gets marks in at least so many of them.
-ROWS = 1024
+"""Bit pattern of the mark by dtype: a signalling NaN with a payload that no computation produces."""
+MIN_MARKED_ROWS = 1024
+"""Minimum number of marked rows in a matrix that has more rows than that."""
 
 
 @dataclass
-class _Marked:
-    """One parameter: its ends of rows as integers, and what stood there."""
+class _MarkedParameter:
+    """A parameter with marks."""
 
     name: str
-    ends: torch.Tensor
-    """A view, shape [marked rows, 2]."""
-    before: torch.Tensor
+    row_ends: torch.Tensor
+    """A view of the marked elements as integers, shape [..., marked rows, 2]."""
+    earlier_values: torch.Tensor
+    """The values of `row_ends` before the marks were written."""
     mark: int
 
 
 class Coverage:
-    """Marks on all float parameters of `model`."""
+    """Marks on all float parameters of `model`, which show after a load which parameters were not written."""
 
     def __init__(self, model: Any) -> None:
-        self._marked: list[_Marked] = []
+        self._marked: list[_MarkedParameter] = []
         try:
             for name, parameter in model.named_parameters():
                 if (marked := _mark(name, parameter)) is not None:
                     self._marked.append(marked)
         except BaseException:
-            self.unwritten()
+            self.remove_marks()
             raise
 
-    def unwritten(self) -> list[str]:
-        """Take the marks away; returns the parameters of which some row was not written, by the server's names."""
-        found = []
-        for one in self._marked:
-            left = one.ends == one.mark
-            if bool(left.any()):
-                found.append(one.name)
-                one.ends.copy_(one.before.where(left, one.ends))
+    def remove_marks(self) -> list[str]:
+        """Restore the earlier values where marks are left. Returns the parameters that had marks left."""
+        unwritten = []
+        for parameter in self._marked:
+            is_mark = parameter.row_ends == parameter.mark
+            if bool(is_mark.any()):
+                unwritten.append(parameter.name)
+                parameter.row_ends.copy_(parameter.earlier_values.where(is_mark, parameter.row_ends))
         self._marked = []
-        return found
+        return unwritten
 
 
-def _mark(name: str, parameter: torch.Tensor) -> _Marked | None:
+def _mark(name: str, parameter: torch.Tensor) -> _MarkedParameter | None:
+    """Write marks into a parameter. Returns None for a parameter without elements or of another dtype."""
     import torch
 
     data = parameter.data
     mark = MARKS.get(str(data.dtype).removeprefix("torch."))
     if mark is None or data.numel() == 0:
         return None
-    whole = data.view(torch.int32 if data.element_size() == 4 else torch.int16)
-    rows = whole.reshape(1) if whole.dim() == 0 else whole
+    bits = data.view(torch.int32 if data.element_size() == 4 else torch.int16)
+    rows = bits.reshape(1) if bits.dim() == 0 else bits
     if rows.dim() > 1:
-        rows = rows[..., :: max(rows.shape[-2] // ROWS, 1), :]
+        rows = rows[..., :: max(rows.shape[-2] // MIN_MARKED_ROWS, 1), :]
     width = rows.shape[-1]
-    ends = rows[..., :: max(width - 1, 1)]  # the first and the last of each row
-    before = ends.clone()
-    ends.fill_(mark)
-    return _Marked(name, ends, before, mark)
+    row_ends = rows[..., :: max(width - 1, 1)]  # the first and the last element of each row
+    earlier_values = row_ends.clone()
+    row_ends.fill_(mark)
+    return _MarkedParameter(name, row_ends, earlier_values, mark)

@@ -1,7 +1,7 @@
-"""From a rank's shard to its place in the arena.
+"""Copies of a rank's shard of a tensor into the full tensor in staging memory.
 
-Where all ranks of a mesh can map the arena, each copies its own shard to its place, in parallel: no
-collective, no full copy anywhere. Elsewhere `full_tensor` gathers one tensor at a time.
+Where all ranks of a device mesh can map the staging memory, each rank copies its own shard, in parallel, without a
+collective and without a full copy anywhere. Otherwise the caller gathers one tensor at a time with `full_tensor`.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ def shard_slices(
     coordinate: Sequence[int],
     shard_dims: Sequence[int | None],
 ) -> tuple[slice, ...]:
-    """Which part of the full tensor the rank at `coordinate` of the mesh holds.
+    """The part of the full tensor of `shape` that the rank at `coordinate` of the mesh holds.
 
-    `shard_dims[i]` is the tensor dimension that mesh dimension i splits, None where it replicates. Parts are
-    those of `torch.chunk`: the ceiling of the even share, the last ones smaller or empty.
+    `shard_dims[i]` is the tensor dimension that mesh dimension i splits, or None where it replicates. The parts are
+    those of `torch.chunk`: each has the even share rounded up, and the last parts are smaller or empty.
     """
     bounds = [(0, extent) for extent in shape]
-    for parts, index, dim in zip(mesh_shape, coordinate, shard_dims, strict=True):
+    for part_count, index, dim in zip(mesh_shape, coordinate, shard_dims, strict=True):
         if dim is None:
             continue
         start, stop = bounds[dim]
-        share = -(-(stop - start) // parts)
-        low = min(start + share * index, stop)
-        bounds[dim] = (low, min(low + share, stop))
+        part_size = -(-(stop - start) // part_count)
+        part_start = min(start + part_size * index, stop)
+        bounds[dim] = (part_start, min(part_start + part_size, stop))
     return tuple(slice(start, stop) for start, stop in bounds)
 
 
-def own_part(tensor: DTensor, ranks: frozenset[int]) -> tuple[slice, ...] | None:
-    """Where this rank's shard of `tensor` belongs if copying shards is enough, else None.
+def local_slices(tensor: DTensor, writer_ranks: frozenset[int]) -> tuple[slice, ...] | None:
+    """The part of the full tensor that this rank's shard is, or None if the tensor needs `full_tensor`.
 
-    None for placements other than plain Shard and Replicate, and for meshes that reach beyond `ranks` (the
-    ranks, by global number, that write the same arena): these need `full_tensor`.
+    `writer_ranks`: global ranks that write the same staging memory. Returns None for placements other than plain Shard
+    and Replicate, and for a mesh that contains other ranks than `writer_ranks`.
     """
     from torch.distributed.tensor import Replicate, Shard
 
     mesh = tensor.device_mesh
-    if not set(mesh.mesh.flatten().tolist()) <= ranks:
+    if not set(mesh.mesh.flatten().tolist()) <= writer_ranks:
         return None
-    dims: list[int | None] = []
+    shard_dims: list[int | None] = []
     for placement in tensor.placements:
         if type(placement) is Shard:
-            dims.append(placement.dim)
+            shard_dims.append(placement.dim)
         elif type(placement) is Replicate:
-            dims.append(None)
+            shard_dims.append(None)
         else:
             return None
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    return shard_slices(tuple(tensor.shape), tuple(mesh.mesh.shape), coordinate, dims)
+    return shard_slices(tuple(tensor.shape), tuple(mesh.mesh.shape), coordinate, shard_dims)
 
 
 def is_first_replica(tensor: DTensor) -> bool:
-    """Whether this rank is the one of its replicas that writes (the first along each replicated dimension)."""
+    """Whether this rank is the first along each replicated mesh dimension. Only the first replica writes."""
     from torch.distributed.tensor import Replicate
 
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
@@ -73,14 +73,14 @@ def is_first_replica(tensor: DTensor) -> bool:
     )
 
 
-def copy_part(target: torch.Tensor, part: tuple[slice, ...], local: torch.Tensor) -> None:
-    """Copy a shard to its place, casting if the dtypes differ."""
-    if local.numel():
-        copy_unless_there(target[part], local.detach())
+def copy_shard(full: torch.Tensor, slices: tuple[slice, ...], shard: torch.Tensor) -> None:
+    """Copy a shard into its part of the full tensor, with a cast if the dtypes differ."""
+    if shard.numel():
+        copy_if_elsewhere(full[slices], shard.detach())
 
 
-def copy_unless_there(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, unless `source` is `target`: a trainer may keep its parameters in the arena."""
+def copy_if_elsewhere(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `source` to `target` unless they are the same memory: a trainer may keep its parameters in the arena."""
     same = (
         target.data_ptr() == source.data_ptr() and target.stride() == source.stride() and target.dtype == source.dtype
     )

@@ -1,8 +1,8 @@
-"""Runs inside each SGLang scheduler: take an update's tensors from its transport, load them, report.
+"""The weight loader that runs inside each SGLang scheduler: receive an update's tensors, load them, send a report.
 
-SGLang calls it by its `--custom-weight-loader` hook with what `payload` made. An exception here would end
-the server, so every outcome goes to the trainer as a report of this TP rank: the HTTP reply speaks for
-rank 0 only.
+SGLang calls `load` by its `--custom-weight-loader` hook with the JSON message that `serialize_wire` wrapped. An
+exception here would end the server. Therefore every outcome goes to the trainer as a report of this TP rank; SGLang's
+HTTP reply speaks for TP rank 0 only.
 """
 
 from __future__ import annotations
@@ -18,79 +18,93 @@ from typing import Any
 
 import torch
 
-from verl_server.weights.checksum import checksum_of
+from verl_server.weights.checksum import compute_checksum
 from verl_server.weights.coverage import Coverage
 from verl_server.weights.reports import Report
-from verl_server.weights.transports import end_of
+from verl_server.weights.transports import receiver_class
 from verl_server.weights.transports.base import Receiver
 
 logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
-#: How much of an error, and how many names, fit into a report.
-WORDS, NAMED = 1500, 5
+MAX_ERROR_CHARACTERS = 1500
+"""Maximum number of characters of an error message, and of its traceback, in a report."""
+MAX_UNWRITTEN_NAMES = 5
+"""Maximum number of parameter names in a report."""
 
 
-def named_tensors_of(wire: Json) -> list[tuple[str, torch.Tensor]]:
-    """`wire` in the form in which SGLang takes tensors: one name, and one empty tensor."""
+def wire_as_named_tensors(wire: Json) -> list[tuple[str, torch.Tensor]]:
+    """The loader's message in the form in which SGLang passes tensors: an empty tensor whose name is the JSON."""
     return [(json.dumps(wire), torch.empty(0, dtype=torch.uint8))]
 
 
-def payload(wire: Json) -> str:
-    """The same for `/update_weights_from_tensor`, which wants it pickled, in base64.
+def serialize_wire(wire: Json) -> str:
+    """The loader's message for SGLang's endpoint `/update_weights_from_tensor`, which expects base64 of a pickle.
 
-    Plain pickle, no shared memory: it can be sent again, and no patch of torch's reductions matters.
+    It is a plain pickle without shared memory, so it can be sent again, and SGLang's patches of torch's reductions do
+    not matter.
     """
-    return base64.b64encode(pickle.dumps(named_tensors_of(wire))).decode()
+    return base64.b64encode(pickle.dumps(wire_as_named_tensors(wire))).decode()
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
-    """SGLang's custom weight loader: `fn(model, named_tensors)`. Never raises."""
+    """SGLang's custom weight loader, `fn(model, named_tensors)`. Never raises."""
     from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
 
     try:
         wire = json.loads(named_tensors[0][0])
-        receiver = end_of(wire["transport"], "Receiver")(wire, get_tensor_model_parallel_rank())
-        receiver.report(*load_from(receiver, model, wire["update_id"], wire["verify"]))
-    except Exception:  # raising would end the server; the trainer misses the report and looks into the log
-        logger.exception("the staged weights could not be reached")
+        receiver = receiver_class(wire["transport"])(wire, get_tensor_model_parallel_rank())
+        receiver.send_report(*load_weights(receiver, model, wire["update_id"], wire["verify"]))
+    except Exception:  # an exception would end the server; the trainer misses the report and refers to the log
+        logger.exception("the weight loader could not receive the update or could not send its report")
 
 
-def load_from(receiver: Receiver, model: Any, update_id: str, verify: bool) -> tuple[Report, list[int]]:
-    """Load what comes; with `verify` also the checksum of each tensor and what was not written."""
-    sums: list[int] = []
+def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -> tuple[Report, list[int]]:
+    """Load the receiver's tensors into the model. Returns the report and the checksum of each tensor.
+
+    Without `verify` there are no checksums and no check for unwritten parameters.
+    """
+    checksums: list[int] = []
     unwritten: list[str] = []
-    count = 0
+    tensor_count = 0
 
-    def taken() -> Iterator[tuple[str, torch.Tensor]]:
-        """The checksum of each tensor is taken when its bytes are about to be needed anyway."""
-        nonlocal count
+    def received_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        """The checksum of each tensor is computed just before the model reads the same bytes."""
+        nonlocal tensor_count
         for name, tensor in receiver.tensors():
             if verify:
-                sums.append(checksum_of(tensor))
-            count += 1
+                checksums.append(compute_checksum(tensor))
+            tensor_count += 1
             yield name, tensor
-            del tensor
+            del tensor  # the receiver reuses the memory when no reference is left
 
     try:
         try:
             coverage = Coverage(model) if verify else None
             try:
-                model.load_weights(taken())
+                model.load_weights(received_tensors())
             finally:
                 if coverage is not None:
-                    unwritten = coverage.unwritten()  # takes the marks away: none may stay when the load fails
+                    unwritten = coverage.remove_marks()  # also when the load fails: no mark may stay in the model
             _require_own_memory(model, receiver)
         finally:
             receiver.close()
-    except Exception as error:  # noqa: BLE001 - it goes into the report
-        words = f"{type(error).__name__}: {error}"[:WORDS]
-        return Report(update_id, ok=False, error=words, trace=traceback.format_exc()[-WORDS:]), sums
-    return Report(update_id, True, tensors=count, unwritten=unwritten[:NAMED], unwritten_count=len(unwritten)), sums
+    except Exception as error:  # noqa: BLE001 - the error goes into the report
+        message = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+        trace = traceback.format_exc()[-MAX_ERROR_CHARACTERS:]
+        return Report(update_id, ok=False, error=message, trace=trace), checksums
+    report = Report(
+        update_id,
+        ok=True,
+        tensor_count=tensor_count,
+        unwritten=unwritten[:MAX_UNWRITTEN_NAMES],
+        unwritten_count=len(unwritten),
+    )
+    return report, checksums
 
 
 def _require_own_memory(model: Any, receiver: Receiver) -> None:
-    """A model may take a tensor instead of copying it."""
+    """Raise RuntimeError if a parameter of the model is a view of the staging memory instead of a copy."""
     for name, parameter in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if receiver.holds(parameter):
+        if receiver.contains(parameter):
             raise RuntimeError(f"the model keeps {name} in the staging memory instead of copying it")

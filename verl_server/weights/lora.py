@@ -1,7 +1,8 @@
-"""What a LoRA adapter must look like to fit a model, told before any byte moves. Pure.
+"""Checks of a LoRA adapter against a model before the adapter is sent. Pure functions.
 
-Names are PEFT's: `base_model.model.<module>.lora_A.weight` of shape [rank, inputs] and `...lora_B.weight` of
-shape [outputs, rank]. SGLang passes over names that it does not know, and would then serve half an adapter.
+Tensors have PEFT's names: `base_model.model.<module>.lora_A.weight` of shape [rank, inputs], and
+`base_model.model.<module>.lora_B.weight` of shape [outputs, rank]. SGLang ignores names that it does not know and would
+then serve an incomplete adapter.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from typing import Any
 
 from verl_server.errors import BadInputError, WeightManifestError
 from verl_server.types import TensorSpec
-from verl_server.weights.manifest import CASTABLE, Manifest
+from verl_server.weights.manifest import CASTABLE_DTYPES, Manifest
 
 PREFIX = "base_model.model."
-ENDS = (".lora_A.weight", ".lora_B.weight")
+SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 
 
-def check_adapter(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], manifest: Manifest) -> None:
-    """`config` is PEFT's `adapter_config.json`: `r`, `lora_alpha`, `target_modules`.
+def check_lora_adapter(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], manifest: Manifest) -> None:
+    """Check that the adapter's tensors fit its configuration and the model.
 
-    Raises BadInputError for a configuration, WeightManifestError for a tensor that does not fit.
+    `config` is PEFT's `adapter_config.json` with `r`, `lora_alpha` and `target_modules`. Raises BadInputError for an
+    invalid configuration, and WeightManifestError for a tensor that does not fit or is missing.
     """
     rank, targets = config.get("r"), config.get("target_modules")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
@@ -39,32 +41,38 @@ def check_adapter(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], ma
         if weight is None:
             raise WeightManifestError(f"the model has no module {module!r}", name=module)
         outputs, inputs = weight.shape
-        for end, shape in zip(ENDS, ((rank, inputs), (outputs, rank)), strict=True):
-            _check_one(f"{PREFIX}{module}{end}", shape, specs)
-    idle = set(targets) - {module.rpartition(".")[2] for module in modules}
-    if idle:
-        raise WeightManifestError(f"the adapter has no tensors for its target module {min(idle)!r}", name=min(idle))
+        for suffix, shape in zip(SUFFIXES, ((rank, inputs), (outputs, rank)), strict=True):
+            _check_tensor(f"{PREFIX}{module}{suffix}", shape, specs)
+    unused_targets = set(targets) - {module.rpartition(".")[2] for module in modules}
+    if unused_targets:
+        name = min(unused_targets)
+        raise WeightManifestError(f"the adapter has no tensors for its target module {name!r}", name=name)
 
 
 def _module_of(name: str) -> str:
-    for end in ENDS:
-        if name.startswith(PREFIX) and name.endswith(end):
-            return name[len(PREFIX) : -len(end)]
+    """The module that a tensor of an adapter belongs to. Raises WeightManifestError for another name."""
+    for suffix in SUFFIXES:
+        if name.startswith(PREFIX) and name.endswith(suffix):
+            return name[len(PREFIX) : -len(suffix)]
     raise WeightManifestError(
-        f"{name!r} is no tensor of an adapter; they are called {PREFIX}<module>{ENDS[0]} and {ENDS[1]}", name=name
+        f"{name!r} is no tensor of an adapter: its tensors are called {PREFIX}<module>{SUFFIXES[0]} and "
+        f"{PREFIX}<module>{SUFFIXES[1]}",
+        name=name,
     )
 
 
-def _check_one(name: str, shape: tuple[int, ...], specs: Mapping[str, TensorSpec]) -> None:
+def _check_tensor(name: str, shape: tuple[int, ...], specs: Mapping[str, TensorSpec]) -> None:
     spec = specs.get(name)
     if spec is None:
         raise WeightManifestError(f"the adapter lacks {name!r}", name=name)
     if spec.shape != shape:
         raise WeightManifestError(
-            f"{name!r} has shape {list(spec.shape)}, the model wants {list(shape)}",
+            f"{name!r} has shape {list(spec.shape)}, the model expects {list(shape)}",
             name=name,
             expected=list(shape),
             got=list(spec.shape),
         )
-    if spec.dtype not in CASTABLE:
-        raise WeightManifestError(f"{name!r} has dtype {spec.dtype}, an adapter needs floats", name=name)
+    if spec.dtype not in CASTABLE_DTYPES:
+        raise WeightManifestError(
+            f"{name!r} has dtype {spec.dtype}, but an adapter needs a dtype of {sorted(CASTABLE_DTYPES)}", name=name
+        )

@@ -1,7 +1,7 @@
-"""What a served model accepts: names, full shapes and dtypes, known before a byte moves.
+"""The manifest of a served model: names, full shapes and dtypes of its tensors, known before any weight is sent.
 
-Taken from the headers of the checkpoint that the server loaded; where there is no checkpoint (dummy
-weights), from the architecture built on torch's meta device. Runs in the trainer and reads no weights.
+The manifest is read from the headers of the checkpoint that the server loaded. Without a checkpoint (dummy weights) it
+comes from the architecture, built on torch's meta device. This runs in the trainer and reads no weights.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from verl_server.errors import BadInputError, UnsupportedError, WeightManifestError
 from verl_server.types import TensorSpec
 
-#: Float types that a trainer may hold a parameter in. Other floats are cast on the way, as SGLang does.
-CASTABLE = frozenset({"float32", "bfloat16", "float16"})
+CASTABLE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+"""Dtypes that are cast to each other when a tensor is pushed, as SGLang does."""
 SAFETENSORS_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
@@ -27,13 +27,18 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True)
 class Manifest:
-    """The tensors of one model. `ignored` are names that trainers send and the model derives (tied heads)."""
+    """The tensors that one served model accepts."""
 
     tensors: Mapping[str, TensorSpec]
+    """Full shape and dtype of each tensor, by Hugging Face parameter name."""
     ignored: frozenset[str] = frozenset()
+    """Names that trainers send and the model derives from other tensors (tied output heads)."""
 
     def check(self, name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec | None:
-        """The slot for a tensor, or None if it is to be left out. Raises WeightManifestError otherwise."""
+        """The spec that a pushed tensor must have, or None if the tensor is to be left out.
+
+        Raises WeightManifestError for an unknown name, another shape, or a dtype that cannot be cast.
+        """
         if name in self.ignored:
             return None
         spec = self.tensors.get(name)
@@ -43,14 +48,14 @@ class Manifest:
             )
         if shape != spec.shape:
             raise WeightManifestError(
-                f"{name!r} has shape {list(shape)}, the model wants {list(spec.shape)}",
+                f"{name!r} has shape {list(shape)}, the model expects {list(spec.shape)}",
                 name=name,
                 expected=list(spec.shape),
                 got=list(shape),
             )
-        if dtype != spec.dtype and not (dtype in CASTABLE and spec.dtype in CASTABLE):
+        if dtype != spec.dtype and not (dtype in CASTABLE_DTYPES and spec.dtype in CASTABLE_DTYPES):
             raise WeightManifestError(
-                f"{name!r} has dtype {dtype}, the model wants {spec.dtype}",
+                f"{name!r} has dtype {dtype}, the model expects {spec.dtype}",
                 name=name,
                 expected=spec.dtype,
                 got=dtype,
@@ -65,32 +70,35 @@ def _suggestion(name: str, known: Mapping[str, TensorSpec]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def manifest_of(server_args: Mapping[str, Any]) -> Manifest:
-    """The manifest of the model that a server with these arguments serves.
+def read_manifest(server_args: Mapping[str, Any]) -> Manifest:
+    """Read the manifest of the model that a server with these SGLang arguments serves.
 
-    Raises UnsupportedError where neither checkpoint headers nor the architecture tell.
+    Raises BadInputError if the model's configuration cannot be read, and UnsupportedError if there are neither
+    checkpoint headers nor an architecture that transformers can build.
     """
     from transformers import AutoConfig
 
     path = str(server_args["model_path"])
-    trust = bool(server_args.get("trust_remote_code"))
+    trust_remote_code = bool(server_args.get("trust_remote_code"))
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust, revision=server_args.get("revision"))
+        config = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, revision=server_args.get("revision")
+        )
     except (OSError, ValueError) as error:
-        raise BadInputError(f"cannot read the model's configuration at {path}: {error}") from error
+        raise BadInputError(f"cannot read the configuration of the model at {path}: {error}") from error
     overrides = server_args.get("json_model_override_args")
     if overrides:
         config.update(json.loads(overrides))
     files = sorted(Path(path).glob("*.safetensors")) if server_args.get("load_format") != "dummy" else []
     tensors: dict[str, TensorSpec] = {}
     for file in files:
-        tensors.update(_header_of(file))
+        tensors.update(_read_header(file))
     if not tensors:
-        tensors = _meta_tensors(config, trust)
+        tensors = _meta_tensors(config, trust_remote_code)
     served = _served_dtype(server_args.get("dtype") or "auto", config)
     if served is not None:
         tensors = {
-            name: TensorSpec(spec.shape, served if spec.dtype in CASTABLE else spec.dtype)
+            name: TensorSpec(spec.shape, served if spec.dtype in CASTABLE_DTYPES else spec.dtype)
             for name, spec in tensors.items()
         }
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -99,7 +107,10 @@ def manifest_of(server_args: Mapping[str, Any]) -> Manifest:
 
 
 def _served_dtype(argument: str, config: Any) -> str | None:
-    """SGLang's `--dtype`: 'auto' serves float32 checkpoints as float16 on an accelerator; None keeps."""
+    """The dtype that SGLang's `--dtype` gives the weights. None: that of the checkpoint.
+
+    With "auto", SGLang serves float32 checkpoints as float16 on an accelerator.
+    """
     names = {"half": "float16", "float": "float32"}
     if argument != "auto":
         return names.get(argument, argument)
@@ -107,8 +118,8 @@ def _served_dtype(argument: str, config: Any) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _header_of(file: Path) -> dict[str, TensorSpec]:
-    """Names, shapes and dtypes of a safetensors file (format: 8 bytes of length, then JSON)."""
+def _read_header(file: Path) -> dict[str, TensorSpec]:
+    """Names, shapes and dtypes of a safetensors file. The file begins with 8 bytes of length and a JSON header."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))
@@ -120,23 +131,24 @@ def _header_of(file: Path) -> dict[str, TensorSpec]:
 
 
 def _meta_tensors(config: Any, trust_remote_code: bool) -> dict[str, TensorSpec]:
+    """Names, shapes and dtypes of the architecture, built by transformers on torch's meta device."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from verl_server.weights.names import unfused_spec
+    from verl_server.weights.names import unfuse_spec
 
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, ImportError, OSError) as error:
         raise UnsupportedError(
-            f"cannot tell which weights this model takes: no safetensors header beside its configuration, and "
+            f"the weights of this model are not known: there is no safetensors file beside its configuration, and "
             f"transformers cannot build {getattr(config, 'architectures', None)}: {error}"
         ) from error
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
-    found: dict[str, TensorSpec] = {}
+    specs: dict[str, TensorSpec] = {}
     for name, tensor in model.state_dict().items():
         if name not in tied:
             spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            found.update(unfused_spec(name, spec))
-    return found
+            specs.update(unfuse_spec(name, spec))
+    return specs

@@ -1,8 +1,8 @@
-"""Names of one model in two spellings.
+"""Conversion of fused expert weights to the parameter names of checkpoints.
 
-Checkpoints and SGLang name every expert of a mixture (`experts.3.gate_proj.weight`); transformers 5 keeps
-all experts of a layer in two tensors (`experts.gate_up_proj` of shape [experts, 2 * intermediate, hidden],
-`experts.down_proj` of shape [experts, hidden, intermediate]). Pure functions; views, never copies.
+Checkpoints and SGLang have a tensor for every expert of a mixture (`experts.3.gate_proj.weight`). transformers 5 keeps
+all experts of a layer in two tensors: `experts.gate_up_proj` of shape [experts, 2 * intermediate, hidden], and
+`experts.down_proj` of shape [experts, hidden, intermediate]. Pure functions; tensors are views, never copies.
 """
 
 from __future__ import annotations
@@ -14,38 +14,44 @@ from verl_server.types import TensorSpec
 if TYPE_CHECKING:
     import torch
 
-GATE_UP = ".experts.gate_up_proj"
-DOWN = ".experts.down_proj"
+GATE_UP_SUFFIX = ".experts.gate_up_proj"
+DOWN_SUFFIX = ".experts.down_proj"
 
 
 def is_fused(name: str) -> bool:
-    """Whether a tensor holds all experts of a layer."""
-    return name.endswith((GATE_UP, DOWN))
+    """Whether the tensor `name` holds all experts of a layer."""
+    return name.endswith((GATE_UP_SUFFIX, DOWN_SUFFIX))
 
 
-def unfused_spec(name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
-    """The checkpoint's tensors for one tensor of transformers."""
+def unfuse_spec(name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
+    """The specs of the checkpoint's tensors, by name, for one tensor of transformers."""
     if not is_fused(name):
         return {name: spec}
-    experts, rows, columns = spec.shape
-    if name.endswith(DOWN):
-        return {_expert(name, e, "down_proj"): TensorSpec((rows, columns), spec.dtype) for e in range(experts)}
+    expert_count, rows, columns = spec.shape
+    if name.endswith(DOWN_SUFFIX):
+        down = TensorSpec((rows, columns), spec.dtype)
+        return {_expert_name(name, expert, "down_proj"): down for expert in range(expert_count)}
     half = TensorSpec((rows // 2, columns), spec.dtype)
-    return {_expert(name, e, part): half for e in range(experts) for part in ("gate_proj", "up_proj")}
+    return {
+        _expert_name(name, expert, part): half for expert in range(expert_count) for part in ("gate_proj", "up_proj")
+    }
 
 
-def unfused(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors for one tensor of transformers, as views of it."""
+def unfuse(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The checkpoint's named tensors for one tensor of transformers, as views of it."""
     if not is_fused(name):
         return [(name, tensor)]
-    if name.endswith(DOWN):
-        return [(_expert(name, e, "down_proj"), weight) for e, weight in enumerate(tensor)]
-    found = []
-    for e, both in enumerate(tensor):
-        gate, up = both.chunk(2, dim=0)
-        found += [(_expert(name, e, "gate_proj"), gate), (_expert(name, e, "up_proj"), up)]
-    return found
+    if name.endswith(DOWN_SUFFIX):
+        return [(_expert_name(name, expert, "down_proj"), down) for expert, down in enumerate(tensor)]
+    named_tensors = []
+    for expert, gate_up in enumerate(tensor):
+        gate, up = gate_up.chunk(2, dim=0)
+        named_tensors += [
+            (_expert_name(name, expert, "gate_proj"), gate),
+            (_expert_name(name, expert, "up_proj"), up),
+        ]
+    return named_tensors
 
 
-def _expert(name: str, index: int, part: str) -> str:
-    return f"{name.rpartition('.')[0]}.{index}.{part}.weight"
+def _expert_name(name: str, expert: int, part: str) -> str:
+    return f"{name.rpartition('.')[0]}.{expert}.{part}.weight"

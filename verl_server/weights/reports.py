@@ -1,7 +1,7 @@
-"""What each TP rank of each server says of an update, written into memory that it shares with the trainer.
+"""Reports of the servers' TP ranks on an update, in memory that they share with the trainer.
 
-The HTTP reply speaks for rank 0 only. One slot for each TP rank: a report (JSON, zero-padded) and, elsewhere
-in the same memory, a checksum for each tensor that the rank read.
+The server's HTTP reply speaks for TP rank 0 only. Therefore each TP rank writes a report of its own into its slot
+(JSON, padded with zeros), and the checksum of each tensor that it read into another part of the same memory.
 """
 
 from __future__ import annotations
@@ -13,55 +13,69 @@ import mmap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
-from verl_server.weights.layout import REPORT_BYTES, WORD_BYTES
+from verl_server.weights.layout import CHECKSUM_BYTES, REPORT_BYTES
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one TP rank of one server says of an update."""
+    """The outcome of an update on one TP rank of one server."""
 
     update_id: str
     ok: bool
+    """Whether the model's loading code ran without an exception."""
     error: str | None = None
+    """Type and message of the exception, shortened."""
     trace: str | None = None
-    tensors: int = 0
-    """How many were taken."""
+    """End of the exception's traceback."""
+    tensor_count: int = 0
+    """Number of tensors that the model took."""
     unwritten: list[str] = field(default_factory=list)
     """Some of the server's parameters that were not written, by the server's names."""
     unwritten_count: int = 0
+    """Number of all of the server's parameters that were not written."""
 
 
 @dataclass(frozen=True)
-class Received:
-    """A report, and the checksum of each tensor as that rank read it (empty without verification)."""
+class ReceivedReport:
+    """A report as the trainer reads it, with checksums."""
 
     report: Report
-    sums: list[int]
+    checksums: list[int]
+    """Checksum of each tensor of the update as the TP rank read it. Empty without verification."""
 
 
-class Reports:
-    """The reports at the start of `memory`, the checksums from `sums_at` on, `rows` for each slot."""
+class SharedReports:
+    """Reads and writes reports in shared memory. Each TP rank has a slot.
 
-    def __init__(self, memory: mmap.mmap, sums_at: int, rows: int) -> None:
-        self._memory, self._sums_at, self._rows = memory, sums_at, rows
+    The reports are at the start of `memory`. The checksums begin at byte `checksums_offset`, with room for
+    `tensor_count` checksums in each slot.
+    """
 
-    def write(self, slot: int, report: Report, sums: Iterable[int]) -> None:
-        raw_sums = array.array("q", sums).tobytes()
-        start = self._sums_at + slot * self._rows * WORD_BYTES
-        self._memory[start : start + len(raw_sums)] = raw_sums
-        raw = json.dumps(asdict(report)).encode()
-        if len(raw) > REPORT_BYTES:  # words that JSON escapes
+    def __init__(self, memory: mmap.mmap, checksums_offset: int, tensor_count: int) -> None:
+        self._memory, self._checksums_offset, self._tensor_count = memory, checksums_offset, tensor_count
+
+    def write(self, slot: int, report: Report, checksums: Iterable[int]) -> None:
+        """Write a TP rank's report and checksums into its slot."""
+        raw_checksums = array.array("q", checksums).tobytes()
+        start = self._checksums_start(slot)
+        self._memory[start : start + len(raw_checksums)] = raw_checksums
+        raw_report = json.dumps(asdict(report)).encode()
+        if len(raw_report) > REPORT_BYTES:  # JSON escapes made the error text longer
             short = dataclasses.replace(report, error="see the server's log", trace=None, unwritten=[])
-            raw = json.dumps(asdict(short)).encode()
-        self._memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES] = raw.ljust(REPORT_BYTES, b"\0")
+            raw_report = json.dumps(asdict(short)).encode()
+        self._memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES] = raw_report.ljust(REPORT_BYTES, b"\0")
 
-    def read(self, slot: int, update_id: str, count: int) -> Received | None:
-        """What that slot says of this update, with the first `count` of its checksums, or None."""
-        raw = bytes(self._memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES]).rstrip(b"\0")
-        if not raw:
+    def read(self, slot: int, update_id: str, checksum_count: int) -> ReceivedReport | None:
+        """The report of a slot with its first `checksum_count` checksums. None if it is not about `update_id`."""
+        raw_report = bytes(self._memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES]).rstrip(b"\0")
+        if not raw_report:
             return None
-        report = Report(**json.loads(raw))
+        report = Report(**json.loads(raw_report))
         if report.update_id != update_id:
             return None
-        start = self._sums_at + slot * self._rows * WORD_BYTES
-        return Received(report, list(array.array("q", self._memory[start : start + count * WORD_BYTES])))
+        start = self._checksums_start(slot)
+        raw_checksums = self._memory[start : start + checksum_count * CHECKSUM_BYTES]
+        return ReceivedReport(report, list(array.array("q", raw_checksums)))
+
+    def _checksums_start(self, slot: int) -> int:
+        return self._checksums_offset + slot * self._tensor_count * CHECKSUM_BYTES

@@ -1,37 +1,54 @@
-"""How staged weights come to the servers. One file is one transport, with both of its ends:
+"""Weight transports. Each module is one way from the trainer to the servers, and contains both of its ends.
 
-`Sender` runs on trainer rank 0 and sends what is staged in the arena; `Stream` runs on all trainer ranks and
-takes tensors as they come; `Receiver` runs in every TP rank of every server (see `base`). A new file here is a
-new transport; its name is what `WeightsConfig(transport=...)` takes.
+`Sender` runs on trainer rank 0 and sends what is staged in the arena. `Stream` runs on all trainer ranks and takes
+tensors as they come. A transport has one of the two. `Receiver` runs in every TP rank of every server (see `base`).
+A new module in this folder is a new transport. Its name is the value of `WeightsConfig(transport=...)`.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError
 
-_NOT_TRANSPORTS = frozenset({"base", "group", "patches"})
+if TYPE_CHECKING:
+    from verl_server.weights.transports.base import Receiver, Sender
+    from verl_server.weights.transports.buckets import Stream
+
+_HELPER_MODULES = frozenset({"base", "patches"})
 
 
-def names() -> list[str]:
-    """The transports there are."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _NOT_TRANSPORTS)
+def transport_names() -> list[str]:
+    """The names of all transports."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _HELPER_MODULES)
 
 
-def is_stream(transport: str) -> bool:
-    """Whether it takes tensors as they come instead of from the arena: its trainer end is a `Stream`."""
+def is_streamed(transport: str) -> bool:
+    """Whether the transport takes tensors as they come, instead of from the arena. Its trainer end is a `Stream`."""
     return hasattr(_module_of(transport), "Stream")
 
 
-def end_of(transport: str, which: str) -> Any:
-    """The class `Sender`, `Stream` or `Receiver` of a transport. Raises BadInputError for a name that is none."""
-    return getattr(_module_of(transport), which)
+def sender_class(transport: str) -> type[Sender]:
+    """The `Sender` of a transport. Raises BadInputError for an unknown name."""
+    sender: type[Sender] = _module_of(transport).Sender
+    return sender
+
+
+def stream_class(transport: str) -> type[Stream]:
+    """The `Stream` of a transport. Raises BadInputError for an unknown name."""
+    stream: type[Stream] = _module_of(transport).Stream
+    return stream
+
+
+def receiver_class(transport: str) -> type[Receiver]:
+    """The `Receiver` of a transport. Raises BadInputError for an unknown name."""
+    receiver: type[Receiver] = _module_of(transport).Receiver
+    return receiver
 
 
 def _module_of(transport: str) -> Any:
-    if transport not in names():
-        raise BadInputError(f"weight transport {transport!r} is none of {names()}")
+    if transport not in transport_names():
+        raise BadInputError(f"weight transport {transport!r} does not exist; the transports are {transport_names()}")
     return importlib.import_module(f"{__name__}.{transport}")

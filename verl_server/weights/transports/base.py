@@ -1,7 +1,12 @@
-"""The two ends that every transport has, and what goes between them.
+"""The two ends that every staged transport has, and the messages between them.
 
-One update: `Sender.prepare` -> (servers are paused, sessions open) -> every server's loader gets `Sender.wire`
-by HTTP and makes a `Receiver`, while `Sender.deliver` runs -> `Sender.reports` -> `Sender.settle`.
+The order of calls in one update:
+
+    1. `Sender.prepare`. Then the servers are paused and open a session.
+    2. Every server's loader gets the message of `Sender.wire` by HTTP and creates a `Receiver`. `Sender.deliver` runs
+       at the same time.
+    3. `Sender.reports`, when the servers have answered.
+    4. `Sender.finish`.
 """
 
 from __future__ import annotations
@@ -9,12 +14,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_server.types import Member
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import Layout
-from verl_server.weights.reports import Received, Report
+from verl_server.weights.reports import ReceivedReport, Report
 
 if TYPE_CHECKING:
     import torch
@@ -23,116 +28,130 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateAttempt:
     """One attempt at one update."""
 
     id: str
+    """A random id. The second attempt at an update has an id of its own."""
     names: Sequence[str]
-    """The tensors that it brings, in the order of the layout."""
+    """Names of the tensors that the update contains, in the order of the layout."""
     verify: bool
+    """Whether checksums and unwritten parameters are checked."""
     members: Sequence[Member]
-    """The servers that it goes to."""
+    """The servers that the update is sent to."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What senders are made with."""
+class SenderSettings:
+    """Settings of a sender."""
 
     arena: Arena
     layout: Layout
     timeout_s: float
-    paths: Sequence[str] = ()
-    """The arena of each node of one server that spans several; the first is `arena`."""
+    """Deadline of one step of an update in seconds."""
+    arena_paths: Sequence[str] = ()
+    """Path of the arena on each node of one server that spans several nodes. The first is that of `arena`."""
     ranks_per_node: int = 0
-    """TP ranks on each node of such a server, 0 without nodes."""
+    """Number of TP ranks on each node of such a server. 0 for servers that do not span nodes."""
     node_rank: int = 0
+    """Number of this trainer rank's node."""
     folder: str | None = None
-    """A folder that trainer and servers share."""
+    """Folder that trainer and servers share."""
     host: str = "127.0.0.1"
     """The trainer's address as the servers reach it."""
 
 
+class ReceivingRank(NamedTuple):
+    """One TP rank of one server that an update is sent to."""
+
+    receiver: int
+    """Number among the TP ranks of all servers."""
+    tp_rank: int
+    """TP rank in its server."""
+    label: str
+    """Description for error messages."""
+
+
 class Sender(ABC):
-    """Trainer rank 0's end."""
+    """The end of a transport on trainer rank 0."""
 
     name: str
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SenderSettings) -> None:
         self.settings = settings
         self.arena, self.layout = settings.arena, settings.layout
 
-    def prepare(self, update: Update) -> None:
-        """What can be done before generation is paused. Raises VerlServerError: then nothing has happened."""
+    def prepare(self, attempt: UpdateAttempt) -> None:
+        """Do what can be done before generation is paused. Raises VerlServerError; then nothing has changed."""
         return
 
     @abstractmethod
-    def wire(self, update: Update, server: int) -> Json:
-        """What the loader of that server is told; JSON of a few kilobytes."""
+    def wire(self, attempt: UpdateAttempt, member_index: int) -> Json:
+        """The message for the loader of one member: JSON of a few kilobytes, whatever the size of the model."""
 
-    def deliver(self, update: Update, loading: Callable[[], bool]) -> None:
-        """While the servers load; give up when `loading` turns false. Raises VerlServerError."""
+    def deliver(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
+        """Send the tensors while the servers load. Stops when `is_loading()` becomes false. Raises VerlServerError."""
         return
 
-    def reports(self, update: Update) -> dict[str, Received | None]:
-        """When the servers have answered: what each TP rank says, None where it says nothing. Keys are for people."""
-        return {who: self.received(update, receiver) for receiver, _, who in self.receivers(update)}
+    def reports(self, attempt: UpdateAttempt) -> dict[str, ReceivedReport | None]:
+        """The report of each TP rank by its label, when the servers have answered. None for a missing report."""
+        return {rank.label: self.read_report(attempt, rank.receiver) for rank in self.receiving_ranks(attempt)}
 
-    def receivers(self, update: Update) -> Iterator[tuple[int, int, str]]:
-        """All TP ranks of all servers: their number, their TP rank, and who it is for people."""
-        return receivers(update.members)
+    def receiving_ranks(self, attempt: UpdateAttempt) -> Iterator[ReceivingRank]:
+        """The TP ranks of all members whose reports this sender reads."""
+        return receiving_ranks(attempt.members)
 
-    def first_receiver(self, update: Update, server: int) -> int:
-        """The number of a server's TP rank 0."""
-        return sum(member.tp_size for member in update.members[:server])
+    def first_receiver(self, attempt: UpdateAttempt, member_index: int) -> int:
+        """The number of a member's TP rank 0 among the TP ranks of all members."""
+        return sum(member.tp_size for member in attempt.members[:member_index])
 
     @abstractmethod
-    def received(self, update: Update, receiver: int) -> Received | None:
-        """What that TP rank says of this update, or None."""
+    def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:
+        """The report of one TP rank on this attempt, or None."""
 
-    def settle(self, update: Update, whole: bool) -> None:
-        """The update is over."""
+    def finish(self, attempt: UpdateAttempt, succeeded: bool) -> None:
+        """Release what `prepare` made. Called at the end of every attempt."""
         return
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of tensors that the last update wrote to a network or a file."""
+        """Number of tensor bytes that the last update wrote to a network or a file."""
         return 0
 
     def close(self) -> None:
-        """Give everything back. Safe to call twice."""
+        """Release everything. Safe to call twice."""
         return
 
 
 class Receiver(ABC):
-    """One server TP rank's end, made for one update. What is worth keeping between updates is kept by the module."""
+    """The end of a transport in one TP rank of a server, created for one update.
 
-    def __init__(self, wire: Json, rank: int) -> None:
-        self.wire, self.rank = wire, rank
+    Resources that are worth keeping between updates are kept by the module.
+    """
+
+    def __init__(self, wire: Json, tp_rank: int) -> None:
+        self.wire, self.tp_rank = wire, tp_rank
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The update's tensors in the order of the layout, valid until `close`. Raises when they do not come."""
+        """The update's named tensors in the order of the layout, valid until `close`. Raises if they do not arrive."""
 
     @abstractmethod
-    def report(self, report: Report, sums: list[int]) -> None:
-        """Tell the sender."""
+    def send_report(self, report: Report, checksums: list[int]) -> None:
+        """Send the trainer this TP rank's report, with the checksum of each tensor."""
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the model lives where the next update comes, and would change under its feet."""
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the model is in the memory that the next update overwrites."""
         return False
 
     def close(self) -> None:
-        """After the load."""
+        """Release what this update needed. Called after the load."""
         return
 
 
-def in_layout_order(layout: Layout, names: Sequence[str]) -> list[str]:
-    """`names` as their tensors stand in the arena."""
-    return sorted(names, key=lambda name: layout.slots[name].offset)
-
-
-def receivers(members: Sequence[Member]) -> Iterator[tuple[int, int, str]]:
-    """The TP ranks of servers: number, TP rank, and who it is for people."""
-    ranks = [(member, rank) for member in members for rank in range(member.tp_size)]
-    for number, (member, rank) in enumerate(ranks):
-        yield number, rank, f"TP rank {rank} of {'the server' if len(members) == 1 else member.name}"
+def receiving_ranks(members: Sequence[Member]) -> Iterator[ReceivingRank]:
+    """The TP ranks of all members, numbered in the order of `members`."""
+    ranks = [(member, tp_rank) for member in members for tp_rank in range(member.tp_size)]
+    for receiver, (member, tp_rank) in enumerate(ranks):
+        server = "the server" if len(members) == 1 else member.name
+        yield ReceivingRank(receiver, tp_rank, f"TP rank {tp_rank} of {server}")

@@ -1,7 +1,8 @@
-"""Trainer and server on one machine, with staging memory smaller than the model: two buckets, in turn.
+"""Transport for a trainer and servers on one machine, with staging memory that is smaller than the model.
 
-Loading begins before the last tensor is known, so a mistake in a generator is found half-way and leaves the
-weights torn; a dict or a list is checked in whole before the server hears of it.
+The tensors go through a double buffer in host memory. Loading begins before the last tensor is known. Therefore a bad
+tensor in the middle of a generator is found part-way and leaves the weights torn. A dict or a list is checked
+completely before generation is paused.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from verl_server.weights.buckets import Reader
-from verl_server.weights.double_buffer import DoubleBuffer, DoubleBufferLayout
+from verl_server.weights.double_buffer.buffer import DoubleBuffer
+from verl_server.weights.double_buffer.layout import DoubleBufferLayout
+from verl_server.weights.double_buffer.reader import BucketReader
 from verl_server.weights.reports import Report
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import Json
@@ -21,61 +23,71 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """What trainer ranks make of their lanes."""
+    """Creates a double buffer on trainer ranks, describes it to the servers, and opens it there."""
 
-    on_host = True
-    """All ranks write into one lane, or each has one of its own on its GPU."""
+    in_host_memory = True
+    """True: all trainer ranks write one double buffer. False: each trainer rank has a double buffer on its GPU."""
 
     @staticmethod
     def create(layout: DoubleBufferLayout) -> DoubleBuffer:
+        """Create a double buffer on a trainer rank. Raises VerlServerError."""
         return DoubleBuffer.create(layout)
 
     @staticmethod
-    def describe(lane: DoubleBuffer) -> Json:
-        """How a server opens it; JSON."""
-        return {"path": lane.path, "inode": lane.inode}
+    def describe(double_buffer: DoubleBuffer) -> Json:
+        """The description with which a server opens the double buffer, as JSON."""
+        return {"path": double_buffer.path, "inode": double_buffer.inode}
 
     @staticmethod
-    def open(described: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
-        """In the server."""
-        return DoubleBuffer.open(described["path"], layout)
+    def open(description: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
+        """Open a double buffer in another process. Raises OSError if this process cannot open it."""
+        return DoubleBuffer.open(description["path"], layout)
 
 
-#: The lane opened last: mapping it anew costs its page faults, and a GPU's handle is to be opened once.
 _opened: dict[tuple[str, int], DoubleBuffer] = {}
+"""The last double buffer, by path and inode. It is kept because a new mapping costs its page faults, and because a
+GPU's IPC handle should be opened only once."""
 
 
 class Receiver(base.Receiver):
     stream: type[Stream] = Stream
 
-    def __init__(self, wire: Json, rank: int) -> None:
-        super().__init__(wire, rank)
-        self._slot = wire["first"] + rank
-        self._lane = self._lane_for(
-            wire["lanes"][self._slot % len(wire["lanes"])], DoubleBufferLayout(**wire["layout"])
+    def __init__(self, wire: Json, tp_rank: int) -> None:
+        super().__init__(wire, tp_rank)
+        self._receiver = wire["first_receiver"] + tp_rank
+        descriptions = wire["double_buffers"]
+        self._double_buffer = self._open(
+            descriptions[self._receiver % len(descriptions)], DoubleBufferLayout(**wire["layout"])
         )
-        deadline = time.monotonic() + wire["timeout_s"]
-        self._reader = Reader(self._lane, wire["number"], self._slot, wire["writers"], self._check, deadline)
+        self._reader = BucketReader(
+            self._double_buffer,
+            wire["update_number"],
+            index=self._receiver,
+            writer_count=wire["writer_count"],
+            require_peers=self._require_trainer,
+            deadline=time.monotonic() + wire["timeout_s"],
+        )
 
-    def _lane_for(self, described: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
-        key = (described["path"], described["inode"])
+    def _open(self, description: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
+        key = (description["path"], description["inode"])
         if key not in _opened:
             while _opened:
                 _opened.popitem()[1].close()
-            _opened[key] = self.stream.open(described, layout)
+            _opened[key] = self.stream.open(description, layout)
         return _opened[key]
 
-    def _check(self) -> None:
-        if not self._lane.owner_lives():
-            raise ConnectionError("the trainer has died")
+    def _require_trainer(self) -> None:
+        if not self._double_buffer.owner_is_alive():
+            raise ConnectionError("the trainer's process has ended")
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._reader.tensors()
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return self._lane.buckets.holds(tensor)
+    def contains(self, tensor: torch.Tensor) -> bool:
+        return self._double_buffer.buckets.contains(tensor)
 
-    def report(self, report: Report, sums: list[int]) -> None:
-        self._lane.reports.write(self._slot, report, sums)
+    def send_report(self, report: Report, checksums: list[int]) -> None:
+        self._double_buffer.reports.write(self._receiver, report, checksums)
         if not report.ok:
-            self._lane.turns(self.wire["number"]).fail(f"a TP rank of a server gave up: {report.error}")
+            progress = self._double_buffer.progress(self.wire["update_number"])
+            progress.fail(f"a TP rank of a server could not load the weights: {report.error}")

@@ -1,7 +1,8 @@
-"""Trainer and server on the GPUs of one machine: two buckets on each trainer rank's GPU, filled and emptied in turn.
+"""Transport for a trainer and servers on the GPUs of one machine: each trainer rank has a double buffer on its GPU.
 
-The server's TP rank i reads those of trainer rank i (modulo their number), so with equal placements nothing
-leaves a GPU. Handles are opened once. Everything but the memory is the same as in `buckets`. Not run on a GPU yet.
+The server's TP rank i reads the double buffer of trainer rank i (modulo the number of trainer ranks). With equal
+placements no byte leaves its GPU. IPC handles are opened once. Everything except the memory is the same as in the
+transport `buckets`. This transport has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -9,29 +10,32 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable
 
-from verl_server.weights.device import DeviceBuckets
-from verl_server.weights.double_buffer import DoubleBuffer, DoubleBufferLayout
+from verl_server.weights.double_buffer.buffer import DoubleBuffer
+from verl_server.weights.double_buffer.device_memory import DeviceBucketMemory
+from verl_server.weights.double_buffer.layout import DoubleBufferLayout
 from verl_server.weights.transports import buckets
 from verl_server.weights.transports.base import Json
 
 
 class Stream(buckets.Stream):
-    on_host = False
+    in_host_memory = False
 
     @staticmethod
     def create(layout: DoubleBufferLayout) -> DoubleBuffer:
-        return _behind(DoubleBuffer.create(layout), lambda: DeviceBuckets.create(layout.bucket_bytes))
+        return _with_device_buckets(DoubleBuffer.create(layout), lambda: DeviceBucketMemory.create(layout.bucket_bytes))
 
     @staticmethod
-    def describe(lane: DoubleBuffer) -> Json:
-        assert isinstance(lane.buckets, DeviceBuckets)
-        return {**buckets.Stream.describe(lane), "handle": base64.b64encode(lane.buckets.handle()).decode()}
+    def describe(double_buffer: DoubleBuffer) -> Json:
+        memory = double_buffer.buckets
+        assert isinstance(memory, DeviceBucketMemory)
+        return {**buckets.Stream.describe(double_buffer), "ipc_handle": base64.b64encode(memory.handle()).decode()}
 
     @staticmethod
-    def open(described: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
-        handle = base64.b64decode(described["handle"])
-        return _behind(
-            DoubleBuffer.open(described["path"], layout), lambda: DeviceBuckets.open(handle, layout.bucket_bytes)
+    def open(description: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
+        handle = base64.b64decode(description["ipc_handle"])
+        return _with_device_buckets(
+            DoubleBuffer.open(description["path"], layout),
+            lambda: DeviceBucketMemory.open(handle, layout.bucket_bytes),
         )
 
 
@@ -39,11 +43,11 @@ class Receiver(buckets.Receiver):
     stream = Stream
 
 
-def _behind(lane: DoubleBuffer, buckets_of: Callable[[], DeviceBuckets]) -> DoubleBuffer:
-    """The lane with its buckets, or neither."""
+def _with_device_buckets(double_buffer: DoubleBuffer, make_buckets: Callable[[], DeviceBucketMemory]) -> DoubleBuffer:
+    """The double buffer with buckets on a GPU. It is closed if they cannot be made."""
     try:
-        lane.buckets = buckets_of()
+        double_buffer.buckets = make_buckets()
     except BaseException:
-        lane.close()
+        double_buffer.close()
         raise
-    return lane
+    return double_buffer

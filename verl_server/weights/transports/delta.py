@@ -1,96 +1,104 @@
-"""Slow links: after a first whole broadcast only the elements that changed are sent (see `patches`).
+"""Transport for slow links: after a complete broadcast, only the elements that changed are sent (see `patches`).
 
-It costs a copy of the last weights on the trainer, and finding the changes takes the time of reading both.
-The checksums cover the whole result, not the patch alone. When more than half of the bytes would have to be
-sent, or the mirrors may differ after a failure, the whole is sent.
+It costs a copy of the last weights on the trainer, and finding the changes takes the time of reading both copies. The
+checksums cover the complete result, not only the patch. All tensors are sent when more than half of their bytes
+would have to be sent, or when the mirrors may differ after a failure.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Callable, Iterator
 
-from verl_server.weights.layout import ITEM_BYTES, nbytes
-from verl_server.weights.transports import distributed, group, patches
-from verl_server.weights.transports.base import Json, Settings, Update
+from verl_server.weights.broadcast.byte_ranges import split_into_chunks
+from verl_server.weights.broadcast.process_group import broadcast_memory
+from verl_server.weights.layout import ELEMENT_BYTES, tensor_bytes
+from verl_server.weights.transports import distributed, patches
+from verl_server.weights.transports.base import Json, SenderSettings, UpdateAttempt
 
-#: A patch longer than this part of the tensors is not worth its work.
-WORTH_IT = 0.5
+MAX_PATCH_FRACTION = 0.5
+"""Maximum size of a patch as a fraction of the tensors' size. Above it, the tensors themselves are sent."""
 
 
 class Sender(distributed.Sender):
     name = "delta"
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SenderSettings) -> None:
         super().__init__(settings)
-        self._old: memoryview | None = None
-        self._base = ""
+        self._base: memoryview | None = None
+        """The tensors of the last successful update, at the same offsets as in the arena."""
+        self._base_update_id = ""
+        """Id of the last update if it succeeded, else empty."""
         self._patch: bytes | None = None
 
-    def prepare(self, update: Update) -> None:
-        super().prepare(update)  # leaves the group when its members have changed
+    def prepare(self, attempt: UpdateAttempt) -> None:
+        super().prepare(attempt)  # leaves the group if its members have changed
         self._patch = None
-        if self._base and self._old is not None and self._group is not None:
-            size = sum(nbytes(self.layout.slots[name].spec) for name in update.names)
-            self._patch = patches.encode(self._pairs(self._old, update), int(WORTH_IT * size))
+        if self._base_update_id and self._base is not None and self._group is not None:
+            size = sum(tensor_bytes(self.layout.slots[name].spec) for name in attempt.names)
+            self._patch = patches.encode(self._memory_pairs(self._base, attempt), int(MAX_PATCH_FRACTION * size))
 
-    def _pairs(self, old: memoryview, update: Update) -> Iterator[tuple[memoryview, memoryview, int]]:
-        for name in update.names:
+    def _memory_pairs(self, base: memoryview, attempt: UpdateAttempt) -> Iterator[tuple[memoryview, memoryview, int]]:
+        """For each tensor: its memory in the base, its memory in the arena, and its element size in bytes."""
+        for name in attempt.names:
             slot = self.layout.slots[name]
-            where = slice(slot.offset, slot.offset + nbytes(slot.spec))
-            yield old[where], self.arena.memory[where], ITEM_BYTES[slot.spec.dtype]
+            byte_range = slice(slot.offset, slot.offset + tensor_bytes(slot.spec))
+            yield base[byte_range], self.arena.memory[byte_range], ELEMENT_BYTES[slot.spec.dtype]
 
-    def wire(self, update: Update, server: int) -> Json:
-        patch = {} if self._patch is None else {"base": self._base, "patch_bytes": len(self._patch)}
-        return {**super().wire(update, server), **patch}
+    def wire(self, attempt: UpdateAttempt, member_index: int) -> Json:
+        wire = super().wire(attempt, member_index)
+        if self._patch is not None:
+            wire |= {"base_update_id": self._base_update_id, "patch_bytes": len(self._patch)}
+        return wire
 
-    def _send(self, update: Update, loading: Callable[[], bool]) -> None:
+    def _send(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
         if self._patch is None:
-            super()._send(update, loading)
+            super()._send(attempt, is_loading)
             return
         memory = memoryview(bytearray(self._patch))
-        for start, stop in group.chunks([(0, len(memory))]):
+        for start, stop in split_into_chunks([(0, len(memory))]):
             self._broadcast(memory[start:stop])
 
-    def settle(self, update: Update, whole: bool) -> None:
-        super().settle(update, whole)
-        self._base = update.id if whole else ""
-        if not whole:
+    def finish(self, attempt: UpdateAttempt, succeeded: bool) -> None:
+        """Take the tensors over into the base."""
+        super().finish(attempt, succeeded)
+        self._base_update_id = attempt.id if succeeded else ""
+        if not succeeded:
             return
-        if self._old is None:
-            self._old = memoryview(mmap.mmap(-1, self.layout.size))
+        if self._base is None:
+            self._base = memoryview(mmap.mmap(-1, self.layout.size_bytes))
         if self._patch is not None:
-            targets = [(old, item_bytes) for old, _, item_bytes in self._pairs(self._old, update)]
+            targets = [(old, element_bytes) for old, _, element_bytes in self._memory_pairs(self._base, attempt)]
             patches.apply(memoryview(self._patch), targets)
         else:
-            for old, new, _ in self._pairs(self._old, update):
+            for old, new, _ in self._memory_pairs(self._base, attempt):
                 old[:] = new
         self._patch = None
 
     def close(self) -> None:
         super().close()
-        self._old = None
+        self._base = None
 
 
 class Receiver(distributed.Receiver):
     def _receive(self) -> None:
-        seat, update_id = self._seat, self.wire["update_id"]
-        if "base" not in self.wire:
-            super()._receive()
+        if "base_update_id" in self.wire:
+            self._receive_patch()
         else:
-            patch = memoryview(bytearray(self.wire["patch_bytes"]))
-            for start, stop in group.chunks([(0, len(patch))]):
-                group.broadcast(seat.group, patch[start:stop], self.wire["timeout_s"])
-            if seat.base != self.wire["base"]:
-                raise ValueError("this machine's copy of the weights is not the one that the changes start from")
-            rows = json.loads(self._table)
-            ends = distributed.spans(self._table)
-            targets = [
-                (seat.mirror.view[start:stop], ITEM_BYTES[dtype])
-                for (start, stop), (_, _, _, dtype) in zip(ends, rows, strict=True)
-            ]
-            seat.base = ""
-            patches.apply(patch, targets)
-            seat.mirror.advance(update_id, len(self._chunks))
-        seat.base = update_id
+            super()._receive()
+        self._member.base_update_id = self.wire["update_id"]
+
+    def _receive_patch(self) -> None:
+        member = self._member
+        patch = memoryview(bytearray(self.wire["patch_bytes"]))
+        for start, stop in split_into_chunks([(0, len(patch))]):
+            broadcast_memory(member.group, patch[start:stop], self.wire["timeout_s"])
+        if member.base_update_id != self.wire["base_update_id"]:
+            raise ValueError("this machine's copy of the weights is not the version that the patch starts from")
+        targets = [
+            (member.mirror.view[start:stop], ELEMENT_BYTES[dtype])
+            for (start, stop), (_, _, _, dtype) in zip(self._tensor_ranges, self._rows, strict=True)
+        ]
+        member.base_update_id = ""
+        patches.apply(patch, targets)
+        member.mirror.set_progress(self.wire["update_id"], len(self._chunks))

@@ -1,6 +1,7 @@
-"""Servers that share only a file system with the trainer: a safetensors file, written whole before it has its name.
+"""Transport for servers that share only a file system with the trainer: a safetensors file in a shared folder.
 
-The reports are small files beside it. All of them go when the update is over.
+The file gets its name when it is complete. The TP ranks write their reports as small files beside it. All files are
+removed at the end of the update.
 """
 
 from __future__ import annotations
@@ -14,113 +15,122 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, VerlServerError
-from verl_server.weights.layout import ITEM_BYTES, nbytes
+from verl_server.weights.layout import ELEMENT_BYTES, tensor_bytes
 from verl_server.weights.manifest import SAFETENSORS_DTYPES
-from verl_server.weights.reports import Received, Report
+from verl_server.weights.reports import ReceivedReport, Report
 from verl_server.weights.transports import base
-from verl_server.weights.transports.base import Json, Settings, Update
+from verl_server.weights.transports.base import Json, SenderSettings, UpdateAttempt
 
 if TYPE_CHECKING:
     import torch
 
 HEADER_ALIGNMENT = 64
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class Sender(base.Sender):
     name = "disk"
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SenderSettings) -> None:
         super().__init__(settings)
         if settings.folder is None:
-            raise BadInputError("weight transport 'disk' needs WeightsConfig(folder=...), which the servers see too")
+            raise BadInputError(
+                "weight transport 'disk' needs WeightsConfig(folder=...): a folder that trainer and servers share"
+            )
         self._folder = Path(settings.folder).absolute()
-        self._sent = 0
+        self._sent_bytes = 0
 
     @property
     def sent_bytes(self) -> int:
-        return self._sent
+        return self._sent_bytes
 
-    def _file(self, update: Update) -> Path:
-        return self._folder / f"update-{update.id}.safetensors"
+    def _path(self, attempt: UpdateAttempt) -> Path:
+        return self._folder / f"update-{attempt.id}.safetensors"
 
-    def prepare(self, update: Update) -> None:
-        file = self._file(update)
-        unfinished = file.with_suffix(".part")
+    def prepare(self, attempt: UpdateAttempt) -> None:
+        """Write the file. Raises VerlServerError if the folder cannot be written."""
+        path = self._path(attempt)
+        incomplete = path.with_suffix(".part")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("wb") as stream:
-                self._sent = self._write(stream, update)
-                stream.flush()
-                os.fsync(stream.fileno())
-            unfinished.rename(file)
+            with incomplete.open("wb") as file:
+                self._sent_bytes = self._write(file, attempt)
+                file.flush()
+                os.fsync(file.fileno())
+            incomplete.rename(path)
         except OSError as error:
             with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            raise VerlServerError(f"cannot write the weights to {file}: {error}") from error
+                incomplete.unlink(missing_ok=True)
+            raise VerlServerError(f"cannot write the weights to {path}: {error}") from error
 
-    def _write(self, stream: Any, update: Update) -> int:
-        """Widest elements first, so that every tensor stands where its elements are aligned."""
-        specs = {name: self.layout.slots[name].spec for name in update.names}
+    def _write(self, file: Any, attempt: UpdateAttempt) -> int:
+        """Write a safetensors file. Returns the number of tensor bytes.
+
+        Tensors with the largest elements come first, so that every tensor begins at a multiple of its element size.
+        """
+        specs = {name: self.layout.slots[name].spec for name in attempt.names}
         header: Json = {}
         length = 0
-        order = sorted(update.names, key=lambda name: -ITEM_BYTES[specs[name].dtype])
-        for name in order:
-            size = nbytes(specs[name])
+        ordered_names = sorted(attempt.names, key=lambda name: -ELEMENT_BYTES[specs[name].dtype])
+        for name in ordered_names:
+            size = tensor_bytes(specs[name])
             header[name] = {
-                "dtype": _DTYPE_NAMES[specs[name].dtype],
+                "dtype": _SAFETENSORS_NAMES[specs[name].dtype],
                 "shape": specs[name].shape,
                 "data_offsets": [length, length + size],
             }
             length += size
-        raw = json.dumps(header).encode()
-        raw += b" " * (-(len(raw) + 8) % HEADER_ALIGNMENT)
-        stream.write(len(raw).to_bytes(8, "little") + raw)
-        for name in order:
+        raw_header = json.dumps(header).encode()
+        raw_header += b" " * (-(len(raw_header) + 8) % HEADER_ALIGNMENT)
+        file.write(len(raw_header).to_bytes(8, "little") + raw_header)
+        for name in ordered_names:
             offset = self.layout.slots[name].offset
-            stream.write(self.arena.memory[offset : offset + nbytes(specs[name])])
+            file.write(self.arena.memory[offset : offset + tensor_bytes(specs[name])])
         return length
 
-    def wire(self, update: Update, server: int) -> Json:
-        return {"file": str(self._file(update)), "first": self.first_receiver(update, server)}
+    def wire(self, attempt: UpdateAttempt, member_index: int) -> Json:
+        return {
+            "file_path": str(self._path(attempt)),
+            "first_receiver": self.first_receiver(attempt, member_index),
+        }
 
-    def received(self, update: Update, receiver: int) -> Received | None:
+    def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:
         try:
-            raw = json.loads(_report_file(self._file(update), receiver).read_text())
+            raw = json.loads(_report_path(self._path(attempt), receiver).read_text())
         except (OSError, ValueError):
             return None
-        by_name: dict[str, int] = raw["sums"]
-        return Received(Report(**raw["report"]), [by_name[name] for name in update.names] if by_name else [])
+        by_name: dict[str, int] = raw["checksums"]
+        checksums = [by_name[name] for name in attempt.names] if by_name else []
+        return ReceivedReport(Report(**raw["report"]), checksums)
 
-    def settle(self, update: Update, whole: bool) -> None:
-        file = self._file(update)
-        for path in [file, *(_report_file(file, receiver) for receiver, *_ in self.receivers(update))]:
+    def finish(self, attempt: UpdateAttempt, succeeded: bool) -> None:
+        path = self._path(attempt)
+        report_paths = [_report_path(path, rank.receiver) for rank in self.receiving_ranks(attempt)]
+        for unneeded in [path, *report_paths]:
             with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+                unneeded.unlink(missing_ok=True)
 
 
-def _report_file(file: Path, receiver: int) -> Path:
-    return file.with_suffix(f".{receiver}.json")
-
-
-_DTYPE_NAMES = {ours: theirs for theirs, ours in SAFETENSORS_DTYPES.items()}
+def _report_path(weights_path: Path, receiver: int) -> Path:
+    return weights_path.with_suffix(f".{receiver}.json")
 
 
 class Receiver(base.Receiver):
-    def __init__(self, wire: Json, rank: int) -> None:
-        super().__init__(wire, rank)
+    def __init__(self, wire: Json, tp_rank: int) -> None:
+        super().__init__(wire, tp_rank)
         self._names: list[str] = []
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         from safetensors import safe_open
 
-        with safe_open(self.wire["file"], framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - no dict
+        with safe_open(self.wire["file_path"], framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - the file object is no dict
                 self._names.append(name)
                 yield name, file.get_tensor(name)
 
-    def report(self, report: Report, sums: list[int]) -> None:
-        path = _report_file(Path(self.wire["file"]), self.wire["first"] + self.rank)
-        unfinished = path.with_suffix(".part")
-        named = dict(zip(self._names, sums, strict=False))
-        unfinished.write_text(json.dumps({"report": asdict(report), "sums": named}))
-        unfinished.rename(path)
+    def send_report(self, report: Report, checksums: list[int]) -> None:
+        path = _report_path(Path(self.wire["file_path"]), self.wire["first_receiver"] + self.tp_rank)
+        incomplete = path.with_suffix(".part")
+        by_name = dict(zip(self._names, checksums, strict=False))
+        incomplete.write_text(json.dumps({"report": asdict(report), "checksums": by_name}))
+        incomplete.rename(path)

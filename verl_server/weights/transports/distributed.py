@@ -1,6 +1,10 @@
-"""Servers on other machines: the arena is broadcast into a mirror on each machine (see `group`).
+"""Transport for servers on other machines: the arena is broadcast into a mirror on each machine.
 
-Loading follows the broadcast chunk by chunk. Reports come back through the group's store.
+The group has two kinds of members: the trainer, and one receiver of each machine (its leader). However many servers and
+TP ranks a machine has, the bytes are sent to it once. The leader receives them into a mirror of the arena, and the
+other TP ranks of the machine map that mirror. The group is formed once and used for every update.
+
+The model loads each tensor as soon as the chunks with its bytes have arrived. Reports come back through the store.
 """
 
 from __future__ import annotations
@@ -12,18 +16,23 @@ import threading
 import time
 import uuid
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import VerlServerError
-from verl_server.types import Member, TensorSpec
-from verl_server.weights.layout import nbytes
-from verl_server.weights.reports import Received, Report
-from verl_server.weights.transports import base, group
-from verl_server.weights.transports.base import Json, Settings, Update
-from verl_server.weights.transports.shared_memory import tensors_in
+from verl_server.types import Member
+from verl_server.weights.broadcast.byte_ranges import split_into_chunks
+from verl_server.weights.broadcast.machine import own_address
+from verl_server.weights.broadcast.membership import Membership
+from verl_server.weights.broadcast.mirror import Mirror
+from verl_server.weights.broadcast.placement import POLL_INTERVAL_S, ReceiverPlacement, wait_for_receivers
+from verl_server.weights.broadcast.process_group import broadcast_memory, form_gloo_group
+from verl_server.weights.broadcast.store import cancel_key, get_json, mirror_key, open_store, report_key, set_json
+from verl_server.weights.layout import byte_ranges_of
+from verl_server.weights.reports import ReceivedReport, Report
+from verl_server.weights.transports import base
+from verl_server.weights.transports.base import Json, SenderSettings, UpdateAttempt
+from verl_server.weights.views import tensor_views
 
 if TYPE_CHECKING:
     import torch
@@ -32,171 +41,121 @@ if TYPE_CHECKING:
 class Sender(base.Sender):
     name = "distributed"
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SenderSettings) -> None:
         super().__init__(settings)
         self._store: Any = None
         self._group: Any = None
-        self._members: Sequence[Member] = ()
+        self._group_members: Sequence[Member] = ()
         self._group_name = ""
         self._table_key = ""
-        self._sent = 0
+        self._sent_bytes = 0
 
     @property
     def sent_bytes(self) -> int:
-        return self._sent
+        return self._sent_bytes
 
-    def prepare(self, update: Update) -> None:
+    def prepare(self, attempt: UpdateAttempt) -> None:
+        """Put the table into the store. Abandons the group if the members have changed since the last update."""
         if self._store is None:
-            self._store = group.open_store(self.settings.host, self.settings.timeout_s)
-        if update.members != self._members:
-            self._leave()
-            self._members = update.members
+            self._store = open_store(self.settings.host, self.settings.timeout_s)
+        if attempt.members != self._group_members:
+            self._leave_group()
+            self._group_members = attempt.members
         if self._group is None:
             self._group_name = uuid.uuid4().hex
             self._table_key = ""
-        table = self.layout.table(update.names)
-        key = f"{self._group_name}/table/{zlib.crc32(table)}"
-        if key != self._table_key:
-            self._store.set(key, table)
-            self._table_key = key
+        table = self.layout.table(attempt.names)
+        table_key = f"{self._group_name}/table/{zlib.crc32(table)}"
+        if table_key != self._table_key:
+            self._store.set(table_key, table)
+            self._table_key = table_key
 
-    def wire(self, update: Update, server: int) -> Json:
+    def wire(self, attempt: UpdateAttempt, member_index: int) -> Json:
         return {
-            "store": [self._store.host, self._store.port],
-            "group": self._group_name,
-            "table": self._table_key,
-            "first": self.first_receiver(update, server),
-            "receivers": len(list(self.receivers(update))),
-            "size": self.layout.size,
+            "store_address": [self._store.host, self._store.port],
+            "group_name": self._group_name,
+            "table_key": self._table_key,
+            "first_receiver": self.first_receiver(attempt, member_index),
+            "receiver_count": len(list(self.receiving_ranks(attempt))),
+            "size_bytes": self.layout.size_bytes,
             "timeout_s": self.settings.timeout_s,
         }
 
-    def deliver(self, update: Update, loading: Callable[[], bool]) -> None:
-        self._sent = 0
+    def deliver(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
+        self._sent_bytes = 0
         try:
             if self._group is None:
-                receivers = len(list(self.receivers(update)))
-                members = group.wait_for_members(self._store, self._group_name, receivers, loading)
-                self._group = self._form(members)
-            self._send(update, loading)
+                receiver_count = len(list(self.receiving_ranks(attempt)))
+                placement = wait_for_receivers(self._store, self._group_name, receiver_count, is_loading)
+                self._group = self._form_group(placement)
+            self._send(attempt, is_loading)
         except (RuntimeError, VerlServerError) as error:
-            self._leave()  # so that no receiver waits on
-            self._store.set(group.cancel_key(self._group_name), "")
+            self._leave_group()  # so that no receiver waits any longer
+            self._store.set(cancel_key(self._group_name), "")
             if isinstance(error, VerlServerError):
                 raise
             raise VerlServerError(f"the broadcast of the weights failed: {error}") from error
 
-    def _form(self, members: group.Members) -> Any:
-        return group.form(self._store, self._group_name, 0, members.size, self.settings.host)
+    def _form_group(self, placement: ReceiverPlacement) -> Any:
+        return form_gloo_group(self._store, self._group_name, 0, placement.group_size, self.settings.host)
 
-    def _leave(self) -> None:
-        """Closes the group's connections."""
+    def _leave_group(self) -> None:
+        """Close the connections of the group."""
         self._group = None
 
-    def _send(self, update: Update, loading: Callable[[], bool]) -> None:
+    def _send(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
         memory = self.arena.memory
-        for start, stop in group.chunks(spans(self.layout.table(update.names))):
+        for start, stop in split_into_chunks(byte_ranges_of(self.layout.table(attempt.names))):
             self._broadcast(memory[start:stop])
 
     def _broadcast(self, memory: memoryview) -> None:
-        group.broadcast(self._group, memory, self.settings.timeout_s)
-        self._sent += len(memory)
+        broadcast_memory(self._group, memory, self.settings.timeout_s)
+        self._sent_bytes += len(memory)
 
-    def received(self, update: Update, receiver: int) -> Received | None:
-        key = f"{self._group_name}/report/{update.id}/{receiver}"
+    def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:
+        key = report_key(self._group_name, attempt.id, receiver)
         if not self._store.check([key]):
             return None
         raw = json.loads(self._store.get(key))
         self._store.delete_key(key)
-        return Received(Report(**raw["report"]), raw["sums"])
+        return ReceivedReport(Report(**raw["report"]), raw["checksums"])
 
-    def settle(self, update: Update, whole: bool) -> None:
-        if not whole:
-            self._leave()  # a member may have gone: the next update finds new ones
+    def finish(self, attempt: UpdateAttempt, succeeded: bool) -> None:
+        if not succeeded:
+            self._leave_group()  # a member may be gone: the next update forms a new group
 
     def close(self) -> None:
-        self._leave()
+        self._leave_group()
         self._store = None
 
 
-def spans(table: bytes) -> list[tuple[int, int]]:
-    """Byte ranges of a table's tensors."""
-    rows = json.loads(table)
-    return [(offset, offset + nbytes(TensorSpec(tuple(shape), dtype))) for _, offset, shape, dtype in rows]
+class MirrorMember(Membership):
+    """A receiver that reads its machine's mirror. The leader of the machine is a member of the group and fills it."""
 
-
-class Membership(ABC):
-    """One receiver among those that one trainer sends to, kept between updates: one of each kind at a time."""
-
-    _kept: ClassVar[dict[type[Membership], Membership]] = {}
-
-    @classmethod
-    def take(cls, wire: Json, rank: int) -> Self:
-        """The one in this wire's group: that of the last update, or a new one instead of it."""
-        kept = cls._kept.get(cls)
-        if not isinstance(kept, cls) or kept.name != wire["group"]:
-            cls.give_up()
-            cls._kept[cls] = kept = cls(wire, rank)
-        return kept
-
-    @classmethod
-    def give_up(cls) -> None:
-        """Leave the group, if this process is in one."""
-        if (kept := cls._kept.pop(cls, None)) is not None:
-            kept.leave()
-
-    def __init__(self, wire: Json, rank: int) -> None:
-        self.name, self.index = wire["group"], wire["first"] + rank
-        self.host, port = wire["store"]
-        self.store = group.join_store(self.host, port)
-        self._table: tuple[str, bytes] = ("", b"")
-
-    def meet(self, receivers: int) -> group.Members:
-        """Say that this one is here, and wait for the others."""
-        self.store.set(group.here_key(self.name, self.index), group.machine_id())
-        return group.wait_for_members(self.store, self.name, receivers, alive=lambda: not self.is_cancelled())
-
-    def is_cancelled(self) -> bool:
-        return bool(self.store.check([group.cancel_key(self.name)]))
-
-    def table(self, key: str) -> bytes:
-        if self._table[0] != key:
-            self._table = (key, self.store.get(key))
-        return self._table[1]
-
-    def report(self, update_id: str, report: Report, sums: list[int]) -> None:
-        key = f"{self.name}/report/{update_id}/{self.index}"
-        group.to_store(self.store, key, {"report": asdict(report), "sums": sums})
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Give back what it holds."""
-
-
-class Seat(Membership):
-    """One receiver's place in a group, kept between updates."""
-
-    def __init__(self, wire: Json, rank: int) -> None:
-        super().__init__(wire, rank)
-        members = self.meet(wire["receivers"])
-        number, leader = members.rank_of(self.index), members.leader_of(self.index)
-        key = f"{self.name}/mirror/{leader}"
+    def __init__(self, wire: Json, tp_rank: int) -> None:
+        super().__init__(wire, tp_rank)
+        placement = self.announce_and_wait(wire["receiver_count"])
+        group_rank, leader = placement.group_rank_of(self.receiver), placement.leader_of(self.receiver)
+        path_key = mirror_key(self.group_name, leader)
         self.group: Any = None
-        if number is None:
-            self.mirror = group.Mirror.open(group.from_store(self.store, key), wire["size"])
+        """The process group, on the leader only."""
+        if group_rank is None:
+            self.mirror = Mirror.open(get_json(self.store, path_key), wire["size_bytes"])
         else:
-            self.mirror = group.Mirror.create(wire["size"])
+            self.mirror = Mirror.create(wire["size_bytes"])
             try:
-                group.to_store(self.store, key, self.mirror.path)
-                self.group = group.form(self.store, self.name, number, members.size, group.own_address(self.host))
+                set_json(self.store, path_key, self.mirror.path)
+                address = own_address(self.trainer_host)
+                self.group = form_gloo_group(self.store, self.group_name, group_rank, placement.group_size, address)
             except BaseException:
-                self.mirror.close()  # as large as the model
+                self.mirror.close()  # it is as large as the model
                 raise
-        self.base = ""
-        """The update whose tensors the mirror holds, whole."""
+        self.base_update_id = ""
+        """Id of the update whose tensors the mirror holds completely. Empty while the mirror may be inconsistent."""
 
-    def leader_lives(self) -> bool:
-        return os.path.exists(self.mirror.path)  # a zombie has no open files
+    def leader_is_alive(self) -> bool:
+        """Whether the leader's process is alive. A zombie has no open files, so it counts as dead."""
+        return os.path.exists(self.mirror.path)
 
     def leave(self) -> None:
         self.group = None
@@ -204,56 +163,60 @@ class Seat(Membership):
 
 
 class Receiver(base.Receiver):
-    def __init__(self, wire: Json, rank: int) -> None:
-        super().__init__(wire, rank)
-        self._seat = Seat.take(wire, rank)
+    def __init__(self, wire: Json, tp_rank: int) -> None:
+        super().__init__(wire, tp_rank)
+        self._member = MirrorMember.current_or_new(wire, tp_rank)
         self._failure: BaseException | None = None
-        self._table = self._seat.table(wire["table"])
-        self._chunks = group.chunks(spans(self._table))
+        self._rows = self._member.rows(wire["table_key"])
+        self._tensor_ranges = byte_ranges_of(self._member.table(wire["table_key"]))
+        self._chunks = split_into_chunks(self._tensor_ranges)
         self._thread: threading.Thread | None = None
-        if self._seat.group is not None:
-            self._thread = threading.Thread(target=self._lead, name="verl-server-broadcast", daemon=True)
+        if self._member.group is not None:
+            self._thread = threading.Thread(target=self._fill_mirror, name="verl-server-broadcast", daemon=True)
             self._thread.start()
 
-    def _lead(self) -> None:
-        """Receive for all of this machine."""
+    def _fill_mirror(self) -> None:
+        """On the leader: receive the weights for all TP ranks of this machine."""
         try:
             self._receive()
-        except BaseException as error:  # noqa: BLE001 - raised where the tensors are waited for
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for the tensors
             self._failure = error
-            self._seat.mirror.advance(self.wire["update_id"], group.Mirror.FAILED)
+            self._member.mirror.set_progress(self.wire["update_id"], Mirror.FAILED)
 
     def _receive(self) -> None:
-        for done, (start, stop) in enumerate(self._chunks, 1):
-            group.broadcast(self._seat.group, self._seat.mirror.view[start:stop], self.wire["timeout_s"])
-            self._seat.mirror.advance(self.wire["update_id"], done)
+        mirror = self._member.mirror
+        for chunk_count, (start, stop) in enumerate(self._chunks, 1):
+            broadcast_memory(self._member.group, mirror.view[start:stop], self.wire["timeout_s"])
+            mirror.set_progress(self.wire["update_id"], chunk_count)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        starts = [start for start, _ in self._chunks]
-        rows = json.loads(self._table)
-        stops = [stop for _, stop in spans(self._table)]
-        for stop, (name, tensor) in zip(stops, tensors_in(self._seat.mirror.view, rows), strict=True):
-            self._wait_for(bisect.bisect_left(starts, stop))
+        chunk_starts = [start for start, _ in self._chunks]
+        named_tensors = tensor_views(self._member.mirror.view, self._rows)
+        for (_, stop), (name, tensor) in zip(self._tensor_ranges, named_tensors, strict=True):
+            self._wait_for_chunks(bisect.bisect_left(chunk_starts, stop))
             yield name, tensor
 
-    def _wait_for(self, wanted: int) -> None:
-        """Until that many chunks are there."""
+    def _wait_for_chunks(self, needed_count: int) -> None:
+        """Wait until that many chunks are in the mirror."""
         deadline = time.monotonic() + self.wire["timeout_s"]
-        while (done := self._seat.mirror.progress(self.wire["update_id"])) < wanted:
+        while (chunk_count := self._member.mirror.progress(self.wire["update_id"])) < needed_count:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"chunk {wanted} of {len(self._chunks)} did not come; {done} did")
-            if not self._seat.leader_lives():
-                raise ConnectionError("the process that receives for this machine has died")
-            time.sleep(group.POLL_S)
-        if done == group.Mirror.FAILED:
-            raise ConnectionError(f"the broadcast failed: {self._failure or 'see the log of the leading rank'}")
+                raise TimeoutError(
+                    f"chunk {needed_count} of {len(self._chunks)} did not arrive within {self.wire['timeout_s']:g} s; "
+                    f"{chunk_count} chunks arrived"
+                )
+            if not self._member.leader_is_alive():
+                raise ConnectionError("the process that receives the weights for this machine has died")
+            time.sleep(POLL_INTERVAL_S)
+        if chunk_count == Mirror.FAILED:
+            raise ConnectionError(f"the broadcast failed: {self._failure or 'see the log of the leading TP rank'}")
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return self._seat.mirror.holds(tensor)
+    def contains(self, tensor: torch.Tensor) -> bool:
+        return self._member.mirror.contains(tensor)
 
-    def report(self, report: Report, sums: list[int]) -> None:
-        self._seat.report(self.wire["update_id"], report, sums)
+    def send_report(self, report: Report, checksums: list[int]) -> None:
+        self._member.send_report(self.wire["update_id"], report, checksums)
 
     def close(self) -> None:
         if self._thread is not None:
-            self._thread.join()  # ends: every broadcast has a deadline
+            self._thread.join()  # it ends, because every broadcast has a deadline

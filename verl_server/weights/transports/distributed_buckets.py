@@ -1,34 +1,38 @@
-"""Servers on other machines, without a mirror there: a broadcast to every TP rank, through two buckets of its own.
+"""Transport for servers on other machines without a mirror: a broadcast to every TP rank, through two buckets each.
 
-Between GPUs by NCCL, the buckets on each receiver's GPU; between hosts by gloo. Every TP rank gets all bytes, which
-a fast network does not mind; it holds no more than two buckets of them. While one is loaded the other is filled.
-NCCL wants a GPU of its own for each member, so the trainer's rank 0 and the servers must not share one. It has
-not been run on GPUs yet.
+Between GPUs the broadcast uses NCCL, with the buckets on each receiver's GPU. Between hosts it uses gloo. Every TP rank
+receives all bytes, which costs little on a fast network, and holds two buckets of them. One bucket is filled while the
+model loads the other. NCCL needs a GPU of its own for each member, so trainer rank 0 and the servers must not share a
+GPU. This transport has not been run on GPUs yet.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 import mmap
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from verl_server.weights.buckets import BucketLease
-from verl_server.weights.device import DeviceBuckets
-from verl_server.weights.double_buffer import BUCKET_BYTES, COUNT, Buckets, HostBuckets
-from verl_server.weights.layout import PAGE, aligned, nbytes
+from verl_server.weights.broadcast.byte_ranges import group_whole_tensors
+from verl_server.weights.broadcast.machine import own_address
+from verl_server.weights.broadcast.membership import Membership
+from verl_server.weights.broadcast.placement import ReceiverPlacement
+from verl_server.weights.broadcast.process_group import form_group, start_broadcast, wait_for_work
+from verl_server.weights.double_buffer.bucket_memory import BucketMemory, HostBucketMemory
+from verl_server.weights.double_buffer.device_memory import DeviceBucketMemory
+from verl_server.weights.double_buffer.layout import BUCKET_COUNT, DEFAULT_BUCKET_BYTES
+from verl_server.weights.double_buffer.reader import BucketLease
+from verl_server.weights.layout import PAGE_BYTES, byte_ranges_of, round_up, tensor_bytes
 from verl_server.weights.reports import Report
-from verl_server.weights.transports import base, distributed, group
-from verl_server.weights.transports.base import Json, Update
+from verl_server.weights.transports import base, distributed
+from verl_server.weights.transports.base import Json, UpdateAttempt
 
 if TYPE_CHECKING:
     import torch
 
 
-def device_kind() -> str:
-    """Of this process."""
+def local_device_type() -> str:
+    """The type of device that this process uses: "cuda" or "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,65 +41,62 @@ def device_kind() -> str:
 class Sender(distributed.Sender):
     name = "distributed_buckets"
 
-    def wire(self, update: Update, server: int) -> Json:
-        largest = max(nbytes(slot.spec) for slot in self.layout.slots.values())
+    def wire(self, attempt: UpdateAttempt, member_index: int) -> Json:
+        largest = max(tensor_bytes(slot.spec) for slot in self.layout.slots.values())
         return {
-            **super().wire(update, server),
-            "bucket_bytes": max(BUCKET_BYTES, aligned(largest, PAGE)),
-            "kind": device_kind(),
+            **super().wire(attempt, member_index),
+            "bucket_bytes": max(DEFAULT_BUCKET_BYTES, round_up(largest, PAGE_BYTES)),
+            "device_type": local_device_type(),
         }
 
-    def _form(self, members: group.Members) -> Any:
-        return group.form_on(device_kind(), self._store, self._group_name, 0, 1 + members.receivers, self.settings.host)
+    def _form_group(self, placement: ReceiverPlacement) -> Any:
+        size = 1 + placement.receiver_count
+        return form_group(local_device_type(), self._store, self._group_name, 0, size, self.settings.host)
 
-    def _leave(self) -> None:
+    def _leave_group(self) -> None:
         if self._group is not None:
             self._group.abort()
         self._group = None
 
-    def _send(self, update: Update, loading: Callable[[], bool]) -> None:
+    def _send(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.settings.timeout_s
-        limit = self.wire(update, 0)["bucket_bytes"]
-        for start, stop, _ in group.parcels(distributed.spans(self.layout.table(update.names)), limit):
-            work = broadcast(self._group, self._on_device(start, stop), self.settings.timeout_s)
-            group.wait_for_work(work, deadline, loading)
-            self._sent += stop - start
+        bucket_bytes = self.wire(attempt, 0)["bucket_bytes"]
+        tensor_ranges = byte_ranges_of(self.layout.table(attempt.names))
+        for start, stop, _ in group_whole_tensors(tensor_ranges, bucket_bytes):
+            work = start_broadcast(self._group, self._copy_to_device(start, stop), self.settings.timeout_s)
+            wait_for_work(work, deadline, is_loading)
+            self._sent_bytes += stop - start
 
-    def _on_device(self, start: int, stop: int) -> torch.Tensor:
+    def _copy_to_device(self, start: int, stop: int) -> torch.Tensor:
         import torch
 
-        return torch.frombuffer(self.arena.memory[start:stop], dtype=torch.uint8).to(device_kind())
+        return torch.frombuffer(self.arena.memory[start:stop], dtype=torch.uint8).to(local_device_type())
 
 
-def broadcast(joined: Any, tensor: torch.Tensor, timeout_s: float) -> Any:
-    """Begin a broadcast from rank 0."""
-    import torch.distributed as dist
+class BucketMember(Membership):
+    """A receiver that is a member of the group itself and has two buckets, which are kept between updates."""
 
-    options = dist.BroadcastOptions()
-    options.timeout = datetime.timedelta(seconds=timeout_s)
-    return joined.broadcast([tensor], options)
-
-
-class Seat(distributed.Membership):
-    """One receiver's place in the group, and its two buckets, kept between updates."""
-
-    def __init__(self, wire: Json, rank: int) -> None:
-        super().__init__(wire, rank)
-        if wire["kind"] != device_kind():
-            raise RuntimeError(f"the trainer sends from {wire['kind']}, this server loads to {device_kind()}")
-        size = wire["bucket_bytes"]
-        self.buckets: Buckets = (
-            DeviceBuckets.create(size) if wire["kind"] == "cuda" else HostBuckets(mmap.mmap(-1, COUNT * size), 0, size)
-        )
+    def __init__(self, wire: Json, tp_rank: int) -> None:
+        super().__init__(wire, tp_rank)
+        if wire["device_type"] != local_device_type():
+            raise RuntimeError(
+                f"the trainer sends from {wire['device_type']}, but this server loads to {local_device_type()}"
+            )
+        bucket_bytes = wire["bucket_bytes"]
+        self.buckets: BucketMemory
+        if wire["device_type"] == "cuda":
+            self.buckets = DeviceBucketMemory.create(bucket_bytes)
+        else:
+            self.buckets = HostBucketMemory(mmap.mmap(-1, BUCKET_COUNT * bucket_bytes), 0, bucket_bytes)
         try:
-            self.meet(wire["receivers"])
-            self.group = group.form_on(
-                wire["kind"],
+            self.announce_and_wait(wire["receiver_count"])
+            self.group = form_group(
+                wire["device_type"],
                 self.store,
-                self.name,
-                1 + self.index,
-                1 + wire["receivers"],
-                group.own_address(self.host),
+                self.group_name,
+                1 + self.receiver,
+                1 + wire["receiver_count"],
+                own_address(self.trainer_host),
             )
         except BaseException:
             self.buckets.close()
@@ -107,47 +108,49 @@ class Seat(distributed.Membership):
 
 
 class Receiver(base.Receiver):
-    def __init__(self, wire: Json, rank: int) -> None:
-        super().__init__(wire, rank)
-        self._seat = Seat.take(wire, rank)
+    def __init__(self, wire: Json, tp_rank: int) -> None:
+        super().__init__(wire, tp_rank)
+        self._member = BucketMember.current_or_new(wire, tp_rank)
         self._deadline = time.monotonic() + wire["timeout_s"]
-        table = self._seat.table(wire["table"])
-        self._rows = json.loads(table)
-        self._parcels = group.parcels(distributed.spans(table), wire["bucket_bytes"])
+        self._rows = self._member.rows(wire["table_key"])
+        tensor_ranges = byte_ranges_of(self._member.table(wire["table_key"]))
+        self._parts = group_whole_tensors(tensor_ranges, wire["bucket_bytes"])
+        """Byte range and number of tensors of each bucket's content."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        work = self._receive(0)
-        before: BucketLease | None = None
-        taken = 0
-        for number, (start, _, count) in enumerate(self._parcels):
-            group.wait_for_work(work, self._deadline, lambda: not self._seat.is_cancelled())
-            rows = [[name, at - start, *kind] for name, at, *kind in self._rows[taken : taken + count]]
-            lent = BucketLease(self._seat.buckets, number % COUNT, rows)
-            next_work = self._receive(number + 1) if number == 0 else None
-            for name, tensor in lent.tensors():
+        work = self._start_receiving(0)
+        previous: BucketLease | None = None
+        first_row = 0
+        for part, (start, _, tensor_count) in enumerate(self._parts):
+            wait_for_work(work, self._deadline, lambda: not self._member.is_cancelled())
+            arena_rows = self._rows[first_row : first_row + tensor_count]
+            rows = [[name, offset - start, shape, dtype] for name, offset, shape, dtype in arena_rows]
+            lease = BucketLease(self._member.buckets, part % BUCKET_COUNT, rows)
+            next_work = self._start_receiving(part + 1) if part == 0 else None
+            for name, tensor in lease.tensors():
                 yield name, tensor
                 del tensor
-                if before is not None and before.is_back():
-                    before, next_work = None, self._receive(number + 1)
-            if before is not None:
-                before.take_back()
-                next_work = self._receive(number + 1)
-            before, taken, work = lent, taken + count, next_work
-        self._seat.buckets.settle()
+                if previous is not None and previous.try_reclaim():
+                    previous, next_work = None, self._start_receiving(part + 1)
+            if previous is not None:
+                previous.reclaim()
+                next_work = self._start_receiving(part + 1)
+            previous, first_row, work = lease, first_row + tensor_count, next_work
+        self._member.buckets.synchronize()
 
-    def _receive(self, number: int) -> Any:
-        """Begin to receive a parcel into the bucket that is its turn; None behind the last one."""
-        if number >= len(self._parcels):
+    def _start_receiving(self, part: int) -> Any:
+        """Start to receive a part into its bucket. Returns torch's work handle, or None after the last part."""
+        if part >= len(self._parts):
             return None
-        start, stop, _ = self._parcels[number]
-        buckets = self._seat.buckets
-        flat = buckets.flat(buckets.view(number % COUNT))
-        return broadcast(self._seat.group, flat[: stop - start], self.wire["timeout_s"])
+        start, stop, _ = self._parts[part]
+        buckets = self._member.buckets
+        bucket = buckets.as_tensor(buckets.view(part % BUCKET_COUNT))
+        return start_broadcast(self._member.group, bucket[: stop - start], self.wire["timeout_s"])
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return self._seat.buckets.holds(tensor)
+    def contains(self, tensor: torch.Tensor) -> bool:
+        return self._member.buckets.contains(tensor)
 
-    def report(self, report: Report, sums: list[int]) -> None:
-        if not report.ok:  # no broadcast that was begun may outlive this load
-            Seat.give_up()
-        self._seat.report(self.wire["update_id"], report, sums)
+    def send_report(self, report: Report, checksums: list[int]) -> None:
+        if not report.ok:  # no broadcast that was started may continue after this load
+            BucketMember.leave_current()
+        self._member.send_report(self.wire["update_id"], report, checksums)

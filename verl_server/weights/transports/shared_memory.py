@@ -1,4 +1,4 @@
-"""Trainer and server on one machine: every TP rank reads the trainer's arena in place. Nothing is copied."""
+"""Transport for a trainer and servers on one machine: every TP rank reads the trainer's arena in place."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import json
 import mmap
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl_server.errors import UnsupportedError
-from verl_server.types import TensorSpec
 from verl_server.weights.layout import MAX_TP_RANKS, TABLE_OFFSET
-from verl_server.weights.reports import Received, Report, Reports
+from verl_server.weights.reports import ReceivedReport, Report, SharedReports
 from verl_server.weights.transports import base
-from verl_server.weights.transports.base import Json, Update
-from verl_server.weights.views import tensor_in
+from verl_server.weights.transports.base import Json, ReceivingRank, UpdateAttempt
+from verl_server.weights.views import tensor_views
 
 if TYPE_CHECKING:
     import torch
@@ -24,97 +23,93 @@ if TYPE_CHECKING:
 class Sender(base.Sender):
     name = "shared_memory"
 
-    def prepare(self, update: Update) -> None:
-        ranks = sum(member.tp_size for member in update.members)
-        if ranks > MAX_TP_RANKS:
-            raise UnsupportedError(f"{ranks} TP ranks are more than {MAX_TP_RANKS} for one arena")
+    def prepare(self, attempt: UpdateAttempt) -> None:
+        tp_ranks = sum(member.tp_size for member in attempt.members)
+        if tp_ranks > MAX_TP_RANKS:
+            raise UnsupportedError(
+                f"the servers have {tp_ranks} TP ranks, but one arena serves at most {MAX_TP_RANKS}: use fewer servers"
+            )
 
-    def wire(self, update: Update, server: int) -> Json:
+    def wire(self, attempt: UpdateAttempt, member_index: int) -> Json:
         return {
-            "paths": list(self.settings.paths) or [self.arena.path],
+            "arena_paths": list(self.settings.arena_paths) or [self.arena.path],
             "ranks_per_node": self.settings.ranks_per_node or MAX_TP_RANKS,
-            "size": self.layout.size,
-            "table_bytes": len(self.layout.table(update.names)),
-            "sums_at": self.layout.sums_at,
-            "slots": len(self.layout.slots),
-            "first": self.first_receiver(update, server),
+            "size_bytes": self.layout.size_bytes,
+            "table_bytes": len(self.layout.table(attempt.names)),
+            "checksums_offset": self.layout.checksums_offset,
+            "tensor_count": len(self.layout.slots),
+            "first_receiver": self.first_receiver(attempt, member_index),
         }
 
-    def received(self, update: Update, receiver: int) -> Received | None:
-        return self.arena.reports.read(receiver, update.id, len(update.names) if update.verify else 0)
+    def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:
+        checksum_count = len(attempt.names) if attempt.verify else 0
+        return self.arena.reports.read(receiver, attempt.id, checksum_count)
 
-    def receivers(self, update: Update) -> Iterator[tuple[int, int, str]]:
-        """Those whose reports come into this arena: with several nodes, this node's."""
-        here = self.settings.ranks_per_node
-        for receiver, rank, who in super().receivers(update):
-            if not here or rank // here == self.settings.node_rank:
-                yield receiver, rank, who
+    def receiving_ranks(self, attempt: UpdateAttempt) -> Iterator[ReceivingRank]:
+        """The TP ranks that write their reports into this arena: with several nodes, those of this node."""
+        ranks_per_node = self.settings.ranks_per_node
+        for rank in super().receiving_ranks(attempt):
+            if not ranks_per_node or rank.tp_rank // ranks_per_node == self.settings.node_rank:
+                yield rank
 
 
-class Mapping:
-    """The arena as a server's TP rank maps it, and the tensors of the last table, in place."""
+class ArenaMapping:
+    """The arena as a TP rank of a server maps it, and views of the tensors in the last table."""
 
-    def __init__(self, fd: int, size: int) -> None:
-        self.memory = mmap.mmap(fd, size)
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self.memory = mmap.mmap(fd, size_bytes)
         self._table = b""
         self._tensors: list[tuple[str, torch.Tensor]] = []
 
-    def tensors(self, length: int) -> list[tuple[str, torch.Tensor]]:
-        table = self.memory[TABLE_OFFSET : TABLE_OFFSET + length]
+    def tensors(self, table_bytes: int) -> list[tuple[str, torch.Tensor]]:
+        """The named tensors of the current table, which has that many bytes."""
+        table = self.memory[TABLE_OFFSET : TABLE_OFFSET + table_bytes]
         if table != self._table:
-            self._tensors = list(tensors_in(memoryview(self.memory), json.loads(table)))
+            self._tensors = list(tensor_views(memoryview(self.memory), json.loads(table)))
             self._table = table
         return self._tensors
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lives in this memory."""
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in this memory."""
         start = self._tensors[0][1].data_ptr() if self._tensors else 0
         return bool(self._tensors) and start <= tensor.data_ptr() < start + len(self.memory)
 
     def close(self) -> None:
+        """Close the mapping."""
         self._tensors = []
         with contextlib.suppress(BufferError):
             self.memory.close()
 
 
-#: The arena mapped last, by path and inode: mapping a gigabyte anew costs its page faults.
-_mapped: dict[tuple[str, int], Mapping] = {}
+_mappings: dict[tuple[str, int], ArenaMapping] = {}
+"""The last mapping, by path and inode. It is kept because a new mapping of a gigabyte costs its page faults."""
 
 
-def mapping(path: str, size: int) -> Mapping:
-    """Raises OSError when the trainer has gone."""
+def map_arena(path: str, size_bytes: int) -> ArenaMapping:
+    """Map an arena, or return the mapping of the last update. Raises OSError if the trainer's process has ended."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         key = (path, os.fstat(fd).st_ino)
-        if key not in _mapped:
-            while _mapped:
-                _mapped.popitem()[1].close()
-            _mapped[key] = Mapping(fd, size)
-        return _mapped[key]
+        if key not in _mappings:
+            while _mappings:
+                _mappings.popitem()[1].close()
+            _mappings[key] = ArenaMapping(fd, size_bytes)
+        return _mappings[key]
     finally:
         os.close(fd)
 
 
 class Receiver(base.Receiver):
-    def __init__(self, wire: Json, rank: int) -> None:
-        super().__init__(wire, rank)
-        self._mapping = mapping(wire["paths"][rank // wire["ranks_per_node"]], wire["size"])
+    def __init__(self, wire: Json, tp_rank: int) -> None:
+        super().__init__(wire, tp_rank)
+        self._mapping = map_arena(wire["arena_paths"][tp_rank // wire["ranks_per_node"]], wire["size_bytes"])
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._mapping.tensors(self.wire["table_bytes"]))
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return self._mapping.holds(tensor)
+    def contains(self, tensor: torch.Tensor) -> bool:
+        return self._mapping.contains(tensor)
 
-    def report(self, report: Report, sums: list[int]) -> None:
-        reports = Reports(self._mapping.memory, self.wire["sums_at"], self.wire["slots"])
-        reports.write(self.wire["first"] + self.rank, report, sums)
-
-
-def tensors_in(view: memoryview, table: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a table in place."""
-    import torch
-
-    flat = torch.frombuffer(view, dtype=torch.uint8)
-    for name, offset, shape, dtype in table:
-        yield name, tensor_in(flat, offset, TensorSpec(tuple(shape), dtype))
+    def send_report(self, report: Report, checksums: list[int]) -> None:
+        reports = SharedReports(self._mapping.memory, self.wire["checksums_offset"], self.wire["tensor_count"])
+        reports.write(self.wire["first_receiver"] + self.tp_rank, report, checksums)

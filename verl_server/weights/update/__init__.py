@@ -1,1 +1,1 @@
-"""One weight update on the trainer side: validate, stage, commit."""
+"""One weight update on the trainer side: validate the request, write the tensors, and commit them on the servers."""

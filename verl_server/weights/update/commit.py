@@ -1,201 +1,260 @@
-"""The protocol of one weight update, on rank 0, once everything is staged.
+"""The steps of one staged weight update on trainer rank 0, after all ranks have written their tensors.
 
-Prepare -> pause -> begin -> load (while the transport delivers) -> end -> look at what every TP rank of every
-server reports -> continue. Until the load begins a failure does no harm. After that the served weights are
-torn when it fails, it is tried once more with what is staged, and then nothing is generated until a whole
-update has landed.
+    prepare          the transport does what can be done before generation is paused
+    pause            every server pauses generation
+    begin            every server opens a weight update session
+    load             every server's TP ranks load, while the transport delivers the tensors
+    end              every server closes the session
+    verify reports   every TP rank has loaded all tensors and has read the bytes that are staged
+    publish          the new weight version and its checksums are recorded
+    resume           every server continues generation
+
+A failure before `begin` has no effect. After a later failure the served weights are torn, and the update is tried once
+more with the staged tensors. If that fails too, generation stays paused until an update of all tensors succeeds.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from verl_server.errors import ServerDiedError, ShutDownError, TornWeightsError, VerlServerError
 from verl_server.weights.arena import Arena
-from verl_server.weights.layout import nbytes
-from verl_server.weights.reports import Received
-from verl_server.weights.transports.base import Sender, Update, in_layout_order
+from verl_server.weights.layout import tensor_bytes
+from verl_server.weights.reports import ReceivedReport
+from verl_server.weights.transports.base import Sender, UpdateAttempt
+from verl_server.weights.update.request import ValidatedUpdate, result_wire, torn_error
 from verl_server.weights.update.servers import UpdatableServers
-from verl_server.weights.update.updater import ValidatedUpdate, result_wire, torn_by
 
 logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class StagedUpdate:
+    """Tensors that are staged in the sender's arena, and the servers that have to load them."""
+
+    servers: UpdatableServers
+    sender: Sender
+    validated: ValidatedUpdate
+    names: Sequence[str]
+    """Names of the tensors, in the order of the layout."""
+    checksums: Sequence[int]
+    """Checksum of each staged tensor. Empty without verification."""
+
+    def new_attempt(self) -> UpdateAttempt:
+        """An attempt at this update, on the servers that take part now."""
+        return UpdateAttempt(uuid.uuid4().hex, self.names, self.validated.verify, self.servers.members)
+
+
 def commit(
-    backend: UpdatableServers,
+    servers: UpdatableServers,
     sender: Sender,
     names: Sequence[str],
     validated: ValidatedUpdate,
-    torn: bool,
+    weights_are_torn: bool,
     publish: Callable[[Sequence[int]], None],
-) -> tuple[Json, Update]:
-    """Make the servers take what is staged for `names`. `torn`: whether the served weights are torn before.
+) -> tuple[Json, UpdateAttempt]:
+    """Make the servers load the tensors `names`, which are staged in the sender's arena.
 
-    `publish` is called with the checksums of `names` when all servers have verified, before generation goes on.
+    `publish` is called with the checksums of `names`, in the order of the layout, when all servers have verified the
+    update and before generation continues. `weights_are_torn`: the servers held torn weights before the update.
 
-    Raises TornWeightsError when a server may hold parts of the update. It goes on only with whole weights:
-    after a success, or when nothing was loaded and the weights were not torn before.
+    Returns the result as JSON and the successful attempt. Raises TornWeightsError when a server may hold a part of the
+    update. Generation continues only with whole weights: after a success, or when nothing was loaded and the weights
+    were whole before.
     """
-    slots = sender.layout.slots
-    update = Update(uuid.uuid4().hex, in_layout_order(sender.layout, names), validated.verify, backend.members)
-    sums = checksums(sender.arena, update)
+    ordered_names = sender.layout.in_order(names)
+    checksums = staged_checksums(sender.arena, ordered_names) if validated.verify else []
+    update = StagedUpdate(servers, sender, validated, ordered_names, checksums)
+    attempt = update.new_attempt()
     started = time.monotonic()
     try:
-        with _prepared(sender, update):
+        with prepare(update, attempt):
             started = time.monotonic()
-            backend.pause(validated.pause_mode)
-            _take(backend, sender, update, validated, sums)
-            publish(sums)
-            backend.resume()
+            servers.pause(validated.pause_mode)
+            load_and_verify(update, attempt)
+            publish(checksums)
+            servers.resume()
     except TornWeightsError as error:
-        logger.warning("%s Trying once more.", error.message)
-        update = _once_more(backend, sender, update, validated, sums, publish)
+        logger.warning("%s The update is tried once more.", error.message)
+        attempt = retry_once(update, publish)
     except (ServerDiedError, ShutDownError):
         raise
     except VerlServerError as error:  # no session was opened
-        if torn:
-            raise torn_by(error, validated) from error
+        if weights_are_torn:
+            raise torn_error(error, validated) from error
         with suppress(VerlServerError):
-            backend.resume()
+            servers.resume()
         raise
-    result = result_wire(
-        weight_version=validated.weight_version,
-        tensors=len(names),
-        bytes=sum(nbytes(slots[name].spec) for name in names),
-        missing=len(slots) - len(names),
-        transport=sender.name,
-        staging_bytes=sender.layout.size,
-        sent_bytes=sender.sent_bytes,
-        load_s=time.monotonic() - started,
-    )
-    return result, update
+    return _result_of(update, load_s=time.monotonic() - started), attempt
 
 
-@contextmanager
-def _prepared(sender: Sender, update: Update) -> Iterator[None]:
-    """Prepare an update before the body and settle it after it, whatever happens."""
-    try:
-        sender.prepare(update)
-        yield
-    except BaseException:
-        sender.settle(update, whole=False)
-        raise
-    sender.settle(update, whole=True)
+def retry_once(update: StagedUpdate, publish: Callable[[Sequence[int]], None]) -> UpdateAttempt:
+    """Repeat an update that left torn weights, on the servers that are left. They are still paused.
 
-
-def replay(backend: UpdatableServers, sender: Sender, validated: ValidatedUpdate, sums: Mapping[str, int]) -> None:
-    """Bring servers that were not there to what was published, if that is still what is staged.
-
-    `sums`: the published checksum of each tensor. Raises VerlServerError; then these servers hold nothing whole.
+    Raises TornWeightsError if it fails again.
     """
-    names = in_layout_order(sender.layout, list(sums))
-    update = Update(uuid.uuid4().hex, names, True, backend.members)
-    with _prepared(sender, update):
-        backend.pause(validated.pause_mode)
-        expected = [sums[name] for name in names]
-        _take(backend, sender, update, validated, expected)
-        if checksums(sender.arena, update) != expected:  # a rank stages the next update, perhaps just behind the reader
-            raise VerlServerError("what is staged has changed while a server caught up")
-        backend.resume()
-
-
-def _once_more(
-    backend: UpdatableServers,
-    sender: Sender,
-    update: Update,
-    validated: ValidatedUpdate,
-    sums: Sequence[int],
-    publish: Callable[[Sequence[int]], None],
-) -> Update:
-    """The same again, from the arena, to the servers that are left; they are paused."""
-    update = dataclasses.replace(update, id=uuid.uuid4().hex, members=backend.members)
+    attempt = update.new_attempt()
     try:
-        with _prepared(sender, update):
-            _take(backend, sender, update, validated, sums)
-            publish(sums)
-            backend.resume()
+        with prepare(update, attempt):
+            load_and_verify(update, attempt)
+            publish(update.checksums)
+            update.servers.resume()
     except (TornWeightsError, ServerDiedError, ShutDownError):
         raise
     except VerlServerError as error:
-        raise torn_by(error, validated) from error
-    return update
+        raise torn_error(error, update.validated) from error
+    return attempt
 
 
-def _take(
-    backend: UpdatableServers, sender: Sender, update: Update, validated: ValidatedUpdate, sums: Sequence[int]
+def replay(
+    servers: UpdatableServers, sender: Sender, validated: ValidatedUpdate, published_checksums: Mapping[str, int]
 ) -> None:
-    """One session: begin, load, end, look at the reports. TornWeightsError for any failure once it has begun.
+    """Load the published weights into servers that missed their update, if the same weights are still staged.
 
-    `sums`: what is staged. Every TP rank must have read the same.
+    `published_checksums`: checksum of each published tensor. Raises VerlServerError; the servers then hold no whole
+    weights.
     """
-    wires = [
-        {"transport": sender.name, "update_id": update.id, "verify": update.verify, **sender.wire(update, server)}
-        for server in range(len(update.members))
-    ]
-    backend.begin_weight_update()
-    try:
-        with session(backend, wires, validated) as loading:
-            sender.deliver(update, loading=lambda: not loading.done())
-        check_reports(sender.reports(update), update, sums, len(sender.layout.slots))
-    except (ServerDiedError, ShutDownError):
-        raise  # there is no server left whose weights could be torn
-    except VerlServerError as error:
-        raise torn_by(error, validated) from error
+    names = sender.layout.in_order(list(published_checksums))
+    expected = [published_checksums[name] for name in names]
+    update = StagedUpdate(servers, sender, validated, names, expected)
+    attempt = UpdateAttempt(uuid.uuid4().hex, names, verify=True, members=servers.members)
+    with prepare(update, attempt):
+        servers.pause(validated.pause_mode)
+        load_and_verify(update, attempt)
+        # A trainer rank may stage the next update in the meantime, perhaps just behind the reader.
+        if staged_checksums(sender.arena, names) != expected:
+            raise VerlServerError("the staged weights have changed while a server loaded the published weights")
+        servers.resume()
+
+
+# -- the steps ---------------------------------------------------------------------------------------
 
 
 @contextmanager
-def session(backend: UpdatableServers, wires: Sequence[Json], validated: ValidatedUpdate) -> Iterator[Future[None]]:
-    """The session is open. The servers load what `wires` tell them during the body; it ends when they have.
+def prepare(update: StagedUpdate, attempt: UpdateAttempt) -> Iterator[None]:
+    """Prepare the transport before the body, and finish the attempt after the body in any case."""
+    sender = update.sender
+    try:
+        sender.prepare(attempt)
+        yield
+    except BaseException:
+        sender.finish(attempt, succeeded=False)
+        raise
+    sender.finish(attempt, succeeded=True)
 
-    Raises their error rather than the body's.
+
+def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
+    """The steps begin, load, end and verify reports. Raises TornWeightsError for any failure after `begin`."""
+    servers, sender, validated = update.servers, update.sender, update.validated
+    wires = [
+        {
+            "transport": sender.name,
+            "update_id": attempt.id,
+            "verify": attempt.verify,
+            **sender.wire(attempt, member_index),
+        }
+        for member_index in range(len(attempt.members))
+    ]
+    servers.begin_weight_update()
+    try:
+        with load_then_end(servers, wires, validated) as loading:
+            sender.deliver(attempt, is_loading=lambda: not loading.done())
+        verify_reports(sender.reports(attempt), attempt, update.checksums, len(sender.layout.slots))
+    except (ServerDiedError, ShutDownError):
+        raise  # no server is left whose weights could be torn
+    except VerlServerError as error:
+        raise torn_error(error, validated) from error
+
+
+@contextmanager
+def load_then_end(
+    servers: UpdatableServers, wires: Sequence[Json], validated: ValidatedUpdate
+) -> Iterator[Future[None]]:
+    """Make the servers load during the body, wait for them, and end the session that is open.
+
+    Yields a future that is done when the servers have stopped loading. The servers' error is raised rather than that of
+    the body, because it says more than an error of the transport that follows from it.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="verl-server-load") as pool:
-        loading = pool.submit(backend.load, wires, validated.weight_version, validated.flush_cache)
+        loading = pool.submit(servers.load, wires, validated.weight_version, validated.flush_cache)
         try:
             yield loading
         finally:
             try:
-                loading.result()  # a server's own words say more than a broken transport's
+                loading.result()
             finally:
-                backend.end_weight_update()
+                servers.end_weight_update()
 
 
-def checksums(arena: Arena, update: Update) -> list[int]:
-    """Of what is staged, for the servers' to be compared with."""
-    return [arena.checksum(name) for name in update.names] if update.verify else []
+def staged_checksums(arena: Arena, names: Sequence[str]) -> list[int]:
+    """The checksums of staged tensors."""
+    return [arena.checksum(name) for name in names]
 
 
-def check_reports(reports: Mapping[str, Received | None], update: Update, sums: Sequence[int], slots: int) -> None:
-    """Every TP rank must say that it loaded this update, and have read what was staged. Raises VerlServerError."""
-    for who, received in reports.items():
+def verify_reports(
+    reports: Mapping[str, ReceivedReport | None],
+    attempt: UpdateAttempt,
+    checksums: Sequence[int],
+    model_tensor_count: int,
+) -> None:
+    """Check that every TP rank has loaded this attempt and has read what was staged. Raises VerlServerError.
+
+    `reports`: report of each TP rank by its label. `checksums`: checksum of each staged tensor. `model_tensor_count`:
+    number of tensors of the whole model.
+    """
+    for label, received in reports.items():
         if received is None:
             raise VerlServerError(
-                f"{who} did not report on the update: it could not reach the staged weights; the server's log says why"
+                f"{label} did not report on the update: it could not reach the staged weights. See the server's log"
             )
         report = received.report
         if not report.ok:
-            raise VerlServerError(f"{who} could not load the weights: {report.error}", log_tail=report.trace)
-        if report.tensors != len(update.names):
-            raise VerlServerError(f"{who} took {report.tensors} of the update's {len(update.names)} tensors")
-        if not update.verify:
-            continue
-        wrong = [name for name, ours, theirs in zip(update.names, sums, received.sums, strict=True) if ours != theirs]
-        if wrong:
-            raise VerlServerError(
-                f"{who} read {len(wrong)} tensors that differ from what was staged, {wrong[0]!r} first: "
-                "were the weights written while they were pushed?"
-            )
-        if report.unwritten_count and len(update.names) == slots:
-            raise VerlServerError(
-                f"{who} did not write {report.unwritten_count} of its parameters in a whole update, "
-                f"{report.unwritten[0]!r} among them; its model class passes over some names (verify=False lets it)"
-            )
+            raise VerlServerError(f"{label} could not load the weights: {report.error}", log_tail=report.trace)
+        if report.tensor_count != len(attempt.names):
+            raise VerlServerError(f"{label} took {report.tensor_count} of the update's {len(attempt.names)} tensors")
+        if attempt.verify:
+            _verify_checksums(label, received, attempt, checksums)
+            _verify_coverage(label, received, attempt, model_tensor_count)
+
+
+def _verify_checksums(label: str, received: ReceivedReport, attempt: UpdateAttempt, checksums: Sequence[int]) -> None:
+    different = [
+        name for name, staged, read in zip(attempt.names, checksums, received.checksums, strict=True) if staged != read
+    ]
+    if different:
+        raise VerlServerError(
+            f"{label} read {len(different)} tensors that differ from what was staged, {different[0]!r} first: "
+            "do not write to the staged tensors during an update"
+        )
+
+
+def _verify_coverage(label: str, received: ReceivedReport, attempt: UpdateAttempt, model_tensor_count: int) -> None:
+    report = received.report
+    if report.unwritten_count and len(attempt.names) == model_tensor_count:
+        raise VerlServerError(
+            f"{label} did not write {report.unwritten_count} of its parameters in an update of all tensors, for "
+            f"example {report.unwritten[0]!r}: its model class ignores some names (verify=False skips this check)"
+        )
+
+
+def _result_of(update: StagedUpdate, load_s: float) -> Json:
+    slots = update.sender.layout.slots
+    return result_wire(
+        weight_version=update.validated.weight_version,
+        tensors=len(update.names),
+        bytes=sum(tensor_bytes(slots[name].spec) for name in update.names),
+        missing=len(slots) - len(update.names),
+        transport=update.sender.name,
+        staging_bytes=update.sender.layout.size_bytes,
+        sent_bytes=update.sender.sent_bytes,
+        load_s=load_s,
+    )

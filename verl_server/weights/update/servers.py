@@ -15,8 +15,8 @@ class UpdatableServers(Protocol):
     """One or more inference servers whose weights can be updated together.
 
     Trainer rank 0 calls the methods in this order: `pause`, `begin_weight_update`, `load`, `end_weight_update`,
-    `published`, `resume`. Every method raises a `VerlServerError` when a server fails. ServerDiedError and ShutDownError
-    mean that no server is left.
+    `published`, `resume`. Every method raises a `VerlServerError` when a server fails. ServerDiedError and
+    ShutDownError mean that no server is left.
     """
 
     @property

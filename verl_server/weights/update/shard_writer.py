@@ -1,134 +1,143 @@
-"""The first half of a weight update: every rank copies what it holds into staging memory, checked tensor by tensor."""
+"""Writing one trainer rank's part of every tensor into staging memory, with a check of each tensor."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from verl_server.errors import BadInputError, DeadlineError, PeerError, WeightManifestError
-from verl_server.weights.gather import copy_part, copy_unless_there, is_first_replica, own_part
+from verl_server.errors import DeadlineError, PeerError
+from verl_server.weights.gather import copy_if_elsewhere, copy_shard, is_first_replica, local_slices
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.names import is_fused, unfused
+from verl_server.weights.names import is_fused, unfuse
+from verl_server.weights.update.tensor_source import require_finite, require_new_name, validated_pairs
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.tensor import DTensor
 
     from verl_server.ranks.coordinator import RankCoordinator
 
-Json = dict[str, Any]
+POLL_INTERVAL_S = 0.02
 
 
 class ShardWriter:
     """Writes one rank's part of an update into staging memory.
 
-    `target`: where the tensor of a name goes, in place; None on a rank that only takes part in gathering.
-    `writers`: global ranks that write the same memory as this one. `leads`: this rank writes what is whole
-    (plain tensors and gathered ones). `finite`: refuse NaN and infinity.
+    `staging_tensor(name)` returns the tensor in staging memory, or None on a rank that only takes part in gathering.
+    `writer_ranks`: global ranks that write the same staging memory as this rank. `check_finite`: refuse NaN and
+    infinity. `writes_whole_tensors`: this rank writes plain tensors and gathered tensors; the other writers skip them.
     """
 
     def __init__(
         self,
-        target: Callable[[str], torch.Tensor | None],
+        staging_tensor: Callable[[str], torch.Tensor | None],
         manifest: Manifest,
-        writers: frozenset[int],
-        group: RankCoordinator,
-        deadline_s: float,
+        writer_ranks: frozenset[int],
+        coordinator: RankCoordinator,
         *,
-        finite: bool,
-        leads: bool = False,
+        gather_timeout_s: float,
+        check_finite: bool,
+        writes_whole_tensors: bool,
     ) -> None:
-        self._target, self._manifest, self._writers = target, manifest, writers
-        self._leads, self._group, self._deadline_s, self._finite = leads, group, deadline_s, finite
-        self.sharded = False
-        """Whether any tensor came in shards, so that every rank is needed."""
+        self._staging_tensor, self._manifest, self._writer_ranks = staging_tensor, manifest, writer_ranks
+        self._coordinator, self._gather_timeout_s = coordinator, gather_timeout_s
+        self._check_finite, self._writes_whole_tensors = check_finite, writes_whole_tensors
+        self.has_shards = False
+        """Whether any tensor was a DTensor, so that every rank is needed."""
 
     def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Copy all tensors; returns the names written, in order. Raises BadInputError on the first bad one."""
+        """Write all tensors. Returns their checkpoint names in order. Raises BadInputError for the first bad tensor."""
         names: list[str] = []
         seen: set[str] = set()
-        for item in pairs_of(named_tensors):
-            for name in self._write_one(*item):
-                if name in seen:
-                    raise BadInputError(f"the tensor {name!r} comes twice in one update", name=name)
-                seen.add(name)
+        for given_name, tensor in validated_pairs(named_tensors):
+            for name in self._write_tensor(given_name, tensor):
+                require_new_name(name, seen)
                 names.append(name)
+            del tensor
         return names
 
-    def _write_one(self, name: str, tensor: torch.Tensor) -> list[str]:
+    def _write_tensor(self, name: str, tensor: torch.Tensor) -> list[str]:
+        """Write one tensor. Returns its checkpoint names: none if it is ignored, several for fused experts."""
         from torch.distributed.tensor import DTensor
 
         if is_fused(name) and name not in self._manifest.tensors:
-            parts = unfused(name, self._whole(tensor) if isinstance(tensor, DTensor) else tensor)
-            return [written for part in parts for written in self._write_one(*part)]
+            whole = self._gather(tensor) if isinstance(tensor, DTensor) else tensor
+            return [written for part in unfuse(name, whole) for written in self._write_tensor(*part)]
         dtype = str(tensor.dtype).removeprefix("torch.")
         if self._manifest.check(name, tuple(tensor.shape), dtype) is None:
             return []
-        target = self._target(name)
-        if self._finite:
+        target = self._staging_tensor(name)
+        if self._check_finite:
             require_finite(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-        self.sharded = self.sharded or isinstance(tensor, DTensor)
-        if not isinstance(tensor, DTensor):
-            if self._leads and target is not None:
-                copy_unless_there(target, tensor.detach())
-        elif (part := own_part(tensor, self._writers)) is not None:
-            if is_first_replica(tensor) and target is not None:
-                copy_part(target, part, tensor.to_local())
-        else:
-            whole = self._whole(tensor)
-            if self._leads and target is not None:
-                target.copy_(whole)
+        if isinstance(tensor, DTensor):
+            self.has_shards = True
+            self._write_shard(tensor, target)
+        elif self._writes_whole_tensors and target is not None:
+            copy_if_elsewhere(target, tensor.detach())
         return [name]
 
-    def collect(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """All tensors whole and on the CPU, for what is small and does not go through the arena."""
+    def _write_shard(self, tensor: DTensor, target: torch.Tensor | None) -> None:
+        """Copy this rank's shard, or gather the tensor where copying shards is not enough."""
+        if (slices := local_slices(tensor, self._writer_ranks)) is not None:
+            if is_first_replica(tensor) and target is not None:
+                copy_shard(target, slices, tensor.to_local())
+            return
+        whole = self._gather(tensor)
+        if self._writes_whole_tensors and target is not None:
+            target.copy_(whole)
+
+    def gather_on_cpu(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """All tensors, complete and on the CPU. For small tensors that do not go through staging memory."""
         from torch.distributed.tensor import DTensor
 
         return {
-            name: (self._whole(tensor) if isinstance(tensor, DTensor) else tensor).detach().cpu()
-            for name, tensor in pairs_of(named_tensors)
+            name: (self._gather(tensor) if isinstance(tensor, DTensor) else tensor).detach().cpu()
+            for name, tensor in validated_pairs(named_tensors)
         }
 
-    def _whole(self, tensor: Any) -> torch.Tensor:
-        """`full_tensor`, a collective of the trainer's mesh, with a deadline and an eye on the other ranks.
+    def _gather(self, tensor: Any) -> torch.Tensor:
+        """`full_tensor`, a collective of the trainer's mesh, with a deadline and a check of the other ranks.
 
-        A collective cannot be taken back: when it fails this way the trainer's group is unusable, and we say so.
+        A collective cannot be cancelled. When this raises, the trainer's process group cannot be used any more. Raises
+        DeadlineError, PeerError, or the failure of the coordinator.
         """
-        done: dict[str, Any] = {}
+        outcome: dict[str, Any] = {}
 
         def gather() -> None:
             try:
                 with _on_device_of(tensor):
-                    done["tensor"] = tensor.detach().full_tensor()
-            except Exception as error:  # noqa: BLE001 - carried to the waiting thread, which raises it
-                done["error"] = error
+                    outcome["tensor"] = tensor.detach().full_tensor()
+            except Exception as error:  # noqa: BLE001 - raised by the waiting thread
+                outcome["error"] = error
 
         thread = threading.Thread(target=gather, name="verl-server-gather", daemon=True)
         thread.start()
-        deadline = time.monotonic() + self._deadline_s
+        deadline = time.monotonic() + self._gather_timeout_s
         while thread.is_alive():
-            thread.join(0.02)
-            if self._group.failure is not None:
-                raise self._group.failure
+            thread.join(POLL_INTERVAL_S)
+            self._coordinator.raise_failure()
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"gathering a tensor from the trainer's ranks took longer than {self._deadline_s:g} s; "
-                    "a rank left the collective and the trainer's process group cannot be used any more",
+                    f"gathering a tensor from the trainer's ranks took longer than {self._gather_timeout_s:g} s; "
+                    "a rank left the collective, and the trainer's process group cannot be used any more",
                     operation="full_tensor",
-                    seconds=self._deadline_s,
+                    seconds=self._gather_timeout_s,
                 )
-        if "error" in done:
-            raise PeerError(f"gathering a tensor from the trainer's ranks failed: {done['error']}")
-        whole: torch.Tensor = done["tensor"]
+        if "error" in outcome:
+            raise PeerError(f"gathering a tensor from the trainer's ranks failed: {outcome['error']}")
+        whole: torch.Tensor = outcome["tensor"]
         return whole
 
 
 @contextlib.contextmanager
 def _on_device_of(tensor: torch.Tensor) -> Iterator[None]:
-    """For a thread of our own, which starts on device 0; what the body computes is done when it ends."""
+    """Run the body of a new thread on the tensor's device, and wait for the device at the end.
+
+    A new thread starts with device 0 as its current device.
+    """
     import torch
 
     if tensor.device.type == "cpu":
@@ -138,57 +147,3 @@ def _on_device_of(tensor: torch.Tensor) -> Iterator[None]:
     with module.device(tensor.device):
         yield
         module.current_stream().synchronize()
-
-
-def pairs_of(named_tensors: Iterable[Any]) -> Iterable[tuple[str, torch.Tensor]]:
-    import torch
-
-    if isinstance(named_tensors, dict):
-        named_tensors = named_tensors.items()
-    try:
-        iterator = iter(named_tensors)
-    except TypeError:
-        raise BadInputError(
-            f"named_tensors must be pairs of name and tensor, got {type(named_tensors).__name__}"
-        ) from None
-    for item in iterator:
-        if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str)):
-            raise BadInputError(f"named_tensors must be pairs of name and tensor, got {str(item)[:100]}")
-        if not isinstance(item[1], torch.Tensor):
-            raise BadInputError(f"{item[0]!r} is no tensor but {type(item[1]).__name__}", name=item[0])
-        yield item[0], item[1]
-
-
-def require_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raises WeightManifestError for a tensor (or this rank's part of one) with NaN or infinity in it."""
-    import torch
-
-    if tensor.is_floating_point() and tensor.numel():
-        values = tensor.detach()
-        if values.element_size() == 1:  # float8 has no arithmetic of its own
-            values = values.to(torch.bfloat16)
-        least, most = torch.aminmax(values)  # one pass; NaN is passed on
-        if not bool(torch.isfinite(least) & torch.isfinite(most)):
-            raise WeightManifestError(f"{name!r} has values that are not finite", name=name)
-
-
-def digest(names: list[str]) -> int:
-    """A number that is equal on ranks that brought the same names in the same order."""
-    return zlib.crc32("\0".join(names).encode())
-
-
-def check_same_names(brought: list[Json], all_bring: bool = False) -> None:
-    """All ranks must bring what rank 0 brings, or nothing (full state dicts gathered on rank 0 only).
-
-    `all_bring`: none may bring nothing.
-    """
-    first = brought[0]
-    if not first["tensors"]:
-        raise BadInputError("named_tensors is empty on rank 0: there is nothing to push")
-    for rank, other in enumerate(brought):
-        if (other["tensors"] or first["sharded"] or all_bring) and other["digest"] != first["digest"]:
-            raise BadInputError(
-                f"rank {rank} brought {other['tensors']} tensors that differ from the {first['tensors']} of rank 0; "
-                "all ranks must push the same names in the same order",
-                rank=rank,
-            )

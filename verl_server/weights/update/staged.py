@@ -1,4 +1,4 @@
-"""Updates by way of the arena: everything is staged and checked on all ranks before the servers hear of it."""
+"""Updates through the arena: all tensors are staged and checked on all ranks before any server is paused."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from verl_server.types import WeightUpdateResult
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import Layout
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.transports.base import Sender, Update, in_layout_order
-from verl_server.weights.update.commit import check_reports, checksums, commit, replay
+from verl_server.weights.transports.base import Sender, UpdateAttempt
+from verl_server.weights.update.commit import commit, replay, staged_checksums, verify_reports
+from verl_server.weights.update.contributions import contribution_of, require_same_names
+from verl_server.weights.update.request import UpdateOptions, ValidatedUpdate, outcome_wire, validate_options
 from verl_server.weights.update.servers import ReplayFn, UpdatableServers
-from verl_server.weights.update.shard_writer import ShardWriter, check_same_names, digest
-from verl_server.weights.update.updater import Ranks, UpdateOptions, ValidatedUpdate, WeightUpdater, torn_wire
+from verl_server.weights.update.shard_writer import ShardWriter
+from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
 if TYPE_CHECKING:
     import torch
@@ -26,130 +28,147 @@ Json = dict[str, Any]
 
 
 class StagedUpdater(WeightUpdater):
-    """The arena that this rank writes, and on node leaders the sender.
+    """The weight updater for transports that send what is staged in an arena.
 
-    `writers`: the ranks, by number in the trainer's world, that map the same arena as this one.
+    `arena`: the arena that this rank writes. `writer_ranks`: global ranks that map the same arena as this rank.
+    `sender`: the trainer's end of the transport, on the first rank of each node; None on other ranks.
     """
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: EngineRanks,
         manifest: Manifest,
-        version: int,
+        weight_version: int,
         layout: Layout,
         arena: Arena,
-        writers: frozenset[int],
+        writer_ranks: frozenset[int],
         sender: Sender | None,
     ) -> None:
-        super().__init__(ranks, manifest, version)
-        self._layout, self._arena, self._writers, self._sender = layout, arena, writers, sender
-        self._leads = ranks.placement.is_node_leader
-        self._sending = threading.Lock()
-        """Held by who uses the sender: an update, or a server that catches up."""
-        self._sums: dict[str, int] = {}
-        """Of what is published, by tensor; on rank 0."""
+        super().__init__(ranks, manifest, weight_version)
+        self._layout, self._arena, self._writer_ranks, self._sender = layout, arena, writer_ranks, sender
+        self._is_node_leader = ranks.placement.is_node_leader
+        self._sender_lock = threading.Lock()
+        """Held while the sender is used: by an update, or by the replay of an update into another server."""
+        self._published_checksums: dict[str, int] = {}
+        """Checksum of each published tensor, on rank 0."""
 
     def _update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], options: UpdateOptions, refusal: VerlServerError | None
     ) -> WeightUpdateResult:
         started = time.monotonic()
-        call = self.group.next_call_id("update_weights")
-        stage = ShardWriter(
+        call_id = self.coordinator.next_call_id("update_weights")
+        writer = ShardWriter(
             self._arena.tensor,
             self.manifest,
-            self._writers,
-            self.group,
-            self.ranks.timeout_s,
-            finite=options.check_finite,
-            leads=self._leads,
+            self._writer_ranks,
+            self.coordinator,
+            gather_timeout_s=self.ranks.timeout_s,
+            check_finite=options.check_finite,
+            writes_whole_tensors=self._is_node_leader,
         )
-        names, error = (None, refusal) if refusal else self.reading(lambda: stage.write(named_tensors))
-        names = names or []
+        written, error = (None, refusal) if refusal else self.run_reading(lambda: writer.write(named_tensors))
+        names = written or []
         gather_s = time.monotonic() - started
-        if self._leads and self.group.rank != 0 and names:  # another node's arena
-            self._arena.write_table(in_layout_order(self._layout, names))
-        wire = self.group.agree(
-            call,
-            lambda brought: self._commit(brought, names, options),
-            contribution={"tensors": len(names), "digest": digest(names), "sharded": stage.sharded},
+        if self._is_node_leader and self.coordinator.rank != 0 and names:  # the arena of another node
+            self._arena.write_table(self._layout.in_order(names))
+        outcome = self.coordinator.agree(
+            call_id,
+            lambda contributions: self._commit(contributions, names, options),
+            contribution=contribution_of(names, writer.has_shards),
             error=error,
             action_timeout_s=4 * self.ranks.timeout_s,
         )
-        self.settled(wire)
-        self._confirm(wire, names)
+        self.adopt_outcome(outcome)
+        self._confirm_on_all_nodes(outcome, names)
         if self.torn is not None:
             raise self.torn
-        return dataclasses.replace(WeightUpdateResult(**wire["result"]), gather_s=gather_s)
+        return dataclasses.replace(WeightUpdateResult(**outcome["result"]), gather_s=gather_s)
 
-    def _commit(self, brought: list[Json], names: list[str], options: UpdateOptions) -> Json:
-        """On rank 0: check that the ranks brought the same, then make the servers load it."""
-        validated = self.validate(options)
-        check_same_names(brought)
+    # -- rank 0 -------------------------------------------------------------------------------------
+
+    def _commit(self, contributions: list[Json], names: list[str], options: UpdateOptions) -> Json:
+        """On rank 0: check that all ranks pushed the same tensors, then make the servers load them."""
+        validated = validate_options(options, self.weight_version)
+        require_same_names(contributions)
         self.require_whole_if_torn(names)
-        wire: Json = {
-            "version": int(validated.weight_version),
-            "torn": None,
-            "update_id": None,
-            "verify": validated.verify,
-        }
+        servers, sender = self.ranks.servers, self._sender
+        assert servers is not None
+        assert sender is not None
+        ordered_names = self._layout.in_order(names)
+
+        def publish(checksums: Sequence[int]) -> None:
+            self._publish(servers, validated, ordered_names, checksums)
+
         try:
-            return wire | self._committed(names, validated)
+            with self._sender_lock:
+                self._arena.write_table(ordered_names)
+                result, attempt = commit(servers, sender, names, validated, self.torn is not None, publish)
         except TornWeightsError as error:
-            return wire | {"torn": torn_wire(error)}
+            return outcome_wire(validated, error, update_id=None, verify=validated.verify)
+        return outcome_wire(validated, result=result, update_id=attempt.id, verify=validated.verify)
 
-    def _committed(self, names: list[str], validated: ValidatedUpdate) -> Json:
-        assert self._sender is not None
-        assert self.ranks.servers is not None
-        backend, sender = self.ranks.servers, self._sender
-        ordered = in_layout_order(self._layout, names)
+    def _publish(
+        self,
+        servers: UpdatableServers,
+        validated: ValidatedUpdate,
+        ordered_names: Sequence[str],
+        checksums: Sequence[int],
+    ) -> None:
+        """Record the checksums of the new weights, and tell the servers' owner of the new version.
 
-        def publish(sums: Sequence[int]) -> None:
-            self._sums.update(zip(ordered, sums, strict=False))  # no sums without verification
-            if not sums:
-                self._sums.clear()
-            staged = self._sums.keys() == self._layout.slots.keys()
-            whole = len(ordered) == len(self._layout.slots)
-            backend.published(int(validated.weight_version), whole, self._replay_of(validated) if staged else None)
-
-        with self._sending:
-            self._arena.write_table(ordered)
-            result, update = commit(backend, sender, names, validated, self.torn is not None, publish)
-        return {"result": result, "update_id": update.id}
+        Without verification there are no checksums. Then the weights cannot be replayed until the next update of all
+        tensors with verification.
+        """
+        if checksums:
+            self._published_checksums.update(zip(ordered_names, checksums, strict=True))
+        else:
+            self._published_checksums.clear()
+        can_replay = self._published_checksums.keys() == self._layout.slots.keys()
+        is_whole = len(ordered_names) == len(self._layout.slots)
+        servers.published(validated.weight_version, is_whole, self._replay_of(validated) if can_replay else None)
 
     def _replay_of(self, validated: ValidatedUpdate) -> ReplayFn:
-        """For servers that were not there: loads what this order has published, while it is still staged."""
-        sums = dict(self._sums)
+        """A function that loads the weights published now into other servers, while the weights are still staged."""
+        checksums = dict(self._published_checksums)
 
-        def bring(backend: UpdatableServers) -> None:
+        def load_published(servers: UpdatableServers) -> None:
             assert self._sender is not None
-            with self._sending:
-                self._arena.write_table(in_layout_order(self._layout, list(sums)))
-                replay(backend, self._sender, validated, sums)
+            with self._sender_lock:
+                self._arena.write_table(self._layout.in_order(list(checksums)))
+                replay(servers, self._sender, validated, checksums)
 
-        return bring
+        return load_published
 
-    def _confirm(self, wire: Json, names: list[str]) -> None:
-        """With several nodes: every node's leader looks at the reports of its own node."""
-        if self.ranks.placement.nnodes == 1 or wire["update_id"] is None:
+    # -- several nodes ------------------------------------------------------------------------------
+
+    def _confirm_on_all_nodes(self, outcome: Json, names: list[str]) -> None:
+        """With several nodes, the first rank of each node checks the reports of the TP ranks on its node."""
+        if self.ranks.placement.nnodes == 1 or outcome["update_id"] is None:
             return
-        error = self._check(wire["update_id"], wire["verify"], names) if self._leads else None
+        error = None
+        if self._is_node_leader:
+            error = self._report_error(outcome["update_id"], outcome["verify"], names)
+        call_id = self.coordinator.next_call_id("confirm")
         try:
-            self.group.agree(self.group.next_call_id("confirm"), lambda _: None, error=error, action_timeout_s=10.0)
+            self.coordinator.agree(call_id, lambda _: None, error=error, action_timeout_s=10.0)
         except VerlServerError as failure:
             self.torn = TornWeightsError(f"the weight update failed on a node: {failure.message}", **failure.details)
 
-    def _check(self, update_id: str, verify: bool, names: list[str]) -> VerlServerError | None:
-        """On a node's leader: the error that a TP rank of this node reported, or None."""
+    def _report_error(self, update_id: str, verify: bool, names: list[str]) -> VerlServerError | None:
+        """On the first rank of a node: the error that a TP rank of this node reported, or None."""
         assert self._sender is not None
         assert self.ranks.servers is not None
-        update = Update(update_id, in_layout_order(self._layout, names), verify, self.ranks.servers.members)
+        attempt = UpdateAttempt(update_id, self._layout.in_order(names), verify, self.ranks.servers.members)
+        checksums = staged_checksums(self._arena, attempt.names) if verify else []
         try:
-            check_reports(self._sender.reports(update), update, checksums(self._arena, update), len(self._layout.slots))
+            verify_reports(self._sender.reports(attempt), attempt, checksums, len(self._layout.slots))
         except VerlServerError as error:
             return error
         return None
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    # -- memory -------------------------------------------------------------------------------------
+
+    def staging_tensors(self) -> dict[str, torch.Tensor]:
         return {name: self._arena.tensor(name) for name in self._layout.slots}
 
     def close(self) -> None:

@@ -1,64 +1,119 @@
-"""What the caller of a streamed update brings."""
+"""The named tensors that the caller of an update passes on one trainer rank, and checks of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, WeightManifestError
 from verl_server.types import TensorSpec
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.names import unfused_spec
-from verl_server.weights.update.shard_writer import digest, pairs_of, require_finite
+from verl_server.weights.names import unfuse_spec
+from verl_server.weights.update.contributions import contribution_of
 
 if TYPE_CHECKING:
     import torch
 
+Json = dict[str, Any]
 
-class Source:
-    """The caller's tensors. What has a length is checked in whole now; what is made on the way, as it comes."""
 
-    def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, finite: bool) -> None:
-        self.checked = isinstance(named_tensors, Sized)
+class TensorSource:
+    """The caller's tensors of a streamed update.
+
+    A collection with a length (a dict or a list) is checked completely when the source is created. Tensors of a
+    generator are checked as they come. Raises BadInputError for the first bad tensor.
+    """
+
+    def __init__(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, check_finite: bool
+    ) -> None:
+        self.is_checked = isinstance(named_tensors, Sized)
+        """Whether all tensors have been checked."""
         self.pairs: Iterable[tuple[str, torch.Tensor]]
-        if self.checked:
-            pairs = list(pairs_of(named_tensors))
-            names, sharded = _check_all(pairs, manifest, finite)
+        """Pairs of name and tensor."""
+        self.contribution: Json
+        """What this rank tells rank 0 before the update begins."""
+        if self.is_checked:
+            pairs = list(validated_pairs(named_tensors))
+            names, has_shards = _check_all(pairs, manifest, check_finite)
             self.pairs = pairs
-            self.bring = {"tensors": len(names), "names": names, "digest": digest(names), "sharded": sharded}
+            self.contribution = contribution_of(names, has_shards) | {"names": names}
         else:
-            rest = iter(pairs_of(named_tensors))
-            first = next(rest, None)
-            self.pairs = _again(first, rest)
-            self.bring = {"tensors": int(first is not None), "names": None, "digest": 0, "sharded": False}
-        self.bring["checked"] = self.checked
+            remaining = iter(validated_pairs(named_tensors))
+            first = next(remaining, None)
+            self.pairs = _chain(first, remaining)
+            self.contribution = {
+                "tensor_count": int(first is not None), "digest": 0, "has_shards": False, "names": None,
+            }  # fmt: skip
+        self.contribution["is_checked"] = self.is_checked
 
 
-def _again(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+def _chain(first: Any, remaining: Iterator[Any]) -> Iterator[Any]:
+    """`first` and then the remaining pairs. Keeps no reference to `first`, whose memory may be large."""
     if first is not None:
         yield first
         del first
-        yield from rest
+        yield from remaining
 
 
-def _check_all(pairs: Sequence[tuple[str, torch.Tensor]], manifest: Manifest, finite: bool) -> tuple[list[str], bool]:
-    """Names in order, and whether any tensor is sharded. Raises BadInputError for the first bad one."""
+def _check_all(
+    pairs: Sequence[tuple[str, torch.Tensor]], manifest: Manifest, check_finite: bool
+) -> tuple[list[str], bool]:
+    """Check all tensors. Returns their checkpoint names in order, and whether any tensor is a DTensor."""
     from torch.distributed.tensor import DTensor
 
     names: list[str] = []
     seen: set[str] = set()
-    sharded = False
-    for given, tensor in pairs:
+    has_shards = False
+    for given_name, tensor in pairs:
         spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        parts = {given: spec} if given in manifest.tensors else unfused_spec(given, spec)
-        for name, part in parts.items():
+        specs = {given_name: spec} if given_name in manifest.tensors else unfuse_spec(given_name, spec)
+        for name, part in specs.items():
             if manifest.check(name, part.shape, part.dtype) is None:
                 continue
-            if name in seen:
-                raise BadInputError(f"the tensor {name!r} comes twice in one update", name=name)
-            seen.add(name)
+            require_new_name(name, seen)
             names.append(name)
-        if finite:
-            require_finite(given, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-        sharded = sharded or isinstance(tensor, DTensor)
-    return names, sharded
+        if check_finite:
+            require_finite(given_name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        has_shards = has_shards or isinstance(tensor, DTensor)
+    return names, has_shards
+
+
+def validated_pairs(named_tensors: Iterable[Any]) -> Iterable[tuple[str, torch.Tensor]]:
+    """The pairs of name and tensor in the caller's dict or iterable. Raises BadInputError for anything else."""
+    import torch
+
+    if isinstance(named_tensors, dict):
+        named_tensors = named_tensors.items()
+    try:
+        iterator = iter(named_tensors)
+    except TypeError:
+        raise BadInputError(
+            f"named_tensors must be pairs of name and tensor, got {type(named_tensors).__name__}"
+        ) from None
+    for item in iterator:
+        if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str)):
+            raise BadInputError(f"named_tensors must be pairs of name and tensor, got {str(item)[:100]}")
+        if not isinstance(item[1], torch.Tensor):
+            raise BadInputError(f"{item[0]!r} is no tensor but {type(item[1]).__name__}", name=item[0])
+        yield item[0], item[1]
+
+
+def require_new_name(name: str, seen: set[str]) -> None:
+    """Add a name to `seen`. Raises BadInputError if it is there already."""
+    if name in seen:
+        raise BadInputError(f"the tensor {name!r} comes twice in one update: pass each tensor once", name=name)
+    seen.add(name)
+
+
+def require_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise WeightManifestError if the tensor, or this rank's shard of it, contains NaN or infinity."""
+    import torch
+
+    if tensor.is_floating_point() and tensor.numel():
+        values = tensor.detach()
+        if values.element_size() == 1:  # float8 has no arithmetic of its own
+            values = values.to(torch.bfloat16)
+        minimum, maximum = torch.aminmax(values)  # one pass over the memory; NaN propagates to both
+        if not bool(torch.isfinite(minimum) & torch.isfinite(maximum)):
+            raise WeightManifestError(f"{name!r} has values that are not finite", name=name)

@@ -1,19 +1,18 @@
-"""What each trainer rank has for pushing weights, whatever way they travel."""
+"""The part of weight updates that is the same for all transports, on one trainer rank."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, PeerError, TornWeightsError, VerlServerError
 from verl_server.ranks.placement import Placement
 from verl_server.types import TensorSpec, WeightUpdateResult
-from verl_server.weights.lora import check_adapter
+from verl_server.weights.lora import check_lora_adapter
 from verl_server.weights.manifest import Manifest
+from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.servers import UpdatableServers
 from verl_server.weights.update.shard_writer import ShardWriter
 
@@ -27,153 +26,117 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class UpdateOptions:
-    """What the caller asks of an update (see `VerlEngine.update_weights_from_tensor`)."""
+class EngineRanks:
+    """The trainer ranks of one engine, as one of them sees them."""
 
-    weight_version: int | str | None
-    verify: bool
-    check_finite: bool
-    pause_mode: PauseMode | str
-    flush_cache: bool
-
-
-@dataclass(frozen=True)
-class ValidatedUpdate:
-    """What was asked, checked."""
-
-    weight_version: str
-    verify: bool
-    pause_mode: PauseMode
-    flush_cache: bool
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks of one engine and this one among them."""
-
-    group: RankCoordinator
+    coordinator: RankCoordinator
     placement: Placement
-    numbers: frozenset[int]
-    """Their numbers in the trainer's whole world."""
+    """Placement of this rank."""
+    global_ranks: frozenset[int]
+    """Global ranks of all of the engine's trainer ranks in the trainer's default process group."""
     servers: UpdatableServers | None
     """The servers that are updated. None on trainer ranks that have no connection to a server."""
     timeout_s: float
-    """Deadline of one step of an update."""
+    """Deadline of one step of an update in seconds."""
 
 
 class WeightUpdater(ABC):
-    """One rank's part in weight updates, and what it knows of the served weights."""
+    """One trainer rank's part in weight updates. Created on all ranks; every method is called on all ranks.
 
-    def __init__(self, ranks: Ranks, manifest: Manifest, version: int) -> None:
-        self.ranks, self.group, self.manifest = ranks, ranks.group, manifest
-        self.version = version
+    `weight_version`: version that the servers hold at the start.
+    """
+
+    def __init__(self, ranks: EngineRanks, manifest: Manifest, weight_version: int) -> None:
+        self.ranks, self.coordinator, self.manifest = ranks, ranks.coordinator, manifest
+        self.weight_version = weight_version
+        """Version of the last update. The servers hold it completely unless `torn` is set."""
         self.torn: TornWeightsError | None = None
-        self.asleep: frozenset[str] = frozenset()
+        """Why the served weights are partly new and partly old. None if they are whole."""
+        self.released_memory_tags: frozenset[str] = frozenset()
+        """Parts of the servers' memory that are released. Set by the engine."""
 
     def update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], load_format: str | None, options: UpdateOptions
     ) -> WeightUpdateResult:
-        """One update; called on all ranks."""
+        """Update the servers' weights. See `VerlEngine.update_weights_from_tensor` for the arguments and errors."""
         refusal: VerlServerError | None = None
         if load_format not in (None, "auto"):
             refusal = BadInputError(
-                f"load_format {load_format!r} is not needed: tensors are pushed by name (leave it out)"
+                f"load_format {load_format!r} is not supported: tensors are pushed by name. Leave load_format out"
             )
-        elif "weights" in self.asleep:
-            refusal = BadInputError("the server's weights are released: resume_memory_occupation(['weights']) first")
+        elif "weights" in self.released_memory_tags:
+            refusal = BadInputError(
+                "the memory of the server's weights is released: call resume_memory_occupation(['weights']) first"
+            )
         return self._update(named_tensors, options, refusal)
 
     @abstractmethod
     def _update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], options: UpdateOptions, refusal: VerlServerError | None
-    ) -> WeightUpdateResult: ...
+    ) -> WeightUpdateResult:
+        """The update itself. With a `refusal` all ranks raise that error."""
 
     @abstractmethod
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the model in the staging memory, in place, by name. Raises UnsupportedError."""
+    def staging_tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of the model in staging memory, by name. Raises UnsupportedError if the memory is smaller."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the staging memory and the transport."""
 
-    def validate(self, options: UpdateOptions) -> ValidatedUpdate:
-        """Raises BadInputError for what cannot be had."""
-        given = options.weight_version
-        version = str(self.version + 1) if given is None else str(given)
-        if not version.isdecimal() or int(version) <= self.version:
-            raise BadInputError(f"weight_version must be a number above {self.version}, got {given!r}")
-        if options.pause_mode not in list(PauseMode):
-            raise BadInputError(f"pause_mode {options.pause_mode!r} is none of {[mode.value for mode in PauseMode]}")
-        if options.pause_mode == PauseMode.IN_PLACE and options.flush_cache:
-            raise BadInputError(
-                "pause_mode 'in_place' keeps the KV cache of running requests: it needs flush_cache=False"
-            )
-        return ValidatedUpdate(str(int(version)), options.verify, PauseMode(options.pause_mode), options.flush_cache)
+    def gather_on_cpu(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> tuple[dict[str, torch.Tensor], VerlServerError | None]:
+        """All tensors, complete and on the CPU, and the error if that fails.
+
+        For small tensors such as LoRA adapters.
+        """
+        writer = ShardWriter(
+            lambda _: None,
+            self.manifest,
+            frozenset(),
+            self.coordinator,
+            gather_timeout_s=self.ranks.timeout_s,
+            check_finite=False,
+            writes_whole_tensors=False,
+        )
+        tensors, error = self.run_reading(lambda: writer.gather_on_cpu(named_tensors))
+        return tensors or {}, error
+
+    def check_lora_adapter(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+        """Check that a LoRA adapter fits the model. Raises BadInputError or WeightManifestError."""
+        specs = {
+            name: TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in tensors.items()
+        }
+        check_lora_adapter(specs, config, self.manifest)
+
+    # -- for the subclasses -------------------------------------------------------------------------
 
     def require_whole_if_torn(self, names: Iterable[str]) -> None:
-        """Raises TornWeightsError when the served weights are torn and an update with `names` would leave them so."""
+        """Raise TornWeightsError if the served weights are torn and an update of `names` would leave them torn."""
         missing = sorted(self.manifest.tensors.keys() - set(names))
         if missing and self.torn is not None:
             raise TornWeightsError(
-                f"the served weights are torn and this update lacks {len(missing)} parameters, {missing[0]!r} "
-                "among them: push all of them"
+                f"the served weights are torn and this update lacks {len(missing)} parameters, for example "
+                f"{missing[0]!r}: push all of them"
             )
 
-    def settled(self, wire: Json) -> None:
-        """Take over what rank 0 says of the served weights after an update: `version` and `torn`."""
-        self.version = int(wire["version"])
-        self.torn = None if wire["torn"] is None else TornWeightsError(**wire["torn"])
+    def adopt_outcome(self, outcome: Json) -> None:
+        """Take over the version and the state of the served weights that rank 0 sent after an update."""
+        self.weight_version = outcome["weight_version"]
+        self.torn = None if outcome["torn"] is None else TornWeightsError(**outcome["torn"])
 
-    def reading(self, read: Callable[[], R]) -> tuple[R | None, VerlServerError | None]:
-        """What `read` makes of the caller's tensors, or its failure as an error that every rank can be told."""
+    def run_reading(self, read: Callable[[], R]) -> tuple[R | None, VerlServerError | None]:
+        """Call `read`, which reads the caller's tensors. Returns its result, or an error that all ranks can raise."""
         try:
             return read(), None
         except VerlServerError as error:
             return None, error
         except Exception as error:  # noqa: BLE001 - the caller's iterator failed: every rank must learn of it
-            rank = self.group.rank
+            rank = self.coordinator.rank
             wrapped = PeerError(
                 f"reading named_tensors failed on rank {rank}: {type(error).__name__}: {error}", ranks=[rank]
             )
             wrapped.__cause__ = error
             return None, wrapped
-
-    def collected(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> tuple[dict[str, torch.Tensor], VerlServerError | None]:
-        """All tensors whole and on the CPU, for what is small and does not go through the staging memory."""
-        stage = ShardWriter(lambda _: None, self.manifest, frozenset(), self.group, self.ranks.timeout_s, finite=False)
-        tensors, error = self.reading(lambda: stage.collect(named_tensors))
-        return tensors or {}, error
-
-    def check_adapter(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-        """Raises BadInputError or WeightManifestError for a LoRA adapter that does not fit."""
-        specs = {
-            name: TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in tensors.items()
-        }
-        check_adapter(specs, config, self.manifest)
-
-
-def first_version(server_args: Mapping[str, Any]) -> int:
-    """The version that the server starts with."""
-    given = str(server_args.get("weight_version", "0"))
-    return int(given) if given.isdecimal() else 0
-
-
-def torn_wire(error: TornWeightsError) -> Json:
-    """The error as it goes to all ranks."""
-    return {"message": error.message, **error.details}
-
-
-def torn_by(error: VerlServerError, validated: ValidatedUpdate) -> TornWeightsError:
-    return TornWeightsError(
-        f"the weight update {validated.weight_version} failed half-way: {error.message}. "
-        "Nothing is generated until a whole update has landed.",
-        cause=type(error).__name__,
-        **error.details,
-    )
-
-
-def result_wire(**values: Any) -> Json:
-    """A `WeightUpdateResult` without what each rank measures for itself."""
-    return asdict(WeightUpdateResult(gather_s=math.nan, **values))

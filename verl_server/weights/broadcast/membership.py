@@ -1,0 +1,79 @@
+"""Membership of one receiver in a broadcast group, kept from one update to the next."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import asdict
+from typing import Any, ClassVar, Self
+
+from verl_server.weights.broadcast.machine import machine_id
+from verl_server.weights.broadcast.placement import ReceiverPlacement, wait_for_receivers
+from verl_server.weights.broadcast.store import arrival_key, cancel_key, connect_to_store, report_key, set_json
+from verl_server.weights.reports import Report
+
+Json = dict[str, Any]
+
+
+class Membership(ABC):
+    """One receiver's membership in the group of one trainer. A process has at most one membership of each subclass.
+
+    `wire` is the loader's message, `tp_rank` the TP rank of the server.
+    """
+
+    _current: ClassVar[dict[type[Membership], Membership]] = {}
+
+    @classmethod
+    def current_or_new(cls, wire: Json, tp_rank: int) -> Self:
+        """The membership in the group that `wire` names: that of the last update, or a new one that replaces it."""
+        current = cls._current.get(cls)
+        if not isinstance(current, cls) or current.group_name != wire["group_name"]:
+            cls.leave_current()
+            cls._current[cls] = current = cls(wire, tp_rank)
+        return current
+
+    @classmethod
+    def leave_current(cls) -> None:
+        """Leave the group of this process's membership, if there is one."""
+        if (current := cls._current.pop(cls, None)) is not None:
+            current.leave()
+
+    def __init__(self, wire: Json, tp_rank: int) -> None:
+        self.group_name: str = wire["group_name"]
+        self.receiver: int = wire["first_receiver"] + tp_rank
+        """Number of this receiver among the TP ranks of all servers."""
+        self.trainer_host, port = wire["store_address"]
+        self.store = connect_to_store(self.trainer_host, port)
+        self._table_key = ""
+        self._table = b""
+
+    def announce_and_wait(self, receiver_count: int) -> ReceiverPlacement:
+        """Announce this receiver, and wait until all receivers have announced themselves."""
+        self.store.set(arrival_key(self.group_name, self.receiver), machine_id())
+        return wait_for_receivers(
+            self.store, self.group_name, receiver_count, is_wanted=lambda: not self.is_cancelled()
+        )
+
+    def is_cancelled(self) -> bool:
+        """Whether the trainer has abandoned the group."""
+        return bool(self.store.check([cancel_key(self.group_name)]))
+
+    def table(self, key: str) -> bytes:
+        """The update's table of tensors, which is in the store under `key`. The last table is cached."""
+        if self._table_key != key:
+            self._table_key, self._table = key, self.store.get(key)
+        return self._table
+
+    def rows(self, key: str) -> list[Any]:
+        """The rows of a table: name, byte offset, shape and dtype of each tensor."""
+        rows: list[Any] = json.loads(self.table(key))
+        return rows
+
+    def send_report(self, update_id: str, report: Report, checksums: list[int]) -> None:
+        """Send the trainer this receiver's report on an update."""
+        key = report_key(self.group_name, update_id, self.receiver)
+        set_json(self.store, key, {"report": asdict(report), "checksums": checksums})
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Leave the group and release the memory of this membership."""

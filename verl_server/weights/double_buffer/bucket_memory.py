@@ -1,0 +1,55 @@
+"""The memory of the two buckets: the protocol, and buckets in host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BucketMemory(Protocol):
+    """The memory of two buckets, on the host or on a GPU."""
+
+    def view(self, bucket: int) -> Any:
+        """An object for bucket 0 or 1 that lives as long as any tensor in the bucket's memory."""
+
+    def as_tensor(self, view: Any) -> torch.Tensor:
+        """The bucket of a view as a uint8 tensor, without a copy."""
+
+    def synchronize(self) -> None:
+        """Wait until all copies that were started are finished."""
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in this memory."""
+
+    def close(self) -> None:
+        """Release the memory, if this object owns it."""
+
+
+class HostBucketMemory:
+    """Two buckets in `memory`, which another object owns, from byte `start` on."""
+
+    def __init__(self, memory: mmap.mmap, start: int, bucket_bytes: int) -> None:
+        self._memory, self._start, self._bucket_bytes = memory, start, bucket_bytes
+
+    def view(self, bucket: int) -> memoryview:
+        start = self._start + bucket * self._bucket_bytes
+        return memoryview(self._memory)[start : start + self._bucket_bytes]
+
+    def as_tensor(self, view: memoryview) -> torch.Tensor:
+        import torch
+
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def synchronize(self) -> None:
+        """Nothing to do: a copy to host memory is finished when the call returns."""
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        return bool(start <= tensor.data_ptr() < start + len(self._memory))
+
+    def close(self) -> None:
+        """Nothing to do: the owner closes the memory."""

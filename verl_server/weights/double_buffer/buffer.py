@@ -1,0 +1,81 @@
+"""A double buffer: staging memory for weights that is smaller than the model.
+
+A double buffer is two buckets and a block of host memory with the progress counters, the tables of the buckets, and the
+reports. The buckets follow that block (`HostBucketMemory`) or are on a GPU (`DeviceBucketMemory`). The writers are
+trainer ranks. Each writes its own part of every tensor, all in the same order, so all compute the same offsets. The
+readers are TP ranks of servers, and the leading trainer rank, which computes checksums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from verl_server.errors import UnsupportedError, VerlServerError
+from verl_server.weights.double_buffer.bucket_memory import BucketMemory, HostBucketMemory
+from verl_server.weights.double_buffer.layout import DoubleBufferLayout
+from verl_server.weights.double_buffer.progress import ProgressCounters
+from verl_server.weights.reports import SharedReports
+
+
+class DoubleBuffer:
+    """One process's mapping of a double buffer. `create` makes the memory; `open` maps another process's memory."""
+
+    def __init__(self, fd: int, layout: DoubleBufferLayout, path: str) -> None:
+        self._fd, self.layout, self.path = fd, layout, path
+        try:
+            self._memory = mmap.mmap(fd, layout.size_bytes)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise VerlServerError(f"cannot map {layout.size_bytes} bytes of staging memory: {error}") from error
+        self.reports = SharedReports(self._memory, layout.checksums_offset, layout.tensor_count)
+        self.buckets: BucketMemory = HostBucketMemory(self._memory, layout.buckets_offset, layout.bucket_bytes)
+
+    @classmethod
+    def create(cls, layout: DoubleBufferLayout) -> DoubleBuffer:
+        """Create a double buffer that this process owns. Raises UnsupportedError on a system without `memfd_create`."""
+        if not hasattr(os, "memfd_create"):
+            raise UnsupportedError("staging memory for weights needs memfd_create, which only Linux has")
+        fd = os.memfd_create("verl_server_double_buffer", os.MFD_CLOEXEC)
+        os.ftruncate(fd, layout.size_bytes)
+        return cls(fd, layout, f"/proc/{os.getpid()}/fd/{fd}")
+
+    @classmethod
+    def open(cls, path: str, layout: DoubleBufferLayout) -> DoubleBuffer:
+        """Map the double buffer of another process on this machine. Raises OSError if this process cannot open it."""
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), layout, path)
+
+    @property
+    def inode(self) -> int:
+        """Inode of the memory file. Together with `path` it identifies the double buffer on this machine."""
+        return os.fstat(self._fd).st_ino
+
+    def progress(self, update_number: int) -> ProgressCounters:
+        """The progress counters of one update."""
+        return ProgressCounters(self._memory, self.layout, update_number)
+
+    def write_table(self, bucket: int, rows: Sequence[Any]) -> None:
+        """Write the table of bucket 0 or 1. `rows`: name, byte offset in the bucket, shape and dtype of each tensor."""
+        raw = json.dumps(rows).encode().ljust(self.layout.table_bytes)
+        start = self.layout.tables_offset + bucket * self.layout.table_bytes
+        self._memory[start : start + self.layout.table_bytes] = raw
+
+    def read_table(self, bucket: int) -> list[Any]:
+        """The rows that `write_table` wrote."""
+        start = self.layout.tables_offset + bucket * self.layout.table_bytes
+        return list(json.loads(self._memory[start : start + self.layout.table_bytes]))
+
+    def owner_is_alive(self) -> bool:
+        """Whether the process that created the memory is alive. A zombie has no open files, so it counts as dead."""
+        return os.path.exists(self.path)
+
+    def close(self) -> None:
+        """Release the buckets, the mapping and the file."""
+        self.buckets.close()
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+        os.close(self._fd)

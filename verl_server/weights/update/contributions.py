@@ -1,0 +1,43 @@
+"""The contribution of each trainer rank to an update: a digest of its tensor names, which rank 0 compares."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from verl_server.errors import BadInputError
+
+Json = dict[str, Any]
+
+
+def contribution_of(names: Sequence[str], has_shards: bool) -> Json:
+    """What a rank tells rank 0 about its tensors. The digest is equal for equal names in equal order.
+
+    `has_shards`: some tensors are DTensors, so every rank must take part.
+    """
+    return {"tensor_count": len(names), "digest": zlib.crc32("\0".join(names).encode()), "has_shards": has_shards}
+
+
+def require_tensors(contributions: Sequence[Json]) -> None:
+    """Raise BadInputError if rank 0 has no tensors."""
+    if not contributions[0]["tensor_count"]:
+        raise BadInputError("named_tensors is empty on rank 0: there is nothing to push")
+
+
+def require_same_names(contributions: Sequence[Json], all_ranks_needed: bool = False) -> None:
+    """Check that all ranks push the same tensors. Raises BadInputError with the first rank that differs from rank 0.
+
+    A rank may push nothing when the state dict was gathered on rank 0: unless tensors come in shards, or with
+    `all_ranks_needed`.
+    """
+    require_tensors(contributions)
+    first = contributions[0]
+    for rank, other in enumerate(contributions):
+        must_match = other["tensor_count"] or first["has_shards"] or all_ranks_needed
+        if must_match and other["digest"] != first["digest"]:
+            raise BadInputError(
+                f"rank {rank} brought {other['tensor_count']} tensors that differ from the {first['tensor_count']} of "
+                "rank 0; all ranks must push the same names in the same order",
+                rank=rank,
+            )

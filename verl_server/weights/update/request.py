@@ -1,0 +1,91 @@
+"""The request for one weight update: its options, their validation, and how its outcome is passed to all ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from verl_server.config import PauseMode
+from verl_server.errors import BadInputError, TornWeightsError, VerlServerError
+from verl_server.types import WeightUpdateResult
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """The options of an update as the caller gave them (see `VerlEngine.update_weights_from_tensor`)."""
+
+    weight_version: int | None
+    """Version of the new weights. None: the current version plus 1."""
+    verify: bool
+    """Whether checksums and unwritten parameters are checked."""
+    check_finite: bool
+    """Whether tensors with NaN or infinity are refused."""
+    pause_mode: PauseMode | str
+    """What happens to running requests."""
+    flush_cache: bool
+    """Whether the servers' prefix caches are removed."""
+
+
+@dataclass(frozen=True)
+class ValidatedUpdate:
+    """The options of an update after validation, as all ranks use them."""
+
+    weight_version: int
+    """Version of the new weights. Greater than the version before."""
+    verify: bool
+    pause_mode: PauseMode
+    flush_cache: bool
+
+
+def validate_options(options: UpdateOptions, current_version: int) -> ValidatedUpdate:
+    """Validate the options of an update. Raises BadInputError.
+
+    A weight version must be an int above the current version: SGLang labels tokens with it, and a version that was used
+    before would name two sets of weights.
+    """
+    version = current_version + 1 if options.weight_version is None else options.weight_version
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise BadInputError(
+            f"weight_version must be an int, got {version!r} of type {type(version).__name__}: pass a whole number, "
+            "for example the number of the training step"
+        )
+    if version <= current_version:
+        raise BadInputError(f"weight_version must be above the current version {current_version}, got {version}")
+    if options.pause_mode not in list(PauseMode):
+        raise BadInputError(
+            f"pause_mode {options.pause_mode!r} does not exist; the modes are {[mode.value for mode in PauseMode]}"
+        )
+    if options.pause_mode == PauseMode.IN_PLACE and options.flush_cache:
+        raise BadInputError("pause_mode 'in_place' keeps the KV cache of running requests: pass flush_cache=False")
+    return ValidatedUpdate(version, options.verify, PauseMode(options.pause_mode), options.flush_cache)
+
+
+def torn_error(error: VerlServerError, validated: ValidatedUpdate) -> TornWeightsError:
+    """The error for an update that failed after a server began to load. Keeps the details of `error`."""
+    if isinstance(error, TornWeightsError):
+        return error
+    return TornWeightsError(
+        f"the update to weight version {validated.weight_version} failed half-way: {error.message}. "
+        "Generation stays paused until an update of all tensors succeeds.",
+        cause=type(error).__name__,
+        **error.details,
+    )
+
+
+def torn_to_wire(error: TornWeightsError) -> Json:
+    """The error as rank 0 sends it to all ranks: the arguments of `TornWeightsError`."""
+    return {"message": error.message, **error.details}
+
+
+def outcome_wire(validated: ValidatedUpdate, torn: TornWeightsError | None = None, **fields: Any) -> Json:
+    """What rank 0 tells all ranks after an update: the version that the servers hold, and whether it is torn."""
+    torn_wire = None if torn is None else torn_to_wire(torn)
+    return {"weight_version": validated.weight_version, "torn": torn_wire, **fields}
+
+
+def result_wire(**fields: Any) -> Json:
+    """A `WeightUpdateResult` as JSON, without `gather_s`, which each rank measures for itself."""
+    return asdict(WeightUpdateResult(gather_s=math.nan, **fields))

@@ -1,0 +1,104 @@
+"""The servers' side of a streamed update on trainer rank 0: pause, begin, load in the background, end, resume."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from verl_server.config import PauseMode
+from verl_server.errors import UnsupportedError, VerlServerError
+from verl_server.types import Member
+from verl_server.weights.layout import MAX_TP_RANKS
+from verl_server.weights.update.commit import load_then_end
+from verl_server.weights.update.request import ValidatedUpdate
+from verl_server.weights.update.servers import UpdatableServers
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OpenedUpdate:
+    """A streamed update for which the servers are loading, as all ranks know it."""
+
+    validated: ValidatedUpdate
+    update_id: str
+    update_number: int
+    """Number of the update through the double buffers."""
+    members: Sequence[Member]
+    """The servers that load the update."""
+    opened_at: float
+    """Time of `time.monotonic` at which this rank learned of the update."""
+
+    def to_wire(self) -> Json:
+        """The update as rank 0 sends it to the other ranks."""
+        return {
+            "validated": asdict(self.validated),
+            "update_id": self.update_id,
+            "update_number": self.update_number,
+            "members": [[member.name, member.tp_size] for member in self.members],
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Json) -> OpenedUpdate:
+        """The update that `to_wire` described."""
+        validated = ValidatedUpdate(**{**wire["validated"], "pause_mode": PauseMode(wire["validated"]["pause_mode"])})
+        members = [Member(name, tp_size) for name, tp_size in wire["members"]]
+        return cls(validated, wire["update_id"], wire["update_number"], members, time.monotonic())
+
+
+class ServerSession:
+    """The weight update session of all servers during one streamed update.
+
+    Raises UnsupportedError if the servers have more TP ranks than a double buffer serves.
+    """
+
+    def __init__(self, servers: UpdatableServers, validated: ValidatedUpdate) -> None:
+        self._servers, self._validated = servers, validated
+        self.members = servers.members
+        self._open_session: ExitStack | None = None
+        self._loading: Future[None] | None = None
+        tp_ranks = sum(member.tp_size for member in self.members)
+        if tp_ranks > MAX_TP_RANKS:
+            raise UnsupportedError(
+                f"the servers have {tp_ranks} TP ranks, but one trainer serves at most {MAX_TP_RANKS}: "
+                "use fewer servers"
+            )
+
+    def pause_and_begin(self, weights_are_torn: bool) -> None:
+        """Pause generation and open the session. On an error, generation continues unless the weights were torn."""
+        try:
+            self._servers.pause(self._validated.pause_mode)
+            self._servers.begin_weight_update()
+        except VerlServerError:
+            if not weights_are_torn:
+                with suppress(VerlServerError):
+                    self._servers.resume()
+            raise
+
+    def start_loading(self, wire: Json) -> None:
+        """Start the loaders of all servers in a background thread. `wire`: the message that all loaders get."""
+        tp_sizes = [member.tp_size for member in self.members]
+        wires = [{**wire, "first_receiver": sum(tp_sizes[:index])} for index in range(len(tp_sizes))]
+        self._open_session = ExitStack()
+        self._loading = self._open_session.enter_context(load_then_end(self._servers, wires, self._validated))
+
+    def require_loading(self) -> None:
+        """Raise VerlServerError if the servers are not loading any more."""
+        if self._loading is not None and self._loading.done():
+            raise VerlServerError("the servers stopped loading before they had received all tensors")
+
+    def end(self) -> None:
+        """Wait until the servers have loaded, and end the session. Raises the servers' error. Safe to call twice."""
+        session, self._open_session = self._open_session, None
+        self._loading = None
+        if session is not None:
+            session.close()
+
+    def publish_and_resume(self, whole: bool) -> None:
+        """Record the new weight version, and continue generation. `whole`: the update contained all tensors."""
+        self._servers.published(self._validated.weight_version, whole, None)
+        self._servers.resume()
