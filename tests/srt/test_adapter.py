@@ -59,7 +59,7 @@ def test_ipv6_proxy_variables_and_router(on_ipv6: HttpServerEngineAdapter, sglan
     routed = direct.post(
         f"http://127.0.0.1:{sglang_router}/generate",
         json={"input_ids": PROMPTS[0], "sampling_params": GREEDY},
-        headers={"Authorization": f"Bearer {on_ipv6.asynchronous.api_key}"},
+        headers={"Authorization": f"Bearer {on_ipv6.api_key}"},
         timeout=30,
     )
     assert routed.json()["output_ids"] == reply["output_ids"]
@@ -71,8 +71,8 @@ def test_async_adapter_attached_to_the_same_server(adapter: HttpServerEngineAdap
     async def work() -> list[int]:
         async with AsyncHttpServerEngineAdapter.attach(
             adapter.base_url,
-            api_key=adapter.asynchronous.api_key,
-            admin_api_key=adapter.asynchronous.admin_api_key,
+            api_key=adapter.api_key,
+            admin_api_key=adapter.admin_api_key,
         ) as other:
             async for event in other.generate_stream(input_ids=PROMPTS[0], sampling_params=LONG):
                 if len(event["output_ids"]) > 3:
@@ -141,10 +141,10 @@ def test_checksums_tell_weights_apart(on_ipv6: HttpServerEngineAdapter, tiny: Ca
     folder = tiny("qwen3", tie_word_embeddings=False).parent / "changed"
     change_weights(model, seed=21)
     model.save_pretrained(folder)
-    on_ipv6.update_weights_from_disk(str(folder), weight_version="disk")
+    on_ipv6.update_weights_from_disk(str(folder), weight_version=7)
     reply = on_ipv6.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
     assert reply["output_ids"] == greedy_with_logprobs(model, PROMPTS[0])[0]
-    assert reply["meta_info"]["weight_version"] == "disk"
+    assert reply["meta_info"]["weight_version"] == 7
     assert on_ipv6.weights_checker()["ranks"] != before
     original = reference_model(tiny("qwen3"))
     _push_distributed(on_ipv6, original)
@@ -171,7 +171,7 @@ def _push_distributed(adapter: HttpServerEngineAdapter, model: Any) -> None:
             [tensor.dtype for tensor in weights.values()],
             [tensor.shape for tensor in weights.values()],
             group_name="push",
-            weight_version="broadcast",
+            weight_version=8,
         )
     )
     for tensor in weights.values():
@@ -241,7 +241,7 @@ def test_a_port_taken_in_between_is_retried(tiny: Callable[..., Path]) -> None:
 
 
 def test_a_reader_in_the_middle_of_a_reply_is_told_of_a_failure(adapter: HttpServerEngineAdapter) -> None:
-    args = adapter.asynchronous.server_args
+    args = adapter.server_args
     other = HttpServerEngineAdapter.attach(
         adapter.base_url, api_key=args["api_key"], admin_api_key=args["admin_api_key"]
     )

@@ -182,7 +182,7 @@ def test_killed_run_is_resumed(
 ) -> None:
     """Recorded nodes stay unchanged, finished samples are not generated again, and the other samples continue."""
     adapter = shared_engine.adapter
-    command = [sys.executable, "-c", KILLED_RUN, adapter.base_url, adapter.asynchronous.api_key]
+    command = [sys.executable, "-c", KILLED_RUN, adapter.base_url, adapter.api_key]
     command += [str(tiny("qwen3")), str(tmp_path), TOOL_CALL_REGEX]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -66,7 +66,7 @@ def server(started: Iterator[Any]) -> Any:
 
 
 def keys_of(adapter: Any) -> tuple[str, str]:
-    args = adapter.asynchronous.server_args
+    args = adapter.server_args
     return args["api_key"], args["admin_api_key"]
 
 
@@ -153,7 +153,7 @@ def test_a_server_killed_at_each_step(
 
     def kill(path: str) -> None:
         if path == step:
-            os.kill(victim.asynchronous.process.pid, signal.SIGKILL)
+            os.kill(victim.pids.main, signal.SIGKILL)
 
     with no_new_shared_memory(), Interceptor(victim.base_url, kill) as front:
         remotes = [RemoteServer(server.base_url, *keys_of(server)), RemoteServer(front.url, *keys_of(victim))]
@@ -262,7 +262,7 @@ def test_a_wedged_server_misses_the_deadline(
     """The scheduler stands still during the load: DeadlineError or torn by it, and it recovers."""
     (scheduler,) = (
         pid
-        for pid in tree_of(server.asynchronous.process.pid)
+        for pid in tree_of(server.pids.main)
         if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
     model = reference_model(tiny("qwen3"))

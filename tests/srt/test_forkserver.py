@@ -21,8 +21,9 @@ from verl_server import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, ServerDiedError
 from verl_server.server import forkserver as forkserver_module
+from verl_server.server.environment import inherited_environment
 from verl_server.server.forkserver import ForkedWarden, Forkserver
-from verl_server.server.process import ServerProcess, inherited_environment, never_abort
+from verl_server.server.process import ServerProcess, never_abort
 from verl_server.server.shared_forkserver import LATE_VARIABLES, SharedForkserver, forkserver_pid
 
 READY_S = 250.0
@@ -38,15 +39,14 @@ def answer(adapter: HttpServerEngineAdapter) -> Any:
 
 
 def process_of(adapter: HttpServerEngineAdapter) -> ServerProcess:
-    process = adapter.asynchronous.process
+    process = adapter.process
     assert isinstance(process, ServerProcess)
     return process
 
 
 def tree(adapter: HttpServerEngineAdapter) -> tuple[psutil.Process, list[psutil.Process]]:
     """The server's warden, and all below it."""
-    warden = psutil.Process(process_of(adapter).pid).parent()
-    assert warden is not None
+    warden = psutil.Process(adapter.pids.warden)
     return warden, warden.children(recursive=True)
 
 
@@ -60,7 +60,7 @@ def test_a_forked_server_equals_a_spawned_one(tiny: Callable[..., Path]) -> None
             for server in (one, two):
                 process = process_of(server)
                 assert tree(server)[0].ppid() == forkserver_pid()
-                assert str(server.asynchronous.api_key) not in process.log_path.read_text()
+                assert str(server.api_key) not in process.log_path.read_text()
                 assert "server_args" in process.log_path.read_text()
             warden, below = tree(one)
             os.kill(below[0].pid, signal.SIGKILL)

@@ -159,7 +159,7 @@ def test_a_server_that_starts_again_has_the_adapters(one_rank: Any, tiny: Callab
         engine.load_lora_adapter("one", one.items(), CONFIG)
         replica = fleet.replicas[0]
         assert replica.adapter is not None
-        process = replica.adapter.asynchronous.process
+        process = replica.adapter.process
         assert process is not None
         os.kill(int(process.pid or 0), signal.SIGKILL)
         wait_until(lambda: replica.state is not ReplicaState.HEALTHY, 10.0, "the loss is not seen")

@@ -32,7 +32,7 @@ RESTART_S = 250.0
 
 
 def pid_of(replica: Any) -> int:
-    return int(replica.adapter.asynchronous.process.pid)
+    return replica.adapter.pids.main
 
 
 def are(fleet: RolloutManager, count: int) -> Callable[[], bool]:

@@ -24,7 +24,7 @@ import requests
 import torch
 from helpers import all_at_once
 
-from verl_server.server.warden import remove_shared_memory, shared_memory_of
+from verl_server.server.shared_memory_files import find_shared_memory, remove_shared_memory
 from verl_server.tiny import make_model
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is present")
@@ -87,7 +87,7 @@ def launch(model: Path, log: Path, *arguments: str, **env: str) -> Iterator[Serv
         yield server
     finally:
         pids = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-        leftovers = shared_memory_of(pids)
+        leftovers = find_shared_memory(pids)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=30)
@@ -174,7 +174,7 @@ def test_grammars_bind_a_random_model(server: Server) -> None:
     assert text.split()[1].isdigit()
 
 
-def _cpu_share(server: Server, windows: int = 5, seconds: float = 2.0) -> float:
+def _cpu_share(server: Server, windows: int = 5, seconds: float = 1.0) -> float:
     """Of a core, in the median of some windows: one that the machine disturbs does not count, a habit does."""
 
     def used() -> float:

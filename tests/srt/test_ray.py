@@ -68,7 +68,7 @@ def test_replicas_are_actors(launcher: Any, one_rank: Any, tiny: Callable[..., P
             assert all("127.0.0.1" not in one.base_url for one in found.values())
 
             first = fleet.replicas[0]
-            server = psutil.Process(first.adapter.asynchronous.process.pid)
+            server = psutil.Process(first.adapter.pids.main)
             warden = server.parent()
             assert warden is not None
             actor = warden.parent()

@@ -44,6 +44,7 @@ def _footprint(server_pids: list[int]) -> dict[str, int]:
     }
 
 
+@pytest.mark.soak
 def test_300_updates_interleaved_with_generations(shared_engine: Any, tiny: Callable[..., Path]) -> None:
     """No hang, no leak, and every generation is one version's tokens or the other's, as it says."""
     model = reference_model(tiny("qwen3"))
@@ -68,7 +69,7 @@ def test_300_updates_interleaved_with_generations(shared_engine: Any, tiny: Call
     threads = [threading.Thread(target=generate) for _ in range(3)]
     for thread in threads:
         thread.start()
-    server = tree_of(shared_engine.adapter.asynchronous.process.pid)
+    server = tree_of(shared_engine.adapter.pids.main)
     warm: dict[str, int] = {}
     try:
         for i in range(1, UPDATES + 1):
@@ -109,7 +110,8 @@ def test_released_memory_goes_back_to_the_machine_and_returns(large: Path, one_r
     with VerlEngine(
         one_rank, model_path=str(large), dtype="float32", max_total_tokens=tokens, chunked_prefill_size=8192
     ) as engine:
-        server = tree_of(engine.adapter.asynchronous.process.pid)
+        assert engine.adapter is not None
+        server = tree_of(engine.adapter.pids.main)
 
         def resident() -> int:
             return sum(resident_bytes(pid) for pid in server)
@@ -172,7 +174,7 @@ def test_a_release_that_the_server_refuses_leaves_it_serving(adapter: Any) -> No
     try:
         with pytest.raises(ServerBusyError, match="weight update"):
             adapter.release_memory_occupation(["weights"])
-        assert not adapter.asynchronous.asleep
+        assert not adapter.released_memory
     finally:
         adapter.end_weight_update()
     assert adapter.generate(input_ids=[1], sampling_params=GREEDY)["output_ids"]
@@ -241,7 +243,8 @@ def test_torn_update_serves_nothing_until_a_whole_one_lands(one_rank: Any, tiny:
     model = reference_model(tiny("qwen2"))
     with VerlEngine(one_rank, model_path=str(tiny("qwen2")), dtype="float32", max_total_tokens=8192) as engine:
         first = assert_equals_reference(engine, model)
-        tree = tree_of(engine.adapter.asynchronous.process.pid)
+        assert engine.adapter is not None
+        tree = tree_of(engine.adapter.pids.main)
         (scheduler,) = (pid for pid in tree if "scheduler" in psutil.Process(pid).cmdline()[0])
         with one_more_file(scheduler), pytest.raises(TornWeightsError, match=r"half-way.*did not report"):
             engine.update_weights_from_tensor(model.state_dict().items())

@@ -35,7 +35,8 @@ def main(folder: str, tp_size: int, scratch: str, mark: str) -> None:
         log_dir=scratch,
         use_forkserver=False,
     )
-    Path(scratch, "url").write_text(f"{engine.adapter.base_url} {engine.adapter.asynchronous.process.pid}")
+    assert engine.adapter is not None
+    Path(scratch, "url").write_text(f"{engine.adapter.base_url} {engine.adapter.pids.main}")
     model = reference_model(folder)
     Path(scratch, "working").touch()
     while True:

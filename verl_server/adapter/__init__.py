@@ -1,4 +1,4 @@
-"""HTTP adapters for a separately spawned SGLang server, and the supervision of its process."""
+"""Clients of one inference engine over HTTP. The engine runs in its own processes, see `verl_server.server`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["AsyncHttpServerEngineAdapter", "HttpServerEngineAdapter"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: the server's own processes import this package, too, and need none of it."""
+    """Import on first use. The server's own processes import this package too, but not the clients."""
     if name == "HttpServerEngineAdapter":
         from verl_server.adapter.blocking import HttpServerEngineAdapter
 

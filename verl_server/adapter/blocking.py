@@ -1,21 +1,26 @@
-"""`HttpServerEngineAdapter`: the same calls as the asynchronous adapter, blocking.
+"""`HttpServerEngineAdapter`: the methods of the asynchronous adapter as blocking calls.
 
-There is one implementation of every call. Here a private event loop in one thread runs it and the caller
-waits; that costs about 0.1 ms a call and makes any number of threads share one connection pool. (The loop
-only sends requests. The server itself never runs in a thread of the trainer: see DESIGN, "why a separate
-process".)
+Each request has one implementation, the asynchronous one. Here a private event loop in one thread runs it while the
+caller waits. That costs about 0.1 ms a call, and any number of threads share one connection pool. The event loop only
+sends requests; the server runs in its own processes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Iterator
+import os
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.adapter.event_loop_thread import EventLoopThread
-from verl_server.errors import ShutDownError
+from verl_server.config import AdapterConfig
+from verl_server.errors import ShutDownError, VerlServerError
+from verl_server.server.process import AbortCheck, never_abort
+from verl_server.server.supervisor import ServerPids, Supervisor
 
+Json = dict[str, Any]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -23,7 +28,7 @@ R = TypeVar("R")
 def _blocking(
     method: Callable[Concatenate[AsyncHttpServerEngineAdapter, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[HttpServerEngineAdapter, P], R]:
-    """The blocking twin of an asynchronous method, with its signature and documentation."""
+    """The blocking form of an asynchronous method, with the same signature and documentation."""
 
     def call(self: HttpServerEngineAdapter, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._loop.run(method(self.asynchronous, *args, **kwargs))
@@ -33,22 +38,48 @@ def _blocking(
 
 
 class HttpServerEngineAdapter:
-    """One SGLang server, started in its own process and driven over HTTP, blocking.
+    """One SGLang server, started in its own process and driven over HTTP with blocking calls.
 
-    `HttpServerEngineAdapter(model_path=..., **server_args)` returns when the server is ready. The methods,
-    their arguments and errors are those of `AsyncHttpServerEngineAdapter`, which `asynchronous` holds.
-    Thread-safe. Use it as a context manager, or call `shutdown`.
+    The constructor returns when the server is ready; `attach` drives a server that already runs. Methods, arguments and
+    errors are those of `AsyncHttpServerEngineAdapter`. Thread-safe. Use it as a context manager, or call `shutdown`.
     """
 
-    def __init__(self, **arguments: Any) -> None:
-        self.asynchronous = AsyncHttpServerEngineAdapter(**arguments)
+    asynchronous: AsyncHttpServerEngineAdapter
+    """The asynchronous adapter of the same server, for use in other event loops."""
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        config: AdapterConfig | None = None,
+        env: Mapping[str, str] | None = None,
+        check_abort: AbortCheck = never_abort,
+        **server_args: Any,
+    ) -> None:
+        """Start a server and wait until it is ready. See `AsyncHttpServerEngineAdapter` for arguments and errors."""
+        self.asynchronous = AsyncHttpServerEngineAdapter(
+            model_path, config=config, env=env, check_abort=check_abort, **server_args
+        )
         self._loop = EventLoopThread()
 
     @classmethod
-    def attach(cls, base_url: str, **arguments: Any) -> Self:
-        """Drive a server that runs already. `shutdown` then leaves it running."""
+    def attach(
+        cls,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        config: AdapterConfig | None = None,
+        process: Supervisor | None = None,
+    ) -> Self:
+        """Drive a server that already runs.
+
+        `shutdown` leaves it running unless its supervisor is given as `process`.
+        """
         self = cls.__new__(cls)
-        self.asynchronous = AsyncHttpServerEngineAdapter.attach(base_url, **arguments)
+        self.asynchronous = AsyncHttpServerEngineAdapter.attach(
+            base_url, api_key=api_key, admin_api_key=admin_api_key, config=config, process=process
+        )
         self._loop = EventLoopThread()
         return self
 
@@ -78,21 +109,80 @@ class HttpServerEngineAdapter:
     health = _blocking(AsyncHttpServerEngineAdapter.health)
     capabilities = _blocking(AsyncHttpServerEngineAdapter.capabilities)
 
-    def generate_stream(self, *args: Any, **kwargs: Any) -> Iterator[dict[str, Any]]:
-        """`generate` for one prompt, as it grows. Closing the iterator aborts the request."""
-        events = self.asynchronous.generate_stream(*args, **kwargs)
+    def generate_stream(
+        self,
+        /,
+        prompt: str | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        input_ids: list[int] | None = None,
+        rid: str | None = None,
+        **fields: Any,
+    ) -> Iterator[Json]:
+        """Generate for one prompt and yield replies, each with all tokens so far.
+
+        Other keyword arguments are those of `generate`. Closing the iterator aborts the request on the server.
+        """
+        events = self.asynchronous.generate_stream(prompt, sampling_params, input_ids, rid, **fields)
         try:
-            while (event := self._loop.run(_next(events))) is not None:
+            while (event := self._loop.run(_next_event(events))) is not None:
                 yield event
         finally:
             self._loop.run(events.aclose())
 
     @property
     def base_url(self) -> str:
+        """URL of the server, without a path."""
         return self.asynchronous.base_url
 
+    @property
+    def api_key(self) -> str | None:
+        """Key for generation requests."""
+        return self.asynchronous.api_key
+
+    @property
+    def admin_api_key(self) -> str | None:
+        """Key for weight, memory and control requests."""
+        return self.asynchronous.admin_api_key
+
+    @property
+    def server_args(self) -> Mapping[str, Any]:
+        """Arguments that the server was started with. Empty for an attached server until they are needed."""
+        return self.asynchronous.server_args
+
+    @property
+    def process(self) -> Supervisor | None:
+        """Supervisor of the server's process. None for an attached server."""
+        return self.asynchronous.process
+
+    @property
+    def pids(self) -> ServerPids:
+        """Process ids of the server main, its warden and its workers.
+
+        Raises UnsupportedError for an attached server.
+        """
+        return self.asynchronous.pids
+
+    @property
+    def log_path(self) -> Path | None:
+        """Path of the server's log file. None for a server that was attached or that runs on another machine."""
+        return self.asynchronous.log_path
+
+    @property
+    def paused(self) -> bool:
+        """Whether this adapter has paused generation."""
+        return self.asynchronous.paused
+
+    @property
+    def released_memory(self) -> frozenset[str]:
+        """Memory tags that this adapter has released."""
+        return self.asynchronous.released_memory
+
+    def fail(self, error: VerlServerError) -> None:
+        """Make every call in flight and every later call raise `error`, for example when another rank has died."""
+        self.asynchronous.fail(error)
+
     def shutdown(self) -> None:
-        """End the server (unless attached) and the connections. Safe to call twice."""
+        """End the server, unless it was attached, and close the connections. May be called more than once."""
         try:
             self._loop.run(self.asynchronous.shutdown())
         except ShutDownError:
@@ -107,7 +197,8 @@ class HttpServerEngineAdapter:
         self.shutdown()
 
 
-async def _next(events: Any) -> dict[str, Any] | None:
+async def _next_event(events: AsyncGenerator[Json, None]) -> Json | None:
+    """The next event, or None at the end of the stream."""
     async for event in events:
-        return dict(event)
+        return event
     return None

@@ -3,53 +3,80 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
-from verl_server.adapter.calls_lora import LoraCalls
-from verl_server.adapter.calls_memory import MemoryCalls
+from verl_server.adapter import generation, information, lora_adapters, memory_occupation, weight_updates
+from verl_server.adapter.connection import ServerConnection
 from verl_server.adapter.http_client import HttpClient
 from verl_server.adapter.router_registration import RouterRegistration
 from verl_server.adapter.sglang.launch import launch_sglang_server
 from verl_server.config import AdapterConfig
-from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError
-from verl_server.server.exit_status import ExitStatus, Supervisor
-from verl_server.server.process import AbortCheck, WardenFactory, never_abort, spawn_warden
+from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError
+from verl_server.server.exit_status import ExitStatus
+from verl_server.server.process import AbortCheck, never_abort
+from verl_server.server.supervisor import ServerPids, Supervisor
 
 
-class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
-    """One SGLang server, started in its own process and driven over HTTP.
+class AsyncHttpServerEngineAdapter:
+    """One SGLang server, started in its own process and driven over HTTP from any event loop.
 
-    `AsyncHttpServerEngineAdapter(model_path=..., **server_args)` blocks until the server is ready (inside
-    an event loop use `await AsyncHttpServerEngineAdapter.launch(...)`); `attach` drives a server that
-    somebody else started. `check_abort` is asked while the server starts: an error that it returns ends the
-    start and is raised. `warden` makes the process that starts and watches the server. Server arguments are
-    the fields of SGLang's `ServerArgs`, passed on verbatim.
-    Every method raises the errors of `verl_server.errors`; none is swallowed.
+    The constructor blocks until the server is ready; inside an event loop use `await
+    AsyncHttpServerEngineAdapter.launch(...)`. `attach` drives a server that already runs. Use the adapter with
+    `async with`, or call `shutdown`.
+
+    The methods that send requests are plain functions of the modules `information`, `generation`,
+    `memory_occupation`, `weight_updates` and `lora_adapters`; their first parameter is the adapter.
+
+    Every method raises the errors of `verl_server.errors`: ServerDiedError when the server's process ends,
+    DeadlineError after the deadline of `config.timeouts`, ShutDownError after `shutdown`.
     """
 
     def __init__(
         self,
+        model_path: str | os.PathLike[str],
         *,
         config: AdapterConfig | None = None,
         env: Mapping[str, str] | None = None,
         check_abort: AbortCheck = never_abort,
-        warden_factory: WardenFactory = spawn_warden,
         **server_args: Any,
     ) -> None:
+        """Start a server and wait until it is ready.
+
+        Args:
+            model_path: Folder of the model, or its name on a hub.
+            config: Settings of this adapter.
+            env: Environment variables to add to the server's environment.
+            check_abort: Called repeatedly while the server starts. The error that it returns ends the start.
+            server_args: Further fields of SGLang's `ServerArgs`, passed on unchanged.
+
+        Raises StartupError, DeadlineError, BadInputError (an argument that SGLang refuses), or the error of
+        `check_abort`.
+        """
         config = config or AdapterConfig()
-        server = launch_sglang_server(server_args, config, env or {}, check_abort, warden_factory)
+        server_args = {"model_path": model_path, **server_args}
+        server = launch_sglang_server(server_args, config, env or {}, check_abort)
         try:
-            self._setup(config, server.base_url, server.api_key, server.admin_api_key, server.process)
+            self._connect(
+                server.base_url, server.api_key, server.admin_api_key, config, server.process, server.server_args
+            )
         except BaseException:
             server.process.stop(config.timeouts.stop_s)
             raise
-        self.server_args = server.server_args
 
     @classmethod
-    async def launch(cls, **arguments: Any) -> Self:
-        """The constructor, without blocking the event loop."""
-        return await asyncio.to_thread(cls, **arguments)
+    async def launch(
+        cls,
+        model_path: str | os.PathLike[str],
+        *,
+        config: AdapterConfig | None = None,
+        env: Mapping[str, str] | None = None,
+        **server_args: Any,
+    ) -> Self:
+        """Start a server without blocking the event loop. Arguments and errors are those of the constructor."""
+        return await asyncio.to_thread(cls, model_path, config=config, env=env, **server_args)
 
     @classmethod
     def attach(
@@ -61,18 +88,22 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
         config: AdapterConfig | None = None,
         process: Supervisor | None = None,
     ) -> Self:
-        """Drive a server that runs already. `shutdown` leaves it running, but for one with a `process`."""
+        """Drive a server that already runs.
+
+        `shutdown` leaves it running unless its supervisor is given as `process`.
+        """
         self = cls.__new__(cls)
-        self._setup(config or AdapterConfig(), base_url.rstrip("/"), api_key, admin_api_key, process)
+        self._connect(base_url.rstrip("/"), api_key, admin_api_key, config or AdapterConfig(), process, {})
         return self
 
-    def _setup(
+    def _connect(
         self,
-        config: AdapterConfig,
         base_url: str,
         api_key: str | None,
         admin_api_key: str | None,
+        config: AdapterConfig,
         process: Supervisor | None,
+        server_args: Mapping[str, Any],
     ) -> None:
         http = HttpClient(
             base_url,
@@ -80,47 +111,118 @@ class AsyncHttpServerEngineAdapter(MemoryCalls, LoraCalls):
             admin_api_key=admin_api_key,
             timeouts=config.timeouts,
             repeats=config.repeats,
-            death=self._death,
+            find_death=self._find_death,
         )
-        self._start_calls(http)
-        self.config = config
+        self.base_url = base_url
         self.api_key, self.admin_api_key = api_key, admin_api_key
+        self.config = config
         self.process = process
-        self._closed = False
+        """Supervisor of the server's process. None for an attached server."""
+        self.connection = ServerConnection(http, server_args)
+        self._is_shut_down = False
         if process is not None:
             process.on_exit(self._on_exit)
         self._registration = RouterRegistration.start(config, base_url, api_key)
 
-    def _death(self, wait_s: float) -> ServerDiedError | None:
-        if self.process is None or self.process.wait_exit(wait_s) is None:
+    # -- state ----------------------------------------------------------------------------------------
+
+    @property
+    def server_args(self) -> Mapping[str, Any]:
+        """Arguments that the server was started with. Empty for an attached server until they are needed."""
+        return self.connection.server_args
+
+    @property
+    def paused(self) -> bool:
+        """Whether this adapter has paused generation."""
+        return self.connection.paused
+
+    @property
+    def released_memory(self) -> frozenset[str]:
+        """Memory tags that this adapter has released."""
+        return self.connection.released_memory
+
+    @property
+    def pids(self) -> ServerPids:
+        """Process ids of the server main, its warden and its workers.
+
+        Raises UnsupportedError for an attached server.
+        """
+        if self.process is None:
+            raise UnsupportedError(f"the process ids of {self.base_url} are not known: this adapter did not start it")
+        return self.process.pids
+
+    @property
+    def log_path(self) -> Path | None:
+        """Path of the server's log file. None for a server that was attached or that runs on another machine."""
+        return None if self.process is None else self.process.log_path
+
+    # Requests: plain functions, which become methods of this class. Their documentation is in their modules.
+
+    get_model_info = information.get_model_info
+    get_server_info = information.get_server_info
+    get_loads = information.get_loads
+    is_ready = information.is_ready
+    ping = information.ping
+    health = information.health
+    capabilities = information.capabilities
+
+    generate = generation.generate
+    generate_stream = generation.generate_stream
+    abort_request = generation.abort_request
+    pause_generation = generation.pause_generation
+    continue_generation = generation.continue_generation
+    flush_cache = generation.flush_cache
+
+    release_memory_occupation = memory_occupation.release_memory_occupation
+    resume_memory_occupation = memory_occupation.resume_memory_occupation
+
+    begin_weight_update = weight_updates.begin_weight_update
+    end_weight_update = weight_updates.end_weight_update
+    update_weights_from_tensor = weight_updates.update_weights_from_tensor
+    init_weights_update_group = weight_updates.init_weights_update_group
+    destroy_weights_update_group = weight_updates.destroy_weights_update_group
+    update_weights_from_distributed = weight_updates.update_weights_from_distributed
+    update_weights_from_disk = weight_updates.update_weights_from_disk
+    update_weight_version = weight_updates.update_weight_version
+    weights_checker = weight_updates.weights_checker
+
+    load_lora_adapter_from_tensors = lora_adapters.load_lora_adapter_from_tensors
+    unload_lora_adapter = lora_adapters.unload_lora_adapter
+
+    # -- failure and end ------------------------------------------------------------------------------
+
+    def _find_death(self, timeout_s: float) -> ServerDiedError | None:
+        """The error of a dead server, or None when the server still lives after `timeout_s` or was attached."""
+        if self.process is None or self.process.wait_exit(timeout_s) is None:
             return None
         return self.process.died(self.base_url)
 
     def _on_exit(self, _: ExitStatus) -> None:
         assert self.process is not None
-        self.fail(ShutDownError("the adapter was shut down") if self._closed else self.process.died(self.base_url))
+        if self._is_shut_down:
+            self.fail(ShutDownError("the adapter was shut down"))
+        else:
+            self.fail(self.process.died(self.base_url))
 
     def fail(self, error: VerlServerError) -> None:
-        """Make every call in flight and every later call raise `error` (a peer's server died, say)."""
-        self._http.fail(error)
-
-    # -- end ----------------------------------------------------------------------------------------
+        """Make every call in flight and every later call raise `error`, for example when another rank has died."""
+        self.connection.http.fail(error)
 
     def shutdown_process(self) -> None:
-        """End the server's tree, blocking; from any thread. Safe to call twice."""
-        if not self._closed:
-            self._closed = True
+        """End the server's process tree. Blocks; may be called from any thread and more than once."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
             self._registration.stop()
-            self._http.fail(ShutDownError(f"the adapter of {self.base_url} was shut down"))
+            self.fail(ShutDownError(f"the adapter of {self.base_url} was shut down"))
         if self.process is not None:
             self.process.stop(self.config.timeouts.stop_s)
 
     async def close_connections(self) -> None:
-        """Close the connections of the running event loop; the server and other loops are not touched."""
-        await self._http.aclose()
+        """Close the connections of the running event loop. The server and other event loops are not affected."""
+        await self.connection.http.aclose()
 
     async def shutdown(self) -> None:
-        """End the server (unless attached) and close the connections. Safe to call twice."""
+        """End the server, unless it was attached, and close the connections. May be called more than once."""
         await asyncio.to_thread(self.shutdown_process)
         await self.close_connections()
 

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers that block."""
+"""An event loop in a thread of its own, for blocking callers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class EventLoopThread:
-    """An event loop in a daemon thread of its own. Calls that are open when it is closed fail, none hangs."""
+    """An event loop in a daemon thread. Calls that are running when it is closed raise ShutDownError."""
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
@@ -31,17 +31,20 @@ class EventLoopThread:
     def _serve(self) -> None:
         try:
             self._loop.run_forever()
-            self._loop.run_until_complete(_end_tasks())
+            self._loop.run_until_complete(_cancel_tasks())
         finally:
             self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """Run to the end and return the result. Interrupting the caller cancels the call."""
+        """Run a coroutine and return its result. An interrupt of the waiting thread, such as Ctrl-C, cancels it.
+
+        Raises ShutDownError after `close`, and BadInputError in a forked child process.
+        """
         if os.getpid() != self._pid:
             coroutine.close()
             raise BadInputError(
-                "this adapter belongs to the process that made it and cannot be used after a fork; "
-                "make a new one with `attach` in the child"
+                "this adapter cannot be used in a forked child process: its event loop runs in the parent. "
+                "Create a new adapter with `attach` in the child process"
             )
         call = _Call(self._loop, coroutine)
         with self._lock:
@@ -52,7 +55,7 @@ class EventLoopThread:
         return call.result()
 
     def submit(self, coroutine: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
-        """Run it without waiting; cancelling the future cancels it."""
+        """Start a coroutine without waiting. Cancelling the returned future cancels the coroutine."""
         with self._lock:
             if self._closed:
                 coroutine.close()
@@ -60,7 +63,7 @@ class EventLoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
-        """Stop the loop and its thread. Safe to call twice."""
+        """Stop the event loop and its thread. May be called more than once."""
         with self._lock:
             if self._closed:
                 return
@@ -69,20 +72,20 @@ class EventLoopThread:
         self._thread.join()
 
 
-async def _end_tasks() -> None:
-    """Cancel what the running loop still has to do, and see it end."""
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
+async def _cancel_tasks() -> None:
+    """Cancel all tasks of the running event loop and wait until they have ended."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
         task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 class _Call(Generic[R]):
-    """One coroutine that runs in a loop while a thread waits for it.
+    """One coroutine that runs in an event loop while a thread waits for its result.
 
-    `asyncio.run_coroutine_threadsafe` with half of its cost: a lock instead of two futures that watch
-    each other, 26 instead of 46 microseconds on every blocking call.
+    It does the work of `asyncio.run_coroutine_threadsafe` with one lock instead of two connected futures, which takes
+    26 instead of 46 microseconds on every blocking call.
     """
 
     __slots__ = ("_coroutine", "_done", "_error", "_loop", "_task", "_value")
@@ -96,33 +99,33 @@ class _Call(Generic[R]):
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """In the loop's thread."""
+        """Create the task. Runs in the thread of the event loop."""
         self._task = self._loop.create_task(self._run())
 
     async def _run(self) -> None:
         try:
             self._value = await self._coroutine
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
             self._error = error
         finally:
             self._done.release()
 
     def result(self) -> R:
-        """In the thread that waits. An interrupt there (Ctrl-C) cancels the coroutine."""
+        """Wait for the result. Runs in the waiting thread; an interrupt there (Ctrl-C) cancels the coroutine."""
         try:
             self._done.acquire()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # closed meanwhile: then it is cancelled already
+            with contextlib.suppress(RuntimeError):  # the event loop was closed, which has cancelled the task
                 self._loop.call_soon_threadsafe(self._cancel)
             raise
         error, self._error = self._error, None
         if isinstance(error, asyncio.CancelledError):
-            raise ShutDownError("the adapter was shut down while this call was under way") from None
+            raise ShutDownError("the adapter was shut down during this call") from None
         if error is not None:
             try:
                 raise error
             finally:
-                del error  # its traceback holds this frame
+                del error  # its traceback refers to this frame: a reference cycle
         return self._value  # type: ignore[no-any-return]
 
     def _cancel(self) -> None:

@@ -1,7 +1,7 @@
-"""One HTTP link to one server: send, deadline, death, repeat.
+"""The HTTP client of one server: requests with deadlines, repetitions, and notice of a dead server.
 
-The only place that touches sockets. Both adapters send through it, so there is one behaviour. `aiohttp`
-ignores proxy variables unless told otherwise, which is what loopback traffic needs.
+Both adapters send all their requests through it. `aiohttp` ignores proxy variables by default, as loopback traffic
+needs.
 """
 
 from __future__ import annotations
@@ -15,25 +15,29 @@ from typing import Any
 import aiohttp
 import orjson
 
-from verl_server.adapter.sglang import Endpoint, Kind, error_of
+from verl_server.adapter.sglang.endpoints import Endpoint, OperationKind
+from verl_server.adapter.sglang.replies import error_from_reply
 from verl_server.config import Timeouts
 from verl_server.errors import DeadlineError, ServerDiedError, ServerError, VerlServerError
 
 logger = logging.getLogger(__name__)
 
-#: SGLang's uvicorn closes idle connections after 5 s; ours must be given up earlier, or a request could be
-#: sent into a closing connection.
+#: Seconds that an idle connection is kept. SGLang's uvicorn closes idle connections after 5 s; ours are closed earlier,
+#: because a request could otherwise be sent into a closing connection.
 KEEP_ALIVE_S = 2.0
+#: Seconds before a repetition, multiplied by the number of the attempt.
 REPEAT_PAUSE_S = 0.1
-#: How long a broken connection waits to learn whether the server's process has ended.
+#: Seconds to wait, after a connection broke, for the news that the server's process has ended.
 DEATH_NOTICE_S = 2.0
+#: Bytes of one read. Replies with log probabilities are large.
+READ_BUFFER_BYTES = 2**20
 
 
 class HttpClient:
-    """Connections to `base_url`, one pool for each event loop that uses it.
+    """HTTP connections to `base_url`, one connection pool for each event loop that sends requests.
 
-    `death` is asked after a connection broke: it waits up to the given seconds and returns the error that
-    says how the server ended, or None if it lives.
+    `find_death` is called after a connection broke. It waits up to the given number of seconds and returns the error
+    that describes how the server ended, or None when the server lives.
     """
 
     def __init__(
@@ -44,42 +48,43 @@ class HttpClient:
         admin_api_key: str | None,
         timeouts: Timeouts,
         repeats: int,
-        death: Callable[[float], ServerDiedError | None],
+        find_death: Callable[[float], ServerDiedError | None],
     ) -> None:
         self.base_url = base_url
-        self._headers = {False: _headers(api_key), True: _headers(admin_api_key or api_key)}
+        self._headers, self._admin_headers = _headers(api_key), _headers(admin_api_key or api_key)
         self._deadlines = {
             kind: aiohttp.ClientTimeout(total=total, sock_connect=timeouts.connect_s)
             for kind, total in (
-                (Kind.CONTROL, timeouts.control_s),
-                (Kind.WEIGHTS, timeouts.weights_s),
-                (Kind.GENERATION, timeouts.generation_s),
+                (OperationKind.CONTROL, timeouts.control_s),
+                (OperationKind.WEIGHTS, timeouts.weights_s),
+                (OperationKind.GENERATION, timeouts.generation_s),
             )
         }
         self._repeats = repeats
-        self._death = death
-        self._fatal: VerlServerError | None = None
+        self._find_death = find_death
+        self._failure: VerlServerError | None = None
+        """The error of `fail`, which every later call raises."""
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self._responses: dict[asyncio.AbstractEventLoop, set[aiohttp.ClientResponse]] = {}
 
     async def call(self, endpoint: Endpoint, payload: Any = None, *, timeout_s: float | None = None) -> Any:
         """Send one request and return the decoded reply (JSON, or text where there is no JSON).
 
-        Raises the typed error of `sglang.error_of`, ServerDiedError, or DeadlineError.
+        Raises the error of `error_from_reply`, ServerDiedError, or DeadlineError.
         """
         attempts = 1 + (self._repeats if endpoint.repeatable else 0)
         for attempt in range(1, attempts + 1):
             try:
                 status, body = await self._send(endpoint, payload, timeout_s)
             except (aiohttp.ClientError, ConnectionError) as error:
-                broken = await self._explain(endpoint, error)
-                if attempt == attempts or isinstance(broken, ServerDiedError) or self._fatal:
-                    raise broken from error
-                logger.debug("%s: %s; sending again", endpoint.path, error)
+                cause = await self._explain_broken_connection(endpoint, error)
+                if attempt == attempts or isinstance(cause, ServerDiedError) or self._failure:
+                    raise cause from error
+                logger.debug("%s: %s; repeating the request", endpoint.path, error)
                 await asyncio.sleep(REPEAT_PAUSE_S * attempt)
                 continue
             if status >= 400:
-                raise error_of(status, self.base_url + endpoint.path, body)
+                raise error_from_reply(status, self.base_url + endpoint.path, body)
             return body
         raise AssertionError("unreachable: the last attempt returns or raises")
 
@@ -89,95 +94,99 @@ class HttpClient:
         return response.status, _decode(raw, response.content_type)
 
     async def stream(self, endpoint: Endpoint, payload: Any) -> AsyncIterator[dict[str, Any]]:
-        """Send one request and yield each event of its stream. Closing the iterator ends the request."""
+        """Send one request and yield the events of its stream. Closing the iterator closes the connection.
+
+        SGLang aborts the request when its connection closes.
+        """
         url = self.base_url + endpoint.path
         try:
             async with self._request(endpoint, payload, None) as response:
                 if response.status >= 400:
-                    raise error_of(response.status, url, _decode(await response.read(), response.content_type))
+                    body = _decode(await response.read(), response.content_type)
+                    raise error_from_reply(response.status, url, body)
                 async for event in _events(response.content):
                     if "error" in event:
-                        raise error_of(int(event["error"].get("code", 400)), url, event)
+                        raise error_from_reply(int(event["error"].get("code", 400)), url, event)
                     yield event
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise await self._explain(endpoint, error) from error
+            raise await self._explain_broken_connection(endpoint, error) from error
 
     def _request(self, endpoint: Endpoint, payload: Any, timeout_s: float | None) -> _Request:
-        if self._fatal is not None:
-            raise self._fatal
+        if self._failure is not None:
+            raise self._failure
         timeout = self._deadlines[endpoint.kind]
         if timeout_s is not None:
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=timeout.sock_connect)
         return _Request(self, endpoint, payload, timeout)
 
-    async def _explain(self, endpoint: Endpoint, error: Exception) -> VerlServerError:
-        """What a broken connection means: the server died, a peer's failure, or the network."""
-        if self._fatal is not None:
-            return self._fatal
-        died = await asyncio.to_thread(self._death, DEATH_NOTICE_S)
-        if died is not None:
-            return died
+    async def _explain_broken_connection(self, endpoint: Endpoint, error: Exception) -> VerlServerError:
+        """The cause of a broken connection: the error of `fail`, the death of the server, or the network."""
+        if self._failure is not None:
+            return self._failure
+        death = await asyncio.to_thread(self._find_death, DEATH_NOTICE_S)
+        if death is not None:
+            return death
         url = self.base_url + endpoint.path
         return ServerError(f"the connection to {url} broke ({type(error).__name__}: {error})", url=url)
 
     def open_request(self, endpoint: Endpoint, payload: Any, timeout: aiohttp.ClientTimeout) -> Any:
-        """aiohttp's context manager for one request in the running loop."""
+        """aiohttp's context manager for one request in the running event loop."""
         return self._session().request(
             endpoint.method,
             self.base_url + endpoint.path,
             data=None if payload is None else orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY),
-            headers=self._headers[endpoint.admin],
+            headers=self._admin_headers if endpoint.needs_admin_key else self._headers,
             timeout=timeout,
         )
 
-    def opened(self, response: aiohttp.ClientResponse) -> None:
-        """Its body is about to be read. Raises the error of `fail`, if that was called meanwhile."""
+    def track(self, response: aiohttp.ClientResponse) -> None:
+        """Remember a response whose body is about to be read. Raises the error of `fail` if that was called before."""
         self._responses[asyncio.get_running_loop()].add(response)
-        if self._fatal is not None:
-            raise self._fatal
+        if self._failure is not None:
+            raise self._failure
 
-    def finished(self, response: aiohttp.ClientResponse) -> None:
+    def untrack(self, response: aiohttp.ClientResponse) -> None:
         self._responses[asyncio.get_running_loop()].discard(response)
 
     def _session(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
         session = self._sessions.get(loop)
         if session is None or session.closed:
-            self._forget_closed_loops()
+            self._remove_closed_loops()
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=2**20)
+            session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=READ_BUFFER_BYTES)
             self._sessions[loop] = session
             self._responses[loop] = set()
         return session
 
     def fail(self, error: VerlServerError) -> None:
-        """Break every call in flight and refuse all later ones with `error`. From any thread."""
-        self._fatal = self._fatal or error
-        self._forget_closed_loops()
+        """Make every call in flight and every later call raise `error`. May be called from any thread."""
+        self._failure = self._failure or error
+        self._remove_closed_loops()
         for loop, session in list(self._sessions.items()):
             if not loop.is_closed() and session.connector is not None:
                 loop.call_soon_threadsafe(_close_connections, session.connector, self._responses[loop])
 
-    def _forget_closed_loops(self) -> None:
-        """Their connections died with them (`asyncio.run` has ended, say); mark the pools closed, too."""
+    def _remove_closed_loops(self) -> None:
+        """Close the pools of event loops that have been closed, for example at the end of `asyncio.run`."""
         for loop in [known for known in self._sessions if known.is_closed()]:
             session = self._sessions.pop(loop, None)
             self._responses.pop(loop, None)
             if session is not None and session.connector is not None:
                 closing = session.connector.close().__await__()
                 with suppress(StopIteration):
-                    next(closing)  # there is no loop left to wait in, and nothing to wait for
+                    next(closing)  # runs without an event loop, because nothing has to be awaited
                 closing.close()
 
     async def aclose(self) -> None:
-        """Close the pool of the running loop."""
+        """Close the connection pool of the running event loop."""
         session = self._sessions.pop(asyncio.get_running_loop(), None)
         if session is not None:
             await session.close()
 
 
 class _Request:
-    """`async with` around one request that turns a time-out into DeadlineError."""
+    """Context manager of one request, which raises DeadlineError when the request takes too long."""
 
     def __init__(self, http: HttpClient, endpoint: Endpoint, payload: Any, timeout: aiohttp.ClientTimeout) -> None:
         self._http, self._endpoint, self._timeout = http, endpoint, timeout
@@ -189,27 +198,27 @@ class _Request:
         try:
             response: aiohttp.ClientResponse = await self._context.__aenter__()
         except TimeoutError as error:
-            raise self._late() from error
+            raise self._deadline_error() from error
         self._response = response
         try:
-            self._http.opened(response)
+            self._http.track(response)
         except VerlServerError as error:
             await self.__aexit__(type(error), error, error.__traceback__)
             raise
         return response
 
-    async def __aexit__(self, kind: Any, error: Any, trace: Any) -> None:
+    async def __aexit__(self, error_type: Any, error: Any, traceback: Any) -> None:
         assert self._response is not None
-        self._http.finished(self._response)
-        await self._context.__aexit__(kind, error, trace)
+        self._http.untrack(self._response)
+        await self._context.__aexit__(error_type, error, traceback)
         if isinstance(error, TimeoutError) and not isinstance(error, VerlServerError):
-            raise self._late() from error
+            raise self._deadline_error() from error
 
-    def _late(self) -> DeadlineError:
+    def _deadline_error(self) -> DeadlineError:
         seconds = self._timeout.total or self._timeout.sock_connect
         return DeadlineError(
-            f"{self._url} did not answer within {seconds:g} s. The server's process lives: it is "
-            f"wedged, or the {self._endpoint.kind.value} deadline in `timeouts` is too short for this model.",
+            f"{self._url} did not answer within {seconds:g} s. The server's process lives: the server has stalled, "
+            f"or the {self._endpoint.kind.value} deadline in `timeouts` is too short for this model.",
             operation=self._endpoint.path,
             seconds=seconds,
             url=self._url,
@@ -217,10 +226,10 @@ class _Request:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """Server-sent events of any length (the reader's own line limit is 128 KiB)."""
-    rest = b""
+    """Decode server-sent events of any length. (aiohttp's own line reader is limited to 128 KiB.)"""
+    partial = b""
     async for chunk in content.iter_any():
-        *complete, rest = (rest + chunk).split(b"\n\n")
+        *complete, partial = (partial + chunk).split(b"\n\n")
         for event in complete:
             data = event.removeprefix(b"data: ")
             if data == b"[DONE]":
@@ -229,9 +238,10 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]
 
 
 def _close_connections(connector: aiohttp.BaseConnector, responses: set[aiohttp.ClientResponse]) -> None:
-    """Close everything at once: whoever waits wakes with a connection error.
+    """Close all connections at once. Calls in flight then raise a connection error.
 
-    The connector alone wakes those who wait for an answer to begin; who reads a body must be told by its response.
+    Closing the connector alone wakes only the calls that wait for a response to begin. A call that reads a body is
+    woken by closing its response.
     """
     for response in responses:
         response.close()

@@ -1,4 +1,4 @@
-"""What a model's own files say, read without a framework."""
+"""A model's own configuration file, read without transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 
 def read_model_config(model_path: str) -> dict[str, Any]:
-    """The model's `config.json` where this machine has it, else an empty dict."""
+    """The model's `config.json`, from a folder or from the local cache of the hub.
+
+    An empty dict when it is not there.
+    """
     file = Path(model_path) / "config.json"
     if not file.is_file():
         from huggingface_hub import try_to_load_from_cache

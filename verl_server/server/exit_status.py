@@ -1,4 +1,4 @@
-"""How a server ended, and who is told: the same for one of this machine and one that somebody looks after elsewhere."""
+"""How a server ended, and the notification of everyone who waits for it."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
-
-from verl_server.errors import ServerDiedError
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a server ended. `code` is the exit code, negative for a signal; None when we ended it."""
+    """How a server ended."""
 
     reason: str
+    """Cause as the warden saw it: "stop", "trainer gone", "server gone", or the name of the worker that ended."""
     code: int | None
+    """Exit code of the server main; negative for a signal. None when the server main did not end by itself."""
     log_tail: str
+    """Last lines of the server's log."""
 
     def describe(self) -> str:
+        """A short description for messages, for example "exit code 1" or "killed by SIGKILL"."""
         if self.code is None:
-            return f"its {self.reason}" if self.reason.startswith("sglang::") else self.reason
+            return f"its worker {self.reason}" if self.reason.startswith("sglang::") else self.reason
         if self.code < 0:
             return f"killed by {signal.Signals(-self.code).name}"
         return f"exit code {self.code}"
 
 
 class ExitNotifier:
-    """An end that is told once, to whoever waits for it or listens."""
+    """The end of one server, recorded once and reported to all listeners and waiting threads."""
 
     def __init__(self) -> None:
         self._exit: ExitStatus | None = None
@@ -41,11 +42,11 @@ class ExitNotifier:
 
     @property
     def exit(self) -> ExitStatus | None:
-        """How the server ended, or None while it lives."""
+        """How the server ended. None while it lives."""
         return self._exit
 
     def on_exit(self, listener: Callable[[ExitStatus], None]) -> None:
-        """Call `listener` once, from another thread, when the server has ended; at once if it has."""
+        """Call `listener` once when the server has ended, from another thread; at once if it has already ended."""
         with self._lock:
             if self._exit is None:
                 self._listeners.append(listener)
@@ -53,35 +54,18 @@ class ExitNotifier:
         listener(self._exit)
 
     def wait_exit(self, timeout_s: float) -> ExitStatus | None:
-        """Wait until the server has ended; None if it lives on."""
+        """Wait until the server has ended. Returns None when it still lives after `timeout_s`."""
         self._exited.wait(timeout_s)
         return self._exit
 
-    def note_exit(self, ended: ExitStatus) -> None:
-        """Tell everybody who waits, the first time."""
+    def note_exit(self, exit_status: ExitStatus) -> None:
+        """Record the end of the server and notify everyone who waits. Later calls do nothing."""
         with self._lock:
             if self._exit is not None:
                 return
-            self._exit = ended
+            self._exit = exit_status
             listeners, self._listeners = self._listeners, []
         self._exited.set()
-        logger.info("a server ended: %s", ended.describe())
+        logger.info("a server ended: %s", exit_status.describe())
         for listener in listeners:
-            listener(ended)
-
-
-class Supervisor(Protocol):
-    """Whoever started a server and sees to its end: a `ServerProcess`, or somebody on another machine."""
-
-    @property
-    def pid(self) -> int | None: ...
-    @property
-    def exit(self) -> ExitStatus | None:
-        """How the server ended, or None while it lives."""
-
-    def on_exit(self, listener: Callable[[ExitStatus], None]) -> None: ...
-    def wait_exit(self, timeout_s: float) -> ExitStatus | None: ...
-    def died(self, url: str) -> ServerDiedError: ...
-    def stop(self, deadline_s: float = 10.0) -> None: ...
-    def scheduler_seconds(self) -> float:
-        """Processor time that its schedulers have used; also stands still when it cannot be asked."""
+            listener(exit_status)

@@ -68,7 +68,7 @@ class ForkedServer:
 
 
 def fork_server(spec: dict[str, Any], initial_env: Mapping[str, str]) -> ForkedServer:
-    """Fork a server from its warden. `warden.spawned` starts a new program instead."""
+    """Fork a server from its warden. `warden.spawn_server` starts a new program instead."""
     arguments_fd, arguments_end = os.pipe()
     output_end, output_fd = os.pipe()
     pid = os.fork()

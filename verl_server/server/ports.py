@@ -1,4 +1,4 @@
-"""Free ports that stay free until the server takes them."""
+"""Reservation of free ports, and `host:port` in URLs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from verl_server.errors import BadInputError
 
 
 class PortReservation:
-    """A port held from choice to use.
+    """A port that is reserved until the server binds it.
 
-    The socket is bound but never listens. On Linux a second socket with SO_REUSEADDR may bind the same
-    port while none listens, so the server can take it, while the kernel gives it to nobody else who asks
-    for any free port. What remains is a program that insists on exactly this number: the caller retries.
+    The reservation is a bound socket that never listens. On Linux a second socket with SO_REUSEADDR may bind the same
+    port as long as no socket listens on it. So the server can bind the port, and the kernel gives the port to no
+    program that requests any free port. A program that requests this port number can still take it; callers then try
+    another.
     """
 
     def __init__(self, host: str, port: int | None = None) -> None:
@@ -30,10 +31,10 @@ class PortReservation:
         self.port: int = self._socket.getsockname()[1]
 
     def release(self) -> None:
-        """Give the port back. Safe to call twice."""
+        """Release the port. May be called more than once."""
         self._socket.close()
 
 
 def join_host_port(host: str, port: int) -> str:
-    """`host:port` as a URL wants it; IPv6 addresses in brackets."""
+    """`host:port` for a URL. IPv6 addresses are put in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,8 +1,7 @@
-"""First code of the server process: read the arguments from a pipe, become SGLang.
+"""Main module of an SGLang server process: read the server arguments from standard input, then run SGLang's server.
 
-The arguments arrive on standard input as one JSON object, so that keys never stand on a command line.
-SGLang's own subprocesses import this module again (as `__mp_main__`); hence no import at module level
-but the standard library.
+The arguments are one line of JSON on standard input, so that API keys appear on no command line. SGLang's subprocesses
+import this module again, as `__mp_main__`; therefore it imports only the standard library at module level.
 """
 
 from __future__ import annotations
@@ -16,14 +15,19 @@ import sys
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-#: Exit code of a server that was given an argument that SGLang does not know or cannot take.
+#: Exit code when SGLang does not know a server argument or refuses its value.
 EXIT_BAD_ARGUMENT = 64
+#: Libraries of GPU kernels that SGLang imports where they are installed. Nothing uses them without an accelerator, and
+#: their imports (with CUTLASS) take a tenth of the time of all imports.
+GPU_LIBRARIES = ("flashinfer",)
 
 
 def load() -> None:
-    """Import all that a server begins with. Starts no thread (`platforms/workers.py`)."""
-    if platform.machine() == "x86_64":  # numpy's BLAS threads are of no use to a server (torch has its own BLAS
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # here) and would rule out `platforms/workers.py`
+    """Import the modules that every server needs. Starts no thread, because `platforms/workers.py` forks later."""
+    if platform.machine() == "x86_64":
+        # numpy's BLAS would start threads, which a server does not need: torch has its own BLAS on this architecture.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    _skip_gpu_libraries()
 
     from sglang.srt.plugins import load_plugins
 
@@ -31,8 +35,17 @@ def load() -> None:
     import sglang.launch_server  # noqa: F401
 
 
+def _skip_gpu_libraries() -> None:
+    """Let SGLang find `GPU_LIBRARIES` not installed, where our platform for machines without an accelerator is used."""
+    from verl_server import platforms
+
+    if not os.environ.get("SGLANG_PLATFORM") and platforms.activate() is not None:
+        for name in GPU_LIBRARIES:
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+
+
 def serve(server_args: dict[str, Any]) -> None:
-    """Be a server until killed. Dies with its warden (the kernel sees to it)."""
+    """Run SGLang's server until the process is killed. `server_args` are fields of SGLang's `ServerArgs`."""
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
@@ -45,7 +58,10 @@ def serve(server_args: dict[str, Any]) -> None:
 
 
 def read_arguments() -> dict[str, Any]:
-    """From standard input, which is nobody's afterwards. From here on this process ends when its parent does."""
+    """Read the server arguments from standard input, which is then replaced by `/dev/null`.
+
+    From here on the kernel kills this process when its parent, the warden, ends.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     with open(0, "rb", closefd=False) as pipe:
         server_args: dict[str, Any] = json.loads(pipe.readline())

@@ -29,8 +29,9 @@ from pathlib import Path
 
 from verl_server.errors import DeadlineError
 from verl_server.server.engine_profile import EngineProfile
+from verl_server.server.environment import inherited_environment
 from verl_server.server.forkserver import Forkserver
-from verl_server.server.process import AbortCheck, WardenFactory, inherited_environment, spawn_warden
+from verl_server.server.process import AbortCheck, WardenFactory, spawn_warden
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +62,8 @@ class InheritedState:
     @classmethod
     def of_server(cls, environment: Mapping[str, str]) -> InheritedState:
         """The state of a server with this `environment` that would be started by the calling thread now."""
-        status = Path("/proc/thread-self/status").read_text(encoding="utf-8").splitlines()
-        files = (
-            Path(f"/proc/self/{name}").read_text(encoding="utf-8") for name in ("limits", "cgroup", "oom_score_adj")
-        )
+        status = _read_text("/proc/thread-self/status").splitlines()
+        files = (_read_text(f"/proc/self/{name}") for name in ("limits", "cgroup", "oom_score_adj"))
         return cls(
             {name: value for name, value in environment.items() if name not in LATE_VARIABLES},
             (
@@ -103,7 +102,11 @@ class SharedForkserver:
         if not _can_be_forked(environment):
             return None
         with self._lock:
-            return self._current(InheritedState.of_server(environment))
+            try:
+                return self._current(InheritedState.of_server(environment))
+            except OSError as error:
+                logger.warning("the forkserver cannot be started: %s", error)
+                return None
 
     def _current(self, state: InheritedState) -> Forkserver | None:
         forkserver = self._forkserver
@@ -200,6 +203,14 @@ def close_forkserver() -> None:
 def forkserver_pid() -> int | None:
     """Process id of this process's forkserver, or None when there is none."""
     return _shared.pid
+
+
+def _read_text(path: str) -> str:
+    """Content of a file of `/proc`; empty where the kernel does not have the file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _can_be_forked(environment: Mapping[str, str]) -> bool:

@@ -1,29 +1,35 @@
-"""The warden: a small process that stands between a trainer and its server and outlives neither.
+"""The warden: a small process between a trainer and its server. It ends the server's tree when either of them ends.
 
-    trainer --spawns--> warden --spawns--> SGLang main --spawns--> scheduler, detokenizer, ...
+    trainer --starts--> warden --starts--> server main (SGLang) --starts--> scheduler, detokenizer, ...
 
-It runs as a plain script on the standard library alone (about 10 MB, no thread), because it must still
-work when everything else is broken. Its duties:
+The warden imports the standard library only (about 15 MB of memory, one thread), because it must work when everything
+else fails. It does the following:
 
-* the trainer is gone (its pidfd fires, or the lifeline on standard input ends): end the whole tree;
-* the server's main process or one of its workers is gone (SGLang itself takes 5 s and more to notice the
-  latter): end what it left behind, tell the trainer exit code and last words;
-* it is the sub-reaper of the tree, so an orphaned scheduler becomes its own child and cannot escape;
-* it drains the server's output into a bounded log file and keeps the tail;
-* afterwards it removes the scratch folder and the shared-memory files that the tree had open.
+* When the trainer ends (its pidfd becomes readable, or the warden's standard input ends), it ends the whole tree.
+* When the server main or one of its workers ends, it ends the rest of the tree and reports the exit code and the end of
+  the log to the trainer. SGLang itself takes 5 s and more to notice that a worker has ended.
+* It is the sub-reaper of the tree: an orphaned scheduler becomes a child of the warden and cannot escape.
+* It copies the server's output into a log file of bounded size.
+* After the end it removes the scratch folder and the shared-memory files that the tree had mapped.
 
-Wire: one JSON line in (`Spec`), then commands (`stop`); JSON lines out (`started`, `exited`).
-It does not talk to the server and knows nothing of SGLang but the names of its shared-memory files.
+Protocol: standard input carries one JSON line, the specification, and then the command `stop`. Standard output carries
+JSON lines, the events `started`, `owns` (shared-memory files) and `exited`. Keys of the specification:
+
+    argv, env, scratch   command, complete environment and working folder of the server main
+    payload              text for the standard input of the server main: its server arguments as one JSON line
+    log_path, log_limit_bytes, secrets   see `BoundedLog`
+    trainer_pid          process id of the trainer
+    start_deadline       time (`time.monotonic()`) until which new shared memory is looked for often
+
+The warden sends no requests to the server. Of SGLang it knows only the names of workers and of shared-memory files.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import json
 import os
-import re
 import selectors
 import shutil
 import signal
@@ -33,182 +39,53 @@ import time
 from collections.abc import Callable
 from typing import IO, Any, Protocol
 
+from verl_server.server.log_file import BoundedLog
+from verl_server.server.process_tree import is_cleanup_helper, list_descendants, sglang_worker_name
+from verl_server.server.shared_memory_files import (
+    SHM_NAMES_WITHOUT_PID,
+    find_shared_memory,
+    read_created_names,
+    remove_shared_memory,
+    watch_shared_memory,
+)
+
+Json = dict[str, Any]
+
 PR_SET_CHILD_SUBREAPER = 36
-TAIL_BYTES = 32 * 1024
-CLEANER_GRACE_S = 1.0
-MAIN_EXIT_S = 0.3
-SHM_SURVEY_S = 2.0
-SHM_MAPPED_S = 0.1
-"""From the making of a file in shared memory until its maker has mapped it."""
-PARENT_POLL_S = 0.5
-SHM_DIR = "/dev/shm/"
-#: Names that torch, SGLang and multiprocessing give to files in shared memory; nothing else is removed.
-SHM_NAMES = re.compile(r"^(torch_|sglang|sgl_|sem\.mp-|psm_|mp-|nccl-|cuda)")
-#: Those that do not say whose they are: their makers are looked for at once.
-SHM_NAMELESS = re.compile(rb"^(sglang|sgl_|sem\.mp-|psm_|mp-)")
-IN_CREATE, IN_NONBLOCK, IN_CLOEXEC = 0x100, 0o4000, 0o2000000
+#: Seconds that helpers which remove shared memory may live after the rest of the tree.
+CLEANUP_HELPER_GRACE_S = 1.0
+#: Seconds to wait for the exit code of the server main. Its workers end with it and may be noticed first.
+MAIN_EXIT_TIMEOUT_S = 0.3
+#: Seconds between two surveys of the tree while the server starts, and afterwards.
+START_SURVEY_INTERVAL_S = 2.0
+SURVEY_INTERVAL_S = 30.0
+#: Seconds after which the creator of a file in shared memory has mapped it.
+SHM_MAPPING_DELAY_S = 0.1
+MAX_SELECT_S = 0.5
+KILL_POLL_S = 0.01
+READ_BYTES = 65536
+
+TRAINER_GONE = "trainer gone"
+STOP = "stop"
 
 
-class Log:
-    """A log file that never grows past twice `limit` bytes, and its tail in memory. Hides `secrets`."""
-
-    def __init__(self, path: str, limit: int, secrets: list[str]) -> None:
-        self._path, self._limit = path, limit
-        self._secrets = [secret.encode() for secret in secrets]
-        self._partial = b""
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - owned by this object, closed in close()
-        self._tail: collections.deque[bytes] = collections.deque()
-        self._tail_size = 0
-
-    def write(self, chunk: bytes) -> None:
-        """Take output as it comes; whole lines are written (SGLang logs its arguments, keys included)."""
-        whole, newline, self._partial = (self._partial + chunk).rpartition(b"\n")
-        if len(self._partial) > TAIL_BYTES:
-            whole, newline, self._partial = whole + newline + self._partial, b"", b""
-        self._write(whole + newline)
-
-    def _write(self, chunk: bytes) -> None:
-        for secret in self._secrets:
-            chunk = chunk.replace(secret, b"***")
-        self._tail.append(chunk)
-        self._tail_size += len(chunk)
-        while self._tail_size - len(self._tail[0]) >= TAIL_BYTES:
-            self._tail_size -= len(self._tail.popleft())
-        with contextlib.suppress(OSError):  # a full disk must not end the server
-            if self._file.tell() > self._limit:
-                self._file.close()
-                os.replace(self._path, self._path + ".1")
-                self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
-            self._file.write(chunk)
-
-    def tail(self) -> str:
-        return b"".join(self._tail)[-TAIL_BYTES:].decode("utf-8", "replace")
-
-    def close(self) -> None:
-        self._write(self._partial)
-        self._partial = b""
-        self._file.close()
-
-
-def descendants(root: int) -> list[int]:
-    """Pids of the tree below `root`, parents first. Zombies are left out, but not what is below them.
-
-    (A killed process is a zombie as soon as its first thread is gone; its children stay its own until the last one is.)
-    """
-    children: dict[int, list[int]] = {}
-    zombies: set[int] = set()
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            with open(f"/proc/{entry}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        if fields[0] == b"Z":
-            zombies.add(int(entry))
-        children.setdefault(int(fields[1]), []).append(int(entry))
-    found, queue = [], [root]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
-    return [pid for pid in found if pid not in zombies]
-
-
-def command_of(pid: int) -> bytes:
-    """The command line of a process; empty if it is gone."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
-
-
-def is_cleaner(pid: int) -> bool:
-    """Whether a process is one of the helpers that remove shared memory once its owner is gone."""
-    line = command_of(pid)
-    return b"resource_tracker" in line or b"torch_shm_manager" in line
-
-
-def worker_name(pid: int) -> str | None:
-    """`sglang::scheduler` and the like: workers without which the server is dead. None for others."""
-    name = command_of(pid).partition(b"\0")[0].decode("utf-8", "replace")
-    return name if name.startswith("sglang::") else None
-
-
-def shared_memory_of(pids: list[int]) -> set[str]:
-    """Files in shared memory that these processes have mapped.
-
-    Told by inode: glibc maps a named semaphore under a temporary name before it links the final one.
-    """
-    inodes: set[int] = set()
-    for pid in pids:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
-            inodes.update(int(line.split()[4]) for line in file if SHM_DIR in line)
-    found = set()
-    for entry in os.scandir(SHM_DIR) if os.path.isdir(SHM_DIR) else []:
-        if entry.inode() in inodes and SHM_NAMES.match(entry.name):
-            found.add(entry.name)
-    return found
-
-
-def watch_shared_memory() -> int | None:
-    """A descriptor that is readable when a file is made in shared memory (inotify); None where that cannot be had."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    fd = int(libc.inotify_init1(IN_NONBLOCK | IN_CLOEXEC))
-    if fd < 0:
-        return None
-    if libc.inotify_add_watch(fd, SHM_DIR.encode(), IN_CREATE) < 0:
-        os.close(fd)
-        return None
-    return fd
-
-
-def names_made(fd: int) -> list[bytes]:
-    """The names of the files that were made since the last call."""
-    names = []
-    with contextlib.suppress(BlockingIOError):
-        while events := os.read(fd, 65536):
-            at = 0
-            while at < len(events):
-                length = int.from_bytes(events[at + 12 : at + 16], sys.byteorder)
-                names.append(events[at + 16 : at + 16 + length].rstrip(b"\0"))
-                at += 16 + length
-    return names
-
-
-def remove_shared_memory(names: set[str], dead_pids: set[int], reader: int | None = None) -> None:
-    """Remove what the dead tree owned, unless a living process still maps it (other than its `reader`)."""
-    owned = set(names)
-    for name in os.listdir(SHM_DIR) if os.path.isdir(SHM_DIR) else []:
-        numbers = {int(number) for number in re.findall(r"\d+", name)}
-        if SHM_NAMES.match(name) and numbers & dead_pids and not name.startswith("sem."):
-            owned.add(name)
-    if owned:
-        owned -= shared_memory_of([int(pid) for pid in os.listdir("/proc") if pid.isdigit() and int(pid) != reader])
-    for name in owned:
-        with contextlib.suppress(OSError):
-            os.unlink(SHM_DIR + name)
-
-
-class Server(Protocol):
-    """The main process of a server, as `subprocess.Popen` has it."""
+class ServerMain(Protocol):
+    """The main process of a server: the part of `subprocess.Popen` that the warden uses."""
 
     @property
     def pid(self) -> int: ...
 
     @property
     def stdout(self) -> IO[bytes] | None:
-        """Its output, errors included."""
+        """Standard output and standard error of the process."""
 
     def wait(self, timeout: float | None = None) -> int: ...
 
     def poll(self) -> int | None: ...
 
 
-def spawned(spec: dict[str, Any]) -> Server:
-    """A server in a new process that begins with nothing."""
+def spawn_server(spec: Json) -> ServerMain:
+    """Start the server main as a new program."""
     server = subprocess.Popen(
         spec["argv"],
         stdin=subprocess.PIPE,
@@ -218,138 +95,162 @@ def spawned(spec: dict[str, Any]) -> Server:
         cwd=spec["scratch"],
     )
     assert server.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died already: the loop reports its exit
+    with contextlib.suppress(BrokenPipeError):  # the process has already ended; the warden's loop reports its exit
         server.stdin.write(spec["payload"].encode())
         server.stdin.close()
     return server
 
 
 class Warden:
-    """One server tree, from spawn to the last file."""
+    """One server's process tree, from the start of the server main to the removal of its last file."""
 
-    def __init__(self, spec: dict[str, Any], start: Callable[[dict[str, Any]], Server]) -> None:
+    def __init__(self, spec: Json, start_server: Callable[[Json], ServerMain]) -> None:
         self._spec = spec
-        self._log = Log(spec["log_path"], spec["log_limit"], spec["secrets"])
+        self._log = BoundedLog(spec["log_path"], spec["log_limit_bytes"], spec["secrets"])
         self._selector = selectors.DefaultSelector()
-        self._shm: set[str] = set()
-        self._pids: set[int] = set()
-        self._workers: set[int] = set()
+        self._shared_memory: set[str] = set()
+        """Names of the shared-memory files that the tree has mapped."""
+        self._tree_pids: set[int] = set()
+        """Process ids of all processes that were seen in the tree."""
+        self._watched_workers: set[int] = set()
         self._next_survey = 0.0
-        self._server = start(spec)
+        self._server = start_server(spec)
         self._emit({"event": "started", "pid": self._server.pid})
 
-    def _emit(self, event: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more: the trainer is gone
+    def _emit(self, event: Json) -> None:
+        with contextlib.suppress(OSError):  # the trainer has ended, so nobody reads the events
             os.write(1, json.dumps(event).encode() + b"\n")
 
     def run(self) -> None:
-        """Serve until the server, the trainer or a `stop` ends it; then leave nothing behind."""
-        reason = "trainer gone"
+        """Watch until the server, the trainer or the command `stop` ends the tree; then remove what is left."""
+        reason = TRAINER_GONE
         try:
             reason = self._watch()
         finally:
             self._end(reason)
 
+    # -- while the server lives -----------------------------------------------------------------------
+
     def _watch(self) -> str:
+        """Handle events until the tree has to end. Returns the reason."""
         assert self._server.stdout is not None
         os.set_blocking(self._server.stdout.fileno(), False)
-        self._selector.register(self._server.stdout, selectors.EVENT_READ, "log")
-        self._selector.register(0, selectors.EVENT_READ, "lifeline")
+        self._selector.register(self._server.stdout, selectors.EVENT_READ, self._on_output)
+        self._selector.register(0, selectors.EVENT_READ, self._on_command)
+        if (created := watch_shared_memory()) is not None:
+            self._selector.register(created, selectors.EVENT_READ, lambda: self._on_shared_memory(created))
         for pid, name in ((self._server.pid, "server"), (self._spec["trainer_pid"], "trainer")):
-            try:
-                self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, name)
-            except ProcessLookupError:
+            if not self._watch_process(pid, name):
                 return f"{name} gone"
-        if (made := watch_shared_memory()) is not None:
-            self._selector.register(made, selectors.EVENT_READ, "made")
         while True:
-            patience_s = min(PARENT_POLL_S, max(self._next_survey - time.monotonic(), 0.0))
-            for key, _ in self._selector.select(patience_s):
-                if key.data == "made":
-                    if any(SHM_NAMELESS.match(name) for name in names_made(key.fd)):
-                        self._next_survey = min(self._next_survey, time.monotonic() + SHM_MAPPED_S)
-                elif key.data == "log":
-                    if not self._pump():
-                        self._selector.unregister(self._server.stdout)
-                elif key.data == "lifeline":
-                    command = os.read(0, 4096)
-                    if not command:
-                        return "trainer gone"
-                    if b"stop" in command:
-                        return "stop"
-                else:
-                    return f"{key.data} gone"
+            timeout_s = min(MAX_SELECT_S, max(self._next_survey - time.monotonic(), 0.0))
+            for key, _ in self._selector.select(timeout_s):
+                if (reason := key.data()) is not None:
+                    return str(reason)
             self._survey()
 
-    def _pump(self) -> bool:
-        """Move one piece of output to the log; False at its end."""
+    def _watch_process(self, pid: int, name: str) -> bool:
+        """End the tree when the process ends. Returns False when it has already ended."""
+        try:
+            self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, lambda: f"{name} gone")
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _on_output(self) -> None:
+        assert self._server.stdout is not None
+        if not self._copy_output():
+            self._selector.unregister(self._server.stdout)
+
+    def _on_command(self) -> str | None:
+        """The reason for which standard input ends the tree, if it does."""
+        command = os.read(0, READ_BYTES)
+        if not command:
+            return TRAINER_GONE
+        return STOP if STOP.encode() in command else None
+
+    def _on_shared_memory(self, created: int) -> None:
+        """Look for the owner of a new file soon, when its name does not tell the owner."""
+        if any(SHM_NAMES_WITHOUT_PID.match(name) for name in read_created_names(created)):
+            self._next_survey = min(self._next_survey, time.monotonic() + SHM_MAPPING_DELAY_S)
+
+    def _copy_output(self) -> bool:
+        """Copy a part of the server's output to the log. Returns False when there is none."""
         assert self._server.stdout is not None
         try:
-            chunk = os.read(self._server.stdout.fileno(), 65536)
+            chunk = os.read(self._server.stdout.fileno(), READ_BYTES)
         except BlockingIOError:
             return False
         self._log.write(chunk)
         return bool(chunk)
 
     def _survey(self) -> None:
-        """Note the tree's shared memory while it lives; often at first, rarely later."""
+        """Record the tree's processes, watch new workers, and report new shared-memory files to the trainer.
+
+        The trainer removes these files if the warden itself is killed.
+        """
         now = time.monotonic()
         if now < self._next_survey:
             return
-        pids = descendants(os.getpid())
-        self._pids.update(pids)
-        if found := shared_memory_of(pids) - self._shm:
-            self._shm |= found
-            self._emit({"event": "owns", "shared_memory": sorted(found)})  # for the trainer, should this process die
-        for pid in set(pids) - self._workers:
-            if (name := worker_name(pid)) is not None:
-                self._workers.add(pid)
-                with contextlib.suppress(ProcessLookupError):
-                    self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, name)
-        self._next_survey = now + (SHM_SURVEY_S if now < self._spec["deadline"] else 15 * SHM_SURVEY_S)
+        pids = list_descendants(os.getpid())
+        self._tree_pids.update(pids)
+        if new_files := find_shared_memory(pids) - self._shared_memory:
+            self._shared_memory |= new_files
+            self._emit({"event": "owns", "shared_memory": sorted(new_files)})
+        for pid in set(pids) - self._watched_workers:
+            if (name := sglang_worker_name(pid)) is not None:
+                self._watched_workers.add(pid)
+                self._watch_process(pid, name)
+        is_starting = now < self._spec["start_deadline"]
+        self._next_survey = now + (START_SURVEY_INTERVAL_S if is_starting else SURVEY_INTERVAL_S)
+
+    # -- the end of the tree --------------------------------------------------------------------------
 
     def _end(self, reason: str) -> None:
-        """End the tree and clean up; each step is done whatever happens to the others."""
-        code = self._exit_code(reason)
-        with contextlib.ExitStack() as steps:  # last in, first out
+        """End the tree and remove its files. Every step runs, whether or not the steps before it fail."""
+        exit_code = self._exit_code(reason)
+        with contextlib.ExitStack() as steps:  # the steps run in reverse order
             steps.callback(self._log.close)
             steps.callback(shutil.rmtree, self._spec["scratch"], ignore_errors=True)
-            steps.callback(lambda: remove_shared_memory(self._shm, self._pids))
+            steps.callback(lambda: remove_shared_memory(self._shared_memory, self._tree_pids))
             steps.callback(self._kill_tree)
-            steps.callback(lambda: self._emit(self._exit_event(reason, code)))  # callers wait: before the cleaning
-            steps.callback(self._drain)
+            steps.callback(lambda: self._emit_exit(reason, exit_code))  # before the removal: callers wait for it
+            steps.callback(self._drain_output)
             self._next_survey = 0.0
             self._survey()
-            self._kill(CLEANER_GRACE_S)
+            self._kill_once(spare_helpers=True)
 
     def _exit_code(self, reason: str) -> int | None:
-        """The main process's exit code, if it ended by itself (a worker's end often comes with its own)."""
-        if reason in ("stop", "trainer gone"):
+        """Exit code of the server main if it ended by itself.
+
+        When a worker ends, the server main often ends with it.
+        """
+        if reason in (STOP, TRAINER_GONE):
             return None
-        try:  # its workers die with it and may be noticed first
-            return self._server.wait(MAIN_EXIT_S)
+        try:
+            return self._server.wait(MAIN_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return None
 
-    def _exit_event(self, reason: str, code: int | None) -> dict[str, Any]:
-        return {"event": "exited", "reason": reason, "code": code, "tail": self._log.tail()}
+    def _emit_exit(self, reason: str, exit_code: int | None) -> None:
+        self._emit({"event": "exited", "reason": reason, "code": exit_code, "tail": self._log.tail()})
 
-    def _drain(self) -> None:
-        while self._pump():
+    def _drain_output(self) -> None:
+        while self._copy_output():
             pass
 
     def _kill_tree(self) -> None:
-        """SIGKILL everything below, then give the cleaners a moment, then SIGKILL them too."""
-        started = time.monotonic()
-        while self._kill(CLEANER_GRACE_S - (time.monotonic() - started)):
-            time.sleep(0.01)
+        """Kill the tree with SIGKILL. Helpers that remove shared memory are killed after a grace period."""
+        grace_end = time.monotonic() + CLEANUP_HELPER_GRACE_S
+        while self._kill_once(spare_helpers=time.monotonic() < grace_end):
+            time.sleep(KILL_POLL_S)
 
-    def _kill(self, patience_s: float) -> bool:
-        """One sweep; while there is patience, the cleaners are spared. False when nobody is left."""
-        pids = descendants(os.getpid())
-        self._pids.update(pids)
+    def _kill_once(self, spare_helpers: bool) -> bool:
+        """Send SIGKILL to every process of the tree. Returns False when no process was left."""
+        pids = list_descendants(os.getpid())
+        self._tree_pids.update(pids)
         for pid in pids:
-            if patience_s <= 0 or not is_cleaner(pid):
+            if not (spare_helpers and is_cleanup_helper(pid)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self._reap()
@@ -362,22 +263,18 @@ class Warden:
                 pass
 
 
-def main(start: Callable[[dict[str, Any]], Server] = spawned) -> None:
-    """Until the tree has ended; `start` starts its first process."""
+def main(start_server: Callable[[Json], ServerMain] = spawn_server) -> None:
+    """Read the specification, start the server with `start_server`, and return when the tree has ended."""
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the trainer decides, not its terminal
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`, so the tree goes too
+        signal.signal(number, signal.SIG_IGN)  # these come from a terminal; the trainer decides
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally` in `run`, so that the tree ends too
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "cannot become the sub-reaper of the server's tree")
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
     line = b""
     while not line.endswith(b"\n"):
-        chunk = os.read(0, 65536)
+        chunk = os.read(0, READ_BYTES)
         if not chunk:
-            return  # the trainer died before it said what to start
+            return  # the trainer ended before it sent the specification
         line += chunk
-    Warden(json.loads(line), start).run()
-
-
-if __name__ == "__main__":
-    main()
+    Warden(json.loads(line), start_server).run()

@@ -1,4 +1,4 @@
-"""What the server at the other end can do, found by asking its routes, not by its version string."""
+"""Abilities of a running SGLang server, found by requests to its routes instead of by its version string."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_server.adapter import sglang as api
+from verl_server.adapter.sglang.endpoints import BEGIN_UPDATE, LOADS, WEIGHTS_CHECKER, Endpoint
 from verl_server.errors import UnsupportedError, VerlServerError
 
 if TYPE_CHECKING:
     from verl_server.adapter.http_client import HttpClient
 
-#: Versions whose behaviour is tested; others may work, `verl-server doctor` warns.
+#: Versions that our tests have run with. `verl-server doctor` warns about other versions, which may work too.
 TESTED_VERSIONS = ("0.5.15", "0.5.23")
 
 
@@ -21,25 +21,26 @@ class Capabilities:
     """Abilities that differ between SGLang 0.5.15 and 0.5.23."""
 
     update_sessions: bool
-    """`/begin_weight_update` and `/end_weight_update` exist, so updates must stand between them."""
+    """`/begin_weight_update` and `/end_weight_update` exist. Weight updates must then be sent between the two."""
     loads: bool
     """`/v1/loads` exists."""
     weights_checker: bool
+    """`/weights_checker` exists."""
 
 
-async def probe(http: HttpClient) -> Capabilities:
-    """Ask each route with OPTIONS, which has no effect: 405 where the route exists, 404 where not.
+async def probe_capabilities(http: HttpClient) -> Capabilities:
+    """Request each route with OPTIONS, which changes nothing: an existing route answers 405, a missing route 404.
 
-    (Starlette's router answers so; SGLang lets OPTIONS through without a key.)
+    Starlette's router answers in this way, and SGLang accepts OPTIONS requests without a key.
     """
-    routes = (api.BEGIN_UPDATE, api.LOADS, api.WEIGHTS_CHECKER)
-    sessions, loads, checker = await asyncio.gather(*(_exists(http, route) for route in routes))
-    return Capabilities(update_sessions=sessions, loads=loads, weights_checker=checker)
+    routes = (BEGIN_UPDATE, LOADS, WEIGHTS_CHECKER)
+    update_sessions, loads, weights_checker = await asyncio.gather(*(_route_exists(http, route) for route in routes))
+    return Capabilities(update_sessions=update_sessions, loads=loads, weights_checker=weights_checker)
 
 
-async def _exists(http: HttpClient, endpoint: api.Endpoint) -> bool:
+async def _route_exists(http: HttpClient, endpoint: Endpoint) -> bool:
     try:
-        await http.call(api.Endpoint(endpoint.path, method="OPTIONS", repeatable=True))
+        await http.call(Endpoint(endpoint.path, method="OPTIONS", repeatable=True))
     except UnsupportedError:
         return False
     except VerlServerError as error:

@@ -1,4 +1,4 @@
-"""SGLang's routes: which key opens them, how long they may take, whether sending twice does harm."""
+"""SGLang's HTTP routes: the key that a route needs, its class of deadline, and whether a request may be repeated."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass
 
 
-class Kind(enum.Enum):
-    """Classes of operation; each has its deadline in `Timeouts`."""
+class OperationKind(enum.Enum):
+    """Classes of operations. Each class has its own deadline in `Timeouts`."""
 
     CONTROL = "control"
     WEIGHTS = "weights"
@@ -16,33 +16,36 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One route. `admin`: opened by the admin key. `repeatable`: sending it twice does no harm."""
+    """One HTTP route of the server."""
 
     path: str
-    kind: Kind = Kind.CONTROL
+    kind: OperationKind = OperationKind.CONTROL
     method: str = "POST"
-    admin: bool = False
+    needs_admin_key: bool = False
     repeatable: bool = False
+    """Whether the request can be sent a second time without harm, for example after a broken connection."""
 
 
-GENERATE = Endpoint("/generate", Kind.GENERATION)
-ABORT = Endpoint("/abort_request", admin=True, repeatable=True)
-PAUSE = Endpoint("/pause_generation", admin=True, repeatable=True)
-CONTINUE = Endpoint("/continue_generation", admin=True, repeatable=True)
-FLUSH = Endpoint("/flush_cache", admin=True, repeatable=True)
-BEGIN_UPDATE = Endpoint("/begin_weight_update", Kind.WEIGHTS, admin=True)
-END_UPDATE = Endpoint("/end_weight_update", Kind.WEIGHTS, admin=True)
-UPDATE_FROM_TENSOR = Endpoint("/update_weights_from_tensor", Kind.WEIGHTS, admin=True)
-UPDATE_FROM_DISTRIBUTED = Endpoint("/update_weights_from_distributed", Kind.WEIGHTS, admin=True)
-UPDATE_FROM_DISK = Endpoint("/update_weights_from_disk", Kind.WEIGHTS, admin=True)
-INIT_UPDATE_GROUP = Endpoint("/init_weights_update_group", Kind.WEIGHTS, admin=True)
-DESTROY_UPDATE_GROUP = Endpoint("/destroy_weights_update_group", Kind.WEIGHTS, admin=True)
-WEIGHT_VERSION = Endpoint("/update_weight_version", admin=True, repeatable=True)
-LOAD_LORA = Endpoint("/load_lora_adapter_from_tensors", Kind.WEIGHTS, admin=True)
-UNLOAD_LORA = Endpoint("/unload_lora_adapter", Kind.WEIGHTS, admin=True)
-WEIGHTS_CHECKER = Endpoint("/weights_checker", Kind.WEIGHTS, admin=True)
-RELEASE_MEMORY = Endpoint("/release_memory_occupation", admin=True)
-RESUME_MEMORY = Endpoint("/resume_memory_occupation", admin=True)
+_WEIGHTS = OperationKind.WEIGHTS
+
+GENERATE = Endpoint("/generate", OperationKind.GENERATION)
+ABORT = Endpoint("/abort_request", needs_admin_key=True, repeatable=True)
+PAUSE = Endpoint("/pause_generation", needs_admin_key=True, repeatable=True)
+CONTINUE = Endpoint("/continue_generation", needs_admin_key=True, repeatable=True)
+FLUSH = Endpoint("/flush_cache", needs_admin_key=True, repeatable=True)
+BEGIN_UPDATE = Endpoint("/begin_weight_update", _WEIGHTS, needs_admin_key=True)
+END_UPDATE = Endpoint("/end_weight_update", _WEIGHTS, needs_admin_key=True)
+UPDATE_FROM_TENSOR = Endpoint("/update_weights_from_tensor", _WEIGHTS, needs_admin_key=True)
+UPDATE_FROM_DISTRIBUTED = Endpoint("/update_weights_from_distributed", _WEIGHTS, needs_admin_key=True)
+UPDATE_FROM_DISK = Endpoint("/update_weights_from_disk", _WEIGHTS, needs_admin_key=True)
+INIT_UPDATE_GROUP = Endpoint("/init_weights_update_group", _WEIGHTS, needs_admin_key=True)
+DESTROY_UPDATE_GROUP = Endpoint("/destroy_weights_update_group", _WEIGHTS, needs_admin_key=True)
+WEIGHT_VERSION = Endpoint("/update_weight_version", needs_admin_key=True, repeatable=True)
+LOAD_LORA = Endpoint("/load_lora_adapter_from_tensors", _WEIGHTS, needs_admin_key=True)
+UNLOAD_LORA = Endpoint("/unload_lora_adapter", _WEIGHTS, needs_admin_key=True)
+WEIGHTS_CHECKER = Endpoint("/weights_checker", _WEIGHTS, needs_admin_key=True)
+RELEASE_MEMORY = Endpoint("/release_memory_occupation", needs_admin_key=True)
+RESUME_MEMORY = Endpoint("/resume_memory_occupation", needs_admin_key=True)
 MODEL_INFO = Endpoint("/model_info", method="GET", repeatable=True)
 SERVER_INFO = Endpoint("/server_info", method="GET", repeatable=True)
 LOADS = Endpoint("/v1/loads", method="GET", repeatable=True)

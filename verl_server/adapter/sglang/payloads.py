@@ -1,89 +1,106 @@
-"""The bodies of control and weight requests. What would end the server is refused here, before it is sent."""
+"""Bodies of control and weight requests. Values that would end the server are refused here, before they are sent."""
 
 from __future__ import annotations
 
 import base64
+import pickle
 import pickletools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
 
 from verl_server.adapter.sglang.requests import require
 from verl_server.config import MemoryTag, PauseMode
 from verl_server.errors import BadInputError
 
+if TYPE_CHECKING:
+    import torch
+
 Json = dict[str, Any]
+
+CHECKER_ACTIONS = ("checksum", "snapshot", "compare", "reset_tensors")
 
 
 def abort_payload(rid: str | None, abort_all: bool) -> Json:
-    """SGLang aborts by *prefix* of the rid; an empty rid would abort everything."""
+    """SGLang aborts every request whose id starts with `rid`. An empty `rid` would abort all requests."""
     require(abort_all or bool(rid), "abort_request needs a non-empty rid, or abort_all=True")
     return {"rid": rid or "", "abort_all": abort_all}
 
 
 def pause_payload(mode: str) -> Json:
-    known = [each.value for each in PauseMode if each is not PauseMode.WAIT]
+    modes = [each.value for each in PauseMode if each is not PauseMode.WAIT]
     if mode == PauseMode.WAIT:
-        raise BadInputError(f"one server cannot wait for its requests, as new ones come: take one of {known}")
-    require(mode in known, f"pause mode must be one of {known}, got {mode!r}")
+        raise BadInputError(
+            f"one server cannot wait for its requests, because new requests keep arriving: use one of {modes}"
+        )
+    require(mode in modes, f"pause mode must be one of {modes}, got {mode!r}")
     return {"mode": str(mode)}
 
 
-def memory_tags(tags: Sequence[str] | None) -> list[str]:
-    """The tags as SGLang spells them; None means all."""
+def validate_memory_tags(tags: Sequence[str] | None) -> list[str]:
+    """Memory tags as SGLang spells them. None means all tags. Raises BadInputError."""
     if tags is None:
         return [tag.value for tag in MemoryTag]
     require(not isinstance(tags, str), f"tags must be a list of strings, got the string {tags!r}")
     try:
-        found = [MemoryTag(tag).value for tag in tags]
+        values = [MemoryTag(tag).value for tag in tags]
     except ValueError:
         raise BadInputError(f"memory tags are {[t.value for t in MemoryTag]}, got {list(tags)!r}") from None
-    require(len(found) > 0, "tags is empty; leave it out to mean all")
-    require(len(set(found)) == len(found), f"a tag is named twice: {found}")
-    return found
+    require(len(values) > 0, "tags is empty; leave it out to mean all")
+    require(len(set(values)) == len(values), f"a tag is named twice: {values}")
+    return values
 
 
 def check_tensor_payloads(
-    serialized: Any, tp_size: int | None, load_format: str | None, loaders: Sequence[str]
+    serialized_named_tensors: Any, tp_size: int, load_format: str | None, weight_loaders: Sequence[str]
 ) -> None:
-    """Refuse what ends the server: too few payloads, undecodable ones, load formats that it does not know."""
+    """Refuse payloads that would end the server: a wrong number of payloads, undecodable data, unknown load formats.
+
+    `weight_loaders` are the server's custom weight loaders, which are load formats as well.
+    """
     require(
-        isinstance(serialized, (list, tuple)) and all(isinstance(item, str) for item in serialized),
+        isinstance(serialized_named_tensors, (list, tuple))
+        and all(isinstance(item, str) for item in serialized_named_tensors),
         "serialized_named_tensors must be a list of base64 strings, one per TP rank",
     )
     require(
-        tp_size is None or len(serialized) == tp_size,
-        f"{len(serialized)} payloads for {tp_size} TP ranks; SGLang needs one for each",
+        len(serialized_named_tensors) == tp_size,
+        f"{len(serialized_named_tensors)} payloads for {tp_size} TP ranks; SGLang needs one payload for each TP rank",
     )
-    known = (None, "flattened_bucket", *loaders)
-    require(load_format in known, f"load_format {load_format!r} would end this server; it takes {known}")
-    for rank, item in enumerate(serialized):
+    formats = (None, "flattened_bucket", *weight_loaders)
+    require(
+        load_format in formats, f"load_format {load_format!r} would end this server; it accepts one of {list(formats)}"
+    )
+    for rank, item in enumerate(serialized_named_tensors):
         try:
             for _ in pickletools.genops(base64.b64decode(item, validate=True)):
                 pass
         except ValueError as error:
-            raise BadInputError(f"payload {rank} is no base64 of a pickle of tensors: {error}") from error
+            raise BadInputError(f"payload {rank} is not the base64 text of a pickle of tensors: {error}") from error
 
 
 def update_from_tensor_payload(
-    serialized: Sequence[str], *, load_format: str | None, flush_cache: bool, weight_version: str | None
+    serialized_named_tensors: Sequence[str], *, load_format: str | None, flush_cache: bool, weight_version: int | None
 ) -> Json:
-    """`serialized` holds one base64 payload per TP rank."""
-    return _update({"serialized_named_tensors": list(serialized)}, load_format, flush_cache, weight_version)
+    """`serialized_named_tensors` holds one base64 payload per TP rank."""
+    body = {"serialized_named_tensors": list(serialized_named_tensors)}
+    return _update_payload(body, load_format, flush_cache, weight_version)
 
 
 def update_from_distributed_payload(
     names: Sequence[str],
-    dtypes: Sequence[str],
+    dtypes: Sequence[Any],
     shapes: Sequence[Sequence[int]],
     *,
     group_name: str,
     load_format: str | None,
     flush_cache: bool,
-    weight_version: str | None,
+    weight_version: int | None,
 ) -> Json:
     require(
         len(names) == len(dtypes) == len(shapes) > 0,
-        f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes must be equally many, and not none",
+        f"names, dtypes and shapes must be equally many, and not none: got {len(names)} names, {len(dtypes)} dtypes "
+        f"and {len(shapes)} shapes",
     )
     body = {
         "names": list(names),
@@ -91,17 +108,18 @@ def update_from_distributed_payload(
         "shapes": [list(shape) for shape in shapes],
         "group_name": group_name,
     }
-    return _update(body, load_format, flush_cache, weight_version)
+    return _update_payload(body, load_format, flush_cache, weight_version)
 
 
 def update_from_disk_payload(
-    model_path: str, *, load_format: str | None, flush_cache: bool, weight_version: str | None
+    model_path: str, *, load_format: str | None, flush_cache: bool, weight_version: int | None
 ) -> Json:
     require(isinstance(model_path, str) and model_path != "", f"model_path must be a path, got {model_path!r}")
-    return _update({"model_path": model_path}, load_format, flush_cache, weight_version)
+    return _update_payload({"model_path": model_path}, load_format, flush_cache, weight_version)
 
 
-def _update(body: Json, load_format: str | None, flush_cache: bool, weight_version: str | None) -> Json:
+def _update_payload(body: Json, load_format: str | None, flush_cache: bool, weight_version: int | None) -> Json:
+    """Add the fields that all weight updates share. SGLang labels weights with strings."""
     body["flush_cache"] = flush_cache
     if load_format is not None:
         body["load_format"] = load_format
@@ -111,6 +129,25 @@ def _update(body: Json, load_format: str | None, flush_cache: bool, weight_versi
 
 
 def checker_payload(action: str) -> Json:
-    actions = ("checksum", "snapshot", "compare", "reset_tensors")
-    require(action in actions, f"weights_checker knows the actions {actions}, got {action!r}")
+    require(action in CHECKER_ACTIONS, f"weights_checker knows the actions {CHECKER_ACTIONS}, got {action!r}")
     return {"action": action}
+
+
+def load_lora_payload(
+    lora_name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], tp_size: int
+) -> Json:
+    """The whole LoRA adapter for each TP rank, with SHA-256 sums that every TP rank compares."""
+    cpu_tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    serialized = base64.b64encode(pickle.dumps(cpu_tensors)).decode()
+    return {
+        "lora_name": lora_name,
+        "config_dict": dict(config),
+        "serialized_named_tensors": [serialized] * tp_size,
+        "expected_checksums": {name: _sha256(tensor) for name, tensor in cpu_tensors.items()},
+    }
+
+
+def _sha256(tensor: torch.Tensor) -> str:
+    import torch
+
+    return sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -1,10 +1,10 @@
-"""SGLang's replies: results, errors and what a server says of itself."""
+"""SGLang's replies: errors, weight versions, and what a server reports about itself."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from verl_server.adapter.sglang.requests import Limits
+from verl_server.adapter.sglang.requests import PromptLimits
 from verl_server.errors import (
     BadInputError,
     NotReadyError,
@@ -13,63 +13,84 @@ from verl_server.errors import (
     UnsupportedError,
     VerlServerError,
 )
+from verl_server.types import parse_weight_version
 
 Json = dict[str, Any]
 
+MAX_MESSAGE_CHARACTERS = 2000
 
-def words_of(body: Any) -> str:
-    """The server's own words from an error body, whatever its shape."""
+
+def error_message(body: Any) -> str:
+    """The server's message in the body of an error reply. SGLang's routes use several JSON shapes and plain text."""
     if isinstance(body, dict):
         inner = body.get("error", body)
         if isinstance(inner, dict):
             return str(inner.get("message") or inner.get("detail") or inner)
         return str(inner)
-    return str(body).strip() or "(no words)"
+    return str(body).strip() or "(no message)"
 
 
-def error_of(status: int, url: str, body: Any) -> VerlServerError:
-    """The typed error for a reply that is not a success."""
-    words = words_of(body)[:2000]
-    details: Json = {"status": status, "url": url, "body": words}
+def error_from_reply(status: int, url: str, body: Any) -> VerlServerError:
+    """The typed error for a reply whose HTTP status is not a success."""
+    message = error_message(body)[:MAX_MESSAGE_CHARACTERS]
+    details: Json = {"status": status, "url": url, "body": message}
     if isinstance(body, dict) and body.get("success") is False:
-        return ServerError(f"{url} reports failure: {words}", **details)
+        return ServerError(f"{url} reports failure: {message}", **details)
     if status in (400, 413, 422):
-        return BadInputError(f"{url} refused the request ({status}): {words}", **details)
+        return BadInputError(f"{url} refused the request ({status}): {message}", **details)
     if status == 404:
         return UnsupportedError(f"{url} does not exist in this version of the server", **details)
     if status == 409:
-        return ServerBusyError(f"{url} refused for now ({status}): {words}", **details)
+        return ServerBusyError(f"{url} refused for now ({status}): {message}", **details)
     if status == 503:
-        return NotReadyError(f"{url} is not ready (503): {words}", **details)
-    return ServerError(f"{url} failed ({status}): {words}", **details)
+        return NotReadyError(f"{url} is not ready (503): {message}", **details)
+    return ServerError(f"{url} failed ({status}): {message}", **details)
 
 
 def require_success(reply: Any, url: str) -> Json:
-    """Replies that carry `success: false` with status 200 are failures, too."""
+    """Return the reply, or raise ServerError when it carries `success: false`, which SGLang sends with status 200."""
     if isinstance(reply, dict) and reply.get("success") is False:
-        raise ServerError(f"{url} reports failure: {words_of(reply)}", url=url, body=words_of(reply))
+        message = error_message(reply)
+        raise ServerError(f"{url} reports failure: {message}", url=url, body=message)
     return reply if isinstance(reply, dict) else {"message": reply}
 
 
-def limits_of(server_info: Json, model_config: Json) -> Limits:
-    """Longest prompt from `/server_info`, vocabulary from the model's `config.json`."""
+def convert_weight_versions(reply: Any) -> Any:
+    """Replace SGLang's string labels by ints, in place, in a reply of `/generate`: a dict or a list of dicts.
+
+    `meta_info["weight_version"]` is the version that made the last token. `meta_info["weight_versions"]` is a list of
+    `{"version", "start", "end"}` over the output tokens; SGLang sends it with the last event of a stream only.
+    """
+    for item in reply if isinstance(reply, list) else (reply,):
+        meta_info = item.get("meta_info")
+        if meta_info is None:
+            continue
+        if "weight_version" in meta_info:
+            meta_info["weight_version"] = parse_weight_version(meta_info["weight_version"])
+        for span in meta_info.get("weight_versions") or ():
+            span["version"] = parse_weight_version(span["version"])
+    return reply
+
+
+def prompt_limits(server_info: Json, model_config: Json) -> PromptLimits:
+    """The longest prompt, from `/server_info`, and the vocabulary size, from the model's `config.json`."""
     states = server_info.get("internal_states") or [{}]
     text_config = model_config.get("text_config") or model_config
-    return Limits(
+    return PromptLimits(
         vocab_size=text_config.get("vocab_size"),
-        max_prompt=server_info.get("max_req_input_len") or states[0].get("max_req_input_len"),
+        max_prompt_tokens=server_info.get("max_req_input_len") or states[0].get("max_req_input_len"),
     )
 
 
-def requests_in(loads: Json) -> int:
-    """Running and waiting requests over all DP ranks of `/v1/loads`."""
+def count_requests(loads: Json) -> int:
+    """Number of running and waiting requests in a reply of `/v1/loads`, summed over all DP ranks."""
     return sum(
         int(load.get("num_running_reqs", 0)) + int(load.get("num_waiting_reqs", 0)) for load in loads.get("loads", [])
     )
 
 
-def without_keys(server_info: Json) -> Json:
-    """`/server_info` names the server's own keys; they stay out of what callers print."""
-    states = [without_keys(state) for state in server_info.get("internal_states") or [] if isinstance(state, dict)]
+def remove_keys(server_info: Json) -> Json:
+    """A reply of `/server_info` without the server's API keys, so that callers can print it."""
+    states = [remove_keys(state) for state in server_info.get("internal_states") or [] if isinstance(state, dict)]
     kept = {name: value for name, value in server_info.items() if name not in ("api_key", "admin_api_key")}
     return {**kept, "internal_states": states} if "internal_states" in kept else kept

@@ -1,0 +1,79 @@
+"""The HTTP client of one server, with the facts about the server that the adapter keeps between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl_server.adapter.http_client import HttpClient
+from verl_server.adapter.model_files import read_model_config
+from verl_server.adapter.sglang import endpoints
+from verl_server.adapter.sglang.capabilities import Capabilities, probe_capabilities
+from verl_server.adapter.sglang.endpoints import Endpoint
+from verl_server.adapter.sglang.replies import prompt_limits, remove_keys, require_success
+from verl_server.adapter.sglang.requests import PromptLimits
+from verl_server.errors import NotReadyError
+
+Json = dict[str, Any]
+
+
+class ServerConnection:
+    """The HTTP client of one server and the server's state as this adapter knows it.
+
+    The modules `generation`, `memory_occupation` and `weight_updates` share one connection object.
+    """
+
+    def __init__(self, http: HttpClient, server_args: Mapping[str, Any]) -> None:
+        self.http = http
+        self.base_url = http.base_url
+        self.server_args = server_args
+        """Arguments that the server was started with. Empty for an attached server until they are needed."""
+        self.paused = False
+        """Whether this adapter has paused generation."""
+        self.released_memory: frozenset[str] = frozenset()
+        """Memory tags that this adapter has released."""
+        self.requests_in_flight = 0
+        """Number of generation calls of this adapter that have not returned."""
+        self._limits: PromptLimits | None = None
+        self._capabilities: Capabilities | None = None
+
+    async def call(self, endpoint: Endpoint, body: Json | None = None) -> Any:
+        """Send one request and return the decoded reply."""
+        return await self.http.call(endpoint, body)
+
+    async def call_weights(self, endpoint: Endpoint, body: Json) -> Json:
+        """Send one request of a weight update. Raises ServerError when the reply carries `success: false`."""
+        return require_success(await self.http.call(endpoint, body), self.base_url + endpoint.path)
+
+    async def is_ok(self, endpoint: Endpoint) -> bool:
+        """Whether `endpoint` answers with success. False when it answers 503."""
+        try:
+            await self.http.call(endpoint)
+        except NotReadyError:
+            return False
+        return True
+
+    async def get_server_info(self) -> Json:
+        return remove_keys(await self.http.call(endpoints.SERVER_INFO))
+
+    async def get_server_args(self) -> Mapping[str, Any]:
+        """The server's arguments. For an attached server they are requested once."""
+        if not self.server_args:
+            self.server_args = await self.get_server_info()
+        return self.server_args
+
+    async def get_tp_size(self) -> int:
+        return int((await self.get_server_args()).get("tp_size") or 1)
+
+    async def get_limits(self) -> PromptLimits:
+        """Limits of the prompts that this server accepts. They are requested once."""
+        if self._limits is None:
+            server_info = await self.get_server_info()
+            self._limits = prompt_limits(server_info, read_model_config(str(server_info.get("model_path"))))
+        return self._limits
+
+    async def get_capabilities(self) -> Capabilities:
+        """Abilities of this version of SGLang. They are probed once."""
+        if self._capabilities is None:
+            self._capabilities = await probe_capabilities(self.http)
+        return self._capabilities

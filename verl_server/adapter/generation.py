@@ -1,0 +1,141 @@
+"""Requests that generate, abort, pause and flush. They are methods of `AsyncHttpServerEngineAdapter`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl_server.adapter.connection import ServerConnection
+from verl_server.adapter.sglang import endpoints
+from verl_server.adapter.sglang.payloads import abort_payload, pause_payload
+from verl_server.adapter.sglang.replies import convert_weight_versions
+from verl_server.adapter.sglang.requests import generate_payload
+from verl_server.config import PauseMode
+from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
+
+if TYPE_CHECKING:
+    from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+
+Json = dict[str, Any]
+
+
+async def generate(
+    adapter: AsyncHttpServerEngineAdapter,
+    /,
+    prompt: str | list[str] | None = None,
+    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    input_ids: list[int] | list[list[int]] | None = None,
+    image_data: Any = None,
+    return_logprob: bool | list[bool] | None = None,
+    logprob_start_len: int | list[int] | None = None,
+    top_logprobs_num: int | list[int] | None = None,
+    token_ids_logprob: Any = None,
+    lora_path: str | list[str | None] | None = None,
+    custom_logit_processor: str | list[str] | None = None,
+    rid: str | list[str] | None = None,
+    **fields: Any,
+) -> Any:
+    """Generate for one prompt, which returns a dict, or for a list of prompts, which returns a list of dicts.
+
+    Give either `prompt` (text) or `input_ids` (token ids). The reply is SGLang's: `output_ids` and `meta_info`, with
+    `output_token_logprobs` as `[logprob, token id, text]`, `finish_reason`, and `weight_version` as an int. Other
+    keyword arguments are fields of SGLang's `GenerateReqInput`.
+
+    Raises BadInputError for invalid input before it is sent, and NotReadyError while memory is released.
+    """
+    named_fields = {
+        "image_data": image_data,
+        "return_logprob": return_logprob,
+        "logprob_start_len": logprob_start_len,
+        "top_logprobs_num": top_logprobs_num,
+        "token_ids_logprob": token_ids_logprob,
+        "lora_path": lora_path,
+        "custom_logit_processor": custom_logit_processor,
+    }
+    connection = adapter.connection
+    _require_memory(connection)
+    body = generate_payload(
+        await connection.get_limits(),
+        prompt=prompt,
+        sampling_params=sampling_params,
+        input_ids=input_ids,
+        rid=rid,
+        stream=False,
+        fields={**named_fields, **fields},
+    )
+    connection.requests_in_flight += 1
+    try:
+        return convert_weight_versions(await connection.call(endpoints.GENERATE, body))
+    finally:
+        connection.requests_in_flight -= 1
+
+
+async def generate_stream(
+    adapter: AsyncHttpServerEngineAdapter,
+    /,
+    prompt: str | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
+    input_ids: list[int] | None = None,
+    rid: str | None = None,
+    **fields: Any,
+) -> AsyncGenerator[Json, None]:
+    """Generate for one prompt and yield replies, each with all tokens so far.
+
+    Other keyword arguments are those of `generate`. Closing the iterator, for example by leaving the `async for`,
+    aborts the request on the server. Raises the errors of `generate`.
+    """
+    connection = adapter.connection
+    _require_memory(connection)
+    body = generate_payload(
+        await connection.get_limits(),
+        prompt=prompt,
+        sampling_params=sampling_params,
+        input_ids=input_ids,
+        rid=rid,
+        stream=True,
+        fields=fields,
+    )
+    connection.requests_in_flight += 1
+    try:
+        async for event in connection.http.stream(endpoints.GENERATE, body):
+            yield convert_weight_versions(event)
+    finally:
+        connection.requests_in_flight -= 1
+
+
+def _require_memory(connection: ServerConnection) -> None:
+    if connection.released_memory:
+        raise NotReadyError(
+            f"the server at {connection.base_url} has released {sorted(connection.released_memory)}: "
+            "call resume_memory_occupation first",
+            url=connection.base_url,
+        )
+
+
+async def abort_request(adapter: AsyncHttpServerEngineAdapter, rid: str | None = None, abort_all: bool = False) -> None:
+    """Abort the requests whose id starts with `rid` (SGLang matches prefixes), or all requests."""
+    await adapter.connection.call(endpoints.ABORT, abort_payload(rid, abort_all))
+
+
+async def pause_generation(adapter: AsyncHttpServerEngineAdapter, mode: str = PauseMode.ABORT) -> None:
+    """Pause generation. New requests wait in the server; `PauseMode` says what happens to running requests."""
+    await adapter.connection.call(endpoints.PAUSE, pause_payload(mode))
+    adapter.connection.paused = True
+
+
+async def continue_generation(adapter: AsyncHttpServerEngineAdapter) -> None:
+    """Continue after `pause_generation`. Raises NotReadyError while memory is released."""
+    _require_memory(adapter.connection)
+    await adapter.connection.call(endpoints.CONTINUE, {})
+    adapter.connection.paused = False
+
+
+async def flush_cache(adapter: AsyncHttpServerEngineAdapter) -> None:
+    """Drop the prefix cache. Raises ServerBusyError while requests run that are not paused."""
+    try:
+        await adapter.connection.call(endpoints.FLUSH, {})
+    except BadInputError as error:  # SGLang answers 400 when requests are running
+        raise ServerBusyError(
+            f"the cache of {adapter.base_url} was not flushed because requests are running: {error.message}",
+            url=adapter.base_url,
+        ) from error

@@ -1,0 +1,50 @@
+"""Requests that ask a server about itself. They are methods of `AsyncHttpServerEngineAdapter`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from verl_server.adapter.sglang import endpoints
+from verl_server.adapter.sglang.capabilities import Capabilities
+from verl_server.types import parse_weight_version
+
+if TYPE_CHECKING:
+    from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+
+Json = dict[str, Any]
+
+
+async def get_model_info(adapter: AsyncHttpServerEngineAdapter) -> Json:
+    """SGLang's `/model_info`: model path, architecture, and `weight_version` as an int."""
+    info = dict(await adapter.connection.call(endpoints.MODEL_INFO))
+    return {**info, "weight_version": parse_weight_version(info.get("weight_version"))}
+
+
+async def get_server_info(adapter: AsyncHttpServerEngineAdapter) -> Json:
+    """SGLang's `/server_info`: all resolved server arguments and the scheduler's state, without the API keys."""
+    return await adapter.connection.get_server_info()
+
+
+async def get_loads(adapter: AsyncHttpServerEngineAdapter) -> Json:
+    """SGLang's `/v1/loads`: running requests, waiting requests and token usage, per DP rank."""
+    return dict(await adapter.connection.call(endpoints.LOADS))
+
+
+async def is_ready(adapter: AsyncHttpServerEngineAdapter) -> bool:
+    """Whether the server accepts new requests now. False while generation is paused."""
+    return await adapter.connection.is_ok(endpoints.READY)
+
+
+async def ping(adapter: AsyncHttpServerEngineAdapter) -> bool:
+    """Whether the server's HTTP loop answers. True also while generation is paused."""
+    return await adapter.connection.is_ok(endpoints.PING)
+
+
+async def health(adapter: AsyncHttpServerEngineAdapter) -> bool:
+    """Whether the server can generate one token. Takes about one second; meaningless while generation is paused."""
+    return await adapter.connection.is_ok(endpoints.HEALTH)
+
+
+async def capabilities(adapter: AsyncHttpServerEngineAdapter) -> Capabilities:
+    """Abilities of this version of SGLang. They are probed once."""
+    return await adapter.connection.get_capabilities()

@@ -1,0 +1,37 @@
+"""Requests that load and unload LoRA adapters. They are methods of `AsyncHttpServerEngineAdapter`.
+
+Generation requests use a LoRA adapter with `lora_path=lora_name`. The server needs `enable_lora=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from verl_server.adapter.sglang import endpoints
+from verl_server.adapter.sglang.payloads import load_lora_payload
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+
+
+async def load_lora_adapter_from_tensors(
+    adapter: AsyncHttpServerEngineAdapter,
+    lora_name: str,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+) -> None:
+    """Load a LoRA adapter. `tensors` have PEFT's names; `config` is PEFT's `adapter_config.json`.
+
+    Every TP rank compares SHA-256 sums of the tensors that it received. Raises BadInputError when the server refuses:
+    no `enable_lora`, a LoRA rank above `max_lora_rank`, or a name that is loaded already.
+    """
+    body = load_lora_payload(lora_name, tensors, config, await adapter.connection.get_tp_size())
+    await adapter.connection.call_weights(endpoints.LOAD_LORA, body)
+
+
+async def unload_lora_adapter(adapter: AsyncHttpServerEngineAdapter, lora_name: str) -> None:
+    """Unload a LoRA adapter. New requests for it are refused at once; returns when its running requests have ended."""
+    await adapter.connection.call_weights(endpoints.UNLOAD_LORA, {"lora_name": lora_name})

@@ -1,0 +1,76 @@
+"""Release and resume of a server's memory. The functions are methods of `AsyncHttpServerEngineAdapter`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from verl_server.adapter.connection import ServerConnection
+from verl_server.adapter.sglang import endpoints
+from verl_server.adapter.sglang.payloads import pause_payload, validate_memory_tags
+from verl_server.adapter.sglang.replies import count_requests
+from verl_server.config import PauseMode
+from verl_server.errors import BadInputError, ServerBusyError, ServerError
+
+if TYPE_CHECKING:
+    from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+
+
+async def release_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags: Sequence[str] | None = None) -> None:
+    """Release memory of the server until `resume_memory_occupation`.
+
+    `tags` are values of `MemoryTag`; None releases all. Generation is paused first, so requests that other clients send
+    meanwhile wait in the server. Released weights are undefined after the resume: they must be sent again.
+
+    Raises ServerBusyError while requests run, because SGLang itself would end. Raises BadInputError for unknown tags
+    and for tags that are released already.
+    """
+    connection = adapter.connection
+    requested = validate_memory_tags(tags)
+    already_released = connection.released_memory.intersection(requested)
+    if already_released:
+        raise BadInputError(f"{sorted(already_released)} is released already")
+    if not connection.released_memory:
+        await _require_idle(connection)
+        await connection.call(endpoints.PAUSE, pause_payload(PauseMode.RETRACT))
+    before = connection.released_memory
+    connection.released_memory = before.union(requested)
+    try:
+        await connection.call(endpoints.RELEASE_MEMORY, {"tags": requested})
+    except (ServerError, BadInputError) as error:
+        if "status" in error.details:  # The server answered and released nothing: restore the state before the call.
+            connection.released_memory = before
+            if not before and not connection.paused:
+                await connection.call(endpoints.CONTINUE, {})
+        raise
+
+
+async def resume_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags: Sequence[str] | None = None) -> None:
+    """Take released memory back. `tags` of None resumes all memory that is released.
+
+    When nothing is released any more, the prefix cache is flushed and generation continues, unless it was paused by
+    `pause_generation`. Raises BadInputError for tags that are not released.
+    """
+    connection = adapter.connection
+    released = connection.released_memory
+    requested = validate_memory_tags(tags) if tags is not None else sorted(released)
+    not_released = set(requested) - released
+    if not_released:
+        raise BadInputError(f"{sorted(not_released)} is not released; released memory: {sorted(released)}")
+    if not requested:
+        raise BadInputError("nothing is released: resume_memory_occupation needs a release before it")
+    await connection.call(endpoints.RESUME_MEMORY, {"tags": requested})
+    connection.released_memory = connection.released_memory.difference(requested)
+    if not connection.released_memory:
+        await connection.call(endpoints.FLUSH, {})
+        if not connection.paused:
+            await connection.call(endpoints.CONTINUE, {})
+
+
+async def _require_idle(connection: ServerConnection) -> None:
+    num_requests = connection.requests_in_flight or count_requests(await connection.call(endpoints.LOADS))
+    if num_requests:
+        raise ServerBusyError(
+            f"{num_requests} requests run on {connection.base_url}: wait for them or abort them, then release",
+            url=connection.base_url,
+        )

@@ -1,0 +1,148 @@
+"""Requests that update weights: the bare endpoints. They are methods of `AsyncHttpServerEngineAdapter`.
+
+`VerlEngine.update_weights_from_tensor` is the call for whole models. It checks, sends and verifies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl_server.adapter.sglang import endpoints
+from verl_server.adapter.sglang.payloads import (
+    check_tensor_payloads,
+    checker_payload,
+    update_from_disk_payload,
+    update_from_distributed_payload,
+    update_from_tensor_payload,
+)
+from verl_server.errors import VerlServerError
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+
+Json = dict[str, Any]
+
+
+async def begin_weight_update(adapter: AsyncHttpServerEngineAdapter) -> None:
+    """Open an update session. Does nothing when this version of SGLang has no sessions.
+
+    A session that a dead trainer left open is closed first.
+    """
+    if not (await adapter.capabilities()).update_sessions:
+        return
+    try:
+        await adapter.connection.call(endpoints.BEGIN_UPDATE, {})
+    except VerlServerError as error:
+        if "already open" not in error.message:
+            raise
+        await adapter.connection.call(endpoints.END_UPDATE, {})
+        await adapter.connection.call(endpoints.BEGIN_UPDATE, {})
+
+
+async def end_weight_update(adapter: AsyncHttpServerEngineAdapter) -> None:
+    """Close the update session. The server then finishes quantized layers."""
+    if (await adapter.capabilities()).update_sessions:
+        await adapter.connection.call(endpoints.END_UPDATE, {})
+
+
+async def update_weights_from_tensor(
+    adapter: AsyncHttpServerEngineAdapter,
+    serialized_named_tensors: Sequence[str],
+    load_format: str | None = None,
+    flush_cache: bool = True,
+    weight_version: int | None = None,
+) -> Json:
+    """Load one bucket of tensors. `serialized_named_tensors` holds one base64 payload per TP rank.
+
+    `load_format` is None, "flattened_bucket", or a custom weight loader of the server. Raises BadInputError for
+    payloads that would end the server.
+    """
+    connection = adapter.connection
+    server_args = await connection.get_server_args()
+    weight_loaders = server_args.get("custom_weight_loader") or ()
+    check_tensor_payloads(serialized_named_tensors, await connection.get_tp_size(), load_format, weight_loaders)
+    body = update_from_tensor_payload(
+        serialized_named_tensors, load_format=load_format, flush_cache=flush_cache, weight_version=weight_version
+    )
+    return await connection.call_weights(endpoints.UPDATE_FROM_TENSOR, body)
+
+
+async def init_weights_update_group(
+    adapter: AsyncHttpServerEngineAdapter,
+    master_address: str,
+    master_port: int,
+    rank_offset: int,
+    world_size: int,
+    group_name: str = "weight_update_group",
+    backend: str = "nccl",
+) -> Json:
+    """Join a process group for broadcasts of weights. The trainer, which is rank 0, must join at the same time."""
+    body = {
+        "master_address": master_address,
+        "master_port": master_port,
+        "rank_offset": rank_offset,
+        "world_size": world_size,
+        "group_name": group_name,
+        "backend": backend,
+    }
+    return await adapter.connection.call_weights(endpoints.INIT_UPDATE_GROUP, body)
+
+
+async def destroy_weights_update_group(
+    adapter: AsyncHttpServerEngineAdapter, group_name: str = "weight_update_group"
+) -> Json:
+    """Leave the process group of `init_weights_update_group`."""
+    return await adapter.connection.call_weights(endpoints.DESTROY_UPDATE_GROUP, {"group_name": group_name})
+
+
+async def update_weights_from_distributed(
+    adapter: AsyncHttpServerEngineAdapter,
+    names: Sequence[str],
+    dtypes: Sequence[torch.dtype | str],
+    shapes: Sequence[Sequence[int]],
+    group_name: str = "weight_update_group",
+    flush_cache: bool = True,
+    weight_version: int | None = None,
+    load_format: str | None = None,
+) -> Json:
+    """Receive tensors by broadcast from the trainer, in the order of `names`."""
+    body = update_from_distributed_payload(
+        names,
+        dtypes,
+        shapes,
+        group_name=group_name,
+        load_format=load_format,
+        flush_cache=flush_cache,
+        weight_version=weight_version,
+    )
+    return await adapter.connection.call_weights(endpoints.UPDATE_FROM_DISTRIBUTED, body)
+
+
+async def update_weights_from_disk(
+    adapter: AsyncHttpServerEngineAdapter,
+    model_path: str,
+    load_format: str | None = None,
+    flush_cache: bool = True,
+    weight_version: int | None = None,
+) -> Json:
+    """Load a checkpoint folder that the server can read."""
+    body = update_from_disk_payload(
+        model_path, load_format=load_format, flush_cache=flush_cache, weight_version=weight_version
+    )
+    return await adapter.connection.call_weights(endpoints.UPDATE_FROM_DISK, body)
+
+
+async def update_weight_version(
+    adapter: AsyncHttpServerEngineAdapter, weight_version: int, abort_all_requests: bool = False
+) -> None:
+    """Set the version of the weights that the server has now. The weights do not change."""
+    body = {"new_version": str(weight_version), "abort_all_requests": abort_all_requests}
+    await adapter.connection.call(endpoints.WEIGHT_VERSION, body)
+
+
+async def weights_checker(adapter: AsyncHttpServerEngineAdapter, action: str = "checksum") -> Json:
+    """Compute checksums of the served weights (`checksum`), save a copy of them (`snapshot`) or compare with it."""
+    return await adapter.connection.call_weights(endpoints.WEIGHTS_CHECKER, checker_payload(action))

@@ -1,0 +1,57 @@
+"""Processes below a process, read from `/proc`. Imports the standard library only: the warden uses it."""
+
+from __future__ import annotations
+
+import os
+
+
+def list_descendants(root: int) -> list[int]:
+    """Process ids of the tree below `root`, parents first. Zombies are left out; processes below a zombie are not.
+
+    A killed process is a zombie as soon as its first thread has ended. Its children stay its children until its last
+    thread has ended.
+    """
+    children: dict[int, list[int]] = {}
+    zombies: set[int] = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        state, parent = fields[0], int(fields[1])
+        if state == b"Z":
+            zombies.add(int(entry))
+        children.setdefault(parent, []).append(int(entry))
+    found, queue = [], [root]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return [pid for pid in found if pid not in zombies]
+
+
+def read_command_line(pid: int) -> bytes:
+    """The command line of a process, with arguments separated by NUL bytes. Empty when the process has ended."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def is_cleanup_helper(pid: int) -> bool:
+    """Whether a process is a helper that removes shared memory after its owner has ended."""
+    command_line = read_command_line(pid)
+    return b"resource_tracker" in command_line or b"torch_shm_manager" in command_line
+
+
+def sglang_worker_name(pid: int) -> str | None:
+    """Name of an SGLang worker, for example `sglang::scheduler`. None for other processes.
+
+    An SGLang server cannot work without one of its workers.
+    """
+    name = read_command_line(pid).partition(b"\0")[0].decode("utf-8", "replace")
+    return name if name.startswith("sglang::") else None

@@ -1,0 +1,53 @@
+"""`Supervisor`: the interface of an object that started a server, watches it and ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from verl_server.errors import ServerDiedError
+from verl_server.server.exit_status import ExitStatus
+
+
+@dataclass(frozen=True)
+class ServerPids:
+    """Process ids of one server's process tree, on the machine of the server."""
+
+    main: int
+    """Server main: the process that becomes the engine's launcher and HTTP server."""
+    warden: int | None
+    """Warden, the parent of the server main. None when the server runs on another machine."""
+    workers: tuple[int, ...]
+    """Processes below the server main (schedulers, detokenizer). Empty when the server has ended or runs elsewhere."""
+
+
+class Supervisor(Protocol):
+    """A started server as its adapter sees it: a `ServerProcess` of this machine, or a server on another machine."""
+
+    @property
+    def pids(self) -> ServerPids: ...
+
+    @property
+    def log_path(self) -> Path | None:
+        """Path of the server's log file. None when the file is on another machine."""
+
+    @property
+    def exit(self) -> ExitStatus | None:
+        """How the server ended. None while it lives."""
+
+    def on_exit(self, listener: Callable[[ExitStatus], None]) -> None:
+        """Call `listener` once when the server has ended, from another thread; at once if it has already ended."""
+
+    def wait_exit(self, timeout_s: float) -> ExitStatus | None:
+        """Wait until the server has ended. Returns None when it still lives after `timeout_s`."""
+
+    def died(self, url: str) -> ServerDiedError:
+        """The error for callers that needed the server. Call it only after the server has ended."""
+
+    def stop(self, deadline_s: float = 10.0) -> None:
+        """End the server and everything below it. May be called more than once."""
+
+    def scheduler_seconds(self) -> float:
+        """CPU seconds that the server's schedulers have used. Does not grow while they cannot be measured."""
