@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import typer
 
+from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, RolloutManager, VerlEngine
 from verl_server.cli import app
 from verl_server.cli_arguments import parse_server_args
 
@@ -276,3 +277,8 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_a_network(tmp_
     for page in tmp_path.rglob("*.html"):
         loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"([^\"]+)\"", page.read_text())
         assert not [url for url in loaded if url.startswith(("http:", "https:", "//"))], page
+    reference = (tmp_path / "reference" / "verl_server.html").read_text()
+    documented = {anchor.rpartition(".")[2] for anchor in re.findall(r'id="(verl_server\.[\w.]+)"', reference)}
+    for engine_class in (VerlEngine, RolloutManager, HttpServerEngineAdapter, AsyncHttpServerEngineAdapter):
+        public = {name for name in dir(engine_class) if not name.startswith("_")}
+        assert public <= documented, f"{engine_class.__name__}: {sorted(public - documented)}"
