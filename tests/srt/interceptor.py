@@ -1,4 +1,4 @@
-"""A TCP forwarder in front of a server, so that a test can act at an exact step of the protocol: kill, for one."""
+"""A TCP forwarder in front of a server. A test can act at an exact step of the protocol, for example kill a process."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ REQUEST = re.compile(rb"^(?:GET|POST|OPTIONS) (\S+) HTTP/1")
 
 
 class Interceptor:
-    """Forwards everything to `url`; calls `before(path)` when a request begins, before the server sees it."""
+    """Forwards connections to `url`. Calls `before(path)` when a request begins, before the server receives it."""
 
     def __init__(self, url: str, before: Callable[[str], None]) -> None:
         self._target = (str(urlsplit(url).hostname), urlsplit(url).port)
         self._before = before
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._open: list[socket.socket] = []
+        self._connections: list[socket.socket] = []
         self.sent_bytes = 0
-        """Of all requests, from here to the server."""
+        """Number of bytes of all requests, from this forwarder to the server."""
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                near, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(near,), daemon=True).start()
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
-    def _serve(self, near: socket.socket) -> None:
+    def _serve(self, client: socket.socket) -> None:
         try:
-            far = socket.create_connection(self._target)
+            server = socket.create_connection(self._target)
         except OSError:
-            near.close()
+            client.close()
             return
-        self._open += [near, far]
-        threading.Thread(target=self._pump, args=(far, near), daemon=True).start()
-        self._pump(near, far, watch=True)
+        self._connections += [client, server]
+        threading.Thread(target=self._pump, args=(server, client), daemon=True).start()
+        self._pump(client, server, watch=True)
 
     def _pump(self, source: socket.socket, sink: socket.socket, watch: bool = False) -> None:
         with contextlib.suppress(OSError):
@@ -50,14 +50,14 @@ class Interceptor:
                 if watch:
                     self.sent_bytes += len(data)
                 sink.sendall(data)
-        for one in (source, sink):
+        for connection in (source, sink):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._listener.close()
-        for one in self._open:
-            one.close()
+        for connection in self._connections:
+            connection.close()

@@ -1,4 +1,4 @@
-"""The adapters by themselves: both kinds, IPv6, a real router, pauses, disk and distributed updates."""
+"""The blocking and the asynchronous adapter: IPv6, a real router, pauses, updates from disk and by broadcast."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def on_ipv6(tiny: Callable[..., Path], sglang_router: int) -> Iterator[HttpServerEngineAdapter]:
-    """A server on the IPv6 loopback, registered with the router, with proxy variables that lead nowhere."""
+    """A server on the IPv6 loopback that is registered with a router. The proxy variables name a closed port."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
             patch.setenv(name, "http://127.0.0.1:9")
@@ -66,7 +66,7 @@ def test_ipv6_proxy_variables_and_router(on_ipv6: HttpServerEngineAdapter, sglan
 
 
 def test_async_adapter_attached_to_the_same_server(adapter: HttpServerEngineAdapter) -> None:
-    """Both kinds give the same; two event loops one after the other are fine; leaving a stream aborts it."""
+    """Both adapters return the same tokens, also in a second event loop. Leaving a stream aborts its request."""
 
     async def work() -> list[int]:
         async with AsyncHttpServerEngineAdapter.attach(
@@ -92,10 +92,10 @@ def test_async_adapter_attached_to_the_same_server(adapter: HttpServerEngineAdap
 
 def test_wrong_key_is_a_typed_error(adapter: HttpServerEngineAdapter) -> None:
     with (
-        HttpServerEngineAdapter.attach(adapter.base_url, api_key="wrong") as stranger,
+        HttpServerEngineAdapter.attach(adapter.base_url, api_key="wrong") as without_key,
         pytest.raises(ServerError, match="401"),
     ):
-        stranger.get_model_info()
+        without_key.get_model_info()
 
 
 def _start(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -134,8 +134,8 @@ def test_abort_by_id(adapter: HttpServerEngineAdapter) -> None:
     assert replies[0]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_checksums_tell_weights_apart(on_ipv6: HttpServerEngineAdapter, tiny: Callable[..., Path]) -> None:
-    """Update from disk, and by broadcast over gloo: the served tokens and the checksums follow."""
+def test_updates_from_disk_and_by_broadcast(on_ipv6: HttpServerEngineAdapter, tiny: Callable[..., Path]) -> None:
+    """The served tokens, the version and the checksums follow an update from disk and one by broadcast over gloo."""
     model = reference_model(tiny("qwen3"))
     before = on_ipv6.weights_checker()["ranks"]
     folder = tiny("qwen3", tie_word_embeddings=False).parent / "changed"
@@ -154,7 +154,7 @@ def test_checksums_tell_weights_apart(on_ipv6: HttpServerEngineAdapter, tiny: Ca
 
 
 def _push_distributed(adapter: HttpServerEngineAdapter, model: Any) -> None:
-    """What a trainer's rank 0 does: join the group while the server joins, broadcast while it receives."""
+    """As rank 0 of a trainer: join the group while the server joins, broadcast while the server receives."""
     from sglang.srt.utils import init_custom_process_group
 
     port, weights = free_port(), model.state_dict()
@@ -183,7 +183,7 @@ def _push_distributed(adapter: HttpServerEngineAdapter, model: Any) -> None:
     adapter.destroy_weights_update_group("push")
 
 
-def test_a_session_that_a_dead_trainer_left_open_is_taken_over(adapter: HttpServerEngineAdapter) -> None:
+def test_an_update_session_that_a_dead_trainer_left_open_is_closed(adapter: HttpServerEngineAdapter) -> None:
     adapter.begin_weight_update()
     adapter.begin_weight_update()
     adapter.end_weight_update()
@@ -191,7 +191,7 @@ def test_a_session_that_a_dead_trainer_left_open_is_taken_over(adapter: HttpServ
         adapter.end_weight_update()
 
 
-def test_continue_is_refused_while_asleep(on_ipv6: HttpServerEngineAdapter) -> None:
+def test_continue_is_refused_while_memory_is_released(on_ipv6: HttpServerEngineAdapter) -> None:
     on_ipv6.release_memory_occupation(["kv_cache"])
     with pytest.raises(NotReadyError, match="kv_cache"):
         on_ipv6.continue_generation()
@@ -207,20 +207,20 @@ def _own_sockets() -> set[str]:
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             found.add(f"{entry} {os.readlink(f'/proc/self/fd/{entry}')}")
-    return {one for one in found if "socket:" in one}
+    return {entry for entry in found if "socket:" in entry}
 
 
 def _steal_the_next_reserved_port(thieves: list[socket.socket], known: set[str], stop: threading.Event) -> None:
-    """What a program that insists on a number does: listen on the port that this process has just reserved."""
+    """Listen on the port that this process has just reserved, as a program with a fixed port number does."""
     while not thieves and not stop.wait(0.001):
-        for one in _own_sockets() - known:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(one.split()[0]))) as found:
+        for entry in _own_sockets() - known:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.split()[0]))) as found:
                 if found.family == socket.AF_INET and found.getsockname()[1]:
                     thieves.append(socket.create_server(found.getsockname()))
 
 
-def test_a_port_taken_in_between_is_retried(tiny: Callable[..., Path]) -> None:
-    """Another program insists on the chosen port while the server loads: the start moves to another one."""
+def test_a_port_that_another_program_takes_is_replaced(tiny: Callable[..., Path]) -> None:
+    """Another program listens on the chosen port while the server loads: the start is repeated on another port."""
     thieves: list[socket.socket] = []
     stop = threading.Event()
     thief = threading.Thread(target=_steal_the_next_reserved_port, args=(thieves, _own_sockets(), stop))
@@ -236,11 +236,11 @@ def test_a_port_taken_in_between_is_retried(tiny: Callable[..., Path]) -> None:
     finally:
         stop.set()
         thief.join()
-        for one in thieves:
-            one.close()
+        for listener in thieves:
+            listener.close()
 
 
-def test_a_reader_in_the_middle_of_a_reply_is_told_of_a_failure(adapter: HttpServerEngineAdapter) -> None:
+def test_fail_wakes_a_call_that_reads_a_reply(adapter: HttpServerEngineAdapter) -> None:
     args = adapter.server_args
     other = HttpServerEngineAdapter.attach(
         adapter.base_url, api_key=args["api_key"], admin_api_key=args["admin_api_key"]
@@ -262,14 +262,14 @@ def test_a_reader_in_the_middle_of_a_reply_is_told_of_a_failure(adapter: HttpSer
         other.shutdown()
 
 
-def test_forked_child_is_told(adapter: HttpServerEngineAdapter) -> None:
+def test_use_in_a_forked_child_is_refused(adapter: HttpServerEngineAdapter) -> None:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             adapter.ping()
         except BadInputError:
-            os.write(write, b"told")
+            os.write(write, b"refused")
         os._exit(0)
     os.waitpid(pid, 0)
-    assert os.read(read, 4) == b"told"
+    assert os.read(read, 7) == b"refused"

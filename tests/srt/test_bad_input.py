@@ -1,4 +1,4 @@
-"""Bad input to every public method: a typed error that names the culprit, and the server serves on."""
+"""Invalid input to every public method raises a typed error that names the cause, and the server keeps serving."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl_server.errors import BadInputError, PeerError, WeightManifestError
 
 @pytest.fixture
 def untouched(shared_engine: Any) -> Iterator[Any]:
-    """The shared engine; afterwards it must still serve the same tokens and the same weight version."""
+    """The shared engine. After the test it must still serve the same tokens with the same weight version."""
     before = shared_engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
     yield shared_engine
     after = shared_engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
@@ -60,9 +60,9 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("request_", "culprit"), BAD_REQUESTS, ids=[repr(r)[:60] for r, _ in BAD_REQUESTS])
-def test_generate_refuses(untouched: Any, request_: dict[str, Any], culprit: str) -> None:
-    with pytest.raises(BadInputError, match=culprit):
+@pytest.mark.parametrize(("request_", "cause"), BAD_REQUESTS, ids=[repr(r)[:60] for r, _ in BAD_REQUESTS])
+def test_generate_refuses(untouched: Any, request_: dict[str, Any], cause: str) -> None:
+    with pytest.raises(BadInputError, match=cause):
         untouched.generate(**request_)
 
 
@@ -71,7 +71,7 @@ def _weights(engine_folder: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "culprit"),
+    ("spoil", "cause"),
     [
         (lambda w: w | {"model.no_such.weight": torch.zeros(2)}, "no_such"),
         (lambda w: w | {"model.norm.weight": torch.zeros(63)}, r"model.norm.weight.*\[63\].*\[64\]"),
@@ -87,9 +87,9 @@ def _weights(engine_folder: Any) -> dict[str, torch.Tensor]:
     ],
 )
 def test_weight_update_refuses_before_a_byte_moves(
-    untouched: Any, tiny: Callable[..., Any], spoil: Callable[[Any], Any], culprit: str
+    untouched: Any, tiny: Callable[..., Any], spoil: Callable[[Any], Any], cause: str
 ) -> None:
-    with pytest.raises(BadInputError, match=culprit):
+    with pytest.raises(BadInputError, match=cause):
         untouched.update_weights_from_tensor(spoil(_weights(tiny("qwen3"))))
 
 
@@ -132,8 +132,8 @@ def test_control_calls_refuse(untouched: Any) -> None:
         (lambda: adapter.update_weights_from_disk(""), "model_path"),
         (lambda: adapter.weights_checker("no_such"), "no_such"),
     ]
-    for call, culprit in refused:
-        with pytest.raises(BadInputError, match=culprit):
+    for call, cause in refused:
+        with pytest.raises(BadInputError, match=cause):
             call()
 
 
@@ -149,8 +149,8 @@ def test_constructors_refuse(one_rank: Any, tiny: Callable[..., Any]) -> None:
         ({"model_path": "/no/such/folder"}, "/no/such/folder"),
         ({}, "model_path"),
     ]
-    for arguments, culprit in refused:
-        with pytest.raises(BadInputError, match=culprit):
+    for arguments, cause in refused:
+        with pytest.raises(BadInputError, match=cause):
             VerlEngine(one_rank, **arguments)
     with pytest.raises(BadInputError, match="control_s"):
         Timeouts(control_s=0)

@@ -1,4 +1,4 @@
-"""Who dies, and what is left: real kills of real processes."""
+"""Real kills of trainers, servers, workers and wardens: what the survivors notice, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from verl_server.errors import (
     StartupError,
     VerlServerError,
 )
-from verl_server.server import warden
+from verl_server.server.process import WARDEN_SCRIPT
 from verl_server.server.process_tree import list_descendants
 from verl_server.server.shared_memory_files import find_shared_memory
 
@@ -44,7 +44,7 @@ def _listens(port: int) -> bool:
 
 
 class Trainer:
-    """The killed trainer: a process of its own, with everything that it starts marked."""
+    """A trainer process that the test kills. The environment of all processes that it starts contains a mark."""
 
     def __init__(self, folder: Path, scratch: Path, tp_size: int) -> None:
         self.mark, self.scratch = uuid.uuid4().hex, scratch
@@ -70,7 +70,7 @@ class Trainer:
 
 
 def test_killed_trainer_leaves_nothing(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """kill -9 while the server starts (at several moments) and in the middle of the work, TP 2."""
+    """The trainer is killed with SIGKILL while its server starts, at several moments, and while it serves with TP 2."""
     folder = tiny("qwen3")
 
     def kill_after(moment: tuple[str, float]) -> None:
@@ -86,8 +86,8 @@ def test_killed_trainer_leaves_nothing(tiny: Callable[..., Path], tmp_path: Path
 
 
 @pytest.fixture(scope="module")
-def doomed(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Any]]:
-    """Servers to kill, one for each test that does."""
+def servers_to_kill(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Any]]:
+    """Three servers, one for each test that kills a server."""
 
     def start() -> Any:
         return HttpServerEngineAdapter(
@@ -102,13 +102,12 @@ def doomed(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture
-def own_adapter(doomed: Iterator[Any]) -> Any:
-    return next(doomed)
+def own_adapter(servers_to_kill: Iterator[Any]) -> Any:
+    return next(servers_to_kill)
 
 
 def test_killed_server_is_noticed_by_waiting_calls(own_adapter: Any) -> None:
-    """A waiting generation raises within 2 s, with the exit code and the server's last words."""
-    process = own_adapter.process
+    """A running generation raises within 2 s, with the exit code and the end of the server's log."""
     caught: dict[str, Any] = {}
 
     def generate() -> None:
@@ -123,7 +122,7 @@ def test_killed_server_is_noticed_by_waiting_calls(own_adapter: Any) -> None:
     assert waiting.is_alive(), "the generation must still run when the server is killed"
     killed_at = time.monotonic()
     with no_new_shared_memory():
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(own_adapter.pids.main, signal.SIGKILL)
         waiting.join(5.0)
         assert caught["at"] - killed_at < 2.0
     error = caught["error"]
@@ -139,15 +138,15 @@ def test_killed_server_is_noticed_by_waiting_calls(own_adapter: Any) -> None:
         own_adapter.flush_cache()
 
 
-def test_killed_scheduler_and_wedged_server(own_adapter: Any) -> None:
-    """A stopped server misses its control deadline; a killed scheduler ends the server, which is noticed."""
-    process = own_adapter.process
-    os.kill(process.pid, signal.SIGSTOP)
+def test_killed_scheduler_and_stalled_server(own_adapter: Any) -> None:
+    """A stopped server raises DeadlineError. A killed scheduler raises ServerDiedError within 4 s."""
+    main = own_adapter.pids.main
+    os.kill(main, signal.SIGSTOP)
     with pytest.raises(DeadlineError, match="did not answer within 5 s"):
         own_adapter.get_model_info()
-    os.kill(process.pid, signal.SIGCONT)
+    os.kill(main, signal.SIGCONT)
     own_adapter.get_model_info()
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
     scheduler = next(pid for pid in children if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(int(scheduler), signal.SIGKILL)
     started = time.monotonic()
@@ -156,11 +155,11 @@ def test_killed_scheduler_and_wedged_server(own_adapter: Any) -> None:
     assert time.monotonic() - started < 4.0
 
 
-def test_killed_warden_takes_the_server_along(own_adapter: Any) -> None:
-    process = own_adapter.process
-    owned = find_shared_memory(list_descendants(process._warden.pid))
-    os.kill(process._warden.pid, signal.SIGKILL)
-    wait_until(lambda: not Path(f"/proc/{process.pid}").exists(), 5.0, "the server lives on")
+def test_killed_warden_ends_the_server(own_adapter: Any) -> None:
+    pids = own_adapter.pids
+    owned = find_shared_memory(list_descendants(pids.warden))
+    os.kill(pids.warden, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{pids.main}").exists(), 5.0, "the server lives on")
     with pytest.raises(ServerDiedError, match="warden"):
         own_adapter.get_model_info()
     assert owned
@@ -183,7 +182,7 @@ def test_start_up_failures_carry_the_reason(tiny: Callable[..., Path], tmp_path:
     assert isinstance(argument, BadInputError)
     assert "no_such_argument" in str(argument)
     assert isinstance(model, StartupError)
-    assert "no_such_model" in str(model), "the server's own words"
+    assert "no_such_model" in str(model), "the end of the server's log"
     with pytest.raises(BadInputError, match="plain JSON"):
         HttpServerEngineAdapter(model_path=tiny("qwen3"), attention_backend=tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(BadInputError, match="cannot bind"):
@@ -196,12 +195,11 @@ def test_start_deadline_ends_what_was_started(tiny: Callable[..., Path]) -> None
 
 
 def test_keys_show_nowhere(adapter: Any) -> None:
-    """Neither key stands on a command line or in the log, and doors are shut without them."""
+    """Neither API key appears on a command line or in the log. Requests without the right key are refused."""
     import requests
 
     keys = (adapter.api_key, adapter.admin_api_key)
-    process = adapter.process
-    log = process.log_path.read_text(errors="replace")
+    log = adapter.log_path.read_text(errors="replace")
     lines = [Path(f"/proc/{pid}/cmdline") for pid in os.listdir("/proc") if pid.isdigit()]
     shown = "".join(path.read_text(errors="replace") for path in lines if path.exists())
     assert not any(key in log or key in shown for key in keys)
@@ -225,7 +223,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_file_that_is_made_just_before_a_death_is_removed(tmp_path: Path) -> None:
-    """The warden looks rarely once a server has started; it is told of new files by the kernel."""
+    """The warden surveys the tree rarely after the start. inotify tells it about new files in between."""
     mark = uuid.uuid4().hex
     spec = {
         "argv": [sys.executable, "-c", LATE_FILE],
@@ -233,29 +231,29 @@ def test_a_file_that_is_made_just_before_a_death_is_removed(tmp_path: Path) -> N
         "payload": "",
         "scratch": str(tmp_path),
         "log_path": str(tmp_path / "log"),
-        "log_limit": 1 << 20,
+        "log_limit_bytes": 1 << 20,
         "secrets": [],
         "trainer_pid": os.getpid(),
-        "deadline": time.monotonic(),
+        "start_deadline": time.monotonic(),
     }
     with no_new_shared_memory():
         process = subprocess.Popen(
-            [sys.executable, "-I", warden.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-I", str(WARDEN_SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        said = _talk(process, spec)
-    assert any(f"sglang_loads_{mark}" in line for line in said), said
+        events = _run_warden(process, spec)
+    assert any(f"sglang_loads_{mark}" in event for event in events), events
 
 
-def _talk(process: subprocess.Popen[str], spec: dict[str, Any]) -> list[str]:
-    """What a warden says until it ends; its standard input stays open, as a trainer's that lives."""
+def _run_warden(process: subprocess.Popen[str], spec: dict[str, Any]) -> list[str]:
+    """The events of a warden until it ends. Its standard input stays open, as with a living trainer."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps(spec) + "\n")
     process.stdin.flush()
-    said = list(process.stdout)
+    events = list(process.stdout)
     process.stdin.close()
     process.wait(30)
-    return said
+    return events
 
 
 HALF_DEAD = """
@@ -266,8 +264,8 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0) 
 """
 
 
-def test_who_is_below_a_process_that_is_half_dead_is_found() -> None:
-    """Its first thread has gone, another runs on: a zombie to look at, and still the parent of its children."""
+def test_children_of_a_process_whose_first_thread_has_ended_are_found() -> None:
+    """The first thread has ended and another thread runs: `/proc` shows a zombie that still has children."""
     process = subprocess.Popen([sys.executable, "-c", HALF_DEAD], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     child = int(process.stdout.readline())

@@ -1,4 +1,4 @@
-"""What a CPU cannot do is refused at the start, in one sentence that says what to do instead."""
+"""Server arguments that a CPU does not support are refused at the start, with a message that says what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-# One process resolves all of them: importing SGLang costs more than everything else here.
+# One process resolves all cases, because importing SGLang takes most of the time of this test.
 RESOLVE = """
 import json, sys
 from sglang.srt.plugins import load_plugins
@@ -48,7 +48,7 @@ def test_each_refusal_names_its_reason(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE, json.dumps(cases)], capture_output=True, text=True, timeout=500, check=True
     )
-    said = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert len(said) == len(CASES), done.stderr[-2000:]
-    for (arguments, expected), sentence in zip(CASES, said, strict=True):
-        assert expected in sentence, (arguments, sentence)
+    results = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(results) == len(CASES), done.stderr[-2000:]
+    for (arguments, expected), result in zip(CASES, results, strict=True):
+        assert expected in result, (arguments, result)

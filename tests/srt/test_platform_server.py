@@ -1,4 +1,4 @@
-"""The real SGLang server on a CPU, two ranks: tokens, seeds, grammars, idleness and memory release."""
+"""The SGLang server on a CPU with two TP ranks: tokens, seeds, grammars, CPU use when idle, and memory release."""
 
 from __future__ import annotations
 
@@ -98,8 +98,9 @@ def launch(model: Path, log: Path, *arguments: str, **env: str) -> Iterator[Serv
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     """Two servers, started at the same time.
 
-    One with no flag but model and port, and tiny, so that float32 rounding stays below the bound. One for all
-    other tests, big enough to weigh, with nothing but its rank count (and one BLAS thread: workers are forked).
+    The first server has a tiny model and no arguments but model and port; its float32 rounding stays below the bound of
+    the test. The second server is for all other tests. Its model is large enough to measure memory. Its only argument
+    is the number of ranks, and its BLAS uses one thread, so that its workers are forked.
     """
     folder = tmp_path_factory.mktemp("platform")
     sizes: dict[str, Any] = {"hidden_size": 512, "layers": 8, "heads": 8, "kv_heads": 4, "intermediate_size": 2048}
@@ -122,7 +123,7 @@ def server(servers: list[Server]) -> Server:
     return servers[1]
 
 
-def test_a_bare_start_gives_hugging_faces_tokens(bare: Server) -> None:
+def test_a_server_without_arguments_returns_the_tokens_of_hugging_face(bare: Server) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(bare.model, dtype=torch.float32)
@@ -139,7 +140,7 @@ def test_a_bare_start_gives_hugging_faces_tokens(bare: Server) -> None:
     assert (served - logprobs).abs().max() < 1e-5
 
 
-def test_a_seed_fixes_the_tokens_whatever_else_is_served(server: Server) -> None:
+def test_a_seed_determines_the_tokens_whatever_other_requests_run(server: Server) -> None:
     alone = server.tokens(PROMPT, temperature=1.0, sampling_seed=7)
     assert alone == server.tokens(PROMPT, temperature=1.0, sampling_seed=7)
     assert alone != server.tokens(PROMPT, temperature=1.0, sampling_seed=8)
@@ -160,7 +161,7 @@ def test_a_seed_fixes_the_tokens_whatever_else_is_served(server: Server) -> None
     assert set(results[2::4]) == {greedy_alone}
 
 
-def test_grammars_bind_a_random_model(server: Server) -> None:
+def test_grammars_constrain_a_random_model(server: Server) -> None:
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -175,7 +176,7 @@ def test_grammars_bind_a_random_model(server: Server) -> None:
 
 
 def _cpu_share(server: Server, windows: int = 5, seconds: float = 1.0) -> float:
-    """Of a core, in the median of some windows: one that the machine disturbs does not count, a habit does."""
+    """Median share of one core over several windows, so that a disturbance in one window does not count."""
 
     def used() -> float:
         return sum(sum(scheduler.cpu_times()[:2]) for scheduler in server.schedulers())
@@ -188,7 +189,7 @@ def _cpu_share(server: Server, windows: int = 5, seconds: float = 1.0) -> float:
     return statistics.median(shares)
 
 
-def test_neither_an_idle_nor_a_paused_server_burns_a_core(server: Server) -> None:
+def test_an_idle_server_and_a_paused_server_use_little_cpu(server: Server) -> None:
     server.tokens(PROMPT)
     assert _cpu_share(server) < 0.2
     server.post("pause_generation", mode="retract")
@@ -242,7 +243,7 @@ def test_nothing_is_served_from_released_memory(server: Server) -> None:
     assert server.tokens(PROMPT) == expected
 
 
-def test_a_release_that_cannot_be_is_refused_and_harmless(server: Server) -> None:
+def test_an_invalid_release_is_refused_without_harm(server: Server) -> None:
     assert server.post("release_memory_occupation", tags=["everything"]).status_code == 409
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.tokens, PROMPT, max_new_tokens=80)

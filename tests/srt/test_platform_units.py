@@ -1,4 +1,4 @@
-"""The pure parts of the CPU platform: core lists, memory budget, page arithmetic, hashed noise."""
+"""Pure parts of the CPU platform: core lists, memory budget, page arithmetic, hashed noise."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def test_activates_on_a_plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert activate() == PLATFORM_CLASS
 
 
-def test_leaves_the_in_tree_cpu_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_does_not_activate_with_sglangs_own_cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     assert activate() is None
 
 
-def test_leaves_an_accelerator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_does_not_activate_with_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert activate() is None
 
@@ -50,7 +50,7 @@ def test_cores_are_split_between_ranks(ranks: int, cores: list[int], expected: s
     assert threads.split_cores(ranks, cores) == expected
 
 
-def test_core_lists_are_read_as_sglang_writes_them() -> None:
+def test_core_lists_are_parsed_as_sglang_writes_them() -> None:
     assert threads.parse_cores("0,1,4-6") == {0, 1, 4, 5, 6}
 
 
@@ -121,7 +121,7 @@ def test_seeded_draws_follow_the_distribution() -> None:
     assert torch.allclose(share, weights[0], atol=0.02)
 
 
-def test_only_a_fresh_process_of_one_thread_forks_workers() -> None:
+def test_only_a_new_program_with_one_thread_forks_workers() -> None:
     script = (
         "import os, sys, threading\n"
         "from verl_server.platforms.workers import can_fork\n"
