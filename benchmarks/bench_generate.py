@@ -1,12 +1,12 @@
-"""What the adapter and `VerlEngine` cost on top of raw HTTP, in one run against one server.
+"""Measures the overhead of the adapters and of `VerlEngine` for `/generate`, against raw HTTP clients.
 
-Prompts: one fixed set of 64 prompts, the same for every way, all sent once before the clock starts. The
-server's prefix cache then answers every way alike, and it does the least work that it can, so the client's
-cost weighs the most. (With a new prompt for each request the cache would fill up and the rounds differ.)
+Prompts: every client sends the same 64 prompts, which were sent once before the measurement. The prefix cache of the
+server then serves all clients equally, and the server does the least possible work, so the overhead of the client is
+most visible. (With new prompts the cache would fill up, and the rounds would differ.)
 
-Fairness: client and server share the machine, as they do in a trainer on one node. The ways take turns in
-short bursts, in another order each round, so that drift of the machine hits all alike; a way is compared
-with the raw way of the same round, and the median over the rounds counts.
+Fairness: client and server share the machine, as in a trainer on one node. The clients run in short bursts, in another
+order in each round, so that drift of the machine affects all clients equally. A client is compared with the raw client
+of the same round, and the result is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import gc
 from dataclasses import asdict, dataclass
 
 from common import CONSOLE, Json, Options, environment, parse_options, show_targets, write_result
-from generate_figures import Samples, figures_of, plot, show, targets_of
+from generate_clients import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, GenerateClient, GenerateClients
+from generate_report import Samples, figures_of, plot, show, targets_of
 from servers import one_rank_engine, tiny_model
-from ways import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, Way, Ways
 
 NAME = "bench_generate"
 KV_TOKENS = 32768
@@ -26,7 +26,7 @@ KV_TOKENS = 32768
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured. `requests`: by number of requests in flight, for one way in one round."""
+    """Size of the measurement. `requests` is requests per client and round, by number of requests in flight."""
 
     rounds: int
     requests: dict[int, int]
@@ -36,28 +36,28 @@ FULL = Plan(rounds=25, requests={1: 10, 16: 64, 64: 128})
 QUICK = Plan(rounds=1, requests={1: 5, 16: 32, 64: 64})
 
 
-def measure(ways: Ways, plan: Plan) -> Samples:
-    """All rounds of all ways. The order turns each round, and every other round runs backwards."""
-    samples: Samples = {(way.name, level): [] for way in ways.all for level in plan.requests}
-    ways.all[0].run(8, PROMPTS)  # every prompt once: the server's prefix cache is warm for all
+def measure(clients: GenerateClients, plan: Plan) -> Samples:
+    """Run all rounds of all clients. The order rotates, and every second round runs in reverse order."""
+    samples: Samples = {(client.name, level): [] for client in clients.all for level in plan.requests}
+    clients.all[0].run(8, PROMPTS)  # every prompt once, to fill the prefix cache of the server
     for number in range(plan.rounds):
-        turn = number % len(ways.all)
-        order = [*ways.all[turn:], *ways.all[:turn]][:: -1 if number % 2 else 1]
+        first = number % len(clients.all)
+        order = [*clients.all[first:], *clients.all[:first]][:: -1 if number % 2 else 1]
         for level, requests in plan.requests.items():
-            for way in order:
+            for client in order:
                 gc.collect()
-                samples[way.name, level].append(way.run(level, requests))
+                samples[client.name, level].append(client.run(level, requests))
             CONSOLE.print(f"round {number + 1} of {plan.rounds}, {level} in flight: done", style="dim")
     return samples
 
 
-def report(options: Options, machine: Json, plan: Plan, ways: tuple[Way, ...], samples: Samples) -> Json:
-    """Print tables and targets, write the files; returns what stands in the file under `figures`."""
-    figures = {level: figures_of(ways, samples, level) for level in plan.requests}
+def report(options: Options, machine: Json, plan: Plan, clients: tuple[GenerateClient, ...], samples: Samples) -> Json:
+    """Print tables and targets, and write the result files. Returns the `figures` of the JSON file."""
+    figures = {level: figures_of(clients, samples, level) for level in plan.requests}
     show(figures)
     targets = targets_of(figures)
     show_targets(targets)
-    plain = {str(level): {name: asdict(f) for name, f in found.items()} for level, found in figures.items()}
+    figures_json = {str(level): {name: asdict(f) for name, f in found.items()} for level, found in figures.items()}
     write_result(
         options,
         NAME,
@@ -69,11 +69,11 @@ def report(options: Options, machine: Json, plan: Plan, ways: tuple[Way, ...], s
             "prompt_tokens": PROMPT_TOKENS,
             "new_tokens": NEW_TOKENS,
         },
-        figures=plain,
+        figures=figures_json,
         targets=targets,
         samples=[
             {
-                "way": name,
+                "client": name,
                 "in_flight": level,
                 "round": number,
                 "seconds": round(one.seconds, 6),
@@ -86,15 +86,17 @@ def report(options: Options, machine: Json, plan: Plan, ways: tuple[Way, ...], s
         ],
     )
     plot(options, machine, figures)
-    return plain
+    return figures_json
 
 
 def _more_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all ways (default 25, quick 1)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (default 25, with --quick 1)")
 
 
 def main() -> None:
-    options = parse_options(NAME, "The adapter's cost on top of raw HTTP.", _more_options)
+    options = parse_options(
+        NAME, "Measure the overhead of the adapters and of VerlEngine, against raw HTTP clients.", _more_options
+    )
     plan = QUICK if options.quick else FULL
     if options.extra.rounds:
         plan = Plan(options.extra.rounds, plan.requests)
@@ -103,12 +105,12 @@ def main() -> None:
         tiny_model() as model,
         one_rank_engine(model_path=str(model), dtype="float32", max_total_tokens=KV_TOKENS) as engine,
     ):
-        ways = Ways(engine)
+        clients = GenerateClients(engine)
         try:
-            samples = measure(ways, plan)
+            samples = measure(clients, plan)
         finally:
-            ways.close()
-    report(options, machine, plan, ways.all, samples)
+            clients.close()
+    report(options, machine, plan, clients.all, samples)
 
 
 if __name__ == "__main__":

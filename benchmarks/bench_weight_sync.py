@@ -1,10 +1,10 @@
-"""How long new weights take into a server, against one memcpy of the same bytes and against SGLang's own ways.
+"""Measures the duration of a weight update, against one memcpy of the same bytes and against SGLang's own methods.
 
-One configuration is a model and a number of TP ranks, with one server for all ways (SGLang's adapter starts its
-own, as it always does). The ways take turns within a round; a ratio is formed with the memcpy of the same
-round. Pushing means the whole protocol: pause, session, load, flush, continue.
+One configuration is a model and a number of TP ranks, with one server for all methods. SGLang's adapter starts its own
+server, as it always does. Each round runs every method once, and a ratio is computed with the memcpy of the same round.
+An update is the whole protocol: pause, begin the update, load, flush the cache, continue.
 
-SGLang's own ways are left out for models beyond 0.6 B: their copies of the weights do not fit into 24 GB.
+SGLang's own methods are not measured with models above 0.6 B: their copies of the weights do not fit into 24 GB.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ from common import (
     write_result,
 )
 from plots import COLOURS, grouped_bars, legend_below, new_figure, save_figure
-from servers import Watch, free_port, one_rank_mesh
-from weight_ways import (
+from servers import ProcessLeakCheck, free_port, one_rank_mesh
+from weight_update_methods import (
     ARENA,
     ARENA_VERIFIED,
-    BUCKETS,
     FSDP2,
     FSDP2_VERIFIED,
     MEMCPY,
     MODELS,
     QUICK_MODELS,
-    SHIPPED,
-    SHIPPED_EACH,
+    SGLANG_ADAPTER,
+    SGLANG_ADAPTER_ONE_CALL,
+    SGLANG_BUCKETS,
     STATE_DICT,
     TWO_BUCKETS,
     TWO_BUCKETS_VERIFIED,
-    Way,
-    buckets_way,
-    memcpy_way,
-    our_way,
-    our_ways,
-    shipped_ways,
+    UpdateMethod,
+    arena_and_state_dict_methods,
+    engine_method,
+    memcpy_method,
+    sglang_adapter_methods,
+    sglang_buckets_method,
     timed,
 )
 
 NAME = "bench_weight_sync"
 SERVER: Json = {"dtype": "bfloat16", "max_total_tokens": 4096, "load_format": "auto"}
-PEERS_LIMIT_BYTES = 1.3e9
-#: Of 0.5 B parameters with TP 1: at most this many times one memcpy.
+BASELINE_LIMIT_BYTES = 1.3e9
+#: Maximum duration for 0.5 B parameters and TP 1, as a multiple of one memcpy.
 TARGETS = {ARENA: 1.3, ARENA_VERIFIED: 2.5, STATE_DICT: 2.5, FSDP2: 3.0}
-SHIPPED_TARGET = 20.0
+SGLANG_ADAPTER_TARGET = 20.0
 TARGET_MODEL = "0.5 B"
-#: way -> seconds of each round.
+#: Seconds of each round, by method.
 Samples = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One model and one number of TP ranks, and what was measured."""
+    """The measurements of one model with one number of TP ranks."""
 
     model: str
     tp_size: int
@@ -84,9 +84,9 @@ class Configuration:
     def name(self) -> str:
         return f"{self.model}, TP {self.tp_size}"
 
-    def ratio(self, way: str) -> Summary:
-        """Over the memcpy of the same round."""
-        return summarize([a / b for a, b in zip(self.samples[way], self.samples[MEMCPY], strict=True)])
+    def ratio(self, method: str) -> Summary:
+        """Duration of `method` divided by that of the memcpy in the same round."""
+        return summarize([a / b for a, b in zip(self.samples[method], self.samples[MEMCPY], strict=True)])
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def model_folder(sizes: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors in ordinary memory, as a trainer's state dict holds them."""
+    """The tensors of the checkpoint in ordinary memory, as in a trainer's state dict."""
     from safetensors.torch import load_file
 
     found: dict[str, torch.Tensor] = {}
@@ -107,71 +107,73 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def take_turns(ways: list[Way], rounds: int) -> Samples:
-    """Every way once a round, after one push each that is not counted; the order turns."""
-    for way in ways:
-        way.prepare()
-        way.push()
-    samples: Samples = {way.name: [] for way in ways}
+def run_rounds(methods: list[UpdateMethod], rounds: int) -> Samples:
+    """Run every method once per round, in rotating order, after one update of each method that is not measured."""
+    for method in methods:
+        method.prepare()
+        method.update()
+    samples: Samples = {method.name: [] for method in methods}
     for number in range(rounds):
-        turn = number % len(ways)
-        for way in [*ways[turn:], *ways[:turn]]:
-            way.prepare()
+        first = number % len(methods)
+        for method in [*methods[first:], *methods[:first]]:
+            method.prepare()
             gc.collect()
-            samples[way.name].append(timed(way.push))
+            samples[method.name].append(timed(method.update))
     return samples
 
 
-def measure_one_rank(folder: Path, tp_size: int, rounds: int, with_shipped: bool) -> tuple[Samples, int]:
-    """All ways of a trainer of one rank; also the bytes of one update."""
+def measure_one_rank(folder: Path, tp_size: int, rounds: int, with_sglang_adapter: bool) -> tuple[Samples, int]:
+    """Measure all methods of a trainer with one rank. Returns the seconds, and the bytes of one update."""
     from verl_server import VerlEngine
 
     weights = weights_of(folder)
     size = sum(tensor.nbytes for tensor in weights.values())
-    watch = Watch()
+    leak_check = ProcessLeakCheck()
     with ExitStack() as stack:
         mesh = stack.enter_context(one_rank_mesh())
         engine = stack.enter_context(VerlEngine(mesh, model_path=str(folder), tp_size=tp_size, **SERVER))
         torch.set_num_threads(cores())
-        watch.note()
-        small = stack.enter_context(small_staging(engine, mesh, folder))
-        ways = [
-            memcpy_way(size),
-            *our_ways(engine, weights),
-            our_way(small, TWO_BUCKETS, weights, False),
-            our_way(small, TWO_BUCKETS_VERIFIED, weights, True),
+        leak_check.record()
+        bucket_engine = stack.enter_context(engine_with_buckets(engine, mesh, folder))
+        methods = [
+            memcpy_method(size),
+            *arena_and_state_dict_methods(engine, weights),
+            engine_method(bucket_engine, TWO_BUCKETS, weights, False),
+            engine_method(bucket_engine, TWO_BUCKETS_VERIFIED, weights, True),
         ]
-        if size < PEERS_LIMIT_BYTES:
-            ways.append(buckets_way(engine, weights))
-        shipped = start_shipped(folder) if with_shipped and size < PEERS_LIMIT_BYTES else None
+        if size < BASELINE_LIMIT_BYTES:
+            methods.append(sglang_buckets_method(engine, weights))
+        sglang_adapter = start_sglang_adapter(folder) if with_sglang_adapter and size < BASELINE_LIMIT_BYTES else None
         try:
-            samples = take_turns([*ways, *(shipped_ways(shipped, weights) if shipped else [])], rounds)
+            samples = run_rounds(
+                [*methods, *(sglang_adapter_methods(sglang_adapter, weights) if sglang_adapter else [])], rounds
+            )
         finally:
-            if shipped is not None:
-                shipped.shutdown()
-    watch.check()
+            if sglang_adapter is not None:
+                sglang_adapter.shutdown()
+    leak_check.check()
     return samples, size
 
 
-def small_staging(engine: Any, mesh: Any, folder: Path) -> Any:
+def engine_with_buckets(engine: Any, mesh: Any, folder: Path) -> Any:
     """A second engine for the same server, whose staging memory is two buckets instead of the whole model."""
     from verl_server import RemoteServer, VerlEngine, WeightsConfig
 
-    args = engine.adapter.asynchronous.server_args
+    args = engine.adapter.server_args
     server = RemoteServer(engine.adapter.base_url, args["api_key"], args["admin_api_key"])
     weights = WeightsConfig(transport="buckets")
     return VerlEngine(mesh, servers=[server], model_path=str(folder), dtype=SERVER["dtype"], weights=weights)
 
 
-def start_shipped(folder: Path) -> Any:
-    """SGLang's adapter; it starts a server of its own."""
+def start_sglang_adapter(folder: Path) -> Any:
+    """Start SGLang's adapter, which starts its own server."""
     from sglang.srt.entrypoints.http_server_engine import HttpServerEngineAdapter
 
     return HttpServerEngineAdapter(model_path=str(folder), port=free_port(), **SERVER)
 
 
 def measure_two_ranks(folder: Path, rounds: int) -> Samples:
-    """Two FSDP2 ranks; rank 0 tells the seconds."""
+    """Measure the methods of a trainer with two FSDP2 ranks. Returns the seconds on rank 0."""
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="verl-bench-") as store:
@@ -204,13 +206,13 @@ def _fsdp2_rank(rank: int, folder: str, store: str, rounds: int, results: Any) -
     del full
     with VerlEngine(mesh, model_path=folder, tp_size=1, **SERVER) as engine:
 
-        def way(name: str, verify: bool) -> Way:
-            return Way(name, lambda: engine.update_weights_from_tensor(shards.items(), verify=verify))
+        def method(name: str, verify: bool) -> UpdateMethod:
+            return UpdateMethod(name, lambda: engine.update_weights_from_tensor(shards.items(), verify=verify))
 
-        ways = [way(FSDP2, False), way(FSDP2_VERIFIED, True)]
+        methods = [method(FSDP2, False), method(FSDP2_VERIFIED, True)]
         if rank == 0:
             torch.set_num_threads(cores())
-        samples = take_turns([memcpy_way(size if rank == 0 else 1), *ways], rounds)
+        samples = run_rounds([memcpy_method(size if rank == 0 else 1), *methods], rounds)
     if rank == 0:
         results.put(samples)
     dist.barrier()
@@ -218,18 +220,20 @@ def _fsdp2_rank(rank: int, folder: str, store: str, rounds: int, results: Any) -
 
 
 def report(options: Options, machine: Json, found: list[Configuration], rounds: int) -> None:
-    """Print tables and targets, write the files."""
+    """Print tables and targets, and write the result files."""
     for one in found:
         rows = []
-        for way, seconds in one.samples.items():
-            summary, ratio = summarize(seconds), one.ratio(way)
+        for method, seconds in one.samples.items():
+            summary, ratio = summarize(seconds), one.ratio(method)
             rows.append([
-                way,
+                method,
                 f"{summary.median * 1e3:.1f} ({summary.q1 * 1e3:.1f} to {summary.q3 * 1e3:.1f})",
                 f"{one.bytes / summary.median / 1e9:.2f}",
                 f"{ratio.median:.2f} ({ratio.q1:.2f} to {ratio.q3:.2f})",
             ])  # fmt: skip
-        show_table(f"{one.name}: {one.bytes / 1e6:.0f} MB", ["way", "ms (quartiles)", "GB/s", "of one memcpy"], rows)
+        show_table(
+            f"{one.name}: {one.bytes / 1e6:.0f} MB", ["method", "ms (quartiles)", "GB/s", "ratio to one memcpy"], rows
+        )
     targets = targets_of(found)
     show_targets(targets)
     write_result(
@@ -238,7 +242,10 @@ def report(options: Options, machine: Json, found: list[Configuration], rounds: 
         machine,
         settings={"server_args": SERVER, "rounds": rounds},
         figures={
-            one.name: {"bytes": one.bytes, "over_memcpy": {way: asdict(one.ratio(way)) for way in one.samples}}
+            one.name: {
+                "bytes": one.bytes,
+                "ratio_to_memcpy": {method: asdict(one.ratio(method)) for method in one.samples},
+            }
             for one in found
         },
         targets=targets,
@@ -248,52 +255,59 @@ def report(options: Options, machine: Json, found: list[Configuration], rounds: 
 
 
 def _rounded(samples: Samples) -> Samples:
-    return {way: [round(seconds, 5) for seconds in found] for way, found in samples.items()}
+    return {method: [round(seconds, 5) for seconds in found] for method, found in samples.items()}
 
 
 def targets_of(found: list[Configuration]) -> list[Target]:
-    """The promises for 0.5 B parameters with TP 1."""
+    """The targets for 0.5 B parameters with TP 1."""
     targets = []
     for one in found:
         if not one.model.startswith(TARGET_MODEL) or one.tp_size != 1:
             continue
-        for way, limit in TARGETS.items():
-            if way in one.samples:
-                targets.append(Target(f"{one.name}, {way}: over one memcpy", one.ratio(way).median, limit, False))
-        for peer in (SHIPPED_EACH, SHIPPED):
-            if peer in one.samples:
-                pairs = zip(one.samples[peer], one.samples[STATE_DICT], strict=True)
+        for method, limit in TARGETS.items():
+            if method in one.samples:
+                targets.append(
+                    Target(f"{one.name}, {method}: duration over one memcpy", one.ratio(method).median, limit, False)
+                )
+        for baseline in (SGLANG_ADAPTER, SGLANG_ADAPTER_ONE_CALL):
+            if baseline in one.samples:
+                pairs = zip(one.samples[baseline], one.samples[STATE_DICT], strict=True)
                 speed_up = summarize([a / b for a, b in pairs]).median
-                targets.append(Target(f"{one.name}: {peer} over state dict", speed_up, SHIPPED_TARGET, True))
+                targets.append(Target(f"{one.name}: {baseline} over state dict", speed_up, SGLANG_ADAPTER_TARGET, True))
     return targets
 
 
 def plot(options: Options, machine: Json, found: list[Configuration]) -> None:
-    """Seconds by configuration, on a logarithmic scale, and our ways over one memcpy."""
-    title = f"Weights into a server, bfloat16, {machine['cores']} cores, SGLang {machine['versions'].get('sglang')}"
+    """Plot the seconds by configuration on a logarithmic scale, and the ratios of our methods to one memcpy."""
+    title = f"Weight updates, bfloat16, {machine['cores']} cores, SGLang {machine['versions'].get('sglang')}"
     figure, (seconds, ratio) = new_figure(2, title, width=14)
     groups: dict[str, dict[str, Configuration]] = {}
-    for one in found:  # a model's two trainer ranks stand beside its one
+    for one in found:  # results with two trainer ranks are drawn next to those with one
         group = groups.setdefault(f"{one.model.partition(',')[0]}, TP {one.tp_size}", {})
-        for way in one.samples:
-            group.setdefault(way, one)
-    names = list(dict.fromkeys(way for group in groups.values() for way in group))
+        for method in one.samples:
+            group.setdefault(method, one)
+    names = list(dict.fromkeys(method for group in groups.values() for method in group))
     colours = dict(zip(names, COLOURS, strict=False))
     grouped_bars(
         seconds,
         list(groups),
-        {way: [summarize(g[way].samples[way]) if way in g else None for g in groups.values()] for way in names},
+        {
+            method: [summarize(g[method].samples[method]) if method in g else None for g in groups.values()]
+            for method in names
+        },
         title="Seconds of one update (median; whiskers: quartiles)",
         ylabel="seconds, logarithmic",
         colours=colours,
     )
     seconds.set_yscale("log")
-    ours = [way for way in names if way not in (MEMCPY, SHIPPED, SHIPPED_EACH, BUCKETS)]
+    ours = [
+        method for method in names if method not in (MEMCPY, SGLANG_ADAPTER_ONE_CALL, SGLANG_ADAPTER, SGLANG_BUCKETS)
+    ]
     grouped_bars(
         ratio,
         list(groups),
-        {way: [g[way].ratio(way) if way in g else None for g in groups.values()] for way in ours},
-        title="Over one memcpy of the same bytes in the same round",
+        {method: [g[method].ratio(method) if method in g else None for g in groups.values()] for method in ours},
+        title="Duration divided by that of one memcpy of the same bytes in the same round",
         ylabel="ratio",
         colours=colours,
     )
@@ -302,13 +316,15 @@ def plot(options: Options, machine: Json, found: list[Configuration]) -> None:
 
 
 def _more_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of all ways (default 9, quick 2)")
-    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), help="only these models")
+    parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (default 9, with --quick 2)")
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), help="measure only these models")
 
 
 def main() -> None:
-    mp.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call] # SGLang's own ways send handles, and die of the default kind
-    options = parse_options(NAME, "Seconds from a trainer's tensors to served weights.", _more_options)
+    mp.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call] # SGLang's methods send file handles; the server ends with the default strategy
+    options = parse_options(
+        NAME, "Measure the duration of a weight update, against one memcpy and SGLang's own methods.", _more_options
+    )
     rounds = options.extra.rounds or (2 if options.quick else 9)
     models = QUICK_MODELS if options.quick else {name: MODELS[name] for name in options.extra.models or MODELS}
     machine = environment()
@@ -317,7 +333,7 @@ def main() -> None:
         with model_folder(sizes) as folder:
             for tp_size in (1, 2):
                 started = time.monotonic()
-                samples, size = measure_one_rank(folder, tp_size, rounds, with_shipped=tp_size == 1)
+                samples, size = measure_one_rank(folder, tp_size, rounds, with_sglang_adapter=tp_size == 1)
                 found.append(Configuration(model, tp_size, size, samples))
                 CONSOLE.print(f"{found[-1].name}: {time.monotonic() - started:.0f} s", style="dim")
             two = measure_two_ranks(folder, rounds)

@@ -1,9 +1,9 @@
-"""What every benchmark shares: options, the record of the machine, statistics, targets, result files.
+"""Code that all benchmarks use: options, description of the machine, statistics, targets, result files.
 
-A benchmark measures and reports, it does not assert: its exit code is 0 unless it could not measure. Raw
-samples go into the JSON file, so that every figure can be computed again. Figures of different machines
-must not be mixed, so the file names carry the hardware. Host names and paths are kept out of the files.
-Plots are in `plots.py`, servers in `servers.py`.
+A benchmark measures and reports. Its exit code is 0 unless the measurement failed, also when a target is missed. The
+JSON file contains the raw samples, so that all figures can be computed again. The file names contain the hardware,
+because figures of different machines must not be mixed. The files contain neither host names nor absolute paths. Plots are in
+`plots.py`, servers in `servers.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("verl-server", "sglang", "torch", "transformers", "aiohttp", "orjson", "uvloop")
-#: Wide enough for the tables when the output goes to a file (rich would fold them at 80 columns).
+#: 120 columns when the output is not a terminal, because rich would wrap the tables at 80 columns.
 CONSOLE = Console(width=None if os.isatty(1) else 120, highlight=False)
 
 Json = dict[str, Any]
@@ -38,7 +38,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """What every benchmark takes; `extra` holds the benchmark's own options."""
+    """The options of all benchmarks. `extra` holds the options of one benchmark."""
 
     quick: bool
     json: Path
@@ -52,11 +52,16 @@ def parse_options(
     add: Callable[[argparse.ArgumentParser], None] | None = None,
     argv: Sequence[str] | None = None,
 ) -> Options:
-    """Read the command line. Default files: `results/<name>-<hardware>.json` and `.png`, `-quick` if quick."""
+    """Read the command line.
+
+    The default files are `results/<name>-<hardware>.json` and `.png`; with --quick their names end in `-quick`.
+    """
     parser = argparse.ArgumentParser(prog=name, description=description)
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; figures are only a hint")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="where the raw samples and figures go")
-    parser.add_argument("--png", type=Path, metavar="PATH", help="where the plot goes")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure for seconds instead of minutes; the figures are not reliable"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="file for the raw samples and the figures")
+    parser.add_argument("--png", type=Path, metavar="PATH", help="file for the plot")
     if add is not None:
         add(parser)
     found = parser.parse_args(argv)
@@ -73,12 +78,12 @@ def parse_options(
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_model() -> str:
-    """The processor's own name; virtual machines and ARM may only tell the architecture."""
+    """Name of the processor. On some virtual machines and on ARM only the architecture is known."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -89,7 +94,7 @@ def _cpu_model() -> str:
 
 
 def gpu_names() -> list[str]:
-    """One name for each CUDA device; none on a machine without."""
+    """Names of all CUDA devices; empty without a device."""
     import torch
 
     if not torch.cuda.is_available():
@@ -98,7 +103,7 @@ def gpu_names() -> list[str]:
 
 
 def hardware_slug() -> str:
-    """Hardware as a part of a file name: `2cpu`, or `16cpu-1xh200` with accelerators."""
+    """Hardware as part of a file name: `2cpu`, or `16cpu-1xh200` with GPUs."""
     gpus = gpu_names()
     cpus = f"{cores()}cpu"
     if not gpus:
@@ -108,7 +113,10 @@ def hardware_slug() -> str:
 
 
 def environment() -> Json:
-    """What the figures depend on. `load_1min` above zero at the start means that others were at work."""
+    """Hardware and package versions of this run.
+
+    `load_1min` is the load average at the start. Above zero, other programs used the machine.
+    """
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -141,7 +149,7 @@ class Summary:
 
 
 def summarize(samples: Sequence[float]) -> Summary:
-    """Raises ValueError without samples; one sample is its own quartiles."""
+    """Median and quartiles. The quartiles of a single sample are the sample. Raises ValueError without samples."""
     if not samples:
         raise ValueError("no samples to summarize")
     if len(samples) == 1:
@@ -152,7 +160,10 @@ def summarize(samples: Sequence[float]) -> Summary:
 
 @dataclass(frozen=True)
 class Target:
-    """One promise and what was measured. `at_least`: the value must not be below the limit, else not above."""
+    """One target and its measured value.
+
+    With `at_least` the target is met when the value is at least the limit, otherwise when it is at most the limit.
+    """
 
     name: str
     value: float
@@ -162,6 +173,7 @@ class Target:
 
     @property
     def met(self) -> bool:
+        """Whether the measured value meets the target."""
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
@@ -169,7 +181,7 @@ class Target:
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; the first column is text, the others are figures."""
+    """Print a table. The first column is text, the other columns are numbers."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right")
@@ -181,10 +193,10 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 def show_targets(targets: Sequence[Target]) -> None:
     """Print PASS or MISS for each target."""
     for target in targets:
-        word, colour = ("PASS", "green") if target.met else ("MISS", "red")
+        verdict, colour = ("PASS", "green") if target.met else ("MISS", "red")
         sign = ">=" if target.at_least else "<="
         CONSOLE.print(
-            f"[{colour}]{word}[/{colour}]  {target.name}: {target.value:.3f}{target.unit} "
+            f"[{colour}]{verdict}[/{colour}]  {target.name}: {target.value:.3f}{target.unit} "
             f"(target {sign} {target.limit:g}{target.unit})"
         )
 
@@ -199,7 +211,7 @@ def write_result(
     targets: Sequence[Target],
     samples: Any,
 ) -> None:
-    """Write the result file: `machine` (from `environment`, taken at the start), figures, raw samples."""
+    """Write the result file. `machine` is the result of `environment` at the start of the measurement."""
     record = {
         "benchmark": name,
         "quick": options.quick,
@@ -211,12 +223,12 @@ def write_result(
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=1)
-    # Raw samples are long lists of numbers: one number a line would make the file unreadable.
+    # Lists of numbers are written on one line; one number per line would make the file unreadable.
     text = re.sub(r"\[\s+((?:-?[\d.e+-]+,\s+)*-?[\d.e+-]+)\s+\]", lambda m: "[" + " ".join(m[1].split()) + "]", text)
     options.json.write_text(text + "\n", encoding="utf-8")
-    CONSOLE.print(f"samples and figures: {shown(options.json)}")
+    CONSOLE.print(f"Samples and figures: {display_path(options.json)}")
 
 
-def shown(path: Path) -> str:
-    """A path as the reader types it, not where this machine keeps it."""
+def display_path(path: Path) -> str:
+    """`path` relative to the current folder if it is inside of it."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,7 +1,7 @@
-"""Keep a fixed number of requests in flight, from threads or from tasks, and time each of them.
+"""Keeps a fixed number of requests in flight, from threads or from tasks, and measures each request.
 
-A closed loop: each of N workers sends its next request when the last one was answered. Before the clock
-starts every worker sends one request, so that opening connections and starting threads are not counted.
+The load is a closed loop: each of N workers sends its next request after the reply to the previous one. Every worker
+sends one request before the measurement, so that new connections and threads are not measured.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from dataclasses import dataclass
 from typing import Any
 
 Json = dict[str, Any]
-#: Milliseconds of one request: the whole latency, and the part that is not the server's own.
+#: Milliseconds of one request: the whole latency, and the latency without the time of the server itself.
 Times = tuple[float, float]
-#: Sends request number i and returns the decoded reply.
+#: Sends the request with the given number and returns the decoded reply.
 Send = Callable[[int], Json]
 AsyncSend = Callable[[int], Awaitable[Json]]
-#: One for each worker thread: a connection may belong to it.
+#: Opens a `Send` for one worker thread, which may own a connection.
 OpenSend = Callable[[], AbstractContextManager[Send]]
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round of one way of sending."""
+    """The measurements of one round of one client."""
 
     seconds: float
-    """From the first request to the last reply."""
+    """Seconds from the first request to the last reply."""
     latencies_ms: list[float]
-    """One for each request, in the order in which they were answered."""
+    """Milliseconds of each request, in the order of the replies."""
     client_ms: list[float]
-    """The part of each latency that is not the server's own (`meta_info.e2e_latency`, from SGLang's receipt of a
-    request to its last token): HTTP on both sides and the client."""
+    """Each latency without the time of the server itself (`meta_info.e2e_latency`, from SGLang's receipt of a request
+    to its last token). HTTP on both sides and the client remain."""
     cpu_s: float
-    """CPU time of the client process, all threads. It does not depend on what else runs on the machine."""
+    """Seconds of CPU time of the client process, all threads. Other programs on the machine hardly change it."""
 
     @property
     def throughput(self) -> float:
@@ -51,7 +51,7 @@ class Round:
 
 
 def run_threads(open_send: OpenSend, in_flight: int, requests: int, check: Callable[[Json], None]) -> Round:
-    """`requests` requests from `in_flight` threads. The first error of any thread is raised."""
+    """Send `requests` requests from `in_flight` threads. Raises the first error of any thread."""
     numbers = iter(range(requests))  # shared: `next` on it is atomic
     ready = threading.Barrier(in_flight + 1)
     times: list[Times] = []
@@ -61,7 +61,7 @@ def run_threads(open_send: OpenSend, in_flight: int, requests: int, check: Calla
             with open_send() as send:
                 check(send(0))
                 ready.wait()
-                _work_off(send, numbers, times, check)
+                _send_all(send, numbers, times, check)
         except BaseException:
             ready.abort()
             raise
@@ -77,7 +77,7 @@ def run_threads(open_send: OpenSend, in_flight: int, requests: int, check: Calla
         return _round(time.perf_counter() - started, times, time.process_time() - cpu)
 
 
-def _work_off(send: Send, numbers: Iterator[int], times: list[Times], check: Callable[[Json], None]) -> None:
+def _send_all(send: Send, numbers: Iterator[int], times: list[Times], check: Callable[[Json], None]) -> None:
     for number in numbers:
         started = time.perf_counter()
         reply = send(number)
@@ -94,7 +94,7 @@ def _round(seconds: float, times: list[Times], cpu_s: float) -> Round:
 
 
 def _raise_first(workers: list[Any]) -> None:
-    """Wait for all; raise what went wrong, rather than the broken barrier that it caused elsewhere."""
+    """Wait for all workers. Raises an error of a worker; a broken barrier, which another error caused, comes last."""
     errors = [error for worker in workers if (error := worker.exception()) is not None]
     errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
     if errors:
@@ -102,7 +102,7 @@ def _raise_first(workers: list[Any]) -> None:
 
 
 async def run_tasks(send: AsyncSend, in_flight: int, requests: int, check: Callable[[Json], None]) -> Round:
-    """`requests` requests from `in_flight` tasks of the running loop."""
+    """Send `requests` requests from `in_flight` tasks of the running event loop."""
     for reply in await asyncio.gather(*(send(0) for _ in range(in_flight))):
         check(reply)
     numbers = iter(range(requests))

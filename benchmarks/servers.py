@@ -1,6 +1,6 @@
-"""Servers for benchmarks: a tiny model on the spot, our engine on one rank, and a bare SGLang to compare with.
+"""Servers for benchmarks: a tiny model, an engine on one rank, and a bare SGLang server as a baseline.
 
-Whatever is started here is ended by process id, and `Watch` checks it.
+All started processes are ended by process id; `ProcessLeakCheck` verifies it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any
 
 import psutil
 
-from verl_server.server.warden import remove_shared_memory, shared_memory_of
+from verl_server.server.shared_memory_files import find_shared_memory, remove_shared_memory
 
 POLL_S = 0.05
-READY_LIMIT_S = 600.0
-GONE_LIMIT_S = 15.0
+READY_TIMEOUT_S = 600.0
+EXIT_TIMEOUT_S = 15.0
 
 
 @contextlib.contextmanager
 def tiny_model(**sizes: Any) -> Iterator[Path]:
-    """The folder of a random float32 Qwen3 with its tokenizer; removed at the end."""
+    """A temporary folder with a random float32 Qwen3 model and its tokenizer."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from verl_server.tiny import make_model
 
@@ -39,7 +39,7 @@ def tiny_model(**sizes: Any) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def one_rank_mesh() -> Iterator[Any]:
-    """A process group of this process alone, and its device mesh, as a trainer on one rank has them."""
+    """The device mesh of a trainer with one rank, and its process group."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -55,48 +55,48 @@ def one_rank_mesh() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def one_rank_engine(**server_args: Any) -> Iterator[Any]:
-    """A `VerlEngine` on one rank with a server of its own. Raises RuntimeError if a process outlives it."""
+    """A `VerlEngine` on one rank with its own server. Raises RuntimeError if a process is left afterwards."""
     from verl_server import VerlEngine
 
-    watch = Watch()
+    leak_check = ProcessLeakCheck()
     with one_rank_mesh() as mesh:
         with VerlEngine(mesh, **server_args) as engine:
-            watch.note()
+            leak_check.record()
             yield engine
-        watch.check()
+        leak_check.check()
 
 
-class Watch:
-    """Remembers the processes below this one while they live, and checks later that they are gone."""
+class ProcessLeakCheck:
+    """Records the child processes of this process, and checks later that they have ended."""
 
     def __init__(self) -> None:
         self._before = set(psutil.Process().children(recursive=True))
         self._seen: set[psutil.Process] = set()
 
-    def note(self) -> None:
-        """Remember every process that came since the start."""
+    def record(self) -> None:
+        """Record all child processes that were started after this object was created."""
         self._seen.update(set(psutil.Process().children(recursive=True)) - self._before)
 
     def check(self) -> None:
-        """Wait until all are gone. Raises RuntimeError, after killing them, when some live on."""
-        deadline = time.monotonic() + GONE_LIMIT_S
-        while (left := [process for process in self._seen if _lives(process)]) and time.monotonic() < deadline:
+        """Wait until the recorded processes have ended. Kills processes that remain, and then raises RuntimeError."""
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        while (left := [process for process in self._seen if _is_running(process)]) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         if left:
-            raise RuntimeError(f"processes outlived their server: {[process.pid for process in left]}")
+            raise RuntimeError(f"processes are left after the end of their server: {[process.pid for process in left]}")
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody has now."""
+    """A port of 127.0.0.1 that is not in use now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 class BareServer:
-    """`python -m sglang.launch_server` with these arguments, as anybody would start it. Loopback, no keys."""
+    """A server started with `python -m sglang.launch_server` and these arguments, on 127.0.0.1 and without keys."""
 
     def __init__(self, server_args: Mapping[str, Any]) -> None:
         self.port = free_port()
@@ -111,36 +111,38 @@ class BareServer:
         )
 
     def wait_ready(self) -> None:
-        """Poll `GET /ready` every 50 ms until it answers 200, as our launch does.
+        """Poll `GET /ready` every 50 ms until the status is 200, as the launch of this library does.
 
-        Raises RuntimeError with the server's last words when it ends, TimeoutError after ten minutes.
+        Raises RuntimeError with the end of the log if the server ends, TimeoutError after ten minutes.
         """
-        deadline = time.monotonic() + READY_LIMIT_S
+        deadline = time.monotonic() + READY_TIMEOUT_S
         while not _ready(self.port):
             if self._process.poll() is not None:
-                raise RuntimeError(f"the bare server ended with {self._process.returncode}:\n{self._last_words()}")
+                raise RuntimeError(
+                    f"the bare server ended with exit code {self._process.returncode}:\n{self._log_tail()}"
+                )
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the bare server was not ready after {READY_LIMIT_S:g} s:\n{self._last_words()}")
+                raise TimeoutError(f"the bare server was not ready after {READY_TIMEOUT_S:g} s:\n{self._log_tail()}")
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """End the whole tree by id and remove the shared memory that it leaves behind."""
+        """End all processes of the server by id, and remove the shared memory files that they leave."""
         tree: list[psutil.Process] = []
         with contextlib.suppress(psutil.Error):
             tree = psutil.Process(self._process.pid).children(recursive=True)
         pids = [self._process.pid, *(process.pid for process in tree)]
-        files = shared_memory_of(pids)
+        files = find_shared_memory(pids)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        for process in tree:  # whatever left the group
+        for process in tree:  # processes that have left the process group
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self._process.wait()
-        psutil.wait_procs(tree, timeout=GONE_LIMIT_S)
+        psutil.wait_procs(tree, timeout=EXIT_TIMEOUT_S)
         remove_shared_memory(files, set(pids))
         self._log.close()
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         self._log.seek(0)
         return self._log.read().decode("utf-8", "replace")[-4000:]
 
@@ -162,7 +164,7 @@ def _ready(port: int) -> bool:
         connection.close()
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""The benchmarks run: one tiny round of every way on the shared server, its tables, files and targets."""
+"""Tests of the benchmarks: a short run of every method on the shared server, with its tables, files and targets."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_bench_generate_measures_every_way(
+def test_bench_generate_measures_every_client(
     shared_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import bench_generate
     from common import Options, environment
-    from ways import Ways
+    from generate_clients import GenerateClients
 
     options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
     plan = bench_generate.Plan(rounds=2, requests={1: 2, 4: 8})
-    ways = Ways(shared_engine)
+    clients = GenerateClients(shared_engine)
     try:
-        samples = bench_generate.measure(ways, plan)
+        samples = bench_generate.measure(clients, plan)
     finally:
-        ways.close()
-    bench_generate.report(options, environment(), plan, ways.all, samples)
+        clients.close()
+    bench_generate.report(options, environment(), plan, clients.all, samples)
 
     text = options.json.read_text()
     record = json.loads(text)
-    assert len(record["samples"]) == 6 * 2 * 2  # ways, concurrencies, rounds
+    assert len(record["samples"]) == 6 * 2 * 2  # clients, numbers in flight, rounds
     assert all(len(one["latencies_ms"]) == plan.requests[one["in_flight"]] for one in record["samples"])
-    assert len(record["targets"]) == 4 * 2 * 2  # ways of ours, concurrencies, promises
+    assert len(record["targets"]) == 4 * 2 * 2  # clients of this library, numbers in flight, targets
     assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", text)
     assert str(Path.home()) not in text
     assert options.png.read_bytes().startswith(b"\x89PNG")
     assert shared_engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 1})["output_ids"]
 
 
-def test_bench_weight_sync_measures_our_ways(
+def test_bench_weight_sync_measures_our_methods(
     shared_engine: Any,
     tiny: Callable[..., Path],
     tmp_path: Path,
@@ -54,18 +54,20 @@ def test_bench_weight_sync_measures_our_ways(
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import bench_weight_sync as bench
     from common import Options, environment
-    from weight_ways import memcpy_way, our_ways
+    from weight_update_methods import arena_and_state_dict_methods, memcpy_method
 
     greedy = {"max_new_tokens": 4, "temperature": 0.0}
     before = shared_engine.generate(input_ids=[1, 2], sampling_params=greedy)["output_ids"]
     weights = bench.weights_of(tiny("qwen3"))
     size = sum(tensor.nbytes for tensor in weights.values())
-    samples = bench.take_turns([memcpy_way(size), *our_ways(shared_engine, weights)], rounds=2)
+    samples = bench.run_rounds([memcpy_method(size), *arena_and_state_dict_methods(shared_engine, weights)], rounds=2)
     options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
     bench.report(options, environment(), [bench.Configuration("0.5 B", 1, size, samples)], rounds=2)
     record = json.loads(options.json.read_text())
-    assert {way: len(found) for way, found in record["samples"][0]["samples"].items()} == dict.fromkeys(samples, 2)
-    assert len(record["targets"]) == 3  # of the promises for 0.5 B, those that were measured
+    assert {name: len(seconds) for name, seconds in record["samples"][0]["samples"].items()} == dict.fromkeys(
+        samples, 2
+    )
+    assert len(record["targets"]) == 3  # the targets for 0.5 B whose methods were measured
     assert options.png.read_bytes().startswith(b"\x89PNG")
     assert shared_engine.generate(input_ids=[1, 2], sampling_params=greedy)["output_ids"] == before
 

@@ -1,4 +1,4 @@
-"""From the rounds of `bench_generate` to its figures, targets, tables and plot. Nothing is measured here."""
+"""Computes the figures, targets, tables and plot of `bench_generate` from its rounds."""
 
 from __future__ import annotations
 
@@ -6,62 +6,62 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import Json, Options, Summary, Target, show_table, summarize
+from generate_clients import NEW_TOKENS, GenerateClient
 from load import Round
 from plots import COLOURS, grouped_bars, legend_below, new_figure, save_figure
-from ways import NEW_TOKENS, Way
 
 RATIO_TARGET, ADDED_TARGET_MS = 0.95, 1.0
-#: (way, in flight) -> one entry for each round.
+#: The rounds, by client and number of requests in flight.
 Samples = dict[tuple[str, int], list[Round]]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One way at one concurrency: medians and quartiles over the rounds."""
+    """Medians and quartiles of one client with one number of requests in flight."""
 
     throughput: Summary
     """Requests per second."""
     latency_ms: Summary
-    """Over all requests of all rounds."""
+    """Latency over all requests of all rounds."""
     cpu_ms: Summary
-    """Client CPU per request."""
+    """CPU time of the client process per request."""
     client_ms: Summary
-    """Over all requests of all rounds: the part of the latency that is not the server's own."""
-    peer: str | None = None
-    """The raw way that it is compared with: of those that are allowed, the faster one."""
+    """Latency without the time of the server itself, over all requests of all rounds."""
+    baseline: str | None = None
+    """Name of the raw client with which the client is compared: the fastest of its `baselines`."""
     ratio: Summary | None = None
-    """Throughput over the peer's in the same round."""
+    """Throughput divided by that of the baseline in the same round."""
     added_ms: Summary | None = None
-    """Median of `client_ms` minus the peer's in the same round."""
+    """Median of `client_ms` minus that of the baseline in the same round."""
 
 
-def figures_of(ways: tuple[Way, ...], samples: Samples, level: int) -> dict[str, Figures]:
-    """The figures of every way at one concurrency, by name."""
-    speed = {way.name: summarize([r.throughput for r in samples[way.name, level]]) for way in ways}
+def figures_of(clients: tuple[GenerateClient, ...], samples: Samples, level: int) -> dict[str, Figures]:
+    """The figures of every client with `level` requests in flight, by name."""
+    speed = {client.name: summarize([r.throughput for r in samples[client.name, level]]) for client in clients}
     found = {}
-    for way in ways:
-        rounds = samples[way.name, level]
+    for client in clients:
+        rounds = samples[client.name, level]
         plain = Figures(
-            throughput=speed[way.name],
+            throughput=speed[client.name],
             latency_ms=summarize([ms for r in rounds for ms in r.latencies_ms]),
             cpu_ms=summarize([r.cpu_ms for r in rounds]),
             client_ms=summarize([ms for r in rounds for ms in r.client_ms]),
         )
-        found[way.name] = plain if not way.peers else _compared(plain, rounds, way, samples, speed, level)
+        found[client.name] = plain if not client.baselines else _compared(plain, rounds, client, samples, speed, level)
     return found
 
 
 def _compared(
-    plain: Figures, rounds: list[Round], way: Way, samples: Samples, speed: dict[str, Summary], level: int
+    plain: Figures, rounds: list[Round], client: GenerateClient, samples: Samples, speed: dict[str, Summary], level: int
 ) -> Figures:
-    peer = max(way.peers, key=lambda name: speed[name].median)
-    pairs = list(zip(rounds, samples[peer, level], strict=True))
+    baseline = max(client.baselines, key=lambda name: speed[name].median)
+    pairs = list(zip(rounds, samples[baseline, level], strict=True))
     return Figures(
         throughput=plain.throughput,
         latency_ms=plain.latency_ms,
         cpu_ms=plain.cpu_ms,
         client_ms=plain.client_ms,
-        peer=peer,
+        baseline=baseline,
         ratio=summarize([ours.throughput / raw.throughput for ours, raw in pairs]),
         added_ms=summarize([_client_ms(ours) - _client_ms(raw) for ours, raw in pairs]),
     )
@@ -72,31 +72,31 @@ def _client_ms(one: Round) -> float:
 
 
 def targets_of(figures: dict[int, dict[str, Figures]]) -> list[Target]:
-    """Two promises for each of our ways at each concurrency."""
+    """Two targets for each client of this library and each number of requests in flight."""
     found = []
-    for level, ways in figures.items():
-        for name, figure in ways.items():
+    for level, clients in figures.items():
+        for name, figure in clients.items():
             if figure.ratio is None or figure.added_ms is None:
                 continue
             where = f"{name}, {level} in flight"
-            found.append(Target(f"{where}: throughput over {figure.peer}", figure.ratio.median, RATIO_TARGET, True))
+            found.append(Target(f"{where}: throughput over {figure.baseline}", figure.ratio.median, RATIO_TARGET, True))
             found.append(Target(f"{where}: added latency", figure.added_ms.median, ADDED_TARGET_MS, False, " ms"))
     return found
 
 
 def show(figures: dict[int, dict[str, Figures]]) -> None:
-    """One table for each concurrency."""
+    """Print one table for each number of requests in flight."""
     columns = [
-        "way",
+        "client",
         "requests/s",
         "latency ms (quartiles)",
         "client ms",
         "client CPU ms",
-        "of raw (quartiles)",
+        "ratio to raw (quartiles)",
         "added ms",
     ]
-    for level, ways in figures.items():
-        rows = [_row(name, figure) for name, figure in ways.items()]
+    for level, clients in figures.items():
+        rows = [_row(name, figure) for name, figure in clients.items()]
         show_table(f"{level} in flight", columns, rows)
 
 
@@ -116,12 +116,12 @@ def _row(name: str, figure: Figures) -> list[str]:
 
 
 def plot(options: Options, machine: Json, figures: dict[int, dict[str, Figures]]) -> None:
-    """Throughput, its ratio to raw, and the client's CPU time, by concurrency."""
+    """Plot throughput, its ratio to the raw client, and CPU time of the client, by number of requests in flight."""
     groups = [f"{level} in flight" for level in figures]
     names = list(next(iter(figures.values())))
     title = f"/generate, {NEW_TOKENS} tokens, {machine['cores']} cores, SGLang {machine['versions'].get('sglang')}"
     figure, (speed, ratio, cpu) = new_figure(3, title, height=3.6, width=9.5)
-    series: dict[str, list[Any]] = {name: [ways[name] for ways in figures.values()] for name in names}
+    series: dict[str, list[Any]] = {name: [clients[name] for clients in figures.values()] for name in names}
     grouped_bars(
         speed,
         groups,
@@ -137,7 +137,7 @@ def plot(options: Options, machine: Json, figures: dict[int, dict[str, Figures]]
         ratio,
         groups,
         ours,
-        title="Throughput over raw HTTP in the same round",
+        title="Throughput divided by that of the raw client in the same round",
         ylabel="ratio",
         limit=limit,
         colours=colours,

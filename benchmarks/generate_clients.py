@@ -1,8 +1,8 @@
-"""The ways of asking one server for tokens that `bench_generate` compares.
+"""The clients of one server that `bench_generate` compares.
 
-Two hand-written clients are the limit that nothing can beat by much: `raw aiohttp` for an event loop and
-`raw threads` (standard library, one kept connection a thread) for blocking callers. They send bytes that
-were encoded beforehand and decode the reply, no more. The other ways are this library's own calls.
+Two minimal clients are the baselines: `raw aiohttp` for an event loop, and `raw threads` (standard library, one
+persistent connection per thread) for blocking callers. They send bodies that were encoded beforehand and decode the
+reply. The other clients are calls of this library.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ RAW_TASKS, RAW_THREADS = "raw aiohttp", "raw threads"
 
 
 def make_prompts() -> list[list[int]]:
-    """The token ids that every way sends: byte tokens, the same on every run."""
+    """The token ids that every client sends: byte tokens, equal in every run."""
     source = random.Random(0)
     return [[source.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
 
 
 def check_reply(reply: Json) -> None:
-    """All ways must get the same amount of work done. Raises ValueError for a reply that is not whole."""
+    """Check that a reply has the expected number of tokens, so that all clients cause equal work. Raises ValueError."""
     tokens, logprobs = len(reply["output_ids"]), len(reply["meta_info"]["output_token_logprobs"])
     if (tokens, logprobs) != (NEW_TOKENS, NEW_TOKENS):
         raise ValueError(f"a reply with {tokens} tokens and {logprobs} logprobs instead of {NEW_TOKENS}")
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way of sending. `peers`: the raw ways that it is compared with, by name; none for a raw way."""
+class GenerateClient:
+    """One client. `baselines` are the names of the raw clients with which it is compared; empty for a raw client."""
 
     name: str
     run: Callable[[int, int], Round]
-    """`run(in_flight, requests)`."""
-    peers: tuple[str, ...] = ()
+    """`run(in_flight, requests)` sends `requests` requests with `in_flight` in flight."""
+    baselines: tuple[str, ...] = ()
 
 
-class Ways:
-    """All ways to the server of `engine`. The asynchronous ones share one event loop in this thread."""
+class GenerateClients:
+    """All clients of the server of `engine`. The asynchronous clients share one event loop in this thread."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._adapter = engine, engine.adapter
         self._url = self._adapter.base_url
         self._headers = {
             "Content-Type": "application/json",
-            "Authorization": f"Bearer {self._adapter.asynchronous.api_key}",
+            "Authorization": f"Bearer {self._adapter.api_key}",
         }
         self._prompts = make_prompts()
         self._bodies = [
@@ -78,14 +78,16 @@ class Ways:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)  # SGLang closes idle connections after 5 s
         return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
-    def _tasks(self, name: str, send: AsyncSend, peers: tuple[str, ...] = ()) -> Way:
+    def _tasks(self, name: str, send: AsyncSend, baselines: tuple[str, ...] = ()) -> GenerateClient:
         def run(in_flight: int, requests: int) -> Round:
             return self._loop.run_until_complete(run_tasks(send, in_flight, requests, check_reply))
 
-        return Way(name, run, peers)
+        return GenerateClient(name, run, baselines)
 
-    def _threads(self, name: str, open_send: OpenSend, peers: tuple[str, ...] = ()) -> Way:
-        return Way(name, lambda in_flight, requests: run_threads(open_send, in_flight, requests, check_reply), peers)
+    def _threads(self, name: str, open_send: OpenSend, baselines: tuple[str, ...] = ()) -> GenerateClient:
+        return GenerateClient(
+            name, lambda in_flight, requests: run_threads(open_send, in_flight, requests, check_reply), baselines
+        )
 
     async def _raw_task(self, number: int) -> Json:
         body = self._bodies[number % PROMPTS]
@@ -94,9 +96,9 @@ class Ways:
 
     @contextlib.contextmanager
     def _raw_thread(self) -> Iterator[Send]:
-        """One connection, kept open, used by one thread."""
-        where = urlsplit(self._url)
-        connection = http.client.HTTPConnection(str(where.hostname), where.port)
+        """A persistent connection for one thread."""
+        address = urlsplit(self._url)
+        connection = http.client.HTTPConnection(str(address.hostname), address.port)
 
         def send(number: int) -> Json:
             connection.request("POST", "/generate", self._bodies[number % PROMPTS], self._headers)
@@ -106,7 +108,7 @@ class Ways:
             yield send
 
     def _shared(self, generate: Callable[..., Any]) -> OpenSend:
-        """A blocking call of ours; all threads use the same object."""
+        """A blocking call of this library; all threads share the object."""
 
         def send(number: int) -> Json:
             prompt = self._prompts[number % PROMPTS]
@@ -122,8 +124,8 @@ class Ways:
         return send
 
     def close(self) -> None:
-        """Close what was opened in this object's loop, the adapters' connections too. The server lives on."""
+        """Close the event loop and all connections that were opened in it. The server keeps running."""
         self._loop.run_until_complete(self._session.close())
-        # `shutdown` would end the server, too; there is no public call for one loop's connections alone.
+        # `shutdown` would end the server as well.
         self._loop.run_until_complete(self._adapter.asynchronous.close_connections())
         self._loop.close()
