@@ -2,8 +2,8 @@
 
 A benchmark measures and reports. Its exit code is 0 unless the measurement failed, also when a target is missed. The
 JSON file contains the raw samples, so that all figures can be computed again. The file names contain the hardware,
-because figures of different machines must not be mixed. The files contain neither host names nor absolute paths. Plots are in
-`plots.py`, servers in `servers.py`.
+because figures of different machines must not be mixed. The files contain neither host names nor absolute paths.
+Plots are in `plots.py`, servers in `servers.py`.
 """
 
 from __future__ import annotations
