@@ -1,4 +1,4 @@
-"""A trainer whose /dev/shm is full once its server runs. Run in a mount namespace of its own."""
+"""A trainer that fills /dev/shm after the start of its server. It runs in a mount namespace of its own."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def main(folder: str, scratch: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{scratch}/rendezvous", rank=0, world_size=1)
     model = reference_model(folder)
     with VerlEngine(mesh_of(1), model_path=folder, dtype="float32", max_total_tokens=8192) as engine:
-        room = os.statvfs("/dev/shm")
+        free = os.statvfs("/dev/shm")
         with FILLER.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
         assert os.statvfs("/dev/shm").f_bavail == 0
         for seed in range(3):
             change_weights(model, seed=seed)
@@ -30,7 +30,7 @@ def main(folder: str, scratch: str) -> None:
             assert_equals_reference(engine, model)
     FILLER.unlink()
     assert not list(Path("/dev/shm").iterdir())
-    print("served, nothing left", flush=True)
+    print("all updates succeeded and /dev/shm is empty", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A trainer that pushes changed weights once into a server that runs already. A test kills it on the way."""
+"""A trainer that pushes changed weights once to a running server. A test kills it during the update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights through two buckets: staging memory smaller than the model, filled by all ranks while the server loads."""
+"""Weights through a double buffer: staging memory smaller than the model, filled while the server loads."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from verl_server.weights.layout import tensor_bytes
 from verl_server.weights.transports import stream_class
 
 STAGING = 3 << 17
-"""Less than half of the tiny model in float32, more than twice its largest tensor."""
+"""Bytes of staging memory: less than half of the tiny model in float32, more than twice its largest tensor."""
 
 
-def nothing() -> None:
-    """A `check` that always waits on."""
+def peers_are_alive() -> None:
+    """A `require_peers` that never raises."""
 
 
-def in_time() -> float:
+def deadline() -> float:
+    """A deadline in two seconds."""
     return time.monotonic() + 2.0
 
 
@@ -54,10 +55,10 @@ SPECS = st.lists(
 
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(SPECS, st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1))
-def test_what_goes_in_comes_out_whoever_is_faster(
+def test_readers_get_what_writers_wrote_whoever_is_faster(
     given_specs: list[Any], writers: int, readers: int, number: int
 ) -> None:
-    """Every reader gets every tensor, bit by bit; each writer writes the rows that are its own."""
+    """Every reader gets every tensor, bit by bit. Each writer writes its own part of every tensor."""
     specs = {f"t{i}": TensorSpec(shape, dtype) for i, (shape, dtype) in enumerate(given_specs)}
     generator = torch.Generator().manual_seed(number)
     values = {
@@ -69,14 +70,14 @@ def test_what_goes_in_comes_out_whoever_is_faster(
     other = DoubleBuffer.open(double_buffer.path, layout)
 
     def write(index: int) -> None:
-        writer = BucketWriter(double_buffer, number, index, index == 0, range(readers), nothing)
+        writer = BucketWriter(double_buffer, number, index, index == 0, range(readers), peers_are_alive)
         for name, spec in specs.items():
-            rows = writer.reserve(name, spec, in_time()).reshape(-1)[index::writers]
+            rows = writer.reserve(name, spec, deadline()).reshape(-1)[index::writers]
             rows.copy_(values[name].reshape(-1)[index::writers])
         writer.finish()
 
     def read(index: int) -> list[Any]:
-        reader = BucketReader(other, number, index, writers, nothing, in_time())
+        reader = BucketReader(other, number, index, writers, peers_are_alive, deadline())
         return [(name, tensor.clone()) for name, tensor in reader.tensors()]
 
     with ThreadPoolExecutor(writers + readers) as pool:
@@ -104,8 +105,8 @@ def test_staging_keeps_its_limit(given_specs: list[Any], pages: int) -> None:
         assert layout.bucket_bytes >= max(tensor_bytes(spec) for spec in specs.values())
 
 
-class Passing:
-    """A writer in a thread, its tensors all of one value each, five to a bucket."""
+class WriterThread:
+    """A writer in a thread. Every tensor has one value in all elements; a bucket holds five tensors."""
 
     def __init__(self, tensors: int = 30) -> None:
         self.specs = {f"t{i}": TensorSpec((1024,), "float32") for i in range(tensors)}
@@ -114,14 +115,14 @@ class Passing:
         self._thread.start()
 
     def _write(self) -> None:
-        writer = BucketWriter(self.double_buffer, 1, 0, is_leader=True, readers=[0], require_peers=nothing)
-        with contextlib.suppress(VerlServerError):  # a test whose reader gives up
+        writer = BucketWriter(self.double_buffer, 1, 0, is_leader=True, readers=[0], require_peers=peers_are_alive)
+        with contextlib.suppress(VerlServerError):  # the reader of a test may fail
             for i, (name, spec) in enumerate(self.specs.items()):
-                writer.reserve(name, spec, in_time()).fill_(i)
+                writer.reserve(name, spec, deadline()).fill_(i)
             writer.finish()
 
     def reader(self) -> BucketReader:
-        return BucketReader(self.double_buffer, 1, 0, 1, nothing, in_time())
+        return BucketReader(self.double_buffer, 1, 0, 1, peers_are_alive, deadline())
 
     def join(self) -> None:
         self._thread.join(20.0)
@@ -130,53 +131,53 @@ class Passing:
 
 
 def test_a_model_may_keep_tensors_for_a_while() -> None:
-    """Some models wait for others to fuse them: what they keep is not written over meanwhile."""
-    passing = Passing()
+    """Some models keep tensors to fuse them with later ones. Their memory is not overwritten in the meantime."""
+    writer_thread = WriterThread()
     kept: list[torch.Tensor] = []
-    for number, (_, tensor) in enumerate(passing.reader().tensors()):
+    for number, (_, tensor) in enumerate(writer_thread.reader().tensors()):
         kept.append(tensor)
         if len(kept) == 4:
-            time.sleep(0.01)  # a writer that is let would write over them now
+            time.sleep(0.01)  # without a lease, the writer would overwrite them now
             assert [float(one[7]) for one in kept] == [float(i) for i in range(number - 3, number + 1)]
             kept.clear()
-    passing.join()
+    writer_thread.join()
 
 
 def test_a_model_may_load_in_threads() -> None:
-    passing = Passing()
+    writer_thread = WriterThread()
 
-    def late(tensor: torch.Tensor) -> float:
+    def load_late(tensor: torch.Tensor) -> float:
         part = tensor[3:9]
         del tensor
         time.sleep(0.05)
         return float(part[0])
 
     with ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(late, tensor) for _, tensor in passing.reader().tensors()]
+        futures = [pool.submit(load_late, tensor) for _, tensor in writer_thread.reader().tensors()]
         assert [one.result() for one in futures] == [float(i) for i in range(30)]
-    passing.join()
+    writer_thread.join()
 
 
 def test_a_model_that_keeps_everything_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "RECLAIM_TIMEOUT_S", 0.2)
-    passing = Passing()
+    writer_thread = WriterThread()
     with pytest.raises(RuntimeError, match="keeps tensors while it loads many others"):
-        list(tensor[3:9] for _, tensor in passing.reader().tensors())
-    passing.double_buffer.progress(1).fail("the reader gave up")
-    passing.join()
+        list(tensor[3:9] for _, tensor in writer_thread.reader().tensors())
+    writer_thread.double_buffer.progress(1).fail("the reader failed")
+    writer_thread.join()
 
 
-def test_waiting_ends_when_the_other_side_fails_or_is_late() -> None:
+def test_waiting_ends_when_the_other_side_fails_or_misses_the_deadline() -> None:
     specs = {"t": TensorSpec((1024,), "float32")}
     double_buffer = DoubleBuffer.create(plan_double_buffer(specs, None, in_host_memory=True))
     with pytest.raises(VerlServerError, match="bucket 0 was not filled by the trainer in time"):
-        next(BucketReader(double_buffer, 1, 0, 1, nothing, time.monotonic() + 0.05).tensors())
+        next(BucketReader(double_buffer, 1, 0, 1, peers_are_alive, time.monotonic() + 0.05).tensors())
     double_buffer.progress(1).fail("é" * 5000)
     with pytest.raises(VerlServerError, match="éééé"):
-        next(BucketReader(double_buffer, 1, 0, 1, nothing, in_time()).tensors())
-    writer = BucketWriter(double_buffer, 2, 0, is_leader=True, readers=[0], require_peers=nothing)
+        next(BucketReader(double_buffer, 1, 0, 1, peers_are_alive, deadline()).tensors())
+    writer = BucketWriter(double_buffer, 2, 0, is_leader=True, readers=[0], require_peers=peers_are_alive)
     for _ in range(BUCKET_COUNT):
-        writer.reserve("t", specs["t"], in_time())
+        writer.reserve("t", specs["t"], deadline())
     with pytest.raises(VerlServerError, match="bucket 2 was not emptied"):
         writer.reserve("t", specs["t"], time.monotonic() + 0.05)
     double_buffer.close()
@@ -210,7 +211,7 @@ def engine_on(server: RemoteServer, mesh: Any, folder: str, **weights: Any) -> V
 
 
 def test_staging_smaller_than_the_model(server: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
-    """Chosen by itself when the model does not fit; a list is refused in whole, a generator may tear."""
+    """The transport is chosen automatically. A bad list is refused completely; a bad generator leaves torn weights."""
     folder = str(tiny("qwen2"))
     model = reference_model(folder)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -268,7 +269,7 @@ def test_a_limit_below_the_largest_tensor_is_refused(server: Any, one_rank: Any,
 def _two_ranks(rank: int, world: int, folder: str, server: RemoteServer) -> list[str]:
     model = reference_model(folder)
     weights = model.state_dict()
-    said = []
+    messages = []
     with engine_on(server, mesh_of(world), folder) as engine:
         shards_of_every_kind(engine, folder)
         pairs = list(weights.items())
@@ -276,9 +277,9 @@ def _two_ranks(rank: int, world: int, folder: str, server: RemoteServer) -> list
         def attempt(mine: Any) -> None:
             try:
                 engine.update_weights_from_tensor(mine)
-                said.append("")
+                messages.append("")
             except VerlServerError as error:
-                said.append(f"{type(error).__name__}: {error.message}")
+                messages.append(f"{type(error).__name__}: {error.message}")
 
         def failing() -> Iterator[tuple[str, torch.Tensor]]:
             yield from pairs[:7]
@@ -294,11 +295,14 @@ def _two_ranks(rank: int, world: int, folder: str, server: RemoteServer) -> list
         assert_equals_reference(engine, model)
         attempt(pairs if rank == 0 else [])
         assert_equals_reference(engine, model)
-    return said
+    return messages
 
 
 def test_two_ranks_fill_the_buckets_together(server: Any, two_ranks: Ranks, tiny: Callable[..., Path]) -> None:
-    """Shards of every kind; every disagreement of the ranks is the same error on both, and torn only where it must."""
+    """Shards of every kind.
+
+    Every disagreement of the ranks is the same error on both; weights are torn only if unavoidable.
+    """
     first, second = two_ranks.run(_two_ranks, str(tiny("qwen2")), keys_of(server))
     assert first == second
     assert "BadInputError: rank 1 brought 5 tensors that differ" in first[0]
@@ -307,5 +311,5 @@ def test_two_ranks_fill_the_buckets_together(server: Any, two_ranks: Ranks, tiny
     assert "tensors that differ" in first[3]
     assert "reading named_tensors failed on rank 1: KeyError: 'no more'" in first[4]
     assert "reading named_tensors failed on rank 0: KeyError: 'no more'" in first[5]
-    assert all(words.startswith("TornWeightsError") for words in first[1:6])
+    assert all(message.startswith("TornWeightsError") for message in first[1:6])
     assert first[6:] == ["", ""]

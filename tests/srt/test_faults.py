@@ -1,4 +1,4 @@
-"""Weight updates in which something dies or breaks at an exact step: typed errors, nothing torn served, recovery."""
+"""Weight updates in which a process dies or data breaks at an exact step: typed errors, no torn weights, recovery."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ STEPS = [
     "/end_weight_update",
     "/continue_generation",
 ]
-#: From here on the server may hold parts of an update.
 TEARING = STEPS[2:4]
+"""Steps at which the server may hold a part of an update."""
 
 
 @pytest.fixture(scope="module")
 def started(tiny: Callable[..., Path]) -> Iterator[Iterator[Any]]:
-    """Servers: the first stays, the others are killed, one for each step."""
+    """Servers. The first keeps running; each of the others is killed at one step."""
     folder = str(tiny("qwen3"))
 
     def start() -> Any:
@@ -71,7 +71,7 @@ def keys_of(adapter: Any) -> tuple[str, str]:
 
 
 def push_all(adapter: Any, mesh: Any, folder: Path) -> None:
-    """What a new trainer does: attach, push a whole update, and the server serves it."""
+    """Do what a new trainer does: connect, push all tensors, and generate with them."""
     model = reference_model(folder)
     with VerlEngine(
         mesh, servers=[RemoteServer(adapter.base_url, *keys_of(adapter))], model_path=str(folder), dtype="float32"
@@ -84,13 +84,13 @@ def push_all(adapter: Any, mesh: Any, folder: Path) -> None:
     ("step", "transport"),
     [
         *((step, "shared_memory") for step in STEPS),
-        *((step, way) for way in ("distributed", "distributed_buckets", "buckets") for step in TEARING),
+        *((step, other) for other in ("distributed", "distributed_buckets", "buckets") for step in TEARING),
     ],
 )
 def test_a_trainer_killed_at_each_step(
     step: str, transport: str, server: Any, one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """The server serves whole weights or nothing; the next trainer takes over, open session or not."""
+    """The server serves whole weights or nothing. The next trainer takes over, also if a session is open."""
     model = reference_model(tiny("qwen3"))
     old = assert_equals_reference(server, model)
     change_weights(model, seed=77)
@@ -111,42 +111,42 @@ def test_a_trainer_killed_at_each_step(
     assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "pushed").exists()
     time.sleep(0.2)
-    whole = [old, [list(r["output_ids"]) for r in _generate_or_nothing(server)]]
-    if whole[1]:  # it serves: then the old weights, or the new ones whole
-        assert step not in TEARING or whole[1] == old
-        if whole[1] != old:
+    served = [list(reply["output_ids"]) for reply in _generate_or_nothing(server)]
+    if served:  # the server serves: either the old weights, or all of the new ones
+        assert step not in TEARING or served == old
+        if served != old:
             assert_equals_reference(server, model)
     push_all(server, one_rank, tiny("qwen3"))
 
 
 def _generate_or_nothing(server: Any) -> list[Any]:
-    """Replies, or nothing where the server is paused (then the requests are taken back)."""
-    found: list[Any] = []
+    """Replies, or an empty list if the server is paused. The requests are then aborted."""
+    results: list[Any] = []
     sampling = {"max_new_tokens": 8, "temperature": 0.0}
 
-    def ask() -> None:
+    def generate() -> None:
         try:
-            found.append(server.generate(input_ids=PROMPTS, sampling_params=sampling))
+            results.append(server.generate(input_ids=PROMPTS, sampling_params=sampling))
         except VerlServerError:
-            found.append([])
+            results.append([])
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    asking.join(2.0)
-    if asking.is_alive():
+    thread = threading.Thread(target=generate)
+    thread.start()
+    thread.join(2.0)
+    if thread.is_alive():
         server.abort_request(abort_all=True)
         server.continue_generation()
-        asking.join(20.0)
-        assert not asking.is_alive()
+        thread.join(20.0)
+        assert not thread.is_alive()
         return []
-    return list(found[0])
+    return list(results[0])
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_server_killed_at_each_step(
     step: str, server: Any, started: Iterator[Any], one_rank: Any, tiny: Callable[..., Path]
 ) -> None:
-    """The push fails with a typed error, soon; the other server of the engine is served by the next push."""
+    """The update fails soon with a typed error. The engine's other server takes the next update."""
     victim = next(started)
     model = reference_model(tiny("qwen3"))
     change_weights(model, seed=5)
@@ -215,32 +215,34 @@ def _is_zombie(pid: int) -> bool:
 def test_a_trainer_rank_killed_at_each_step(
     step: str, transport: str, server: Any, two_ranks: Ranks, one_rank: Any, tiny: Callable[..., Path]
 ) -> None:
-    with no_new_shared_memory(but="sem."):  # the ranks' own progress bars have semaphores
-        said, _ = two_ranks.run(
+    with no_new_shared_memory(but="sem."):  # progress bars of the ranks use semaphores
+        raised, _ = two_ranks.run(
             _rank_with_a_dying_peer, str(tiny("qwen3")), server.base_url, keys_of(server), step, transport, dying=1
         )
-    assert said in ("PeerError", "TornWeightsError")
+    assert raised in ("PeerError", "TornWeightsError")
     push_all(server, one_rank, tiny("qwen3"))
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_wrong_checksum(times: int, server: Any, one_rank: Any, tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """One bit of the file turns over on the way: once, and the engine repairs it; twice, and nothing is served."""
+def test_a_wrong_checksum_is_repaired_once(
+    times: int, server: Any, one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One bit of the file changes before the load. Once: the engine repairs it. Twice: generation is refused."""
     model = reference_model(tiny("qwen3"))
     change_weights(model, seed=6)
-    turned: list[Path] = []
+    changed_files: list[Path] = []
 
-    def turn_a_bit(path: str) -> None:
-        if path == "/update_weights_from_tensor" and len(turned) < times:
+    def change_a_bit(path: str) -> None:
+        if path == "/update_weights_from_tensor" and len(changed_files) < times:
             (file,) = tmp_path.glob("*.safetensors")
             with file.open("r+b") as stream:
                 stream.seek(-100, os.SEEK_END)
                 byte = stream.read(1)[0]
                 stream.seek(-1, os.SEEK_CUR)
                 stream.write(bytes([byte ^ 4]))
-            turned.append(file)
+            changed_files.append(file)
 
-    with Interceptor(server.base_url, turn_a_bit) as front, VerlEngine(
+    with Interceptor(server.base_url, change_a_bit) as front, VerlEngine(
         one_rank, servers=[RemoteServer(front.url, *keys_of(server))], model_path=str(tiny("qwen3")), dtype="float32",
         weights=WeightsConfig(transport="disk", folder=tmp_path),
     ) as engine:  # fmt: skip
@@ -251,19 +253,17 @@ def test_a_wrong_checksum(times: int, server: Any, one_rank: Any, tiny: Callable
                 engine.generate(input_ids=[1])
         engine.update_weights_from_tensor(model.state_dict().items())
         assert_equals_reference(engine, model)
-    assert len(turned) == times
+    assert len(changed_files) == times
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "buckets"])
-def test_a_wedged_server_misses_the_deadline(
+def test_a_stalled_server_misses_the_deadline(
     transport: str, server: Any, one_rank: Any, tiny: Callable[..., Path]
 ) -> None:
-    """The scheduler stands still during the load: DeadlineError or torn by it, and it recovers."""
+    """The scheduler is stopped during the load: DeadlineError or TornWeightsError, and the server recovers."""
     (scheduler,) = (
-        pid
-        for pid in tree_of(server.pids.main)
-        if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in tree_of(server.pids.main) if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
     model = reference_model(tiny("qwen3"))
 
@@ -289,7 +289,7 @@ NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
 
 
 def _may_mount() -> bool:
-    """Whether this machine lets a user mount in a namespace of his own (some containers do not)."""
+    """Whether this machine lets users mount file systems in a namespace of their own. Some containers do not."""
     if shutil.which(NAMESPACE[0]) is None:
         return False
     return not subprocess.run(
@@ -297,9 +297,9 @@ def _may_mount() -> bool:
     ).returncode
 
 
-@pytest.mark.skipif(not _may_mount(), reason="nobody may mount in a namespace of his own here")
-def test_a_full_shared_memory_folder(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """/dev/shm of a default container, filled to the last byte after the start: updates do not need it."""
+@pytest.mark.skipif(not _may_mount(), reason="this machine does not let users mount file systems")
+def test_updates_with_a_full_dev_shm(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """/dev/shm as in a default container, completely full after the start: updates do not need it."""
     script = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
     command = [sys.executable, str(HERE / "full_shm_trainer.py"), str(tiny("qwen3")), str(tmp_path)]
     done = subprocess.run(
@@ -310,4 +310,4 @@ def test_a_full_shared_memory_folder(tiny: Callable[..., Path], tmp_path: Path) 
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == "served, nothing left"
+    assert done.stdout.splitlines()[-1] == "all updates succeeded and /dev/shm is empty"

@@ -1,4 +1,4 @@
-"""LoRA adapters by name on a real server: equal to the merged model, replaced, removed, refused if they do not fit."""
+"""LoRA adapters on a real server: equal to the merged model, replaced, removed, and refused if they do not fit."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ def engine(request: pytest.FixtureRequest, one_rank: Any, tiny: Callable[..., Pa
 
 def adapter_for(model: Any, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    tensors = {}
     for name, tensor in model.state_dict().items():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in TARGETS:
             outputs, inputs = tensor.shape
-            found[f"base_model.model.{module}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) * 0.1
-            found[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator) * 0.1
-    return found
+            tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) * 0.1
+            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator) * 0.1
+    return tensors
 
 
 def merged(model: Any, adapter: dict[str, torch.Tensor]) -> Any:
-    """The model with the adapter added to its weights."""
+    """A copy of the model with the adapter added to its weights."""
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for name, low in adapter.items():
+    for name, lora_a in adapter.items():
         if ".lora_A." in name:
             module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             scale = float(CONFIG["lora_alpha"]) / RANK  # type: ignore[arg-type]
-            weights[f"{module}.weight"] += scale * (adapter[name.replace(".lora_A.", ".lora_B.")] @ low)
-    other = type(model)(model.config).to(next(model.parameters()).dtype)
-    other.load_state_dict(weights)
-    return other.eval()
+            weights[f"{module}.weight"] += scale * (adapter[name.replace(".lora_A.", ".lora_B.")] @ lora_a)
+    merged_model = type(model)(model.config).to(next(model.parameters()).dtype)
+    merged_model.load_state_dict(weights)
+    return merged_model.eval()
 
 
 def assert_serves(engine: VerlEngine, name: str, reference: Any) -> None:
@@ -99,7 +99,7 @@ def test_adapters_by_name(engine: VerlEngine, tiny: Callable[..., Path]) -> None
     with pytest.raises(BadInputError, match="no LoRA adapter"):
         engine.unload_lora_adapter("one")
 
-    change_weights(model, seed=4)  # the weights below the adapters change
+    change_weights(model, seed=4)  # the weights of the base model change
     assert engine.update_weights_from_tensor(model.state_dict().items()).missing == 0
     assert_equals_reference(engine, model)
     assert_serves(engine, "two", merged(model, two))
@@ -112,8 +112,8 @@ def test_adapters_that_do_not_fit_are_refused(engine: VerlEngine, tiny: Callable
     good = adapter_for(model, 1)
     first = next(iter(good))
 
-    def refused(tensors: dict[str, Any], config: dict[str, Any], words: str) -> None:
-        with pytest.raises(BadInputError, match=words):
+    def refused(tensors: dict[str, Any], config: dict[str, Any], message: str) -> None:
+        with pytest.raises(BadInputError, match=message):
             engine.load_lora_adapter("bad", tensors.items(), config)
 
     refused({}, CONFIG, "no tensors")
@@ -131,17 +131,17 @@ def test_adapters_that_do_not_fit_are_refused(engine: VerlEngine, tiny: Callable
         engine.load_lora_adapter("wide", wide.items(), {**CONFIG, "r": 16})
     assert issubclass(WeightManifestError, BadInputError)
 
-    def breaks() -> Iterator[tuple[str, torch.Tensor]]:
+    def failing_tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield next(iter(good.items()))
         raise OSError("the disk is gone")
 
     with pytest.raises(PeerError, match="the disk is gone"):
-        engine.load_lora_adapter("bad", breaks(), CONFIG)
+        engine.load_lora_adapter("bad", failing_tensors(), CONFIG)
     assert_equals_reference(engine, model)
 
 
 @pytest.mark.timeout(600)
-def test_a_server_that_starts_again_has_the_adapters(one_rank: Any, tiny: Callable[..., Path]) -> None:
+def test_a_restarted_server_has_the_adapters(one_rank: Any, tiny: Callable[..., Path]) -> None:
     folder = str(tiny("qwen3"))
     model = reference_model(folder)
     one = adapter_for(model, 5)
@@ -162,7 +162,7 @@ def test_a_server_that_starts_again_has_the_adapters(one_rank: Any, tiny: Callab
         process = replica.adapter.process
         assert process is not None
         os.kill(int(process.pid or 0), signal.SIGKILL)
-        wait_until(lambda: replica.state is not ReplicaState.HEALTHY, 10.0, "the loss is not seen")
-        wait_until(lambda: replica.state is ReplicaState.HEALTHY, 250.0, "it does not come back")
+        wait_until(lambda: replica.state is not ReplicaState.HEALTHY, 10.0, "the loss was not noticed")
+        wait_until(lambda: replica.state is ReplicaState.HEALTHY, 250.0, "the replica did not recover")
         assert_serves(engine, "one", merged(model, one))
         assert_equals_reference(engine, model)

@@ -1,4 +1,4 @@
-"""Weights by every transport into two real servers, one of them TP 2, and what happens when one dies on the way."""
+"""Weight updates by every transport to two real servers, one of them with two TP ranks, and refused settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRANSPORTS = ["shared_memory", "buckets", "distributed", "distributed_buckets", 
 
 @pytest.fixture(scope="module")
 def servers(tiny: Callable[..., Path]) -> Iterator[list[Any]]:
-    """Two servers that other programs might have started: TP 1 and TP 2."""
+    """Two servers, as other programs could have started them: TP 1 and TP 2."""
 
     folder = str(tiny("qwen3"))
 
@@ -37,7 +37,7 @@ def servers(tiny: Callable[..., Path]) -> Iterator[list[Any]]:
 
 
 def remote(adapter: Any) -> RemoteServer:
-    """How another trainer would name this server."""
+    """The server as another trainer would describe it."""
     args = adapter.server_args
     return RemoteServer(adapter.base_url, args["api_key"], args["admin_api_key"])
 
@@ -53,7 +53,7 @@ def engine_for(servers: list[Any], mesh: Any, model: Path, **weights: Any) -> Ve
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_server_gets_the_weights(
+def test_every_server_loads_the_weights(
     transport: str, servers: list[Any], one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = reference_model(tiny("qwen3"))
@@ -78,20 +78,20 @@ def test_every_server_gets_the_weights(
         assert_equals_reference(servers[1], model)
 
         engine.update_weights_from_tensor(original.items(), weight_version=20)
-        assert [assert_equals_reference(one, model_of(original, model)) for one in servers] == before
+        assert [assert_equals_reference(one, with_weights(original, model)) for one in servers] == before
         replies = [one.generate(input_ids=[1], sampling_params={"max_new_tokens": 1}) for one in servers]
-        assert {reply["meta_info"]["weight_version"] for reply in replies} == {"20"}
+        assert {reply["meta_info"]["weight_version"] for reply in replies} == {20}
     assert first.bytes == size
-    assert not list(tmp_path.iterdir()), "nothing is left in the folder"
+    assert not list(tmp_path.iterdir()), "no file is left in the folder"
 
 
-def model_of(weights: dict[str, torch.Tensor], model: Any) -> Any:
+def with_weights(weights: dict[str, torch.Tensor], model: Any) -> Any:
     model.load_state_dict(weights)
     return model
 
 
 def test_delta_sends_what_changed(servers: list[Any], one_rank: Any, tiny: Callable[..., Path]) -> None:
-    """1 % of the elements changed: under 5 % of the bytes, and bit-equal on every TP rank."""
+    """When 1 % of the elements change, less than 5 % of the bytes are sent. Every TP rank verifies its checksums."""
     model = reference_model(tiny("qwen3"))
     generator = torch.Generator().manual_seed(3)
     with engine_for(servers, one_rank, tiny("qwen3"), transport="delta") as engine:
@@ -101,7 +101,7 @@ def test_delta_sends_what_changed(servers: list[Any], one_rank: Any, tiny: Calla
             for parameter in model.parameters():
                 chosen = torch.rand(parameter.shape, generator=generator) < 0.01
                 parameter[chosen] += 0.05
-        part = engine.update_weights_from_tensor(model.state_dict().items())  # checksums of all that is served
+        part = engine.update_weights_from_tensor(model.state_dict().items())  # checksums cover all tensors
         assert 0 < part.sent_bytes < 0.05 * part.bytes
         for one in servers:
             assert_equals_reference(one, model)
@@ -110,10 +110,10 @@ def test_delta_sends_what_changed(servers: list[Any], one_rank: Any, tiny: Calla
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_requests_stay_small(
+def test_requests_of_an_update_are_small(
     transport: str, servers: list[Any], one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """All requests of an update together are a few kilobytes: what the loader is told does not grow with the model."""
+    """All HTTP requests of an update together have a few kilobytes."""
     weights = reference_model(tiny("qwen3")).state_dict()
     args = servers[1].server_args
     with (

@@ -1,4 +1,4 @@
-"""Pure parts: layout, shards, names, manifest, errors, the channel's handshake, the rule of imports."""
+"""Units without a server: layouts, shards, names, manifests, errors, checksums, patches, and the order of imports."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 from verl_server.weights.update.tensor_source import require_finite
 
 PACKAGE = Path(verl_server.__file__).parent
-#: Rooms from top to bottom; imports go down only (ARCHITECTURE.md).
-ROOMS = [
+#: Packages from top to bottom. A package imports only from those below it (ARCHITECTURE.md).
+PACKAGES = [
     "cli",
     "cli_output",
     "cli_arguments",
@@ -62,8 +62,8 @@ ROOMS = [
     "server",
     "platforms",
 ]
-VOCABULARY = ["types", "config", "errors"]
-FREE = ["tiny", "__init__", "__main__"]
+SHARED_MODULES = ["types", "config", "errors"]
+UNRESTRICTED = ["tiny", "__init__", "__main__"]
 
 
 def _imports(path: Path) -> set[str]:
@@ -78,14 +78,14 @@ def _imports(path: Path) -> set[str]:
 
 def test_imports_go_one_way() -> None:
     for path in PACKAGE.rglob("*.py"):
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if room in FREE:
+        package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if package in UNRESTRICTED:
             continue
-        allowed = set(VOCABULARY + FREE)
-        if room in ROOMS:
-            allowed.update(ROOMS[ROOMS.index(room) :])
+        allowed = set(SHARED_MODULES + UNRESTRICTED)
+        if package in PACKAGES:
+            allowed.update(PACKAGES[PACKAGES.index(package) :])
         else:
-            assert room in VOCABULARY, f"{path}: a room that ARCHITECTURE.md does not name"
+            assert package in SHARED_MODULES, f"{path}: ARCHITECTURE.md does not name this package"
         assert _imports(path) <= allowed, f"{path} imports upwards: {_imports(path) - allowed}"
 
 
@@ -98,15 +98,15 @@ def test_importing_the_package_is_light() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_every_error_travels_between_ranks_whole() -> None:
-    tree = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.VerlServerError)]
-    assert len(tree) > 10
-    for cls in tree:
-        there = cls("what happened", url="http://x", log_tail="last words")
-        back = errors.from_wire(errors.to_wire(there))
-        assert type(back) is cls
-        assert (back.message, back.details) == (there.message, there.details)
-        assert "last words" in str(back)
+def test_every_error_keeps_its_type_and_details_between_ranks() -> None:
+    classes = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.VerlServerError)]
+    assert len(classes) > 10
+    for cls in classes:
+        sent = cls("what happened", url="http://x", log_tail="end of the log")
+        received = errors.from_wire(errors.to_wire(sent))
+        assert type(received) is cls
+        assert (received.message, received.details) == (sent.message, sent.details)
+        assert "end of the log" in str(received)
     foreign = errors.from_wire(errors.to_wire(OSError("disk")))
     assert type(foreign) is errors.PeerError
     assert "OSError: disk" in foreign.message
@@ -125,7 +125,7 @@ def test_shards_cover_a_tensor_exactly_once(data: st.DataObject) -> None:
     assert torch.equal(cover, torch.ones(shape))
 
 
-def test_shards_are_those_of_torch_chunk() -> None:
+def test_shards_equal_the_parts_of_torch_chunk() -> None:
     whole = torch.arange(7 * 5).reshape(7, 5)
     for parts in (1, 2, 3, 4, 7):
         for i, chunk in enumerate(whole.chunk(parts, dim=0)):
@@ -147,22 +147,22 @@ def test_layout_has_no_overlap(shapes: list[list[int]]) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 300)), min_size=1, max_size=30), st.integers(1, 1000))
-def test_parcels_cut_no_tensor(gaps_and_sizes: list[tuple[int, int]], limit: int) -> None:
-    spans, at = [], 0
+def test_broadcast_ranges_contain_whole_tensors_only(gaps_and_sizes: list[tuple[int, int]], limit: int) -> None:
+    tensor_ranges, offset = [], 0
     for gap, size in gaps_and_sizes:
-        spans.append((at + gap, at + gap + size))
-        at += gap + size
-    found = group_whole_tensors(spans, limit)
-    assert sum(count for _, _, count in found) == len(spans)
+        tensor_ranges.append((offset + gap, offset + gap + size))
+        offset += gap + size
+    found = group_whole_tensors(tensor_ranges, limit)
+    assert sum(count for _, _, count in found) == len(tensor_ranges)
     taken = 0
     for start, stop, count in found:
-        inside = spans[taken : taken + count]
+        inside = tensor_ranges[taken : taken + count]
         assert (inside[0][0], inside[-1][1]) == (start, stop)
         assert stop - start <= limit or count == 1
         taken += count
 
 
-def test_arena_is_one_memory_for_all_who_map_it() -> None:
+def test_all_mappings_of_an_arena_share_its_memory() -> None:
     layout = plan_arena({"a": TensorSpec((3, 4), "float32"), "b": TensorSpec((), "bfloat16")})
     mine = Arena.create(layout)
     other = Arena.open(mine.path, layout)
@@ -183,12 +183,12 @@ def test_manifest_from_files_and_from_architecture_agree(tiny: Callable[..., Pat
         assert dict(from_files.tensors) == dict(from_code.tensors)
 
 
-def test_tied_heads_are_left_out(tiny: Callable[..., Path]) -> None:
+def test_the_manifest_ignores_tied_heads(tiny: Callable[..., Path]) -> None:
     manifest = read_manifest({"model_path": str(tiny("llama", tie_word_embeddings=True))})
     assert manifest.check("lm_head.weight", (320, 64), "float32") is None
 
 
-def test_fused_experts_are_views_of_the_checkpoint_names() -> None:
+def test_fused_experts_are_split_into_views_with_checkpoint_names() -> None:
     fused = torch.randn(3, 8, 5)
     parts = dict(unfuse("model.layers.0.mlp.experts.gate_up_proj", fused))
     assert torch.equal(parts["model.layers.0.mlp.experts.1.up_proj.weight"], fused[1, 4:])
@@ -207,7 +207,7 @@ def test_placement() -> None:
         compute_placement(0, 3, 2, {})
 
 
-def test_channel_admits_only_who_knows_the_key() -> None:
+def test_a_channel_accepts_only_ranks_that_know_the_key() -> None:
     def attempt(key: bytes) -> int | None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             thread = threading.Thread(target=connect_to_rank_0, args=(server.getsockname(), key, 3, 5.0))
@@ -222,10 +222,10 @@ def test_channel_admits_only_who_knows_the_key() -> None:
     assert attempt(b"wrong") is None
 
 
-def test_a_reserved_port_is_given_to_nobody_else_but_can_be_bound() -> None:
+def test_a_reserved_port_is_refused_to_other_sockets_but_can_be_bound_with_reuse() -> None:
     reservation = PortReservation("127.0.0.1")
-    with pytest.raises(OSError, match="in use"), socket.socket() as stranger:
-        stranger.bind(("127.0.0.1", reservation.port))
+    with pytest.raises(OSError, match="in use"), socket.socket() as other:
+        other.bind(("127.0.0.1", reservation.port))
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("127.0.0.1", reservation.port))
@@ -249,7 +249,7 @@ def test_log_is_bounded_and_keeps_the_tail(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [1, 2, 7])
-def test_coverage_names_what_was_not_written_and_puts_it_back(dtype: torch.dtype, width: int) -> None:
+def test_coverage_names_unwritten_parameters_and_restores_them(dtype: torch.dtype, width: int) -> None:
     model: Any = torch.nn.ModuleDict({"whole": torch.nn.Linear(width, 3), "rows": torch.nn.Linear(width, 3)}).to(dtype)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     coverage = Coverage(model)
@@ -263,8 +263,8 @@ def test_coverage_names_what_was_not_written_and_puts_it_back(dtype: torch.dtype
     assert torch.equal(model["rows"].bias.data, before["rows.bias"])
 
 
-class _Breaks(torch.nn.Linear):
-    """Takes the first tensor, then fails, as a model class does that meets a shape it cannot load."""
+class _FailingLinear(torch.nn.Linear):
+    """Loads the first tensor and then fails, as a model class does for a shape that it cannot load."""
 
     def load_weights(self, tensors: Any) -> None:
         _, first = next(iter(tensors))
@@ -272,12 +272,12 @@ class _Breaks(torch.nn.Linear):
         raise ValueError("cannot take the second")
 
 
-def test_a_load_that_fails_leaves_no_mark_in_the_model() -> None:
+def test_a_failed_load_leaves_no_mark_in_the_model() -> None:
     layout = plan_arena({"weight": TensorSpec((3, 4), "float32"), "bias": TensorSpec((3,), "float32")})
     arena = Arena.create(layout)
     arena.tensor("weight").fill_(2.0)
     arena.write_table(["weight", "bias"])
-    model, update = _Breaks(4, 3), UpdateAttempt("x", ["weight", "bias"], True, [Member("a", 1)])
+    model, update = _FailingLinear(4, 3), UpdateAttempt("x", ["weight", "bias"], True, [Member("a", 1)])
     bias = model.bias.data.clone()
     sender = shared_memory.Sender(SenderSettings(arena, layout, 1.0))
     report, _ = load_weights(shared_memory.Receiver(sender.wire(update, 0), 0), model, "x", verify=True)
@@ -289,10 +289,12 @@ def test_a_load_that_fails_leaves_no_mark_in_the_model() -> None:
 
 
 @given(st.binary(min_size=0, max_size=70), st.integers(0, 7))
-def test_checksums_tell_one_changed_bit(data: bytes, bit: int) -> None:
+def test_checksums_differ_when_one_bit_changes(data: bytes, bit: int) -> None:
     tensor = torch.tensor(list(data), dtype=torch.uint8)
     first = compute_checksum(tensor)
-    assert compute_checksum(torch.cat([torch.zeros(3, dtype=torch.uint8), tensor])[3:]) == first, "wherever it stands"
+    assert compute_checksum(torch.cat([torch.zeros(3, dtype=torch.uint8), tensor])[3:]) == first, (
+        "the checksum does not depend on the alignment"
+    )
     for at in range(len(data)):
         other = tensor.clone()
         other[at] ^= 1 << bit
@@ -300,16 +302,16 @@ def test_checksums_tell_one_changed_bit(data: bytes, bit: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 100)), max_size=8), st.integers(1, 64))
-def test_chunks_cover_every_span_and_nothing_twice(gaps_and_sizes: list[tuple[int, int]], limit: int) -> None:
-    spans, at = [], 0
+def test_chunks_cover_every_tensor_and_do_not_overlap(gaps_and_sizes: list[tuple[int, int]], limit: int) -> None:
+    tensor_ranges, offset = [], 0
     for gap, size in gaps_and_sizes:
-        spans.append((at + gap, at + gap + size))
-        at += gap + size
-    found = split_into_chunks(spans, limit)
+        tensor_ranges.append((offset + gap, offset + gap + size))
+        offset += gap + size
+    found = split_into_chunks(tensor_ranges, limit)
     assert all(0 < stop - start <= limit for start, stop in found)
-    assert all(one[1] <= other[0] for one, other in itertools.pairwise(found))
+    assert all(chunk[1] <= following[0] for chunk, following in itertools.pairwise(found))
     covered = {byte for start, stop in found for byte in range(start, stop)}
-    assert covered >= {byte for start, stop in spans for byte in range(start, stop)}
+    assert covered >= {byte for start, stop in tensor_ranges for byte in range(start, stop)}
 
 
 @given(
@@ -317,34 +319,37 @@ def test_chunks_cover_every_span_and_nothing_twice(gaps_and_sizes: list[tuple[in
     st.integers(1, 200_000),
     st.lists(st.floats(0, 1, exclude_max=True), max_size=5),
 )
-def test_patches_bring_the_old_to_the_new(kind: Any, size: int, places: list[float]) -> None:
+def test_a_patch_turns_the_old_tensors_into_the_new_ones(kind: Any, size: int, positions: list[float]) -> None:
     old = np.arange(size).astype(kind)
     new = old.copy()
-    for share in places:
-        new[int(share * size)] += 1
-    item_bytes = old.itemsize
+    for position in positions:
+        new[int(position * size)] += 1
+    element_bytes = old.itemsize
     target = bytearray(old.tobytes())
-    patch = patches.encode([(memoryview(old.tobytes()), memoryview(new.tobytes()), item_bytes)] * 2, max_bytes=10**9)
+    patch = patches.encode([(memoryview(old.tobytes()), memoryview(new.tobytes()), element_bytes)] * 2, max_bytes=10**9)
     assert patch is not None
-    assert len(patch) <= 2 * (8 + len(places) * (4 + item_bytes))
+    assert len(patch) <= 2 * (8 + len(positions) * (4 + element_bytes))
     other = bytearray(target)
-    patches.apply(memoryview(patch), [(memoryview(target), item_bytes), (memoryview(other), item_bytes)])
+    patches.apply(memoryview(patch), [(memoryview(target), element_bytes), (memoryview(other), element_bytes)])
     assert bytes(target) == bytes(other) == new.tobytes()
     with pytest.raises(ValueError, match="patch"):
-        patches.apply(memoryview(patch + b"x"), [(memoryview(target), item_bytes), (memoryview(other), item_bytes)])
+        patches.apply(
+            memoryview(patch + b"x"), [(memoryview(target), element_bytes), (memoryview(other), element_bytes)]
+        )
     assert (
-        patches.encode([(memoryview(old.tobytes()), memoryview((new + 1).tobytes()), item_bytes)], max_bytes=8) is None
+        patches.encode([(memoryview(old.tobytes()), memoryview((new + 1).tobytes()), element_bytes)], max_bytes=8)
+        is None
     )
 
 
-def test_one_receiver_leads_on_each_machine() -> None:
+def test_each_machine_has_one_leading_receiver() -> None:
     placement = ReceiverPlacement(["a", "b", "a", "b", "c"])
     assert placement.group_size == 4
     assert [placement.group_rank_of(receiver) for receiver in range(5)] == [1, 2, None, None, 3]
     assert [placement.leader_of(receiver) for receiver in range(5)] == [0, 1, 0, 1, 4]
 
 
-def test_not_finite_values_are_refused() -> None:
+def test_values_that_are_not_finite_are_refused() -> None:
     for value in (float("nan"), float("inf"), float("-inf")):
         tensor = torch.ones(3, 4, dtype=torch.bfloat16)
         require_finite("x", tensor)

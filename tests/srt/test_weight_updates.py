@@ -1,4 +1,4 @@
-"""Many updates, memory release, and what a failed update means."""
+"""Many updates in a row, release of memory, and failed updates."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def _footprint(server_pids: list[int]) -> dict[str, int]:
 
 @pytest.mark.soak
 def test_300_updates_interleaved_with_generations(shared_engine: Any, tiny: Callable[..., Path]) -> None:
-    """No hang, no leak, and every generation is one version's tokens or the other's, as it says."""
+    """No hang and no leak. Every generation has the tokens of the version that its reply names."""
     model = reference_model(tiny("qwen3"))
     original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     change_weights(model, seed=9)
     weights = [original, model.state_dict()]
-    first_version = int(shared_engine.generate(input_ids=[1], sampling_params=GREEDY)["meta_info"]["weight_version"])
+    first_version = shared_engine.generate(input_ids=[1], sampling_params=GREEDY)["meta_info"]["weight_version"]
     stop, failures, seen, finished = threading.Event(), [], [], []
 
     def generate() -> None:
@@ -64,7 +64,7 @@ def test_300_updates_interleaved_with_generations(shared_engine: Any, tiny: Call
             finished.append(1)
             spans = reply["meta_info"].get("weight_versions") or [{"version": reply["meta_info"]["weight_version"]}]
             if len(spans) == 1:
-                seen.append(((int(spans[0]["version"]) - first_version) % 2, tuple(reply["output_ids"])))
+                seen.append(((spans[0]["version"] - first_version) % 2, tuple(reply["output_ids"])))
 
     threads = [threading.Thread(target=generate) for _ in range(3)]
     for thread in threads:
@@ -74,9 +74,9 @@ def test_300_updates_interleaved_with_generations(shared_engine: Any, tiny: Call
     try:
         for i in range(1, UPDATES + 1):
             shared_engine.update_weights_from_tensor(weights[i % 2].items())
-            if i % 5 == 0:  # time for whole generations of this version, an odd and an even one in turn
-                settled = len(finished)
-                wait_until(lambda: len(finished) >= settled + 6 or failures, 60.0, "generation stands still")  # noqa: B023
+            if i % 5 == 0:  # time for complete generations with this version; odd and even versions alternate
+                finished_before = len(finished)
+                wait_until(lambda: len(finished) >= finished_before + 6 or failures, 60.0, "no generation finishes")  # noqa: B023
             if i == 20:
                 warm = _footprint(server)
     finally:
@@ -89,8 +89,8 @@ def test_300_updates_interleaved_with_generations(shared_engine: Any, tiny: Call
     assert end["files"] <= warm["files"] + 8, (warm, end)
     assert end["shared"] <= warm["shared"], (warm, end)
     assert end["resident"] <= warm["resident"] + 48 * 2**20, (warm, end)
-    tokens = {which: {t for w, t in seen if w == which} for which in (0, 1)}
-    assert len(tokens[0]) == len(tokens[1]) == 1, "one version, one result: no torn weights, no stale prefix cache"
+    tokens = {parity: {t for p, t in seen if p == parity} for parity in (0, 1)}
+    assert len(tokens[0]) == len(tokens[1]) == 1, "each version has one result: no torn weights, no stale prefix cache"
     assert tokens[0] != tokens[1]
     assert len(seen) > 30
     print(f"{len(seen)} generations; at update 20 {warm}, at update {UPDATES} {end}")
@@ -98,11 +98,11 @@ def test_300_updates_interleaved_with_generations(shared_engine: Any, tiny: Call
 
 @pytest.fixture(scope="module")
 def large(tiny: Callable[..., Path]) -> Path:
-    """About 200 MB of float32 weights, so that released memory stands out."""
+    """About 200 MB of float32 weights, so that released memory is visible in the process's memory."""
     return tiny("qwen3", hidden_size=768, layers=6, heads=8, kv_heads=4, intermediate_size=2304, vocab_size=8000)
 
 
-def test_released_memory_goes_back_to_the_machine_and_returns(large: Path, one_rank: Any) -> None:
+def test_released_memory_returns_to_the_machine_and_can_be_resumed(large: Path, one_rank: Any) -> None:
     model = reference_model(large)
     weights = sum(tensor.numel() * 4 for tensor in model.state_dict().values())
     tokens = 32768
@@ -116,9 +116,9 @@ def test_released_memory_goes_back_to_the_machine_and_returns(large: Path, one_r
         def resident() -> int:
             return sum(resident_bytes(pid) for pid in server)
 
-        # touch every page of the cache, as a long run would
+        # write many pages of the KV cache, as a long run does
         engine.generate(input_ids=[[i % 300 for i in range(2000)]] * 1, sampling_params=GREEDY)
-        assert_equals_reference(engine, model, tolerance=1e-4)  # larger sums than the tiny models'
+        assert_equals_reference(engine, model, tolerance=1e-4)  # sums are longer than in the tiny models
         awake = resident()
         engine.release_memory_occupation(["weights"])
         fell = awake - resident()
@@ -148,7 +148,7 @@ def test_released_memory_goes_back_to_the_machine_and_returns(large: Path, one_r
         )
 
 
-def test_release_while_requests_run_is_refused(shared_engine: Any) -> None:
+def test_memory_release_is_refused_while_requests_run(shared_engine: Any) -> None:
     long = {"max_new_tokens": 900, "ignore_eos": True, "temperature": 0.0}
     replies: list[Any] = []
     running = threading.Thread(
@@ -164,12 +164,12 @@ def test_release_while_requests_run_is_refused(shared_engine: Any) -> None:
             shared_engine.flush_cache()
     finally:
         running.join(200.0)
-    assert len(replies[0]["output_ids"]) == 900, "the running request was not harmed"
+    assert len(replies[0]["output_ids"]) == 900, "the running request is complete"
     shared_engine.flush_cache()
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator's server does not refuse this")
-def test_a_release_that_the_server_refuses_leaves_it_serving(adapter: Any) -> None:
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a server with an accelerator does not refuse this")
+def test_the_server_serves_on_after_a_refused_memory_release(adapter: Any) -> None:
     adapter.begin_weight_update()
     try:
         with pytest.raises(ServerBusyError, match="weight update"):
@@ -180,32 +180,32 @@ def test_a_release_that_the_server_refuses_leaves_it_serving(adapter: Any) -> No
     assert adapter.generate(input_ids=[1], sampling_params=GREEDY)["output_ids"]
 
 
-def test_parameters_may_live_in_the_staging_memory(shared_engine: Any, tiny: Callable[..., Path]) -> None:
+def test_a_trainer_can_keep_its_parameters_in_the_staging_memory(shared_engine: Any, tiny: Callable[..., Path]) -> None:
     model = reference_model(tiny("qwen3"))
     original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     first = assert_equals_reference(shared_engine, model)
-    places = shared_engine.staging_tensors()
+    staging = shared_engine.staging_tensors()
     for name, parameter in model.named_parameters():
-        places[name].copy_(parameter.data)
-        parameter.data = places[name]
-    change_weights(model, seed=21)  # the optimizer step happens where the server reads
+        staging[name].copy_(parameter.data)
+        parameter.data = staging[name]
+    change_weights(model, seed=21)  # an optimizer step in the memory that the server reads
     assert shared_engine.update_weights_from_tensor(model.state_dict().items()).missing == 0
     assert assert_equals_reference(shared_engine, model) != first
     shared_engine.update_weights_from_tensor(original.items())
     assert [r["output_ids"] for r in shared_engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)] == first
 
 
-def test_weights_that_change_while_they_are_pushed_are_noticed(shared_engine: Any, tiny: Callable[..., Path]) -> None:
-    """Somebody writes the staging memory without pause: the checksums of trainer and server differ."""
+def test_writes_to_staged_weights_during_an_update_are_detected(shared_engine: Any, tiny: Callable[..., Path]) -> None:
+    """A thread writes the staging memory continuously: the checksums of trainer and server differ."""
     model = reference_model(tiny("qwen3"))
-    places, stop = shared_engine.staging_tensors(), threading.Event()
+    staging, stop = shared_engine.staging_tensors(), threading.Event()
 
-    def scribble() -> None:
+    def keep_writing() -> None:
         while not stop.is_set():
-            for place in places.values():
-                place.view(-1)[0] += 1.0
+            for tensor in staging.values():
+                tensor.view(-1)[0] += 1.0
 
-    writer = threading.Thread(target=scribble)
+    writer = threading.Thread(target=keep_writing)
     writer.start()
 
     def push_often() -> None:
@@ -226,7 +226,7 @@ def test_weights_that_change_while_they_are_pushed_are_noticed(shared_engine: An
 
 @contextlib.contextmanager
 def one_more_file(pid: int) -> Iterator[None]:
-    """That process can open one more file at a time: SGLang can work, a new mapping (two at once) fails."""
+    """Limit a process to one more open file. SGLang can work; a new mapping, which needs two files at once, fails."""
     process = psutil.Process(pid)
     usual = process.rlimit(psutil.RLIMIT_NOFILE)
     used = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
@@ -238,8 +238,10 @@ def one_more_file(pid: int) -> Iterator[None]:
         process.rlimit(psutil.RLIMIT_NOFILE, usual)
 
 
-def test_torn_update_serves_nothing_until_a_whole_one_lands(one_rank: Any, tiny: Callable[..., Path]) -> None:
-    """The scheduler cannot map the staged weights: nothing is served until a whole update has landed."""
+def test_a_torn_update_blocks_generation_until_an_update_of_all_tensors(
+    one_rank: Any, tiny: Callable[..., Path]
+) -> None:
+    """The scheduler cannot map the staged weights. Generation is refused until an update of all tensors succeeds."""
     model = reference_model(tiny("qwen2"))
     with VerlEngine(one_rank, model_path=str(tiny("qwen2")), dtype="float32", max_total_tokens=8192) as engine:
         first = assert_equals_reference(engine, model)

@@ -99,9 +99,11 @@ class Sender(base.Sender):
             raw = json.loads(_report_path(self._path(attempt), receiver).read_text())
         except (OSError, ValueError):
             return None
+        report = Report(**raw["report"])
         by_name: dict[str, int] = raw["checksums"]
-        checksums = [by_name[name] for name in attempt.names] if by_name else []
-        return ReceivedReport(Report(**raw["report"]), checksums)
+        has_all_checksums = report.ok and by_name  # a load that failed part-way has checksums of some tensors only
+        checksums = [by_name[name] for name in attempt.names] if has_all_checksums else []
+        return ReceivedReport(report, checksums)
 
     def finish(self, attempt: UpdateAttempt, succeeded: bool) -> None:
         path = self._path(attempt)
