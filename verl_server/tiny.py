@@ -1,7 +1,7 @@
-"""Tiny models made on the spot: no download, a real checkpoint folder in a second.
+"""`make_model` writes the checkpoint of a tiny random model in a second, without a download.
 
-Used by the demo, the tests and the benchmarks. The weights are random, the architecture is the real
-one, so SGLang and Hugging Face both load the folder as they would load a released model.
+The demo, the tests and the benchmarks use these models. The weights are random, but the architecture is that of a released
+model family, so SGLang and Hugging Face transformers load the folder like the folder of a released model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 class Architecture(enum.Enum):
-    """Model families of the test matrix; the value is Hugging Face's `model_type`."""
+    """The supported model families. The value is the `model_type` of Hugging Face."""
 
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
@@ -27,7 +27,7 @@ class Architecture(enum.Enum):
 
 
 def make_tokenizer(folder: Path) -> Any:
-    """A byte-level tokenizer: ids 0 to 255 are bytes, then `SPECIAL_TOKENS`. Saved into `folder`."""
+    """Make a byte-level tokenizer and save it in `folder`. Ids 0 to 255 are bytes; `SPECIAL_TOKENS` follow."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -55,7 +55,10 @@ def make_config(
     tie_word_embeddings: bool = False,
     dtype: str = "float32",
 ) -> Any:
-    """A Hugging Face config of the given family. Sizes are in elements; `head_dim` is 32 or what fits."""
+    """A Hugging Face config of the given family.
+
+    Sizes are numbers of elements. `head_dim` of Qwen3 models is `hidden_size // heads`, at least 16.
+    """
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     architecture = Architecture(architecture)
@@ -94,10 +97,10 @@ def make_config(
 def make_model(
     folder: Path | str, architecture: Architecture | str = Architecture.QWEN3, *, seed: int = 0, **sizes: Any
 ) -> Path:
-    """Write a random model with its tokenizer into `folder` and return the folder.
+    """Write a random model and its tokenizer into `folder`, and return the folder.
 
-    `sizes` goes to `make_config`. Weights are drawn wider than Hugging Face's default (std 0.2), so that
-    greedy decoding of a random model has clear winners and does not hang on ties.
+    `sizes` are the arguments of `make_config`. The standard deviation of the weights is 0.2, larger than the default of
+    transformers, so that the largest logit of a random model is clear and greedy decoding does not depend on rounding.
     """
     import torch
     from transformers import AutoModelForCausalLM
