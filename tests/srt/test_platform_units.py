@@ -65,7 +65,7 @@ def _resident_bytes() -> int:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
-@pytest.mark.skipif(not memory.supported(), reason="Linux only")
+@pytest.mark.skipif(not memory.is_supported(), reason="Linux only")
 def test_dropped_pages_leave_the_process_and_stay_usable() -> None:
     layer = torch.nn.Linear(4096, 4096)  # 64 MiB
     twin = torch.nn.Linear(4096, 4096)
@@ -76,7 +76,7 @@ def test_dropped_pages_leave_the_process_and_stay_usable() -> None:
     before = _resident_bytes()
     assert memory.drop(regions) >= size - 2 * os.sysconf("SC_PAGE_SIZE")
     assert before - _resident_bytes() > 0.95 * size
-    memory.take_back(regions)
+    memory.allocate_again(regions)
     assert before - _resident_bytes() < 0.05 * size
     assert torch.count_nonzero(twin.weight[1:-1]) == 0
     layer.weight.data.fill_(1.5)

@@ -1,9 +1,9 @@
-"""The SGLang platform plugin that runs the real, unpatched SGLang on any CPU.
+"""An SGLang platform plugin that runs SGLang, without changes to its code, on any CPU.
 
-Two entry points, both called by SGLang itself in the launcher, scheduler and detokenizer processes:
-`activate` (group `sglang.srt.platforms`) names the platform class, `register_hooks` (group
-`sglang.srt.plugins`) adds what the platform interface has no slot for. On a machine with an accelerator
-both do nothing. Importing this package imports neither torch nor sglang.
+SGLang calls two entry points in its launcher, scheduler and detokenizer processes. `activate` (entry point group
+`sglang.srt.platforms`) names the platform class. `register_hooks` (group `sglang.srt.plugins`) registers functions for
+behaviour that the platform interface does not cover. On a machine with an accelerator both do nothing. Importing this
+package imports neither torch nor sglang.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ PLATFORM_CLASS = "verl_server.platforms.cpu:TorchNativeCpuPlatform"
 
 
 def activate() -> str | None:
-    """The platform class for this machine, or None when SGLang can do better on its own.
+    """Return the platform class for this machine, or None to leave the choice to SGLang.
 
-    None with any accelerator that torch can use (CUDA, ROCm, XPU, MPS, NPU, MUSA, ...) and None when
-    `SGLANG_USE_CPU_ENGINE=1` asks for SGLang's in-tree AMX engine. `SGLANG_PLATFORM` is handled by
-    SGLang before it comes here.
+    None with any accelerator that torch can use (CUDA, ROCm, XPU, MPS, NPU, MUSA, ...), and None when
+    `SGLANG_USE_CPU_ENGINE=1` selects SGLang's own CPU engine, which needs AMX. SGLang handles `SGLANG_PLATFORM` before
+    it calls this function.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
-    return None if _accelerator_present() else PLATFORM_CLASS
+    return None if _has_accelerator() else PLATFORM_CLASS
 
 
 def register_hooks() -> None:
-    """Register this platform's hooks with SGLang's `HookRegistry`; nothing unless it is the active one."""
+    """Register this platform's hooks with SGLang's `HookRegistry`, if this platform is the active platform."""
     from sglang.srt.platforms import current_platform
 
     from verl_server.platforms.cpu import TorchNativeCpuPlatform
@@ -37,10 +37,10 @@ def register_hooks() -> None:
         register()
 
 
-def _accelerator_present() -> bool:
+def _has_accelerator() -> bool:
     import torch
 
-    # MUSA hides behind a CUDA look-alike that torch.accelerator only sees once torchada is imported.
+    # A MUSA device imitates CUDA. torch.accelerator finds it only after torchada has been imported.
     if getattr(torch.version, "musa", None) is not None:
         return True
     return bool(torch.accelerator.is_available())

@@ -1,4 +1,4 @@
-"""How many KV cache tokens a server on a shared machine may take when nobody said a number."""
+"""Default size of the KV cache on a CPU, in tokens."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
-# A server is a guest on somebody's laptop, next to the trainer: an eighth of what is free, and never more
-# than sixteen requests of full length need.
+# A server shares the machine with the trainer and with the user's programs. By default it takes at most an eighth of
+# the free memory, and at most the memory of sixteen requests of full length.
 SHARE_OF_FREE_MEMORY = 1 / 8
 FULL_LENGTH_REQUESTS = 16
 SMALLEST_POOL_TOKENS = 2048
 
 
 def pool_tokens(context_length: int, bytes_per_token: int, free_bytes: int) -> int:
-    """Tokens of a KV pool: bounded by length, by memory, and from below so that something fits."""
-    wanted = context_length * FULL_LENGTH_REQUESTS
+    """Number of tokens in the KV pool, limited by the context length and by free memory; at least the smallest pool."""
+    useful = context_length * FULL_LENGTH_REQUESTS
     affordable = int(free_bytes * SHARE_OF_FREE_MEMORY) // max(bytes_per_token, 1)
-    return max(SMALLEST_POOL_TOKENS, min(wanted, affordable))
+    return max(SMALLEST_POOL_TOKENS, min(useful, affordable))
 
 
 def kv_budget_tokens(args: Any) -> int:
-    """The default of `max_total_tokens` for the model and the free memory of this moment."""
+    """The default of `max_total_tokens` for this model and the memory that is free now."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     model = model_config_of(args)
-    element = 2 if str(model.dtype) in ("torch.bfloat16", "torch.float16") else 4
-    # Key and value, every layer; all ranks live in the same memory, so TP does not divide it.
-    per_token = (
+    element_bytes = 2 if str(model.dtype) in ("torch.bfloat16", "torch.float16") else 4
+    # Keys and values of all layers. All TP ranks use the same host memory, so the size is not divided by the TP size.
+    bytes_per_token = (
         model.num_hidden_layers
         * model.get_total_num_kv_heads()
         * (model.head_dim + getattr(model, "v_head_dim", model.head_dim))
-        * element
+        * element_bytes
     )
-    tokens = pool_tokens(model.context_len, per_token, psutil.virtual_memory().available)
-    logger.info("KV cache: %d tokens of %d bytes (set --max-total-tokens to change)", tokens, per_token)
+    tokens = pool_tokens(model.context_len, bytes_per_token, psutil.virtual_memory().available)
+    logger.info("KV cache: %d tokens of %d bytes (set --max-total-tokens to change)", tokens, bytes_per_token)
     return tokens

@@ -1,7 +1,7 @@
-"""The platform class: SGLang's answers to "what can this device do" for a plain CPU.
+"""The platform class: what SGLang can use on a plain CPU.
 
-Everything here overrides a documented slot of `sglang.srt.platforms.interface.SRTPlatform`. The plain
-CPU has no custom kernels, so each answer picks the torch-native path that SGLang already carries.
+Every method overrides a documented method of `sglang.srt.platforms.interface.SRTPlatform`. A plain CPU has no custom
+kernels, so each method selects the implementation of SGLang that uses torch operators only.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
 from verl_server.platforms.defaults import apply_defaults
 
-# Absent before SGLang 0.5.2x: older versions ask the `support_*` methods below instead.
+# SGLang before 0.5.2x has no such class and calls the `support_*` methods of the base class instead.
 _Capabilities = getattr(interface, "PlatformCapabilities", None)
 
 
 class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
-    """SGLang on any CPU through torch's own operators; see `activate` for when it is chosen."""
+    """SGLang on any CPU with torch's own operators. `verl_server.platforms.activate` decides when it is used."""
 
     _enum = PlatformEnum.OOT
     if _Capabilities is not None:
-        # All False: no Triton, no graphs. Core then takes its torch-native allocators and writers.
+        # All capabilities are False: no Triton, no CUDA graphs. SGLang then uses its torch-native allocators and
+        # writers.
         capabilities = _Capabilities()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         apply_defaults(server_args)
 
     def get_device(self, device_id: int | None = 0) -> str:
-        """A string, not a `torch.device`: ServerArgs stores it as `device` and splits it at ':'."""
+        """The device as a string, because ServerArgs stores it as `device` and splits it at ':'."""
         return "cpu"
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        """Inductor would compile C++ for ten seconds in the first forward of TP 2, for one masked lookup."""
+        """With inductor, the first forward pass of TP 2 would compile C++ for ten seconds, for one masked lookup."""
         return "eager"
 
     def get_dispatch_key_name(self) -> str:
@@ -56,10 +57,10 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return torch.profiler.ProfilerActivity.CPU
 
     def init_backend(self) -> None:
-        """Make `torch.get_device_module()` answer `torch.cpu` in this (worker) process.
+        """Make `torch.get_device_module()` return `torch.cpu` in this worker process.
 
-        A CUDA build of torch names CUDA as its accelerator even when no driver is there; SGLang then
-        calls `torch.cuda.synchronize()` in `release_memory_occupation` and dies.
+        A CUDA build of torch names CUDA as its accelerator even without a driver. SGLang then calls
+        `torch.cuda.synchronize()` in `release_memory_occupation` and ends.
         """
         original = torch.get_device_module
 

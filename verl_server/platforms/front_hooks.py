@@ -1,6 +1,6 @@
-"""HTTP side of release and resume: a scheduler's refusal becomes an HTTP error instead of a silent 200.
+"""HTTP side of memory release and resume: a scheduler's refusal becomes an HTTP error instead of status 200.
 
-SGLang's own functions wait for the replies of all schedulers and drop them.
+SGLang's own functions wait for the replies of all schedulers and ignore them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class MemoryOccupationRefused(RuntimeError):
-    """Nothing was released or resumed. SGLang's error handler reads `status_code` (409 Conflict)."""
+    """A scheduler refused, and nothing was released or resumed. SGLang's error handler reads `status_code` (409)."""
 
     status_code = HTTPStatus.CONFLICT
 

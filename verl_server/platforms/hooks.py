@@ -1,7 +1,7 @@
-"""Which function of SGLang each hook sits on, and in which process.
+"""The functions of SGLang that each hook changes, and the processes in which it does.
 
-SGLang loads plugins in every process it starts. Registering a hook imports its target's module, so the
-detokenizer, which needs none of them, must not be made to import the whole scheduler.
+SGLang loads plugins in every process that it starts. Registering a hook imports the module of its target, so hooks are
+not registered in the detokenizer: it needs none, and it would import the whole scheduler.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def register() -> None:
     """Register the hooks of this process. Called by `register_hooks` on the active CPU platform only."""
     in_scheduler = f"{_MANAGERS}.scheduler" in sys.modules
     in_detokenizer = f"{_MANAGERS}.detokenizer_manager" in sys.modules
-    # A spawned worker has imported its own manager, the launcher none of them or (Engine) all.
+    # A spawned worker has imported its own manager only. The launcher has imported none, or all of them (`Engine`).
     in_launcher = in_scheduler == in_detokenizer
     if in_launcher:
         _register_launcher()
-    if in_launcher or in_scheduler:  # the launcher's workers may be its forks
+    if in_launcher or in_scheduler:  # the launcher may fork its workers
         _register_scheduler()
 
 
@@ -44,8 +44,8 @@ def _register_launcher() -> None:
     _add(f"{_FRONT}.release_memory_occupation", front_hooks.release, HookType.REPLACE)
     _add(f"{_FRONT}.resume_memory_occupation", front_hooks.resume, HookType.REPLACE)
     for step in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
-        _add(f"{_ENGINE}.{step}", workers.launch, HookType.AROUND)
-    os.register_at_fork(after_in_child=workers.become_a_worker)
+        _add(f"{_ENGINE}.{step}", workers.launch_workers, HookType.AROUND)
+    os.register_at_fork(after_in_child=workers.after_fork)
 
 
 def _register_scheduler() -> None:
@@ -54,14 +54,14 @@ def _register_scheduler() -> None:
     around = HookType.AROUND
     _add(f"{_UPDATER}.release_memory_occupation", memory_hooks.release, around)
     _add(f"{_UPDATER}.resume_memory_occupation", memory_hooks.resume, around)
-    _add(f"{_SCHEDULER}.handle_generate_request", memory_hooks.turn_away, around)
-    _add(f"{_SCHEDULER}.get_next_batch_to_run", memory_hooks.hold_back, around)
-    sessions = _exists(f"{_UPDATER}.end_weight_update")
-    pushes = ("update_weights_from_tensor", "update_weights_from_distributed")
-    for step in ("begin_weight_update", "check_weights", *(pushes if sessions else ())):
+    _add(f"{_SCHEDULER}.handle_generate_request", memory_hooks.refuse_without_memory, around)
+    _add(f"{_SCHEDULER}.get_next_batch_to_run", memory_hooks.hold_queued_requests, around)
+    has_update_sessions = _exists(f"{_UPDATER}.end_weight_update")
+    update_steps = ("update_weights_from_tensor", "update_weights_from_distributed")
+    for step in ("begin_weight_update", "check_weights", *(update_steps if has_update_sessions else ())):
         _add(f"{_UPDATER}.{step}", memory_hooks.guard_update, around)
-    whole = ("update_weights_from_disk", "update_weights_from_ipc", "end_weight_update")
-    for step in (*whole, *(() if sessions else pushes)):
+    last_steps = ("update_weights_from_disk", "update_weights_from_ipc", "end_weight_update")
+    for step in (*last_steps, *(() if has_update_sessions else update_steps)):
         _add(f"{_UPDATER}.{step}", memory_hooks.guard_last_update_step, around)
     _add(f"{_SCHEDULER}.ingest_requests", idle.ingest_requests, around)
     _add(f"{_SAMPLING_INFO}.from_schedule_batch", seeds.from_schedule_batch, HookType.AFTER)
@@ -79,11 +79,11 @@ def _register_scheduler() -> None:
 
 
 def _add(target: str, hook: Callable[..., Any], kind: HookType) -> None:
-    """Register one hook where this version of SGLang has its target; say so where it does not."""
+    """Register one hook. Log a warning when this version of SGLang does not have its target."""
     if _exists(target):
         HookRegistry.register(target, hook, kind)
     else:
-        logger.warning("This version of SGLang has no %s: %s is inactive", target, hook.__qualname__)
+        logger.warning("this version of SGLang has no %s; the hook %s is inactive", target, hook.__qualname__)
 
 
 def _exists(target: str) -> bool:

@@ -1,7 +1,7 @@
-"""A paused scheduler must not burn a core.
+"""A paused scheduler sleeps instead of using a whole core.
 
-With `sleep_on_idle` SGLang's event loop sleeps when it has nothing to do, but not while generation is
-paused: then it polls its sockets without a break, exactly when a trainer wants the cores to push weights.
+With `sleep_on_idle` SGLang's event loop sleeps when it is idle, but not while generation is paused. It then polls its
+sockets in a loop, at the time when a trainer needs the cores for a weight update.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
-    """AROUND `Scheduler.ingest_requests`: wait for a message (at most a second) while paused."""
+    """AROUND `Scheduler.ingest_requests`: wait for a message, at most one second, while generation is paused."""
     if scheduler._engine_paused:
         scheduler.maybe_sleep_on_idle()
     return original(scheduler, *args, **options)

@@ -1,9 +1,9 @@
-"""Giving a tensor's memory back to the operating system without giving up its address.
+"""Return of a tensor's memory to the operating system while its address stays valid.
 
-On Linux `madvise(MADV_DONTNEED)` drops the pages of private memory at once; the address range stays
-valid and reads as zeros until it is written again (madvise(2)). So nothing can dangle: tied weights,
-views and buffers captured elsewhere keep working, and a stray access costs a page, not a segmentation
-fault. `MADV_POPULATE_WRITE` (Linux 5.14) takes the pages back in one go.
+On Linux `madvise(MADV_DONTNEED)` drops the pages of private memory at once. The address range stays valid and reads as
+zeros until it is written again (madvise(2)). So no pointer becomes invalid: tied weights, views and captured buffers
+keep working, and an unexpected access costs a page instead of a segmentation fault. `MADV_POPULATE_WRITE` (Linux 5.14)
+allocates the pages again in one call.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ class Region:
     """A range of this process's memory."""
 
     address: int
-    size: int  # bytes
+    size: int
+    """Number of bytes."""
 
 
-def supported() -> bool:
-    """Whether this operating system drops pages on MADV_DONTNEED (others only take a hint)."""
+def is_supported() -> bool:
+    """Whether this operating system drops pages on MADV_DONTNEED. On other systems it is only a hint."""
     return sys.platform == "linux"
 
 
 def weight_regions(models: Iterable[Any]) -> list[Region]:
-    """The storages of all parameters. Buffers (rope tables) stay: SGLang never receives them again."""
+    """The storages of all parameters. Buffers, such as rope tables, are kept: weight updates do not contain them."""
     found: dict[int, int] = {}
     for model in models:
         for parameter in model.parameters():
@@ -44,10 +45,10 @@ def weight_regions(models: Iterable[Any]) -> list[Region]:
 
 
 def kv_regions(pool: Any) -> list[Region]:
-    """The buffers of a KV pool, as the pool itself lists them for transfers to other machines.
+    """The buffers of a KV pool, as the pool lists them for transfers to other machines.
 
-    `get_contiguous_buf_infos` holds the full-attention buffers, `get_state_buf_infos` those of sliding
-    windows and linear attention. Index tables are in neither, and must keep their contents.
+    `get_contiguous_buf_infos` lists the buffers of full attention, `get_state_buf_infos` those of sliding windows and
+    linear attention. Neither lists index tables, which must keep their contents.
     """
     found: dict[int, int] = {}
     for name in ("get_contiguous_buf_infos", "get_state_buf_infos"):
@@ -58,7 +59,7 @@ def kv_regions(pool: Any) -> list[Region]:
 
 
 def whole_pages(regions: Iterable[Region]) -> Iterator[Region]:
-    """The pages that lie entirely inside a region; the others may be shared with foreign objects."""
+    """The pages that lie completely inside a region. Other pages may also hold other objects."""
     page = mmap.PAGESIZE
     for region in regions:
         start = -(-region.address // page) * page
@@ -68,7 +69,7 @@ def whole_pages(regions: Iterable[Region]) -> Iterator[Region]:
 
 
 def drop(regions: Iterable[Region]) -> int:
-    """Give the pages back to the operating system; returns bytes. The contents become zeros."""
+    """Return the pages to the operating system. The contents become zeros. Returns the number of bytes."""
     dropped = 0
     for region in whole_pages(regions):
         _madvise(region, MADV_DONTNEED)
@@ -76,14 +77,14 @@ def drop(regions: Iterable[Region]) -> int:
     return dropped
 
 
-def take_back(regions: Iterable[Region]) -> int:
-    """Occupy the pages again, so that too little memory shows now and not in mid-request."""
+def allocate_again(regions: Iterable[Region]) -> int:
+    """Allocate the pages again, so that missing memory is noticed now and not during a request. Returns bytes."""
     taken = 0
     for region in whole_pages(regions):
         try:
             _madvise(region, MADV_POPULATE_WRITE)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: a kernel before 5.14
+            if error.errno != errno.EINVAL:  # EINVAL: Linux before 5.14
                 raise
             ctypes.memset(region.address, 0, region.size)
         taken += region.size

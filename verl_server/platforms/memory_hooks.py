@@ -1,15 +1,15 @@
 """Scheduler side of `release_memory_occupation` and `resume_memory_occupation` on a CPU.
 
-SGLang's own functions do the bookkeeping (tags, cache flush, rank barrier, saved buffers); their memory
-saver is CUDA only, so here the pages go back to the operating system right after, and come back right
-before. Where SGLang asserts and takes the server down with it, these hooks refuse instead: release while
-requests run, a tag that SGLang does not know. Releasing or resuming twice changes nothing.
+SGLang's own functions keep the records (tags, cache flush, barrier of the ranks, saved buffers). Their memory saver
+supports CUDA only. Therefore these hooks return the pages to the operating system after SGLang's release, and allocate
+them again before SGLang's resume. Where SGLang's assertions would end the server, these hooks refuse instead: a release
+while requests run, and a tag that SGLang does not know. Releasing or resuming twice changes nothing.
 
-After a resume of `weights` the parameters hold zeros until a weight push ends: like on a GPU without a
-backup, only defined. Until then, and while anything is released, requests are turned away (503).
+After a resume of `weights` the parameters hold zeros until a weight update has ended. (On a GPU without a backup their
+values are undefined.) Until then, and while any memory is released, requests are refused with status 503.
 
-Replies carry no success field. A refusal travels in `rid`, which these replies leave unused; `front_hooks`
-turns it into an HTTP 409.
+SGLang's replies have no success field. A refusal is sent in `rid`, which these replies do not use otherwise;
+`front_hooks` turns it into status 409.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
-# A CPU has no graphs: callers that name this tag too (or no tag at all) get what there is.
+# A CPU has no graphs. Callers that name this tag, or no tag, release the other memory.
 CUDA_GRAPH = "cuda_graph"
 KNOWN_TAGS = (KV_CACHE, WEIGHTS, CUDA_GRAPH)
 
 
 @dataclass
 class Occupation:
-    """What this scheduler process holds. One per process, because SGLang has one scheduler in each."""
+    """The memory that this scheduler process holds. One object per process, because a process has one scheduler."""
 
     released: set[str] = field(default_factory=set)
-    weights_empty: bool = False  # resumed, and nothing pushed since
+    weights_empty: bool = False
+    """Whether weights were resumed and not updated since."""
 
     @property
-    def why_not_serving(self) -> str | None:
+    def refusal(self) -> str | None:
+        """The reason for which requests cannot be served, or None."""
         if self.released:
             tags = ", ".join(sorted(self.released))
             return f"memory is released ({tags}): call resume_memory_occupation first"
@@ -58,18 +60,18 @@ def release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput as Output
 
     tags = set(request.tags or KNOWN_TAGS)
-    fresh = tags - occupation.released - {CUDA_GRAPH}
-    refusal = _unknown(tags) or (_release_refusal(manager, fresh) if fresh else None)
+    to_release = tags - occupation.released - {CUDA_GRAPH}
+    refusal = _unknown_tags_refusal(tags) or (_release_refusal(manager, to_release) if to_release else None)
     if refusal is not None:
         return Output(rid=refusal)
-    if not fresh:
+    if not to_release:
         return Output()
-    request.tags = sorted(fresh)
+    request.tags = sorted(to_release)
     reply = original(manager, request)
-    occupation.released |= fresh
-    dropped = memory.drop(_regions(manager, fresh))
+    occupation.released |= to_release
+    dropped = memory.drop(_regions(manager, to_release))
     _wait_for_all_ranks(manager)
-    logger.info("Released %s: %.1f MB", ", ".join(sorted(fresh)), dropped / 1e6)
+    logger.info("Released %s: %.1f MB", ", ".join(sorted(to_release)), dropped / 1e6)
     return reply
 
 
@@ -78,25 +80,25 @@ def resume(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput as Output
 
     tags = set(request.tags or KNOWN_TAGS)
-    refusal = _unknown(tags)
+    refusal = _unknown_tags_refusal(tags)
     if refusal is not None:
         return Output(rid=refusal)
-    due = tags & occupation.released
-    if not due:
+    to_resume = tags & occupation.released
+    if not to_resume:
         return Output()
-    taken = memory.take_back(_regions(manager, due))
-    request.tags = sorted(due)
+    taken = memory.allocate_again(_regions(manager, to_resume))
+    request.tags = sorted(to_resume)
     reply = original(manager, request)
     _wait_for_all_ranks(manager)
-    logger.info("Resumed %s: %.1f MB", ", ".join(sorted(due)), taken / 1e6)
-    occupation.released -= due
-    if WEIGHTS in due and not _keeps_weights(manager):
+    logger.info("Resumed %s: %.1f MB", ", ".join(sorted(to_resume)), taken / 1e6)
+    occupation.released -= to_resume
+    if WEIGHTS in to_resume and not _keeps_weights(manager):
         occupation.weights_empty = True
     return reply
 
 
 def guard_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """AROUND every step of a weight update: refused while there is no memory to load into."""
+    """AROUND every step of a weight update: refused while the memory of the weights is released."""
     if WEIGHTS in occupation.released:
         from sglang.srt.managers import io_struct
 
@@ -106,33 +108,35 @@ def guard_update(original: Callable[..., Any], manager: Any, request: Any) -> An
 
 
 def guard_last_update_step(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """AROUND the step that completes an update: from here on the weights are somebody's again."""
+    """AROUND the step that completes a weight update: the weights are no longer empty after it."""
     reply = guard_update(original, manager, request)
     if reply.success:
         occupation.weights_empty = False
     return reply
 
 
-def turn_away(original: Callable[..., Any], scheduler: Any, request: Any, **options: Any) -> Any:
-    """AROUND `Scheduler.handle_generate_request`: 503 instead of an answer out of empty memory.
+def refuse_without_memory(original: Callable[..., Any], scheduler: Any, request: Any, **options: Any) -> Any:
+    """AROUND `Scheduler.handle_generate_request`: status 503 instead of tokens computed from empty memory.
 
-    A paused engine queues as always; `hold_back` keeps the queue from running too early.
+    A paused engine queues requests as usual; `hold_queued_requests` prevents that the queue runs too early.
     """
-    reason = occupation.why_not_serving
+    reason = occupation.refusal
     if reason is None or scheduler._engine_paused:
         return original(scheduler, request, **options)
     from sglang.srt.managers.io_struct import AbortReq
 
     finished = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": reason}
-    # Also answers SGLang's health probe, which takes any word from here as a sign of life.
+    # It also answers SGLang's health probe, which accepts any message of the scheduler.
     abort = AbortReq(rid=request.rid, finished_reason=finished)
     scheduler.ipc_channels.send_to_tokenizer.send_output(abort, request)
     return None
 
 
-def hold_back(original: Callable[..., Any], scheduler: Any, running_batch: Any, last_batch: Any, **options: Any) -> Any:
-    """AROUND `Scheduler.get_next_batch_to_run`: nothing runs on empty memory, queued requests wait."""
-    if occupation.why_not_serving is None:
+def hold_queued_requests(
+    original: Callable[..., Any], scheduler: Any, running_batch: Any, last_batch: Any, **options: Any
+) -> Any:
+    """AROUND `Scheduler.get_next_batch_to_run`: queued requests wait while memory is released or weights are empty."""
+    if occupation.refusal is None:
         return original(scheduler, running_batch=running_batch, last_batch=last_batch, **options)
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 
@@ -140,8 +144,8 @@ def hold_back(original: Callable[..., Any], scheduler: Any, running_batch: Any, 
 
 
 def _release_refusal(manager: Any, tags: set[str]) -> str | None:
-    if not memory.supported():
-        return "only Linux gives memory of a running process back on request"
+    if not memory.is_supported():
+        return "memory can be released on Linux only"
     paused = manager.scheduler is not None and manager.scheduler._engine_paused
     if not manager.is_fully_idle(ignore_waiting=paused):
         return "requests are running or queued: finish, abort or pause (retract) them before a release"
@@ -151,17 +155,20 @@ def _release_refusal(manager: Any, tags: set[str]) -> str | None:
 
 
 def _wait_for_all_ranks(manager: Any) -> None:
-    """Only rank 0 answers, so its answer has to mean that all of them are done."""
+    """Only rank 0 replies, so it waits until all ranks are done."""
     torch.distributed.barrier(group=manager.tp_cpu_group)
 
 
-def _unknown(tags: set[str]) -> str | None:
-    strange = sorted(tags - set(KNOWN_TAGS))
-    return f"unknown tags {strange}: use {', '.join(KNOWN_TAGS)}" if strange else None
+def _unknown_tags_refusal(tags: set[str]) -> str | None:
+    unknown = sorted(tags - set(KNOWN_TAGS))
+    return f"unknown tags {unknown}: use {', '.join(KNOWN_TAGS)}" if unknown else None
 
 
 def _keeps_weights(manager: Any) -> bool:
-    """`--enable-weights-cpu-backup` promises the weights back: a copy in the same memory frees nothing."""
+    """Whether `--enable-weights-cpu-backup` is set.
+
+    The weights are then kept: a copy in host memory would free nothing.
+    """
     return bool(getattr(manager.tp_worker.model_runner.server_args, "enable_weights_cpu_backup", False))
 
 

@@ -1,13 +1,12 @@
-"""`sampling_seed` on a CPU: same seed, same prompt, same weights, same tokens, whoever else is served.
+"""`sampling_seed` on a CPU: equal seed, prompt and weights give equal tokens, whatever other requests run.
 
-SGLang honours a request's seed only under `--enable-deterministic-inference`, which needs GPU kernels,
-and then for the whole server. Its sampler itself is simple: the Gumbel trick with noise hashed from
-(seed, position, token) (`layers/sampler.multinomial_with_seed`). The hash is repeated here bit for bit.
-Requests without a seed draw from torch's generator as before.
+SGLang uses a request's seed only with `--enable-deterministic-inference`, which needs GPU kernels and applies to the
+whole server. Its sampler uses the Gumbel trick with noise that is hashed from (seed, position, token)
+(`layers/sampler.multinomial_with_seed`). This module computes the same hash, bit for bit. Requests without a seed use
+torch's generator as before.
 
-Kept apart from the batch: the noise. Not kept apart: the last bits of the logits, because matrix
-multiplication rounds differently for other batch sizes. A token flips only when two candidates are closer
-than that.
+The noise does not depend on the batch. The last bits of the logits do, because matrix multiplication rounds differently
+for other batch sizes. A token changes only when two candidates are closer than this rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _MASK = 0xFFFFFFFF
 
 
 def from_schedule_batch(info: Any, _cls: type, batch: Any, vocab_size: int) -> Any:
-    """AFTER `SamplingBatchInfo.from_schedule_batch`: give the batch its seeds, if anybody asked for one."""
+    """AFTER `SamplingBatchInfo.from_schedule_batch`: set the seeds of the batch if one of its requests has a seed."""
     seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
     if any(seed is not None for seed in seeds):
         values = [UNSEEDED if seed is None else seed & 0x7FFFFFFFFFFFFFFF for seed in seeds]
@@ -31,7 +30,7 @@ def from_schedule_batch(info: Any, _cls: type, batch: Any, vocab_size: int) -> A
 
 
 def merge_batch(info: Any, other: Any) -> None:
-    """BEFORE `SamplingBatchInfo.merge_batch`, which keeps seeds only where both sides have them."""
+    """BEFORE `SamplingBatchInfo.merge_batch`, which keeps seeds only when both batches have them."""
     if info.sampling_seed is None and other.sampling_seed is None:
         return
     for side in (info, other):
@@ -64,9 +63,9 @@ def sample_filtered(
     return_filtered_probs: bool = False,
     **options: Any,
 ) -> Any:
-    """AROUND `sampler.top_k_top_p_min_p_sampling_from_probs_torch`: same filters, seeded draw.
+    """AROUND `sampler.top_k_top_p_min_p_sampling_from_probs_torch`: the same filters, with seeded draws.
 
-    SGLang asserts, and the server dies, when a batch holds both a seed and a min-p.
+    SGLang's assertion ends the server when a batch has both a seed and a min-p.
     """
     if sampling_seed is None:
         options["return_filtered_probs"] = return_filtered_probs
@@ -89,9 +88,10 @@ def sample_filtered(
 def _draw(
     weights: torch.Tensor, ids: torch.Tensor | None, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Column index, shape (rows, 1): hashed Gumbel noise for seeded rows, torch's generator for others.
+    """Index of the drawn column, shape (rows, 1): hashed Gumbel noise for rows with a seed, torch's generator for
+    others.
 
-    `ids` names the token of each column when the columns are sorted; noise belongs to the token.
+    `ids` holds the token of each column when the columns are sorted, because the noise depends on the token.
     """
     index = torch.multinomial(weights, num_samples=1)
     rows = (seeds != UNSEEDED).nonzero().view(-1)
@@ -102,17 +102,17 @@ def _draw(
 
 
 def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise, float64, shape (rows, tokens); formula and clamps of `multinomial_with_seed`."""
+    """Gumbel noise, float64, shape (rows, tokens). Formula and clamps are those of SGLang's `multinomial_with_seed`."""
     uniform = murmur_hash32(seeds, positions, tokens).double() / _MASK
     uniform.log_().clamp_(min=torch.finfo(torch.float64).min, max=-(2.0**-32)).neg_()
     return uniform.log_().neg_()
 
 
 def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (x86, 32 bit) of four words: seed low, seed high, position, token.
+    """MurmurHash3 (x86, 32 bit) of four 32-bit words: seed low, seed high, position, token.
 
-    Equal to `sglang.kernels.ops.sampling.murmur_hash`, in int64: products wrap around, and their low 32
-    bits are right.
+    Equal to `sglang.kernels.ops.sampling.murmur_hash`. It computes in int64: products overflow, but their low 32 bits
+    are correct.
     """
     seeds = seeds.long().view(-1, 1)
     words = (seeds & _MASK, (seeds >> 32) & _MASK, positions.long().view(-1, 1) & _MASK, tokens.long())

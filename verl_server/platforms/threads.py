@@ -1,8 +1,7 @@
-"""Which cores each tensor-parallel rank computes on.
+"""The cores on which each tensor-parallel rank computes.
 
-SGLang pins threads with a kernel library that a plain CPU installation does not have, and only on AMX
-or ARM machines (`distributed/bootstrap._init_cpu_threads_env`). Torch and the operating system can do it
-alone.
+SGLang binds threads with a kernel library that a plain CPU installation does not have, and only on AMX or ARM machines
+(`distributed/bootstrap._init_cpu_threads_env`). torch and the operating system can do it without that library.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ import torch
 
 
 def available_cores() -> list[int]:
-    """Cores that this process may use, in order."""
+    """Numbers of the cores that this process may use, sorted."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def split_cores(ranks: int, cores: list[int] | None = None) -> str:
-    """`SGLANG_CPU_OMP_THREADS_BIND` for `ranks` ranks: "0,1|2,3". Ranks share when cores are too few."""
+    """Value of `SGLANG_CPU_OMP_THREADS_BIND` for `ranks` ranks, for example "0,1|2,3". Ranks share too few cores."""
     cores = available_cores() if cores is None else cores
     share = len(cores) // ranks
     if share == 0:
@@ -30,7 +29,7 @@ def split_cores(ranks: int, cores: list[int] | None = None) -> str:
 
 
 def parse_cores(text: str) -> set[int]:
-    """One rank's part of the list: "0,1,4-7"."""
+    """Parse the cores of one rank, for example "0,1,4-7"."""
     cores: set[int] = set()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
@@ -39,11 +38,9 @@ def parse_cores(text: str) -> set[int]:
 
 
 def bind_threads(*, local_omp_cpuid: str, **_ignored: Any) -> None:
-    """Keep this rank's threads on its cores; a single rank keeps the whole machine.
+    """REPLACE `_init_cpu_threads_env`: bind this rank's threads to its cores. `local_omp_cpuid` lists these cores.
 
-    Stands in for SGLang's function of the same place (keyword `local_omp_cpuid` is one rank's list). One
-    rank alone is left to the scheduler of the operating system: pinning it would only get in the way of
-    the trainer and of other servers.
+    A single rank is not bound. Binding it would only disturb the trainer and other servers.
     """
     if not os.environ.get("SGLANG_CPU_OMP_THREADS_BIND"):
         return

@@ -1,6 +1,6 @@
-"""LoRA without pinned memory: it is for copies to a GPU, and torch refuses it where there is none.
+"""LoRA without pinned memory. Pinned memory speeds up copies to a GPU, and torch refuses it without a GPU.
 
-SGLang's LoRA code asks for it wherever it makes a tensor on the host. Around these functions the wish is dropped.
+SGLang's LoRA code requests pinned memory for every tensor in host memory. Around its functions the request is ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 
-class _Unpinned(TorchFunctionMode):
+class _IgnorePinMemory(TorchFunctionMode):
+    """Ignores `pin_memory` as a method and as a keyword argument of torch functions."""
+
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -22,6 +24,6 @@ class _Unpinned(TorchFunctionMode):
 
 
 def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around a function of SGLang."""
-    with _Unpinned():
+    """AROUND a function of SGLang's LoRA code."""
+    with _IgnorePinMemory():
         return original(*args, **kwargs)

@@ -1,9 +1,10 @@
-"""Worker processes are forked where that is safe: a spawned one imports for ten seconds what its parent has.
+"""SGLang's worker processes are forked where that is safe. A spawned worker repeats ten seconds of imports.
 
-A fork copies one thread and every lock as it stands, so it is safe only in a process of a single thread that
-is no fork itself (of a trainer whose OpenMP had threads, say: the child then waits for them). Both are asked
-of the kernel at the moment of the fork. Otherwise SGLang's own way (spawn) is kept: in a trainer that runs
-the in-process `Engine`, in SGLang's own HTTP adapter, which forks, where BLAS has started threads, off Linux.
+A fork copies one thread and the state of every lock. It is safe only in a process with one thread that was not forked
+itself: a fork of a trainer, for example, would wait for OpenMP threads that do not exist in it. Both conditions are
+read from the kernel at the moment of the fork. Otherwise workers are spawned, as SGLang does by default: in a trainer
+that runs the in-process `Engine`, in SGLang's own HTTP adapter, which forks, when BLAS has started threads, and on
+other systems than Linux.
 """
 
 from __future__ import annotations
@@ -14,47 +15,50 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-_launching = False
-_trusted = False
-#: Of `/proc/PID/stat`: forked, and no program executed since (linux/sched.h).
+_is_launching = False
+_forks_may_fork = False
+#: Flag in `/proc/PID/stat`: the process was forked and has executed no program since (linux/sched.h).
 PF_FORKNOEXEC = 0x40
 
 
-def launch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around the functions of `Engine` that start the schedulers and the detokenizer."""
+def launch_workers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND the functions of `Engine` that start the schedulers and the detokenizer."""
     if not can_fork():
         return original(*args, **kwargs)
-    global _launching
-    usual = multiprocessing.get_start_method()
+    global _is_launching
+    start_method = multiprocessing.get_start_method()
     multiprocessing.set_start_method("fork", force=True)
-    _launching = True
+    _is_launching = True
     try:
         return original(*args, **kwargs)
     finally:
-        _launching = False
-        multiprocessing.set_start_method(usual, force=True)
+        _is_launching = False
+        multiprocessing.set_start_method(start_method, force=True)
 
 
-def trust_forks() -> None:
-    """Forks of this process may fork in their turn: asked when it had never had a second thread (a forkserver)."""
-    global _trusted
-    _trusted = True
+def allow_forks_to_fork() -> None:
+    """Allow that forks of this process fork workers. Only for a process that has never had a second thread."""
+    global _forks_may_fork
+    _forks_may_fork = True
 
 
 def can_fork() -> bool:
-    """Whether this process has one thread and began with a program, not with a fork (or is a forkserver's)."""
+    """Whether this process has one thread and was not forked. Forks of a forkserver are allowed."""
     try:
         with open("/proc/self/stat", "rb") as file:
             flags = int(file.read().rpartition(b")")[2].split()[6])
-        return len(os.listdir("/proc/self/task")) == 1 and (_trusted or not flags & PF_FORKNOEXEC)
+        return len(os.listdir("/proc/self/task")) == 1 and (_forks_may_fork or not flags & PF_FORKNOEXEC)
     except OSError:
         return False
 
 
-def become_a_worker() -> None:
-    """After any fork; in a worker: what a spawned one would have. It may start threads, so it spawns in its turn."""
-    global _launching
-    if _launching:
-        _launching = False
+def after_fork() -> None:
+    """Give a forked worker the state of a spawned worker. Runs after every fork.
+
+    A worker may start threads later, so it spawns its own processes.
+    """
+    global _is_launching
+    if _is_launching:
+        _is_launching = False
         multiprocessing.set_start_method("spawn", force=True)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # SGLang's handler there ends the whole server

@@ -179,7 +179,7 @@ def _import_sglang() -> None:
         sys.exit("another SGLang platform than the one for machines without an accelerator is active")
     if not workers.can_fork():
         sys.exit(f"this process has {len(os.listdir('/proc/self/task'))} threads: it cannot fork servers")
-    workers.trust_forks()
+    workers.allow_forks_to_fork()
     gc.collect()
     gc.freeze()
 
