@@ -141,7 +141,7 @@ def test_constructors_refuse(one_rank: Any, tiny: Callable[..., Any]) -> None:
     folder = str(tiny("qwen3"))
     refused: list[tuple[dict[str, Any], str]] = [
         ({"model_path": folder, "nnodes": 0}, "nnodes"),
-        ({"model_path": folder, "nnodes": 2}, "spread"),
+        ({"model_path": folder, "nnodes": 2}, "divided evenly"),
         ({"model_path": folder, "tp_size": 0}, "tp_size"),
         ({"model_path": folder, "tp_size": "2"}, "tp_size"),
         ({"model_path": folder, "router_ip": "127.0.0.1"}, "router_port"),

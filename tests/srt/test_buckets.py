@@ -305,9 +305,9 @@ def test_two_ranks_fill_the_buckets_together(server: Any, two_ranks: Ranks, tiny
     """
     first, second = two_ranks.run(_two_ranks, str(tiny("qwen2")), keys_of(server))
     assert first == second
-    assert "BadInputError: rank 1 brought 5 tensors that differ" in first[0]
-    assert "rank 1 brought 5 tensors that differ" in first[1]
-    assert "brings more tensors than rank 0" in first[2] or "differ from the 5 of rank 0" in first[2]
+    assert "BadInputError: rank 1 pushed 5 tensors that differ" in first[0]
+    assert "rank 1 pushed 5 tensors that differ" in first[1]
+    assert "pushes more tensors than rank 0" in first[2] or "differ from the 5 of rank 0" in first[2]
     assert "tensors that differ" in first[3]
     assert "reading named_tensors failed on rank 1: KeyError: 'no more'" in first[4]
     assert "reading named_tensors failed on rank 0: KeyError: 'no more'" in first[5]

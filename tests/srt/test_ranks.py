@@ -86,7 +86,7 @@ def test_shards_of_every_kind_and_failures_on_one_rank(tiny: Callable[..., Path]
     assert "model.norm.weight" in same[0][0][1]
     names, late, bad, dead, after = found
     assert names[0] == BadInputError.__name__
-    assert "rank 1 brought 5" in names[1]
+    assert "rank 1 pushed 5" in names[1]
     assert late[0] == PeerError.__name__
     assert "rank(s) [1] did not arrive" in late[1]
     assert bad == (BadInputError.__name__, bad[1])

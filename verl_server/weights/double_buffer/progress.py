@@ -5,7 +5,7 @@ number of the update, so counters of earlier updates read as zero.
 
     bucket n         filled when every reader has emptied bucket n - 2; read when every writer has filled it
     bucket total     the number of buckets, known when the leading writer has finished
-    failure          the message of a process that gave up; all other processes then stop waiting
+    failure          the message of a process that failed; all other processes then stop waiting
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ProgressCounters:
 
     @property
     def failure(self) -> str | None:
-        """Message of the process that gave up, or None."""
+        """Message of the process that failed, or None."""
         if not self._get(_FAILED):
             return None
         return bytes(self._failure_text).partition(b"\0")[0].decode(errors="replace")

@@ -85,7 +85,7 @@ class BucketWriter:
         def is_free() -> bool:
             if progress.bucket_total is not None and self._filled_count >= progress.bucket_total:
                 raise BadInputError(
-                    f"rank {self._index} brings more tensors than rank 0; all ranks must push the same tensors"
+                    f"rank {self._index} pushes more tensors than rank 0; all ranks must push the same tensors"
                 )
             if time.monotonic() > self._open_deadline:
                 absent = [reader for reader in self._readers if not progress.is_present(reader)]

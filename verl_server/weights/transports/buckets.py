@@ -50,6 +50,8 @@ GPU's IPC handle should be opened only once."""
 
 
 class Receiver(base.Receiver):
+    """Reads the tensors from a double buffer."""
+
     stream: type[Stream] = Stream
 
     def __init__(self, wire: Json, tp_rank: int) -> None:

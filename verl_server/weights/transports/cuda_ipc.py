@@ -18,6 +18,8 @@ from verl_server.weights.transports.base import Json
 
 
 class Stream(buckets.Stream):
+    """Creates and opens double buffers whose buckets are in GPU memory."""
+
     in_host_memory = False
 
     @staticmethod
@@ -40,6 +42,8 @@ class Stream(buckets.Stream):
 
 
 class Receiver(buckets.Receiver):
+    """Reads the tensors from a double buffer in GPU memory."""
+
     stream = Stream
 
 

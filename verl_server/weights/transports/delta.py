@@ -21,6 +21,8 @@ MAX_PATCH_FRACTION = 0.5
 
 
 class Sender(distributed.Sender):
+    """Broadcasts a patch to the mirrors, or all tensors where a patch does not pay off."""
+
     name = "delta"
 
     def __init__(self, settings: SenderSettings) -> None:
@@ -81,6 +83,8 @@ class Sender(distributed.Sender):
 
 
 class Receiver(distributed.Receiver):
+    """Applies the patch to the mirror on this machine."""
+
     def _receive(self) -> None:
         if "base_update_id" in self.wire:
             self._receive_patch()

@@ -29,6 +29,8 @@ _SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class Sender(base.Sender):
+    """Writes the tensors to a safetensors file, and reads the reports beside it."""
+
     name = "disk"
 
     def __init__(self, settings: SenderSettings) -> None:
@@ -118,6 +120,8 @@ def _report_path(weights_path: Path, receiver: int) -> Path:
 
 
 class Receiver(base.Receiver):
+    """Reads the tensors from the safetensors file."""
+
     def __init__(self, wire: Json, tp_rank: int) -> None:
         super().__init__(wire, tp_rank)
         self._names: list[str] = []

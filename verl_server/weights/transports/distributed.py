@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 
 class Sender(base.Sender):
+    """Broadcasts the arena to the leading receiver of each machine."""
+
     name = "distributed"
 
     def __init__(self, settings: SenderSettings) -> None:
@@ -163,6 +165,8 @@ class MirrorMember(Membership):
 
 
 class Receiver(base.Receiver):
+    """Reads the tensors from the mirror on this machine. On the leader, a thread fills the mirror."""
+
     def __init__(self, wire: Json, tp_rank: int) -> None:
         super().__init__(wire, tp_rank)
         self._member = MirrorMember.current_or_new(wire, tp_rank)

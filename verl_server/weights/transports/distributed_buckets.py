@@ -39,6 +39,8 @@ def local_device_type() -> str:
 
 
 class Sender(distributed.Sender):
+    """Broadcasts parts of the arena, each as large as a bucket at most, to all receivers."""
+
     name = "distributed_buckets"
 
     def wire(self, attempt: UpdateAttempt, member_index: int) -> Json:
@@ -108,6 +110,8 @@ class BucketMember(Membership):
 
 
 class Receiver(base.Receiver):
+    """Receives the parts into two buckets in turn, and reads the tensors from them."""
+
     def __init__(self, wire: Json, tp_rank: int) -> None:
         super().__init__(wire, tp_rank)
         self._member = BucketMember.current_or_new(wire, tp_rank)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 class Sender(base.Sender):
+    """Lets the servers read the arena in place; nothing is sent."""
+
     name = "shared_memory"
 
     def prepare(self, attempt: UpdateAttempt) -> None:
@@ -100,6 +102,8 @@ def map_arena(path: str, size_bytes: int) -> ArenaMapping:
 
 
 class Receiver(base.Receiver):
+    """Reads the tensors in the mapped arena."""
+
     def __init__(self, wire: Json, tp_rank: int) -> None:
         super().__init__(wire, tp_rank)
         self._mapping = map_arena(wire["arena_paths"][tp_rank // wire["ranks_per_node"]], wire["size_bytes"])

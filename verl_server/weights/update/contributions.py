@@ -37,7 +37,7 @@ def require_same_names(contributions: Sequence[Json], all_ranks_needed: bool = F
         must_match = other["tensor_count"] or first["has_shards"] or all_ranks_needed
         if must_match and other["digest"] != first["digest"]:
             raise BadInputError(
-                f"rank {rank} brought {other['tensor_count']} tensors that differ from the {first['tensor_count']} of "
+                f"rank {rank} pushed {other['tensor_count']} tensors that differ from the {first['tensor_count']} of "
                 "rank 0; all ranks must push the same names in the same order",
                 rank=rank,
             )
