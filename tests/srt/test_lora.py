@@ -20,9 +20,8 @@ from helpers import (
     wait_until,
 )
 
-from verl_server import VerlEngine
+from verl_server import RolloutManager, VerlEngine
 from verl_server.errors import BadInputError, PeerError, VerlServerError, WeightManifestError
-from verl_server.rollout import RolloutManager
 from verl_server.rollout.health import ReplicaState
 
 RANK = 4
@@ -145,23 +144,23 @@ def test_a_restarted_server_has_the_adapters(one_rank: Any, tiny: Callable[..., 
     folder = str(tiny("qwen3"))
     model = reference_model(folder)
     one = adapter_for(model, 5)
-    fleet = RolloutManager(
-        1,
-        model_path=folder,
-        dtype="float32",
-        max_total_tokens=8192,
-        enable_lora=True,
-        max_lora_rank=8,
-        lora_target_modules=TARGETS,
-    )
-    with VerlEngine(one_rank, fleet=fleet, model_path=folder, dtype="float32") as engine:
+    with (
+        RolloutManager(
+            1,
+            model_path=folder,
+            dtype="float32",
+            max_total_tokens=8192,
+            enable_lora=True,
+            max_lora_rank=8,
+            lora_target_modules=TARGETS,
+        ) as fleet,
+        VerlEngine(one_rank, fleet=fleet, model_path=folder, dtype="float32") as engine,
+    ):
         engine.update_weights_from_tensor(model.state_dict().items())
         engine.load_lora_adapter("one", one.items(), CONFIG)
-        replica = fleet.replicas[0]
-        assert replica.adapter is not None
-        process = replica.adapter.process
-        assert process is not None
-        os.kill(int(process.pid or 0), signal.SIGKILL)
+        (replica,) = fleet.replicas
+        assert replica.pids is not None
+        os.kill(replica.pids.main, signal.SIGKILL)
         wait_until(lambda: replica.state is not ReplicaState.HEALTHY, 10.0, "the loss was not noticed")
         wait_until(lambda: replica.state is ReplicaState.HEALTHY, 250.0, "the replica did not recover")
         assert_serves(engine, "one", merged(model, one))
