@@ -57,7 +57,9 @@ def report(options: Options, machine: Json, plan: Plan, clients: tuple[GenerateC
     show(figures)
     targets = targets_of(figures)
     show_targets(targets)
-    figures_json = {str(level): {name: asdict(f) for name, f in found.items()} for level, found in figures.items()}
+    figures_json = {
+        str(level): {name: asdict(f) for name, f in by_client.items()} for level, by_client in figures.items()
+    }
     write_result(
         options,
         NAME,
@@ -76,13 +78,13 @@ def report(options: Options, machine: Json, plan: Plan, clients: tuple[GenerateC
                 "client": name,
                 "in_flight": level,
                 "round": number,
-                "seconds": round(one.seconds, 6),
-                "cpu_s": round(one.cpu_s, 6),
-                "latencies_ms": [round(ms, 3) for ms in one.latencies_ms],
-                "client_ms": [round(ms, 3) for ms in one.client_ms],
+                "seconds": round(measured.seconds, 6),
+                "cpu_s": round(measured.cpu_s, 6),
+                "latencies_ms": [round(ms, 3) for ms in measured.latencies_ms],
+                "client_ms": [round(ms, 3) for ms in measured.client_ms],
             }
             for (name, level), rounds in samples.items()
-            for number, one in enumerate(rounds)
+            for number, measured in enumerate(rounds)
         ],
     )
     plot(options, machine, figures)

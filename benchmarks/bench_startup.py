@@ -74,12 +74,12 @@ def measure(server_args: Json, rounds: int, warm_up: bool) -> dict[str, list[flo
     return samples
 
 
-def plot(options: Options, machine: Json, found: dict[str, Summary], samples: dict[str, list[float]]) -> None:
+def plot(options: Options, machine: Json, summaries: dict[str, Summary], samples: dict[str, list[float]]) -> None:
     """Plot one bar per method and one dot per start."""
     title = f"Seconds until ready, {machine['cores']} cores, SGLang {machine['versions'].get('sglang')}"
     figure, (axis,) = new_figure(1, title, width=5.5)
-    series: dict[str, list[Any]] = {name: [summary] for name, summary in found.items()}
-    limit = found[BARE].median * RATIO_TARGET
+    series: dict[str, list[Any]] = {name: [summary] for name, summary in summaries.items()}
+    limit = summaries[BARE].median * RATIO_TARGET
     grouped_bars(
         axis,
         [""],
@@ -97,9 +97,9 @@ def plot(options: Options, machine: Json, found: dict[str, Summary], samples: di
 
 def report(options: Options, machine: Json, samples: dict[str, list[float]]) -> None:
     """Print the table and the target, and write the result files."""
-    found = {name: summarize(values) for name, values in samples.items()}
-    ratio = found[OURS].median / found[BARE].median
-    rows = [[name, f"{s.median:.2f}", f"{s.q1:.2f} to {s.q3:.2f}", str(s.count)] for name, s in found.items()]
+    summaries = {name: summarize(values) for name, values in samples.items()}
+    ratio = summaries[OURS].median / summaries[BARE].median
+    rows = [[name, f"{s.median:.2f}", f"{s.q1:.2f} to {s.q3:.2f}", str(s.count)] for name, s in summaries.items()]
     show_table("Seconds until ready", ["method", "seconds", "quartiles", "starts"], rows)
     targets = [Target("start-up over bare SGLang", ratio, RATIO_TARGET, at_least=False)]
     show_targets(targets)
@@ -107,12 +107,12 @@ def report(options: Options, machine: Json, samples: dict[str, list[float]]) -> 
         options,
         NAME,
         machine,
-        settings={"server_args": SETTINGS, "poll_s": 0.05, "rounds": found[OURS].count},
-        figures={**{name: asdict(summary) for name, summary in found.items()}, "ratio_of_medians": ratio},
+        settings={"server_args": SETTINGS, "poll_s": 0.05, "rounds": summaries[OURS].count},
+        figures={**{name: asdict(summary) for name, summary in summaries.items()}, "ratio_of_medians": ratio},
         targets=targets,
         samples={name: [round(value, 4) for value in values] for name, values in samples.items()},
     )
-    plot(options, machine, found, samples)
+    plot(options, machine, summaries, samples)
 
 
 def _more_options(parser: argparse.ArgumentParser) -> None:

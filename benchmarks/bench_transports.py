@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from bench_weight_sync import SERVER, model_folder, weights_of
+from bench_weight_sync import model_folder, weights_of
 from common import (
     CONSOLE,
     Json,
@@ -33,7 +31,8 @@ from common import (
     write_result,
 )
 from plots import grouped_bars, legend_below, new_figure, save_figure
-from servers import ProcessLeakCheck, one_rank_mesh
+from servers import ProcessLeakCheck, one_rank_mesh, two_servers
+from weight_sync_report import SERVER
 from weight_update_methods import MEMCPY, MODELS, QUICK_MODELS, UpdateMethod, memcpy_method, timed
 
 NAME = "bench_transports"
@@ -61,16 +60,6 @@ class Measurements:
     """Result of `measure_consecutive_updates`."""
 
 
-@contextmanager
-def two_servers(folder: Path) -> Iterator[list[Any]]:
-    """Start two servers at the same time and end them afterwards."""
-    from verl_server import HttpServerEngineAdapter
-
-    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        starts = [pool.submit(HttpServerEngineAdapter, model_path=str(folder), **SERVER) for _ in range(2)]
-        yield [stack.enter_context(start.result()) for start in starts]
-
-
 def engine_to(mesh: Any, servers: Sequence[Any], folder: Path, transport: str, scratch: Path) -> Any:
     """An engine for servers that it did not start."""
     from verl_server import VerlEngine
@@ -96,11 +85,11 @@ def measure(model: str, folder: Path, blocks: int, updates_per_block: int, updat
     """Measure all methods in blocks, then consecutive updates from parameters in the arena."""
     weights = weights_of(folder)
     size = sum(tensor.nbytes for tensor in weights.values())
-    found = Measurements(model, size, {name: [] for name in (MEMCPY, *METHODS)})
+    measurements = Measurements(model, size, {name: [] for name in (MEMCPY, *METHODS)})
     generator = torch.Generator().manual_seed(0)
     memcpy = memcpy_method(size)
     leak_check = ProcessLeakCheck()
-    with one_rank_mesh() as mesh, two_servers(folder) as servers:
+    with one_rank_mesh() as mesh, two_servers(folder, SERVER) as servers:
         torch.set_num_threads(cores())
         leak_check.record()
         for number in range(blocks):
@@ -116,16 +105,16 @@ def measure(model: str, folder: Path, blocks: int, updates_per_block: int, updat
             ]
             for name, targets, transport in block[number % len(block) :] + block[: number % len(block)]:
                 with engine_to(mesh, targets, folder, transport, folder.parent / "updates") as engine:
-                    _run_block(found, name, engine, weights, updates_per_block, memcpy, generator)
+                    _run_block(measurements, name, engine, weights, updates_per_block, memcpy, generator)
             CONSOLE.print(f"block {number + 1} of {blocks}: done", style="dim")
     leak_check.check()
     with one_rank_mesh() as mesh:
-        found.consecutive_updates = measure_consecutive_updates(mesh, folder, weights, updates)
-    return found
+        measurements.consecutive_updates = measure_consecutive_updates(mesh, folder, weights, updates)
+    return measurements
 
 
 def _run_block(
-    found: Measurements,
+    measurements: Measurements,
     name: str,
     engine: Any,
     weights: dict[str, torch.Tensor],
@@ -137,14 +126,14 @@ def _run_block(
     for _ in range(updates_per_block):
         if name == DELTA:
             change_some(weights, generator)
-        found.seconds[MEMCPY].append(timed(memcpy.update))
+        measurements.seconds[MEMCPY].append(timed(memcpy.update))
         result: list[Any] = []
 
         def update() -> None:
             result.append(engine.update_weights_from_tensor(weights.items(), verify=name not in (ONE_FAST, TWO_FAST)))  # noqa: B023
 
-        found.seconds[name].append(timed(update))
-        found.sent_bytes[name] = result[0].sent_bytes
+        measurements.seconds[name].append(timed(update))
+        measurements.sent_bytes[name] = result[0].sent_bytes
 
 
 def measure_consecutive_updates(mesh: Any, folder: Path, weights: dict[str, torch.Tensor], updates: int) -> Json:
@@ -173,7 +162,7 @@ def measure_consecutive_updates(mesh: Any, folder: Path, weights: dict[str, torc
     tenth = max(updates // 10, 1)
     return {
         "updates": updates,
-        "seconds": [round(one, 5) for one in seconds],
+        "seconds": [round(duration, 5) for duration in seconds],
         "first_median_s": summarize(seconds[WARMUP_UPDATES : WARMUP_UPDATES + tenth]).median,
         "last_median_s": summarize(seconds[-tenth:]).median,
         "after_warmup": after_warmup,
@@ -192,10 +181,10 @@ def measure_resources(processes: Sequence[psutil.Process]) -> Json:
     }
 
 
-def targets_of(found: Measurements) -> list[Target]:
+def targets_of(measurements: Measurements) -> list[Target]:
     """The targets and their measured values."""
-    median: Callable[[str], float] = lambda method: summarize(found.seconds[method]).median  # noqa: E731
-    consecutive = found.consecutive_updates
+    median: Callable[[str], float] = lambda method: summarize(measurements.seconds[method]).median  # noqa: E731
+    consecutive = measurements.consecutive_updates
     return [
         Target("broadcast: duration with 2 servers over 1", median(TWO) / median(ONE), TWO_TARGET, False),
         Target(
@@ -206,7 +195,7 @@ def targets_of(found: Measurements) -> list[Target]:
         ),
         Target(
             "delta of 1 % of the elements: sent bytes over all bytes",
-            found.sent_bytes[DELTA] / found.bytes,
+            measurements.sent_bytes[DELTA] / measurements.bytes,
             DELTA_TARGET,
             False,
         ),
@@ -231,50 +220,50 @@ def targets_of(found: Measurements) -> list[Target]:
     ]
 
 
-def report(options: Options, machine: Json, found: Measurements, settings: Json) -> None:
+def report(options: Options, machine: Json, measurements: Measurements, settings: Json) -> None:
     """Print a table and the targets, and write the result files."""
-    memcpy = summarize(found.seconds[MEMCPY]).median
+    memcpy = summarize(measurements.seconds[MEMCPY]).median
     rows = []
-    for method, seconds in found.seconds.items():
-        one = summarize(seconds)
+    for method, seconds in measurements.seconds.items():
+        summary = summarize(seconds)
         rows.append([
             method,
-            f"{one.median * 1e3:.0f} ({one.q1 * 1e3:.0f} to {one.q3 * 1e3:.0f})",
-            f"{found.bytes / one.median / 1e9:.2f}",
-            f"{one.median / memcpy:.1f}",
-            f"{found.sent_bytes[method] / 1e6:.1f}" if method in found.sent_bytes else "",
+            f"{summary.median * 1e3:.0f} ({summary.q1 * 1e3:.0f} to {summary.q3 * 1e3:.0f})",
+            f"{measurements.bytes / summary.median / 1e9:.2f}",
+            f"{summary.median / memcpy:.1f}",
+            f"{measurements.sent_bytes[method] / 1e6:.1f}" if method in measurements.sent_bytes else "",
         ])  # fmt: skip
     show_table(
-        f"{found.model}: {found.bytes / 1e6:.0f} MB",
+        f"{measurements.model}: {measurements.bytes / 1e6:.0f} MB",
         ["method", "ms (quartiles)", "GB/s", "ratio to one memcpy", "MB sent"],
         rows,
     )
-    consecutive = found.consecutive_updates
+    consecutive = measurements.consecutive_updates
     CONSOLE.print(
         f"{consecutive['updates']} updates from the arena: after {WARMUP_UPDATES}: {consecutive['after_warmup']}; "
         f"after the last: {consecutive['after_last']}"
     )
-    targets = targets_of(found)
+    targets = targets_of(measurements)
     show_targets(targets)
     write_result(
         options, NAME, machine,
         settings={**settings, "server_args": SERVER, "changed_fraction": CHANGED_FRACTION},
-        figures={method: asdict(summarize(seconds)) for method, seconds in found.seconds.items()},
+        figures={method: asdict(summarize(seconds)) for method, seconds in measurements.seconds.items()},
         targets=targets,
-        samples=asdict(found),
+        samples=asdict(measurements),
     )  # fmt: skip
-    plot(options, machine, found)
+    plot(options, machine, measurements)
 
 
-def plot(options: Options, machine: Json, found: Measurements) -> None:
+def plot(options: Options, machine: Json, measurements: Measurements) -> None:
     """Plot the seconds by method, and the seconds of the consecutive updates."""
-    consecutive = found.consecutive_updates
-    title = f"Weight updates of running servers, {found.model}, bfloat16, {machine['cores']} cores"
+    consecutive = measurements.consecutive_updates
+    title = f"Weight updates of running servers, {measurements.model}, bfloat16, {machine['cores']} cores"
     figure, (seconds_axes, consecutive_axes) = new_figure(2, title, width=10)
     grouped_bars(
         seconds_axes,
-        [found.model],
-        {method: [summarize(seconds)] for method, seconds in found.seconds.items()},
+        [measurements.model],
+        {method: [summarize(seconds)] for method, seconds in measurements.seconds.items()},
         title="Seconds of one update (median; whiskers: quartiles)",
         ylabel="seconds",
     )
@@ -302,8 +291,8 @@ def main() -> None:
     updates_per_block, updates = (2, 40) if options.quick else (5, 500)
     machine = environment()
     with model_folder(sizes) as folder:
-        found = measure(model, folder, blocks, updates_per_block, updates)
-    report(options, machine, found, {"blocks": blocks, "updates_per_block": updates_per_block})
+        measurements = measure(model, folder, blocks, updates_per_block, updates)
+    report(options, machine, measurements, {"blocks": blocks, "updates_per_block": updates_per_block})
 
 
 if __name__ == "__main__":

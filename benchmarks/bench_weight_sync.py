@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +22,17 @@ import torch
 import torch.multiprocessing as mp
 from common import (
     CONSOLE,
-    Json,
-    Options,
-    Summary,
-    Target,
     cores,
     environment,
     parse_options,
-    show_table,
-    show_targets,
-    summarize,
-    write_result,
 )
-from plots import COLOURS, grouped_bars, legend_below, new_figure, save_figure
 from servers import ProcessLeakCheck, free_port, one_rank_mesh
+from weight_sync_report import NAME, SERVER, Configuration, Samples, report
 from weight_update_methods import (
-    ARENA,
-    ARENA_VERIFIED,
     FSDP2,
     FSDP2_VERIFIED,
-    MEMCPY,
     MODELS,
     QUICK_MODELS,
-    SGLANG_ADAPTER,
-    SGLANG_ADAPTER_ONE_CALL,
-    SGLANG_BUCKETS,
-    STATE_DICT,
     TWO_BUCKETS,
     TWO_BUCKETS_VERIFIED,
     UpdateMethod,
@@ -60,33 +44,7 @@ from weight_update_methods import (
     timed,
 )
 
-NAME = "bench_weight_sync"
-SERVER: Json = {"dtype": "bfloat16", "max_total_tokens": 4096, "load_format": "auto"}
 BASELINE_LIMIT_BYTES = 1.3e9
-#: Maximum duration for 0.5 B parameters and TP 1, as a multiple of one memcpy.
-TARGETS = {ARENA: 1.3, ARENA_VERIFIED: 2.5, STATE_DICT: 2.5, FSDP2: 3.0}
-SGLANG_ADAPTER_TARGET = 20.0
-TARGET_MODEL = "0.5 B"
-#: Seconds of each round, by method.
-Samples = dict[str, list[float]]
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """The measurements of one model with one number of TP ranks."""
-
-    model: str
-    tp_size: int
-    bytes: int
-    samples: Samples
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}, TP {self.tp_size}"
-
-    def ratio(self, method: str) -> Summary:
-        """Duration of `method` divided by that of the memcpy in the same round."""
-        return summarize([a / b for a, b in zip(self.samples[method], self.samples[MEMCPY], strict=True)])
 
 
 @contextmanager
@@ -101,10 +59,10 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of the checkpoint in ordinary memory, as in a trainer's state dict."""
     from safetensors.torch import load_file
 
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        found.update({name: tensor.clone() for name, tensor in load_file(file).items()})
-    return found
+        tensors.update({name: tensor.clone() for name, tensor in load_file(file).items()})
+    return tensors
 
 
 def run_rounds(methods: list[UpdateMethod], rounds: int) -> Samples:
@@ -219,102 +177,6 @@ def _fsdp2_rank(rank: int, folder: str, store: str, rounds: int, results: Any) -
     dist.destroy_process_group()
 
 
-def report(options: Options, machine: Json, found: list[Configuration], rounds: int) -> None:
-    """Print tables and targets, and write the result files."""
-    for one in found:
-        rows = []
-        for method, seconds in one.samples.items():
-            summary, ratio = summarize(seconds), one.ratio(method)
-            rows.append([
-                method,
-                f"{summary.median * 1e3:.1f} ({summary.q1 * 1e3:.1f} to {summary.q3 * 1e3:.1f})",
-                f"{one.bytes / summary.median / 1e9:.2f}",
-                f"{ratio.median:.2f} ({ratio.q1:.2f} to {ratio.q3:.2f})",
-            ])  # fmt: skip
-        show_table(
-            f"{one.name}: {one.bytes / 1e6:.0f} MB", ["method", "ms (quartiles)", "GB/s", "ratio to one memcpy"], rows
-        )
-    targets = targets_of(found)
-    show_targets(targets)
-    write_result(
-        options,
-        NAME,
-        machine,
-        settings={"server_args": SERVER, "rounds": rounds},
-        figures={
-            one.name: {
-                "bytes": one.bytes,
-                "ratio_to_memcpy": {method: asdict(one.ratio(method)) for method in one.samples},
-            }
-            for one in found
-        },
-        targets=targets,
-        samples=[{**asdict(one), "samples": _rounded(one.samples)} for one in found],
-    )
-    plot(options, machine, found)
-
-
-def _rounded(samples: Samples) -> Samples:
-    return {method: [round(seconds, 5) for seconds in found] for method, found in samples.items()}
-
-
-def targets_of(found: list[Configuration]) -> list[Target]:
-    """The targets for 0.5 B parameters with TP 1."""
-    targets = []
-    for one in found:
-        if not one.model.startswith(TARGET_MODEL) or one.tp_size != 1:
-            continue
-        for method, limit in TARGETS.items():
-            if method in one.samples:
-                targets.append(
-                    Target(f"{one.name}, {method}: duration over one memcpy", one.ratio(method).median, limit, False)
-                )
-        for baseline in (SGLANG_ADAPTER, SGLANG_ADAPTER_ONE_CALL):
-            if baseline in one.samples:
-                pairs = zip(one.samples[baseline], one.samples[STATE_DICT], strict=True)
-                speed_up = summarize([a / b for a, b in pairs]).median
-                targets.append(Target(f"{one.name}: {baseline} over state dict", speed_up, SGLANG_ADAPTER_TARGET, True))
-    return targets
-
-
-def plot(options: Options, machine: Json, found: list[Configuration]) -> None:
-    """Plot the seconds by configuration on a logarithmic scale, and the ratios of our methods to one memcpy."""
-    title = f"Weight updates, bfloat16, {machine['cores']} cores, SGLang {machine['versions'].get('sglang')}"
-    figure, (seconds, ratio) = new_figure(2, title, width=14)
-    groups: dict[str, dict[str, Configuration]] = {}
-    for one in found:  # results with two trainer ranks are drawn next to those with one
-        group = groups.setdefault(f"{one.model.partition(',')[0]}, TP {one.tp_size}", {})
-        for method in one.samples:
-            group.setdefault(method, one)
-    names = list(dict.fromkeys(method for group in groups.values() for method in group))
-    colours = dict(zip(names, COLOURS, strict=False))
-    grouped_bars(
-        seconds,
-        list(groups),
-        {
-            method: [summarize(g[method].samples[method]) if method in g else None for g in groups.values()]
-            for method in names
-        },
-        title="Seconds of one update (median; whiskers: quartiles)",
-        ylabel="seconds, logarithmic",
-        colours=colours,
-    )
-    seconds.set_yscale("log")
-    ours = [
-        method for method in names if method not in (MEMCPY, SGLANG_ADAPTER_ONE_CALL, SGLANG_ADAPTER, SGLANG_BUCKETS)
-    ]
-    grouped_bars(
-        ratio,
-        list(groups),
-        {method: [g[method].ratio(method) if method in g else None for g in groups.values()] for method in ours},
-        title="Duration divided by that of one memcpy of the same bytes in the same round",
-        ylabel="ratio",
-        colours=colours,
-    )
-    legend_below(figure, seconds, ratio)
-    save_figure(figure, options.png)
-
-
 def _more_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (default 9, with --quick 2)")
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), help="measure only these models")
@@ -328,17 +190,17 @@ def main() -> None:
     rounds = options.extra.rounds or (2 if options.quick else 9)
     models = QUICK_MODELS if options.quick else {name: MODELS[name] for name in options.extra.models or MODELS}
     machine = environment()
-    found = []
+    configurations = []
     for model, sizes in models.items():
         with model_folder(sizes) as folder:
             for tp_size in (1, 2):
                 started = time.monotonic()
                 samples, size = measure_one_rank(folder, tp_size, rounds, with_sglang_adapter=tp_size == 1)
-                found.append(Configuration(model, tp_size, size, samples))
-                CONSOLE.print(f"{found[-1].name}: {time.monotonic() - started:.0f} s", style="dim")
+                configurations.append(Configuration(model, tp_size, size, samples))
+                CONSOLE.print(f"{configurations[-1].name}: {time.monotonic() - started:.0f} s", style="dim")
             two = measure_two_ranks(folder, rounds)
-            found.append(Configuration(f"{model}, 2 trainer ranks", 1, size, two))
-    report(options, machine, found, rounds)
+            configurations.append(Configuration(f"{model}, 2 trainer ranks", 1, size, two))
+    report(options, machine, configurations, rounds)
 
 
 if __name__ == "__main__":

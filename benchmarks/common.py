@@ -64,13 +64,13 @@ def parse_options(
     parser.add_argument("--png", type=Path, metavar="PATH", help="file for the plot")
     if add is not None:
         add(parser)
-    found = parser.parse_args(argv)
-    stem = f"{name}-{hardware_slug()}" + ("-quick" if found.quick else "")
+    arguments = parser.parse_args(argv)
+    stem = f"{name}-{hardware_slug()}" + ("-quick" if arguments.quick else "")
     return Options(
-        quick=found.quick,
-        json=found.json or RESULTS / f"{stem}.json",
-        png=found.png or RESULTS / f"{stem}.png",
-        extra=found,
+        quick=arguments.quick,
+        json=arguments.json or RESULTS / f"{stem}.json",
+        png=arguments.png or RESULTS / f"{stem}.png",
+        extra=arguments,
     )
 
 

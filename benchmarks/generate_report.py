@@ -38,7 +38,7 @@ class Figures:
 def figures_of(clients: tuple[GenerateClient, ...], samples: Samples, level: int) -> dict[str, Figures]:
     """The figures of every client with `level` requests in flight, by name."""
     speed = {client.name: summarize([r.throughput for r in samples[client.name, level]]) for client in clients}
-    found = {}
+    figures = {}
     for client in clients:
         rounds = samples[client.name, level]
         plain = Figures(
@@ -47,8 +47,10 @@ def figures_of(clients: tuple[GenerateClient, ...], samples: Samples, level: int
             cpu_ms=summarize([r.cpu_ms for r in rounds]),
             client_ms=summarize([ms for r in rounds for ms in r.client_ms]),
         )
-        found[client.name] = plain if not client.baselines else _compared(plain, rounds, client, samples, speed, level)
-    return found
+        figures[client.name] = (
+            plain if not client.baselines else _compared(plain, rounds, client, samples, speed, level)
+        )
+    return figures
 
 
 def _compared(
@@ -67,21 +69,23 @@ def _compared(
     )
 
 
-def _client_ms(one: Round) -> float:
-    return summarize(one.client_ms).median
+def _client_ms(measured: Round) -> float:
+    return summarize(measured.client_ms).median
 
 
 def targets_of(figures: dict[int, dict[str, Figures]]) -> list[Target]:
     """Two targets for each client of this library and each number of requests in flight."""
-    found = []
+    targets = []
     for level, clients in figures.items():
         for name, figure in clients.items():
             if figure.ratio is None or figure.added_ms is None:
                 continue
             where = f"{name}, {level} in flight"
-            found.append(Target(f"{where}: throughput over {figure.baseline}", figure.ratio.median, RATIO_TARGET, True))
-            found.append(Target(f"{where}: added latency", figure.added_ms.median, ADDED_TARGET_MS, False, " ms"))
-    return found
+            targets.append(
+                Target(f"{where}: throughput over {figure.baseline}", figure.ratio.median, RATIO_TARGET, True)
+            )
+            targets.append(Target(f"{where}: added latency", figure.added_ms.median, ADDED_TARGET_MS, False, " ms"))
+    return targets
 
 
 def show(figures: dict[int, dict[str, Figures]]) -> None:
@@ -125,12 +129,16 @@ def plot(options: Options, machine: Json, figures: dict[int, dict[str, Figures]]
     grouped_bars(
         speed,
         groups,
-        {name: [f.throughput for f in found] for name, found in series.items()},
+        {name: [f.throughput for f in group_figures] for name, group_figures in series.items()},
         title="Throughput (median of the rounds; whiskers: quartiles)",
         ylabel="requests/s",
         digits=0,
     )
-    ours = {name: [f.ratio for f in found] for name, found in series.items() if found[0].ratio is not None}
+    ours = {
+        name: [f.ratio for f in group_figures]
+        for name, group_figures in series.items()
+        if group_figures[0].ratio is not None
+    }
     colours = dict(zip(names, COLOURS, strict=False))
     limit = (RATIO_TARGET, f"target {RATIO_TARGET:g}")
     grouped_bars(
@@ -146,7 +154,7 @@ def plot(options: Options, machine: Json, figures: dict[int, dict[str, Figures]]
     grouped_bars(
         cpu,
         groups,
-        {name: [f.cpu_ms for f in found] for name, found in series.items()},
+        {name: [f.cpu_ms for f in group_figures] for name, group_figures in series.items()},
         title="CPU time of the client per request",
         ylabel="ms",
     )

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,16 @@ def one_rank_engine(**server_args: Any) -> Iterator[Any]:
             leak_check.record()
             yield engine
         leak_check.check()
+
+
+@contextlib.contextmanager
+def two_servers(folder: Path, server_args: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Two servers of the model in `folder`, started at the same time."""
+    from verl_server import HttpServerEngineAdapter
+
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        starts = [pool.submit(HttpServerEngineAdapter, model_path=str(folder), **server_args) for _ in range(2)]
+        yield [stack.enter_context(start.result()) for start in starts]
 
 
 class ProcessLeakCheck:

@@ -1,7 +1,7 @@
 """`make_model` writes the checkpoint of a tiny random model in a second, without a download.
 
-The demo, the tests and the benchmarks use these models. The weights are random, but the architecture is that of a released
-model family, so SGLang and Hugging Face transformers load the folder like the folder of a released model.
+The demo, the tests and the benchmarks use these models. The weights are random, but the architecture is that of a
+released model family, so SGLang and Hugging Face transformers load the folder like that of a released model.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _label_curves(axes: Any, x: float, ends: Sequence[tuple[str, float, str]]) -
 
 def _draw_logprob_gap(axes: Any, outcome: Outcome) -> None:
     steps = [step.step + 1 for step in outcome.steps]
-    _style_axes(axes, "Logprob gap between trainer and server")
+    _style_axes(axes, "Trainer-server logprob gap")
     axes.plot(steps, [step.gap_max for step in outcome.steps], color=ROSE, linewidth=1.4, label="maximum")
     axes.plot(steps, [step.gap_mean for step in outcome.steps], color=AMBER, linewidth=1.4, label="mean")
     axes.set_yscale("log")
