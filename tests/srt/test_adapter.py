@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 import torch
@@ -27,8 +28,12 @@ from helpers import (
 
 from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, PauseMode
 from verl_server.adapter.sglang.launch import launch_sglang_server
+from verl_server.adapter.sglang.replies import convert_weight_versions
 from verl_server.config import AdapterConfig
-from verl_server.errors import BadInputError, NotReadyError, PeerError, ServerError
+from verl_server.errors import BadInputError, NotReadyError, PeerError, ServerError, UnsupportedError
+from verl_server.types import parse_weight_version
+
+Json = dict[str, Any]
 
 LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
 
@@ -75,19 +80,52 @@ def test_async_adapter_attached_to_the_same_server(adapter: HttpServerEngineAdap
             admin_api_key=adapter.admin_api_key,
         ) as other:
             async for event in other.generate_stream(input_ids=PROMPTS[0], sampling_params=LONG):
+                assert event["meta_info"]["weight_version"] == version
                 if len(event["output_ids"]) > 3:
                     break
             info, loads = await other.get_model_info(), await other.get_loads()
             assert info["model_type"] == "qwen3"
+            assert info["weight_version"] == version
             assert loads["loads"][0]["max_total_num_tokens"] > 0
             assert await other.ping()
             assert await other.is_ready()
             assert await other.health()
             return list((await other.generate(input_ids=PROMPTS[0], sampling_params=GREEDY))["output_ids"])
 
-    expected = adapter.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)["output_ids"]
+    reply = adapter.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+    expected, version = reply["output_ids"], reply["meta_info"]["weight_version"]
+    assert isinstance(version, int)
     assert asyncio.run(work()) == asyncio.run(work()) == expected
     assert adapter.ping(), "an attached adapter leaves the server running"
+
+
+def test_weight_versions_of_replies_are_ints() -> None:
+    """SGLang's labels are strings. A label that is no number is version 0, the version of the checkpoint."""
+    span = {"version": "12", "start": 0, "end": 3}
+    replies: list[Json] = [
+        {"meta_info": {"weight_version": "12", "weight_versions": [dict(span)]}},
+        {"meta_info": {"weight_version": "default"}},
+        {"output_ids": [1]},
+    ]
+    assert convert_weight_versions(replies) == [
+        {"meta_info": {"weight_version": 12, "weight_versions": [{**span, "version": 12}]}},
+        {"meta_info": {"weight_version": 0}},
+        {"output_ids": [1]},
+    ]
+    assert [parse_weight_version(label) for label in ("7", 7, None, "", "v7")] == [7, 7, 0, 0, 0]
+
+
+def test_an_attached_adapter_knows_no_processes(adapter: HttpServerEngineAdapter) -> None:
+    """The adapter that started the server knows its processes; an attached adapter raises UnsupportedError."""
+    pids = adapter.pids
+    assert psutil.Process(pids.main).ppid() == pids.warden
+    assert any("scheduler" in " ".join(psutil.Process(pid).cmdline()) for pid in pids.workers)
+    assert adapter.log_path is not None
+    assert adapter.log_path.is_file()
+    with HttpServerEngineAdapter.attach(adapter.base_url, api_key=adapter.api_key) as attached:
+        assert attached.log_path is None
+        with pytest.raises(UnsupportedError, match="did not start it"):
+            _ = attached.pids
 
 
 def test_wrong_key_is_a_typed_error(adapter: HttpServerEngineAdapter) -> None:
