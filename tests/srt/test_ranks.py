@@ -161,12 +161,12 @@ def _two_nodes(rank: int, world: int, folder: str) -> list[list[int]]:
         second = assert_equals_reference(engine, model)
         assert first != second
         backend: Any = engine._backend
-        process = backend.adapter.process  # every node's first rank has its own server
-        assert process.pid
+        main_pid = backend.adapter.pids.main  # the first rank of each node has its own server
+        assert main_pid
         # the second node's server dies: the first rank learns of it
         if rank == 1:
             time.sleep(1.0)
-            os.kill(process.pid, signal.SIGKILL)
+            os.kill(main_pid, signal.SIGKILL)
         started = time.monotonic()
         kind, message = _raised(
             lambda: [engine.generate(input_ids=PROMPTS, sampling_params=GREEDY) for _ in range(10**6)]
