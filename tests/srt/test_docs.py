@@ -7,6 +7,7 @@ import asyncio
 import builtins
 import importlib
 import inspect
+import json
 import os
 import re
 import shlex
@@ -260,6 +261,17 @@ def test_every_metric_that_a_page_names_exists() -> None:
         prefix = next(prefix for prefix in prefixes if metric.startswith(prefix))
         name = metric.removeprefix(prefix).removesuffix("_total")
         assert f'"{name}"' in source or f"{prefix}{name}" in source, metric
+
+
+def test_the_performance_page_has_every_missed_target() -> None:
+    sections = re.split(r"^## ", (ROOT / "docs" / "performance.md").read_text(), flags=re.MULTILINE)
+    results = sorted((ROOT / "benchmarks" / "results").glob("*-2cpu.json"))
+    assert len(results) >= 7
+    for result in results:
+        benchmark = result.name.removesuffix("-2cpu.json")
+        (section,) = (text for text in sections if f"`benchmarks/{benchmark}.py`" in text)
+        missed = [target["name"] for target in json.loads(result.read_text())["targets"] if not target["met"]]
+        assert section.count("MISS") == len(missed), f"{benchmark}: {missed}"
 
 
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_a_network(tmp_path: Path) -> None:
