@@ -160,9 +160,8 @@ def _two_nodes(rank: int, world: int, folder: str) -> list[list[int]]:
         engine.update_weights_from_tensor(model.state_dict().items())
         second = assert_equals_reference(engine, model)
         assert first != second
-        backend: Any = engine._backend
-        main_pid = backend.adapter.pids.main  # the first rank of each node has its own server
-        assert main_pid
+        assert engine.adapter is not None
+        main_pid = engine.adapter.pids.main  # the first rank of each node has its own server
         # the second node's server dies: the first rank learns of it
         if rank == 1:
             time.sleep(1.0)
