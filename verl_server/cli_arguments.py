@@ -152,7 +152,7 @@ def check_url(url: str, example: str) -> str:
 def missing_keys(variables: Sequence[str], *, shown: bool) -> list[str]:
     """The environment variables without a key; a random key will be generated for each of them.
 
-    Raises BadInputError when keys are missing and `shown` is False, that is, when nobody would see the random keys.
+    Raises BadInputError when keys are missing and `shown` is False, because then no user would see the random keys.
     """
     missing = [name for name in variables if not os.environ.get(name)]
     if missing and not shown:

@@ -108,8 +108,8 @@ class NotReadyError(ServerError):
 class ServerBusyError(ServerError):
     """The server refused the call because it is running requests, or because its queue is full.
 
-    `details`: `status`, `url` and `body` when the server itself refused; `waiting` (number of queued requests) from a
-    router. To do: wait until the requests are finished, or abort them; then call again.
+    `details`: `status`, `url` and `body` when the server itself refused; `queued_requests` (their number)
+    from a router. To do: wait until the requests are finished, or abort them; then call again.
     """
 
     retryable = True

@@ -54,6 +54,7 @@ def test_bench_weight_sync_measures_our_methods(
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import bench_weight_sync as bench
     from common import Options, environment
+    from weight_sync_report import Configuration, report
     from weight_update_methods import arena_and_state_dict_methods, memcpy_method
 
     greedy = {"max_new_tokens": 4, "temperature": 0.0}
@@ -62,7 +63,7 @@ def test_bench_weight_sync_measures_our_methods(
     size = sum(tensor.nbytes for tensor in weights.values())
     samples = bench.run_rounds([memcpy_method(size), *arena_and_state_dict_methods(shared_engine, weights)], rounds=2)
     options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
-    bench.report(options, environment(), [bench.Configuration("0.5 B", 1, size, samples)], rounds=2)
+    report(options, environment(), [Configuration("0.5 B", 1, size, samples)], rounds=2)
     record = json.loads(options.json.read_text())
     assert {name: len(seconds) for name, seconds in record["samples"][0]["samples"].items()} == dict.fromkeys(
         samples, 2
