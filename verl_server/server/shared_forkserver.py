@@ -37,8 +37,11 @@ logger = logging.getLogger(__name__)
 
 FORKABLE_MAIN_MODULE = "verl_server.server.server_main"
 #: Variables that no library reads while it is imported, or that differ for each server. A forked server gets their
-#: values at its start. The shell and pytest change some of them all the time.
-LATE_VARIABLES = frozenset({"TMPDIR", "no_proxy", "NO_PROXY", "PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST"})
+#: values at its start. torch sets TORCHINDUCTOR_CACHE_DIR when a trainer imports transformers; the shell and pytest change
+#: others all the time.
+LATE_VARIABLES = frozenset({
+    "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "no_proxy", "NO_PROXY", "PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST",
+})  # fmt: skip
 #: Variables that select another SGLang platform or other SGLang plugins. Their code may not survive a fork.
 PLATFORM_VARIABLES = ("SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_USE_CPU_ENGINE")
 #: Device files of NVIDIA, AMD, Intel, Ascend, Moore Threads and other accelerators. Without any of them, torch need not
