@@ -1,4 +1,4 @@
-"""Several trainer ranks: shards of every kind, failures on one rank, two nodes."""
+"""Engines with several trainer ranks: shards of every kind, failures on one rank, two nodes, SGLang in-process."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from verl_server.errors import BadInputError, PeerError, VerlServerError
 
 
 def _raised(call: Callable[[], Any]) -> tuple[str, str]:
+    """Type and message of the error that `call` raises."""
     try:
         call()
     except VerlServerError as error:
@@ -38,7 +39,7 @@ def _raised(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def _one_engine(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any]]:
-    """Shards of every kind, then one failure after the other; after each the engine must serve on."""
+    """Shards of every kind, then several failures. After each failure the engine must continue to serve."""
     model = reference_model(folder)
     weights = model.state_dict()
     engine = VerlEngine(
@@ -56,7 +57,7 @@ def _one_engine(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any
         # rank 1 brings other names
         fewer = dict(list(weights.items())[: 5 if rank == 1 else 7])
         found.append(_raised(lambda: engine.update_weights_from_tensor(fewer.items())))
-        # rank 1 does not come in time; it is told so when it comes
+        # rank 1 arrives after the deadline, and gets the same error when it arrives
         if rank == 1:
             time.sleep(6.5)
         started = time.monotonic()
@@ -67,7 +68,7 @@ def _one_engine(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any
         if rank == 1:
             time.sleep(0.5)
         assert_equals_reference(engine, model)
-        # rank 1 dies: rank 0 learns of it at once, even while it generates
+        # rank 1 dies: rank 0 raises at once, also during a generation
         if rank == 1:
             time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -96,7 +97,7 @@ def test_shards_of_every_kind_and_failures_on_one_rank(tiny: Callable[..., Path]
 
 
 def _same_results(engine: VerlEngine, folder: str, rank: int) -> list[Any]:
-    """What each of the ranks gets, errors and results."""
+    """The errors and results of both ranks for the same calls."""
     weights = reference_model(folder).state_dict()
     mine = weights | ({"model.norm.weight": torch.zeros(3)} if rank == 1 else {})
     found = [
@@ -120,7 +121,7 @@ def _same_results(engine: VerlEngine, folder: str, rank: int) -> list[Any]:
 
 
 def shards_of_every_kind(engine: VerlEngine, folder: str) -> None:
-    """Shards on rows, on columns, uneven, replicated, and a placement that needs a gather."""
+    """Push shards of rows, of columns, of uneven size, replicated tensors, and a placement that needs a gather."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -142,7 +143,7 @@ def shards_of_every_kind(engine: VerlEngine, folder: str) -> None:
     result = engine.update_weights_from_tensor(placed.items())
     assert result.missing == 0
     assert_equals_reference(engine, model)
-    # a sum that is still pending: each rank holds half
+    # a pending sum, of which each rank holds half
     from torch.distributed.tensor import DTensor
 
     name = "model.norm.weight"
@@ -162,7 +163,7 @@ def _two_nodes(rank: int, world: int, folder: str) -> list[list[int]]:
         assert first != second
         assert engine.adapter is not None
         main_pid = engine.adapter.pids.main  # the first rank of each node has its own server
-        # the second node's server dies: the first rank learns of it
+        # the server of the second node dies: the first rank raises at once
         if rank == 1:
             time.sleep(1.0)
             os.kill(main_pid, signal.SIGKILL)
@@ -188,16 +189,18 @@ def _one_node_fails(rank: int, world: int, folder: str) -> tuple[str, str]:
     return found
 
 
-def test_a_node_that_does_not_start_is_an_error_on_all_at_once(two_ranks: Ranks, tiny: Callable[..., Path]) -> None:
-    """The first node's server would wait ten minutes for the second's."""
+def test_a_node_that_does_not_start_is_an_error_on_all_ranks_at_once(
+    two_ranks: Ranks, tiny: Callable[..., Path]
+) -> None:
+    """Without the error, the server of the first node would wait ten minutes for the second node."""
     first, second = two_ranks.run(_one_node_fails, str(tiny("qwen3")))
     assert first == second
     assert first[0] == "StartupError"
 
 
 @pytest.mark.parametrize("architecture", ["qwen3"])
-def test_in_process_engine_behind_the_same_protocol(architecture: str, tiny: Callable[..., Path]) -> None:
-    with trainer_ranks(1) as ranks:  # of its own: SGLang leaves its marks on the process it runs in
+def test_in_process_engine_behaves_as_a_server(architecture: str, tiny: Callable[..., Path]) -> None:
+    with trainer_ranks(1) as ranks:  # a separate process, because SGLang changes the process in which it runs
         (tokens,) = ranks.run(_in_process, str(tiny(architecture)))
     first, second, third = tokens
     assert first == third != second
@@ -222,7 +225,7 @@ def _in_process(rank: int, world: int, folder: str) -> list[Any]:
         engine.resume_memory_occupation()
         engine.update_weights_from_tensor(old.items())
         reply = asyncio.run(engine.async_generate(input_ids=PROMPTS[0], sampling_params=GREEDY))
-        assert reply["meta_info"]["weight_version"] == "2"
+        assert reply["meta_info"]["weight_version"] == engine.weight_version == 2
         third = assert_equals_reference(engine, reference_model(folder))
         assert third[0] == reply["output_ids"]
     return [first, second, third]

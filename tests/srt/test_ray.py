@@ -1,4 +1,4 @@
-"""Replicas as actors on a Ray cluster of two raylets, each a node of its own to Ray."""
+"""Replicas as actors on a Ray cluster of two raylets on this machine, which are two nodes to Ray."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import psutil
 import pytest
 from helpers import assert_equals_reference, change_weights, no_new_shared_memory, reference_model, wait_until
 
-from verl_server import VerlEngine
+from verl_server import RolloutManager, VerlEngine
 from verl_server.errors import BadInputError
-from verl_server.rollout import RolloutManager
 from verl_server.rollout.health import ReplicaState
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(900)
 
-STORE = 80 << 20
+OBJECT_STORE_BYTES = 80 << 20
 RESTART_S = 250.0
 SERVER: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 4096}
 
@@ -29,7 +28,7 @@ SERVER: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 4096}
 def address() -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
-    nodes = {"num_cpus": 2, "object_store_memory": STORE}
+    nodes = {"num_cpus": 2, "object_store_memory": OBJECT_STORE_BYTES}
     cluster = Cluster(initialize_head=True, head_node_args={**nodes, "include_dashboard": False})
     try:
         cluster.add_node(**nodes)
@@ -40,56 +39,63 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def launcher(address: str) -> Any:
-    """Its fleet closes it."""
-    from verl_server.rollout.ray_launcher import RayLauncher
+    """A launcher. The fleet that uses it closes it."""
+    from verl_server.ray import RayLauncher
 
     return RayLauncher(address)
 
 
 def healthy(fleet: Any) -> int:
-    return sum(one.state is ReplicaState.HEALTHY for one in fleet.replicas)
+    return sum(replica.state is ReplicaState.HEALTHY for replica in fleet.replicas)
 
 
 def test_replicas_are_actors(launcher: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
-    """They are found by name, come back when their actor is killed, and leave nothing."""
-    from verl_server.rollout.ray_launcher import discover
+    """They are found by name, are started again when their actor is killed, and leave nothing behind."""
+    from verl_server.ray import discover
 
     folder = str(tiny("qwen3"))
     model = reference_model(folder)
-    with no_new_shared_memory():
-        fleet: Any = RolloutManager(2, launcher=launcher, model_path=folder, **SERVER)
-        with VerlEngine(one_rank, fleet=fleet, model_path=folder, dtype="float32") as engine:
-            change_weights(model, seed=6)
-            engine.update_weights_from_tensor(model.state_dict().items())
-            assert_equals_reference(engine, model)
-            found = discover()
-            assert sorted(found) == ["verl_server_0_0", "verl_server_1_0"]
-            assert {one.base_url for one in found.values()} == {one.adapter.base_url for one in fleet.replicas}
-            assert all("127.0.0.1" not in one.base_url for one in found.values())
+    with (
+        no_new_shared_memory(),
+        RolloutManager(2, launcher=launcher, model_path=folder, **SERVER) as fleet,
+        VerlEngine(one_rank, fleet=fleet, model_path=folder, dtype="float32") as engine,
+    ):
+        change_weights(model, seed=6)
+        engine.update_weights_from_tensor(model.state_dict().items())
+        assert_equals_reference(engine, model)
+        found = discover()
+        assert sorted(found) == ["verl_server_0_0", "verl_server_1_0"]
+        assert {server.base_url for server in found.values()} == {replica.base_url for replica in fleet.replicas}
+        assert all("127.0.0.1" not in server.base_url for server in found.values())
 
-            first = fleet.replicas[0]
-            server = psutil.Process(first.adapter.pids.main)
-            warden = server.parent()
-            assert warden is not None
-            actor = warden.parent()
-            assert actor is not None
-            os.kill(actor.pid, signal.SIGKILL)
-            wait_until(lambda: healthy(fleet) < 2, 20.0, "the loss is not seen")
-            wait_until(lambda: not server.is_running(), 20.0, "the server outlives its actor")
-            wait_until(lambda: healthy(fleet) == 2, RESTART_S, "it does not come back")
-            assert_equals_reference(first.adapter, model)
-            assert discover()["verl_server_0_0"].base_url == first.adapter.base_url
+        first = fleet.replicas[0]
+        assert first.pids is not None
+        server = psutil.Process(first.pids.main)
+        warden = server.parent()
+        assert warden is not None
+        actor = warden.parent()
+        assert actor is not None
+        os.kill(actor.pid, signal.SIGKILL)
+        wait_until(lambda: healthy(fleet) < 2, 20.0, "the death of the actor is not detected")
+        wait_until(lambda: not server.is_running(), 20.0, "the server outlives its actor")
+        wait_until(lambda: healthy(fleet) == 2, RESTART_S, "the server is not started again")
+        assert_equals_reference(first.adapter, model)
+        assert discover()["verl_server_0_0"].base_url == first.base_url
 
-            fleet.remove_replica("verl_server_1_0")
-            assert sorted(discover()) == ["verl_server_0_0"]
+        fleet.remove_replica("verl_server_1_0")
+        assert sorted(discover()) == ["verl_server_0_0"]
     assert not ray.is_initialized()
 
 
 def test_a_replica_on_two_nodes(launcher: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
     folder = str(tiny("qwen3"))
     model = reference_model(folder)
-    fleet = RolloutManager(1, launcher=launcher, mode="standalone", model_path=folder, tp_size=2, nnodes=2, **SERVER)
-    with VerlEngine(one_rank, fleet=fleet, model_path=folder, dtype="float32") as engine:
+    with (
+        RolloutManager(
+            1, launcher=launcher, mode="standalone", model_path=folder, tp_size=2, nnodes=2, **SERVER
+        ) as fleet,
+        VerlEngine(one_rank, fleet=fleet, model_path=folder, dtype="float32") as engine,
+    ):
         actors = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
         assert sorted(actors) == ["verl_server_0_0", "verl_server_0_1"]
         change_weights(model, seed=7)
@@ -97,13 +103,13 @@ def test_a_replica_on_two_nodes(launcher: Any, one_rank: Any, tiny: Callable[...
         assert_equals_reference(engine, model)
 
 
-def test_what_does_not_fit_is_refused(launcher: Any, tiny: Callable[..., Path]) -> None:
+def test_fleets_that_exceed_the_cluster_are_refused(launcher: Any, tiny: Callable[..., Path]) -> None:
     cases: list[tuple[int, dict[str, Any], str]] = [
         (1, {"tp_size": 3, "nnodes": 3}, "the cluster has 2"),
         (1, {"tp_size": 4}, "one replica takes 4 of CPU on a node; the largest node has 2"),
         (5, {}, "5 replicas of 1 devices each take 5; there are 4"),
     ]
-    for replicas, sizes, words in cases:
-        with pytest.raises(BadInputError, match=words):
+    for replicas, sizes, message in cases:
+        with pytest.raises(BadInputError, match=message):
             RolloutManager(replicas, launcher=launcher, model_path=str(tiny("qwen3")), **sizes)
     launcher.close()

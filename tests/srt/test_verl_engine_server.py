@@ -1,4 +1,4 @@
-"""The main job on the real server: tokens, logprobs, pushed weights, on every rank."""
+"""`VerlEngine` with a real server: tokens, log probabilities and pushed weights, on every rank."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from helpers import (
     reference_model,
 )
 
-from verl_server import VerlEngine
+from verl_server import RemoteServer, VerlEngine
+from verl_server.errors import BadInputError
 
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "qwen3_moe"]
 
 
 @pytest.fixture(scope="module")
 def engines(one_rank: Any, shared_engine: Any, tiny: Callable[..., Path]) -> Iterator[dict[str, Any]]:
-    """An engine for each architecture, and one in bfloat16. Qwen3's is the shared one; the others start at once."""
+    """An engine for each architecture, and one in bfloat16. Qwen3 uses the shared engine. The others start together."""
     models = {name: (tiny(name), "float32") for name in ARCHITECTURES if name != "qwen3"}
     models["bfloat16"] = (tiny("llama", dtype="bfloat16", tie_word_embeddings=True), "bfloat16")
 
@@ -52,7 +53,7 @@ def test_tp1_equals_hugging_face_before_and_after_updates(
     assert changed.missing == 0
     assert assert_equals_reference(engine, model) != first
     restored = engine.update_weights_from_tensor(old.items())
-    assert int(restored.weight_version) == int(changed.weight_version) + 1
+    assert restored.weight_version == changed.weight_version + 1 == engine.weight_version
     again = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
     assert [reply["output_ids"] for reply in again] == first
     assert {reply["meta_info"]["weight_version"] for reply in again} == {restored.weight_version}
@@ -72,9 +73,10 @@ def _tp2_rank(rank: int, world: int, folder: str) -> list[list[list[int]]]:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         result = engine.update_weights_from_tensor(model.state_dict().items())
-        assert (result.weight_version, result.missing) == ("1", 0)
+        assert (result.weight_version, result.missing) == (1, 0)
+        assert engine.weight_version == 1, "the version is known on every rank"
         second = assert_equals_reference(engine, changed)
-        # the old weights as a full state dict that only rank 0 holds, as FSDP1 offers it
+        # the old weights as a full state dict on rank 0 only, as FSDP1 provides it
         old = reference_model(folder).state_dict() if rank == 0 else {}
         engine.update_weights_from_tensor(old.items())
         third = [r["output_ids"] for r in engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
@@ -102,7 +104,7 @@ def test_bfloat16_serves_and_takes_float32_weights(engines: dict[str, Any], tiny
     assert reply["meta_info"]["output_token_logprobs"][0][0] == pytest.approx(logprobs[0], abs=0.1)
 
 
-def test_prompt_of_text_and_batch_shapes(shared_engine: Any) -> None:
+def test_text_prompts_and_batches(shared_engine: Any) -> None:
     one = shared_engine.generate("hello", sampling_params=GREEDY)
     many = shared_engine.generate(["hello", "you"], sampling_params=[GREEDY, {**GREEDY, "max_new_tokens": 3}])
     assert isinstance(one, dict)
@@ -110,7 +112,7 @@ def test_prompt_of_text_and_batch_shapes(shared_engine: Any) -> None:
     assert len(many[1]["output_ids"]) == 3
 
 
-def test_streams_grow_to_the_whole_reply(shared_engine: Any) -> None:
+def test_a_stream_grows_to_the_whole_reply(shared_engine: Any) -> None:
     whole = shared_engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)["output_ids"]
     pieces = [
         event["output_ids"]
@@ -121,7 +123,7 @@ def test_streams_grow_to_the_whole_reply(shared_engine: Any) -> None:
     assert all(whole[: len(piece)] == piece for piece in pieces)
 
 
-def test_async_generate_many_at_once(shared_engine: Any) -> None:
+def test_many_async_generate_calls_at_once(shared_engine: Any) -> None:
     async def gather() -> list[Any]:
         calls = [shared_engine.async_generate(input_ids=[i, i + 1], sampling_params=GREEDY) for i in range(20)]
         replies = await asyncio.gather(*calls)
@@ -132,3 +134,27 @@ def test_async_generate_many_at_once(shared_engine: Any) -> None:
 
     alone = [shared_engine.generate(input_ids=[i, i + 1], sampling_params=GREEDY) for i in range(20)]
     assert [r["output_ids"] for r in asyncio.run(gather())] == [r["output_ids"] for r in alone]
+
+
+def test_request_ids(shared_engine: Any) -> None:
+    """One id for one prompt, and a list of ids for a batch; the replies have them."""
+    one = shared_engine.generate(input_ids=[1, 2], sampling_params=GREEDY, rid="single")
+    assert one["meta_info"]["id"] == "single"
+    many = asyncio.run(
+        shared_engine.async_generate(input_ids=[[1, 2], [3, 4]], sampling_params=GREEDY, rid=["first", "second"])
+    )
+    assert [reply["meta_info"]["id"] for reply in many] == ["first", "second"]
+
+
+@pytest.mark.parametrize("launch_server", [True, False])
+def test_launch_server_and_servers_exclude_each_other(
+    launch_server: bool, one_rank: Any, tiny: Callable[..., Path]
+) -> None:
+    message = rf"launch_server={launch_server} and servers \(1 of them\) were given.*starts a server process"
+    with pytest.raises(BadInputError, match=message):
+        VerlEngine(
+            one_rank,
+            launch_server=launch_server,
+            servers=[RemoteServer("http://127.0.0.1:1")],
+            model_path=str(tiny("qwen3")),
+        )
