@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 FORKABLE_MAIN_MODULE = "verl_server.server.server_main"
 #: Variables that no library reads while it is imported, or that differ for each server. A forked server gets their
-#: values at its start. torch sets TORCHINDUCTOR_CACHE_DIR when a trainer imports transformers; the shell and pytest change
-#: others all the time.
+#: values at its start. torch sets TORCHINDUCTOR_CACHE_DIR when a trainer imports transformers; the shell and pytest
+#: change others all the time.
 LATE_VARIABLES = frozenset({
     "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "no_proxy", "NO_PROXY", "PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST",
 })  # fmt: skip
