@@ -246,7 +246,7 @@ def _close_connections(connector: aiohttp.BaseConnector, responses: set[aiohttp.
     for response in responses:
         response.close()
     task = asyncio.ensure_future(connector.close())
-    task.add_done_callback(lambda done: done.exception())
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _headers(key: str | None) -> dict[str, str]:

@@ -271,10 +271,12 @@ def main(start_server: Callable[[Json], ServerMain] = spawn_server) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
-    line = b""
-    while not line.endswith(b"\n"):
+    received = b""
+    while b"\n" not in received:
         chunk = os.read(0, READ_BYTES)
         if not chunk:
             return  # the trainer ended before it sent the specification
-        line += chunk
-    Warden(json.loads(line), start_server).run()
+        received += chunk
+    specification, _, command = received.partition(b"\n")
+    if STOP.encode() not in command:  # it is there when the start was aborted at once
+        Warden(json.loads(specification), start_server).run()
