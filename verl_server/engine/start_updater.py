@@ -45,11 +45,14 @@ def start_weight_updater(
         """On rank 0."""
         assert backend is not None
         transport = _choose_transport(backend, ranks.placement.nnodes, config, layout.size_bytes)
-        return {"transport": transport, "weight_version": backend.weight_version}
+        released_memory = sorted(backend.released_memory)
+        return {"transport": transport, "weight_version": backend.weight_version, "released_memory": released_memory}
 
     decided = ranks.coordinator.agree(ranks.coordinator.next_call_id("transport"), decide, action_timeout_s=10.0)
     start = _start_streamed if is_streamed(decided["transport"]) else _start_staged
-    return start(ranks, backend, manifest, decided["weight_version"], config, decided["transport"])
+    updater = start(ranks, backend, manifest, decided["weight_version"], config, decided["transport"])
+    updater.released_memory_tags = frozenset(decided["released_memory"])  # not empty for a fleet that was in use before
+    return updater
 
 
 def _choose_transport(backend: Backend, nnodes: int, config: WeightsConfig, model_bytes: int) -> str:

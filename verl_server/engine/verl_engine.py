@@ -30,8 +30,7 @@ Json = dict[str, Any]
 class VerlEngine:
     """A rollout engine for RL training: generates with SGLang and takes the trainer's weights.
 
-    Create it on all trainer ranks of `device_mesh_cpu`. The inference engine is one of four; these arguments exclude
-    each other:
+    Create it on all trainer ranks of `device_mesh_cpu`. These arguments choose the servers and exclude each other:
 
     * `launch_server=True` (the default): a server process on this machine (one on each of `nnodes` nodes).
     * `launch_server=False`: SGLang's in-process `Engine`.
@@ -67,11 +66,7 @@ class VerlEngine:
             raise BadInputError(f"device_mesh_cpu must have one dimension, the engine's ranks; got {device_mesh_cpu}")
         self._timeouts = timeouts = timeouts or Timeouts()
         config = AdapterConfig(
-            timeouts=timeouts,
-            log_dir=log_dir,
-            router_ip=router_ip,
-            router_port=router_port,
-            use_forkserver=use_forkserver,
+            timeouts, log_dir, router_ip=router_ip, router_port=router_port, use_forkserver=use_forkserver
         )
         self._tp_rank, size = device_mesh_cpu.get_local_rank(), device_mesh_cpu.size()
         placement = compute_placement(self._tp_rank, size, nnodes, server_args)
@@ -182,9 +177,9 @@ class VerlEngine:
     def staging_tensors(self) -> dict[str, torch.Tensor]:
         """The staging memory as CPU tensors by Hugging Face name, with full shapes and the server's dtypes.
 
-        Parameters that are kept in it (`parameter.data = tensors[name]`, or this rank's slice for a shard) are pushed
-        without a copy. All ranks of one machine share the memory: write only your own part, and not during a push. The
-        content before the first push is undefined. Raises UnsupportedError with a transport that stages only parts.
+        Parameters kept in it (`parameter.data = tensors[name]`, or this rank's slice of a shard) are pushed without a
+        copy. The ranks of one machine share it: write only your own part, and not during a push. The content before the
+        first push is undefined. Raises UnsupportedError with a transport that stages only parts.
         """
         return self._require_updater().staging_tensors()
 
@@ -193,10 +188,9 @@ class VerlEngine:
     ) -> None:
         """Load a LoRA adapter, or replace the adapter of that name. Requests use it with `lora_path=name`.
 
-        Tensor names are PEFT's; tensors are DTensors or full tensors. `config` is PEFT's `adapter_config.json` (`r`,
-        `lora_alpha`, `target_modules`). The server must be started with `enable_lora=True`, `max_lora_rank` and
-        `lora_target_modules`. A replacement waits for the requests that use the old adapter. Every TP rank checks
-        SHA-256 sums of the tensors that it received.
+        Names are PEFT's; tensors are DTensors or full tensors. `config` is PEFT's `adapter_config.json` (`r`,
+        `lora_alpha`, `target_modules`). The server needs `enable_lora=True`, `max_lora_rank`, `lora_target_modules`. A
+        replacement waits for requests with the old adapter. Every TP rank checks SHA-256 sums of what it received.
 
         Raises BadInputError or WeightManifestError before the servers are involved, PeerError, ServerDiedError.
         """

@@ -36,7 +36,10 @@ class FleetLoras:
         self._lock = threading.RLock()
 
     def load(self, call_all: CallAll, name: str, tensors: Mapping[str, Any], config: Json) -> None:
+        """Load an adapter into all servers. It replaces an adapter of that name, for example of an earlier engine."""
         with self._lock:
+            if name in self._adapters:
+                self.unload(call_all, name)
             call_all(lambda adapter: adapter.load_lora_adapter_from_tensors(name, tensors, config))
             self._adapters[name] = dict(tensors), config
 
