@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 # Set once and for the whole session: a server is only forked when its environment equals that of the forkserver.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
-from helpers import Ranks, free_port, mesh_of, trainer_ranks, wait_until
+from helpers import Ranks, adapter_of, free_port, mesh_of, trainer_ranks, wait_until
 
+from verl_server import HttpServerEngineAdapter, VerlEngine
 from verl_server.tiny import make_model
 
 
@@ -39,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
     """A process group of this process alone, and its mesh."""
     torch.set_num_threads(1)
     store = tmp_path_factory.mktemp("store") / "rendezvous"
@@ -56,18 +58,16 @@ def two_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def shared_engine(one_rank: Any, tiny: Callable[..., Path]) -> Iterator[Any]:
+def shared_engine(one_rank: DeviceMesh, tiny: Callable[..., Path]) -> Iterator[VerlEngine]:
     """A `VerlEngine` on one rank with a real server: Qwen3, float32. Leave it as you found it."""
-    from verl_server import VerlEngine
-
     with VerlEngine(one_rank, model_path=str(tiny("qwen3")), dtype="float32", max_total_tokens=16384) as engine:
         yield engine
 
 
 @pytest.fixture(scope="session")
-def adapter(shared_engine: Any) -> Any:
+def adapter(shared_engine: VerlEngine) -> HttpServerEngineAdapter:
     """The blocking adapter of the shared engine's server."""
-    return shared_engine.adapter
+    return adapter_of(shared_engine)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from verl_server import HttpServerEngineAdapter, VerlEngine
 from verl_server.tiny import make_tokenizer
 
 PROMPTS = [[1, 2, 3, 4, 5], [200, 17, 64], list(range(40, 75))]
@@ -67,6 +69,12 @@ def change_weights(model: Any, seed: int, scale: float = 0.05) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def adapter_of(engine: VerlEngine) -> HttpServerEngineAdapter:
+    """The adapter of the engine's server, on a rank that has one."""
+    assert engine.adapter is not None
+    return engine.adapter
 
 
 # -- trainer ranks -----------------------------------------------------------------------------------
@@ -176,9 +184,7 @@ def all_at_once(*starts: Callable[[], contextlib.AbstractContextManager[Any]]) -
         yield list(pool.map(lambda start: stack.enter_context(start()), starts))
 
 
-def mesh_of(world: int) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
+def mesh_of(world: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
 
 

@@ -21,9 +21,10 @@ from agent_helpers import (
     assert_prompts_are_paths,
     make_episode,
 )
-from helpers import LLAMA, QWEN, chat_tokenizer, reference_model
+from helpers import LLAMA, QWEN, adapter_of, chat_tokenizer, reference_model
 from transformers import AutoTokenizer
 
+from verl_server import VerlEngine
 from verl_server.agent import (
     Episode,
     InterleavedLoop,
@@ -56,7 +57,7 @@ def renderer(tiny: Callable[..., Path]) -> ChatRenderer:
 
 
 def test_concurrent_episodes_with_tools_record_exact_tokens(
-    shared_engine: Any, renderer: ChatRenderer, tiny: Callable[..., Path], tmp_path: Path
+    shared_engine: VerlEngine, renderer: ChatRenderer, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     """24 concurrent episodes with two tool calls per turn. The files contain what was sampled."""
     loop, model = ForcedToolCallsLoop([add]), reference_model(tiny("qwen3"))
@@ -87,8 +88,9 @@ def test_concurrent_episodes_with_tools_record_exact_tokens(
         assert int(batch["response_mask"].sum()) == graph.num_sampled_tokens(episode.leaf)
 
 
+@pytest.mark.soak
 def test_two_hundred_sessions_with_two_chat_templates(
-    shared_engine: Any, tiny: Callable[..., Path], tmp_path: Path
+    shared_engine: VerlEngine, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Sessions with Qwen's and Llama's template are exact in every turn and diverge only at requested forks."""
     model = reference_model(tiny("qwen3"))
@@ -121,7 +123,7 @@ def test_two_hundred_sessions_with_two_chat_templates(
         assert forks == ([(ForkReason.SAMPLE, 0)] if index % 4 == 0 else [])
 
 
-def test_tool_agent_loop_executes_calls_of_the_policy(shared_engine: Any, renderer: ChatRenderer) -> None:
+def test_tool_agent_loop_executes_calls_of_the_policy(shared_engine: VerlEngine, renderer: ChatRenderer) -> None:
     """A grammar forces the policy to make two calls per turn. The prompts contain the correct sums."""
     graph = TrajectoryGraph("s")
     params = {"temperature": 1.0, "max_new_tokens": 200, "regex": f"{TOOL_CALL_REGEX}{TOOL_CALL_REGEX}"}
@@ -144,7 +146,7 @@ def test_tool_agent_loop_executes_calls_of_the_policy(shared_engine: Any, render
 
 
 def test_forks_and_appended_text_are_exact(
-    shared_engine: Any, renderer: ChatRenderer, tiny: Callable[..., Path]
+    shared_engine: VerlEngine, renderer: ChatRenderer, tiny: Callable[..., Path]
 ) -> None:
     graph, model = TrajectoryGraph("s"), reference_model(tiny("qwen3"))
     episode, generate = make_episode(shared_engine, renderer, graph, sampling_params={"max_new_tokens": 12})
@@ -166,13 +168,13 @@ def test_forks_and_appended_text_are_exact(
 
 
 def test_turn_continues_after_a_weight_update_aborts_it(
-    shared_engine: Any, renderer: ChatRenderer, tiny: Callable[..., Path]
+    shared_engine: VerlEngine, renderer: ChatRenderer, tiny: Callable[..., Path]
 ) -> None:
     """A turn that is paused with `abort` still gets all of its tokens, each with its own log probability."""
     graph = TrajectoryGraph("s")
     params = {"temperature": 1.0, "max_new_tokens": 300, "ignore_eos": True}
     episode, _ = make_episode(shared_engine, renderer, graph, sampling_params=params)
-    adapter = shared_engine.adapter.asynchronous
+    adapter = adapter_of(shared_engine).asynchronous
 
     async def run() -> Turn:
         generating = asyncio.ensure_future(episode.generate(episode.task.messages))
@@ -188,7 +190,7 @@ def test_turn_continues_after_a_weight_update_aborts_it(
     assert_logprobs_match(graph, turn.node, reference_model(tiny("qwen3")))
 
 
-def test_interleaved_loop_appends_results_within_the_turn(shared_engine: Any, renderer: ChatRenderer) -> None:
+def test_interleaved_loop_appends_results_within_the_turn(shared_engine: VerlEngine, renderer: ChatRenderer) -> None:
     graph = TrajectoryGraph("s")
     params = {"max_new_tokens": 100, "regex": r'<call>\{"name": "add", "arguments": \{"a": [0-9]\}\}</call>'}
     episode, generate = make_episode(

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from verl_server import VerlEngine
 from verl_server.agent import (
     FunctionTool,
     RolloutLimits,
@@ -42,7 +43,7 @@ def renderer(tiny: Callable[..., Path]) -> ChatRenderer:
     return ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))
 
 
-def test_limits_stop_an_episode(shared_engine: Any, renderer: ChatRenderer) -> None:
+def test_limits_stop_an_episode(shared_engine: VerlEngine, renderer: ChatRenderer) -> None:
     params = {"temperature": 1.0, "ignore_eos": True}
     graph = TrajectoryGraph("s")
     limits = RolloutLimits(max_response_tokens=40)
@@ -76,7 +77,7 @@ def test_limits_stop_an_episode(shared_engine: Any, renderer: ChatRenderer) -> N
             RolloutLimits(**bad)
 
 
-def test_max_context_tokens_counts_prompt_and_response(shared_engine: Any, renderer: ChatRenderer) -> None:
+def test_max_context_tokens_counts_prompt_and_response(shared_engine: VerlEngine, renderer: ChatRenderer) -> None:
     params = {"temperature": 1.0, "ignore_eos": True}
     task = Task("t", [{"role": "user", "content": "add"}])
     prompt_length = len(renderer.render_prompt(task.messages))
@@ -106,7 +107,9 @@ def test_max_context_tokens_counts_prompt_and_response(shared_engine: Any, rende
         ([{"role": "user", "content": "x" * 5000}], "the server takes prompts of up to"),
     ],
 )
-def test_failed_episode_has_its_error(shared_engine: Any, renderer: ChatRenderer, messages: Any, expected: str) -> None:
+def test_failed_episode_has_its_error(
+    shared_engine: VerlEngine, renderer: ChatRenderer, messages: Any, expected: str
+) -> None:
     episode, _ = make_episode(shared_engine, renderer, TrajectoryGraph("s"), task=Task("t", messages))
     assert asyncio.run(SingleTurnLoop().run_episode(episode)) == "error"
     assert episode.error is not None
@@ -135,7 +138,7 @@ TOOL_CALL_TEXT = st.builds(
     turn_text=st.lists(TOOL_CALL_TEXT | st.text(max_size=30), max_size=3).map("".join),
 )
 def test_any_task_and_turn_end_with_a_stop_reason(
-    shared_engine: Any, renderer: ChatRenderer, messages: Any, turn_text: str
+    shared_engine: VerlEngine, renderer: ChatRenderer, messages: Any, turn_text: str
 ) -> None:
     """An episode ends with a stop reason and records what was sampled, for any messages and any text of the policy."""
 

@@ -20,8 +20,10 @@ from agent_helpers import (
     make_runner,
     make_tasks,
 )
+from helpers import adapter_of
 from transformers import AutoTokenizer
 
+from verl_server import VerlEngine
 from verl_server.agent import RolloutLimits, Sample, SampleGroup, SingleTurnLoop, Task
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.trajectory import (
@@ -40,7 +42,7 @@ def renderer(tiny: Callable[..., Path]) -> ChatRenderer:
     return ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))
 
 
-def test_runner_yields_filtered_groups_with_rewards(shared_engine: Any, renderer: ChatRenderer) -> None:
+def test_runner_yields_filtered_groups_with_rewards(shared_engine: VerlEngine, renderer: ChatRenderer) -> None:
     """There are more tasks than requested groups. The filter rejects one group; the remaining groups are cancelled."""
 
     async def reward(sample: Sample) -> float:
@@ -74,7 +76,9 @@ def test_runner_yields_filtered_groups_with_rewards(shared_engine: Any, renderer
         asyncio.run(run_duplicate_tasks())
 
 
-def test_runner_accepts_a_registered_name_and_samples_have_text(shared_engine: Any, renderer: ChatRenderer) -> None:
+def test_runner_accepts_a_registered_name_and_samples_have_text(
+    shared_engine: VerlEngine, renderer: ChatRenderer
+) -> None:
     """Public fields of a sample describe its last turn, also for a sample that failed before its first prompt."""
 
     async def run(tasks: list[Task]) -> Sample:
@@ -99,7 +103,7 @@ def test_runner_accepts_a_registered_name_and_samples_have_text(shared_engine: A
         make_runner(shared_engine, renderer, loop="unknown")
 
 
-def test_recorded_forks_are_replayed(shared_engine: Any, renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_recorded_forks_are_replayed(shared_engine: VerlEngine, renderer: ChatRenderer, tmp_path: Path) -> None:
     """Both branches of a fork are found in the record, and nothing is sampled again."""
 
     async def run(recorder: Recorder) -> tuple[str, RecordingGenerateFn]:
@@ -122,7 +126,9 @@ def test_recorded_forks_are_replayed(shared_engine: Any, renderer: ChatRenderer,
     assert len(before.leaves) == 2
 
 
-def test_reward_that_is_not_finite_fails_its_sample(shared_engine: Any, renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_reward_that_is_not_finite_fails_its_sample(
+    shared_engine: VerlEngine, renderer: ChatRenderer, tmp_path: Path
+) -> None:
     """The recorded sample can be loaded and is not generated again."""
 
     async def run(reward: Callable[[Sample], float]) -> Sample:
@@ -139,7 +145,7 @@ def test_reward_that_is_not_finite_fails_its_sample(shared_engine: Any, renderer
 
 
 def test_sample_that_cannot_be_recorded_ends_its_group(
-    shared_engine: Any, renderer: ChatRenderer, tmp_path: Path
+    shared_engine: VerlEngine, renderer: ChatRenderer, tmp_path: Path
 ) -> None:
     """The other samples of the group are cancelled, and their files are unlocked when the error is raised."""
 
@@ -178,11 +184,11 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 def test_killed_run_is_resumed(
-    shared_engine: Any, renderer: ChatRenderer, tiny: Callable[..., Path], tmp_path: Path
+    shared_engine: VerlEngine, renderer: ChatRenderer, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Recorded nodes stay unchanged, finished samples are not generated again, and the other samples continue."""
-    adapter = shared_engine.adapter
-    command = [sys.executable, "-c", KILLED_RUN, adapter.base_url, adapter.api_key]
+    adapter = adapter_of(shared_engine)
+    command = [sys.executable, "-c", KILLED_RUN, adapter.base_url, str(adapter.api_key)]
     command += [str(tiny("qwen3")), str(tmp_path), TOOL_CALL_REGEX]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

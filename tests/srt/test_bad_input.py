@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import GREEDY, PROMPTS, reference_model
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import Timeouts, VerlEngine
 from verl_server.config import AdapterConfig
@@ -15,7 +16,7 @@ from verl_server.errors import BadInputError, PeerError, WeightManifestError
 
 
 @pytest.fixture
-def untouched(shared_engine: Any) -> Iterator[Any]:
+def untouched(shared_engine: VerlEngine) -> Iterator[Any]:
     """The shared engine. After the test it must still serve the same tokens with the same weight version."""
     before = shared_engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
     yield shared_engine
@@ -137,7 +138,7 @@ def test_control_calls_refuse(untouched: Any) -> None:
             call()
 
 
-def test_constructors_refuse(one_rank: Any, tiny: Callable[..., Any]) -> None:
+def test_constructors_refuse(one_rank: DeviceMesh, tiny: Callable[..., Any]) -> None:
     folder = str(tiny("qwen3"))
     refused: list[tuple[dict[str, Any], str]] = [
         ({"model_path": folder, "nnodes": 0}, "nnodes"),

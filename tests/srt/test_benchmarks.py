@@ -9,15 +9,17 @@ import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from helpers import adapter_of
+
+from verl_server import VerlEngine
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_bench_generate_measures_every_client(
-    shared_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shared_engine: VerlEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import bench_generate
@@ -45,7 +47,7 @@ def test_bench_generate_measures_every_client(
 
 
 def test_bench_weight_sync_measures_our_methods(
-    shared_engine: Any,
+    shared_engine: VerlEngine,
     tiny: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -74,7 +76,7 @@ def test_bench_weight_sync_measures_our_methods(
 
 
 def test_bench_agent_loop_measures_every_way(
-    shared_engine: Any, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared_engine: VerlEngine, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import bench_agent_loop as bench
@@ -91,7 +93,7 @@ def test_bench_agent_loop_measures_every_way(
         long_conversation_repeats=2,
     )
     tokenizer = AutoTokenizer.from_pretrained(tiny("qwen3"))
-    found = asyncio.run(bench.measure(shared_engine.adapter.asynchronous, tokenizer, plan))
+    found = asyncio.run(bench.measure(adapter_of(shared_engine).asynchronous, tokenizer, plan))
     options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
     bench.report(options, environment(), plan, found)
     record = json.loads(options.json.read_text())

@@ -16,6 +16,7 @@ from helpers import Ranks, assert_equals_reference, change_weights, mesh_of, ref
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_ranks import shards_of_every_kind
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, WeightsConfig
 from verl_server.errors import BadInputError, TornWeightsError, UnsupportedError, VerlServerError, WeightManifestError
@@ -200,7 +201,7 @@ def server(tiny: Callable[..., Path]) -> Iterator[Any]:
         yield adapter
 
 
-def keys_of(adapter: Any) -> RemoteServer:
+def keys_of(adapter: HttpServerEngineAdapter) -> RemoteServer:
     args = adapter.server_args
     return RemoteServer(adapter.base_url, args["api_key"], args["admin_api_key"])
 
@@ -210,7 +211,7 @@ def engine_on(server: RemoteServer, mesh: Any, folder: str, **weights: Any) -> V
     return VerlEngine(mesh, servers=[server], model_path=folder, dtype="float32", weights=config)
 
 
-def test_staging_smaller_than_the_model(server: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
+def test_staging_smaller_than_the_model(server: Any, one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:
     """The transport is chosen automatically. A bad list is refused completely; a bad generator leaves torn weights."""
     folder = str(tiny("qwen2"))
     model = reference_model(folder)
@@ -256,7 +257,9 @@ def test_staging_smaller_than_the_model(server: Any, one_rank: Any, tiny: Callab
         assert_equals_reference(engine, model)
 
 
-def test_a_limit_below_the_largest_tensor_is_refused(server: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
+def test_a_limit_below_the_largest_tensor_is_refused(
+    server: Any, one_rank: DeviceMesh, tiny: Callable[..., Path]
+) -> None:
     with pytest.raises(BadInputError, match="the model's largest tensor has"):
         VerlEngine(
             one_rank,

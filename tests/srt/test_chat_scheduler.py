@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import adapter_of
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from verl_server import VerlEngine
 from verl_server.agent import (
     ChatScheduler,
     EpisodeStopped,
@@ -63,7 +65,7 @@ def make_scheduler(servers: list[Any], renderer: ChatRenderer, limits: RolloutLi
     return ChatScheduler(servers, renderer, limits or RolloutLimits(max_response_tokens=500), SAMPLING_PARAMS)
 
 
-def test_callbacks_submit_the_next_turn(shared_engine: Any, renderer: ChatRenderer) -> None:
+def test_callbacks_submit_the_next_turn(shared_engine: VerlEngine, renderer: ChatRenderer) -> None:
     """Ten conversations of three turns stay on their server, and the two servers get five conversations each."""
     servers = [RecordingServer(shared_engine), RecordingServer(shared_engine)]
     episodes = {}
@@ -102,7 +104,7 @@ def test_callbacks_submit_the_next_turn(shared_engine: Any, renderer: ChatRender
         assert prompts == [episode.graph.token_ids(node.parent) for node in sampled if node.parent is not None]
 
 
-def test_failed_turn_can_be_submitted_again(shared_engine: Any, renderer: ChatRenderer) -> None:
+def test_failed_turn_can_be_submitted_again(shared_engine: VerlEngine, renderer: ChatRenderer) -> None:
     """A callback gets the error of a failed turn. `join` raises the exceptions of callbacks."""
     outcomes: list[Any] = []
 
@@ -136,13 +138,13 @@ def test_failed_turn_can_be_submitted_again(shared_engine: Any, renderer: ChatRe
     assert ChatScheduler.least_loaded([2, 1, 1]) == 1
 
 
-def test_progress_bar_shows_the_counters(shared_engine: Any, renderer: ChatRenderer) -> None:
+def test_progress_bar_shows_the_counters(shared_engine: VerlEngine, renderer: ChatRenderer) -> None:
     output = io.StringIO()
 
     async def run() -> int:
         runner = RolloutRunner(
             SingleTurnLoop(),
-            as_generate_fn(shared_engine.adapter.asynchronous),
+            as_generate_fn(adapter_of(shared_engine).asynchronous),
             renderer,
             RolloutLimits(max_response_tokens=50),
             SAMPLING_PARAMS,
@@ -163,7 +165,7 @@ def test_progress_bar_shows_the_counters(shared_engine: Any, renderer: ChatRende
         assert expected in text
 
 
-def test_session_with_fewest_turns_goes_first(shared_engine: Any) -> None:
+def test_session_with_fewest_turns_goes_first(shared_engine: VerlEngine) -> None:
     """Of the waiting sessions, the one with the fewest turns goes first. A cancelled request frees its slot."""
     order: list[str] = []
     server = RecordingServer(shared_engine)

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import typer
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, RolloutManager, VerlEngine
 from verl_server.cli import app
@@ -157,7 +158,7 @@ def test_the_first_example_of_the_readme_runs_on_two_ranks(tiny: Callable[..., P
 
 
 def test_the_fleet_and_the_agents_of_the_readme_run(
-    tiny: Callable[..., Path], one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[..., Path], one_rank: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agents act through the fleet of the example before, so both run as one program."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -31,6 +31,7 @@ from helpers import (
 )
 from interceptor import Interceptor
 from pushing_trainer import push_once
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, Timeouts, VerlEngine
 from verl_server.config import RemoteServer, WeightsConfig
@@ -65,12 +66,12 @@ def server(started: Iterator[Any]) -> Any:
     return next(started)
 
 
-def keys_of(adapter: Any) -> tuple[str, str]:
+def keys_of(adapter: HttpServerEngineAdapter) -> tuple[str, str]:
     args = adapter.server_args
     return args["api_key"], args["admin_api_key"]
 
 
-def push_all(adapter: Any, mesh: Any, folder: Path) -> None:
+def push_all(adapter: HttpServerEngineAdapter, mesh: Any, folder: Path) -> None:
     """Do what a new trainer does: connect, push all tensors, and generate with them."""
     model = reference_model(folder)
     with VerlEngine(
@@ -88,7 +89,7 @@ def push_all(adapter: Any, mesh: Any, folder: Path) -> None:
     ],
 )
 def test_a_trainer_killed_at_each_step(
-    step: str, transport: str, server: Any, one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
+    step: str, transport: str, server: Any, one_rank: DeviceMesh, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The server serves whole weights or nothing. The next trainer takes over, also if a session is open."""
     model = reference_model(tiny("qwen3"))
@@ -144,7 +145,7 @@ def _generate_or_nothing(server: Any) -> list[Any]:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_server_killed_at_each_step(
-    step: str, server: Any, started: Iterator[Any], one_rank: Any, tiny: Callable[..., Path]
+    step: str, server: Any, started: Iterator[Any], one_rank: DeviceMesh, tiny: Callable[..., Path]
 ) -> None:
     """The update fails soon with a typed error. The engine's other server takes the next update."""
     victim = next(started)
@@ -213,7 +214,7 @@ def _is_zombie(pid: int) -> bool:
 @pytest.mark.parametrize("transport", ["shared_memory", "buckets"])
 @pytest.mark.parametrize("step", ["staging", *STEPS])
 def test_a_trainer_rank_killed_at_each_step(
-    step: str, transport: str, server: Any, two_ranks: Ranks, one_rank: Any, tiny: Callable[..., Path]
+    step: str, transport: str, server: Any, two_ranks: Ranks, one_rank: DeviceMesh, tiny: Callable[..., Path]
 ) -> None:
     with no_new_shared_memory(but="sem."):  # progress bars of the ranks use semaphores
         raised, _ = two_ranks.run(
@@ -225,7 +226,7 @@ def test_a_trainer_rank_killed_at_each_step(
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_wrong_checksum_is_repaired_once(
-    times: int, server: Any, one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
+    times: int, server: Any, one_rank: DeviceMesh, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     """One bit of the file changes before the load. Once: the engine repairs it. Twice: generation is refused."""
     model = reference_model(tiny("qwen3"))
@@ -259,7 +260,7 @@ def test_a_wrong_checksum_is_repaired_once(
 
 @pytest.mark.parametrize("transport", ["shared_memory", "buckets"])
 def test_a_stalled_server_misses_the_deadline(
-    transport: str, server: Any, one_rank: Any, tiny: Callable[..., Path]
+    transport: str, server: Any, one_rank: DeviceMesh, tiny: Callable[..., Path]
 ) -> None:
     """The scheduler is stopped during the load: DeadlineError or TornWeightsError, and the server recovers."""
     (scheduler,) = (

@@ -24,6 +24,7 @@ from helpers import (
     reference_model,
     wait_until,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import RecoveryConfig, RolloutManager, RouterClient, RouterConfig, VerlEngine
 from verl_server.adapter.sglang.replies import count_requests
@@ -48,7 +49,7 @@ def events() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def fleet_and_engine(
-    one_rank: Any, tiny: Callable[..., Path], events: list[Any]
+    one_rank: DeviceMesh, tiny: Callable[..., Path], events: list[Any]
 ) -> Iterator[tuple[RolloutManager, VerlEngine]]:
     """Two replicas, and an engine that has pushed weights into them once."""
     folder = str(tiny("qwen3"))
@@ -561,7 +562,9 @@ def test_request_ids_of_the_engine_reach_the_router(engine: Any, fleet: Any) -> 
             engine.generate(input_ids=prompts, sampling_params=sampled, rid=rid)
 
 
-def test_a_fleet_has_one_engine_at_a_time(one_rank: Any, fleet: Any, engine: Any, tiny: Callable[..., Path]) -> None:
+def test_a_fleet_has_one_engine_at_a_time(
+    one_rank: DeviceMesh, fleet: Any, engine: Any, tiny: Callable[..., Path]
+) -> None:
     """A constructor that fails leaves the fleet and its engine as they are."""
     arguments: dict[str, Any] = {"fleet": fleet, "model_path": str(tiny("qwen3")), "dtype": "float32"}
     with pytest.raises(BadInputError, match="another VerlEngine uses this fleet"):
@@ -592,7 +595,7 @@ def test_status_is_a_copy_and_replicas_are_views(fleet: Any, engine: Any) -> Non
             replica.state = ReplicaState.DEAD
 
 
-def test_a_fleet_outlives_its_engine(one_rank: Any, tiny: Callable[..., Path]) -> None:
+def test_a_fleet_outlives_its_engine(one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:
     """The fleet serves on after an engine, and the next engine continues its weight versions."""
     folder = str(tiny("qwen3"))
     model = reference_model(folder)

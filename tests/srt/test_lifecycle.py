@@ -194,10 +194,13 @@ def test_start_deadline_ends_what_was_started(tiny: Callable[..., Path]) -> None
         HttpServerEngineAdapter(model_path=str(tiny("qwen3")), config=AdapterConfig(timeouts=Timeouts(start_s=1.0)))
 
 
-def test_keys_show_nowhere(adapter: Any) -> None:
+def test_keys_show_nowhere(adapter: HttpServerEngineAdapter) -> None:
     """Neither API key appears on a command line or in the log. Requests without the right key are refused."""
     import requests
 
+    assert adapter.api_key is not None
+    assert adapter.admin_api_key is not None
+    assert adapter.log_path is not None
     keys = (adapter.api_key, adapter.admin_api_key)
     log = adapter.log_path.read_text(errors="replace")
     lines = [Path(f"/proc/{pid}/cmdline") for pid in os.listdir("/proc") if pid.isdigit()]

@@ -19,6 +19,7 @@ from helpers import (
     reference_model,
     wait_until,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import RolloutManager, VerlEngine
 from verl_server.errors import BadInputError, PeerError, VerlServerError, WeightManifestError
@@ -30,7 +31,7 @@ CONFIG = {"r": RANK, "lora_alpha": 8, "target_modules": TARGETS, "peft_type": "L
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def engine(request: pytest.FixtureRequest, one_rank: Any, tiny: Callable[..., Path]) -> Iterator[VerlEngine]:
+def engine(request: pytest.FixtureRequest, one_rank: DeviceMesh, tiny: Callable[..., Path]) -> Iterator[VerlEngine]:
     with VerlEngine(
         one_rank,
         model_path=str(tiny("qwen3")),
@@ -140,7 +141,7 @@ def test_adapters_that_do_not_fit_are_refused(engine: VerlEngine, tiny: Callable
 
 
 @pytest.mark.timeout(600)
-def test_a_restarted_server_has_the_adapters(one_rank: Any, tiny: Callable[..., Path]) -> None:
+def test_a_restarted_server_has_the_adapters(one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:
     folder = str(tiny("qwen3"))
     model = reference_model(folder)
     one = adapter_for(model, 5)

@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
@@ -19,6 +18,7 @@ from helpers import (
     reference_model,
     wait_until,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import AdapterConfig, RolloutManager, VerlEngine
 from verl_server.errors import BadInputError, NotReadyError
@@ -45,7 +45,7 @@ def workers_of(port: int) -> set[str]:
     return {worker["url"] for worker in requests.get(f"http://127.0.0.1:{port}/workers", timeout=10).json()["workers"]}
 
 
-def test_standalone(one_rank: Any, tiny: Callable[..., Path], sglang_router: int) -> None:
+def test_standalone(one_rank: DeviceMesh, tiny: Callable[..., Path], sglang_router: int) -> None:
     """Also: an `sglang-router` has exactly the replicas that serve as its workers."""
     folder = str(tiny("qwen3"))
     config = AdapterConfig(router_ip="127.0.0.1", router_port=sglang_router)
@@ -137,7 +137,9 @@ def test_a_colocated_replica_that_dies_while_its_memory_is_released(
     assert_equals_reference(judge, reference_model(tiny("qwen3")))
 
 
-def test_a_colocated_fleet_takes_no_weights(judge: RolloutManager, one_rank: Any, tiny: Callable[..., Path]) -> None:
+def test_a_colocated_fleet_takes_no_weights(
+    judge: RolloutManager, one_rank: DeviceMesh, tiny: Callable[..., Path]
+) -> None:
     """The engine does not start, and the fleet continues to serve."""
     folder = str(tiny("qwen3"))
     with pytest.raises(BadInputError, match="keeps the weights of its checkpoint"):

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from helpers import assert_equals_reference, change_weights, no_new_shared_memory, reference_model, wait_until
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import RolloutManager, VerlEngine
 from verl_server.errors import BadInputError
@@ -49,7 +50,7 @@ def healthy(fleet: Any) -> int:
     return sum(replica.state is ReplicaState.HEALTHY for replica in fleet.replicas)
 
 
-def test_replicas_are_actors(launcher: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
+def test_replicas_are_actors(launcher: Any, one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:
     """They are found by name, are started again when their actor is killed, and leave nothing behind."""
     from verl_server.ray import discover
 
@@ -87,7 +88,7 @@ def test_replicas_are_actors(launcher: Any, one_rank: Any, tiny: Callable[..., P
     assert not ray.is_initialized()
 
 
-def test_a_replica_on_two_nodes(launcher: Any, one_rank: Any, tiny: Callable[..., Path]) -> None:
+def test_a_replica_on_two_nodes(launcher: Any, one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:
     folder = str(tiny("qwen3"))
     model = reference_model(folder)
     with (

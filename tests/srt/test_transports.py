@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import all_at_once, assert_equals_reference, change_weights, reference_model
 from interceptor import Interceptor
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, WeightsConfig
 from verl_server.errors import BadInputError, VerlServerError, WeightManifestError
@@ -36,7 +37,7 @@ def servers(tiny: Callable[..., Path]) -> Iterator[list[Any]]:
         yield started
 
 
-def remote(adapter: Any) -> RemoteServer:
+def remote(adapter: HttpServerEngineAdapter) -> RemoteServer:
     """The server as another trainer would describe it."""
     args = adapter.server_args
     return RemoteServer(adapter.base_url, args["api_key"], args["admin_api_key"])
@@ -54,7 +55,7 @@ def engine_for(servers: list[Any], mesh: Any, model: Path, **weights: Any) -> Ve
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_server_loads_the_weights(
-    transport: str, servers: list[Any], one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
+    transport: str, servers: list[Any], one_rank: DeviceMesh, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = reference_model(tiny("qwen3"))
     original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -90,7 +91,7 @@ def with_weights(weights: dict[str, torch.Tensor], model: Any) -> Any:
     return model
 
 
-def test_delta_sends_what_changed(servers: list[Any], one_rank: Any, tiny: Callable[..., Path]) -> None:
+def test_delta_sends_what_changed(servers: list[Any], one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:
     """When 1 % of the elements change, less than 5 % of the bytes are sent. Every TP rank verifies its checksums."""
     model = reference_model(tiny("qwen3"))
     generator = torch.Generator().manual_seed(3)
@@ -111,7 +112,7 @@ def test_delta_sends_what_changed(servers: list[Any], one_rank: Any, tiny: Calla
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_requests_of_an_update_are_small(
-    transport: str, servers: list[Any], one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
+    transport: str, servers: list[Any], one_rank: DeviceMesh, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     """All HTTP requests of an update together have a few kilobytes."""
     weights = reference_model(tiny("qwen3")).state_dict()
@@ -151,7 +152,7 @@ def test_the_message_for_the_loader_does_not_grow_with_the_model() -> None:
         assert abs(message_length(10_000, transport) - message_length(10, transport)) < 32
 
 
-def test_bad_settings_are_refused(servers: list[Any], one_rank: Any, tiny: Callable[..., Path]) -> None:
+def test_bad_settings_are_refused(servers: list[Any], one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:
     folder = tiny("qwen3")
     with pytest.raises(BadInputError, match="carrier_pigeon"):
         engine_for(servers, one_rank, folder, transport="carrier_pigeon")
@@ -177,7 +178,7 @@ def test_bad_settings_are_refused(servers: list[Any], one_rank: Any, tiny: Calla
 
 
 def test_a_folder_that_cannot_be_written_changes_nothing(
-    servers: list[Any], one_rank: Any, tiny: Callable[..., Path], tmp_path: Path
+    servers: list[Any], one_rank: DeviceMesh, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = reference_model(tiny("qwen3"))
     blocked = tmp_path / "file"

@@ -20,6 +20,7 @@ from helpers import (
     mesh_of,
     reference_model,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import RemoteServer, VerlEngine
 from verl_server.errors import BadInputError
@@ -28,7 +29,7 @@ ARCHITECTURES = ["qwen2", "qwen3", "llama", "qwen3_moe"]
 
 
 @pytest.fixture(scope="module")
-def engines(one_rank: Any, shared_engine: Any, tiny: Callable[..., Path]) -> Iterator[dict[str, Any]]:
+def engines(one_rank: DeviceMesh, shared_engine: VerlEngine, tiny: Callable[..., Path]) -> Iterator[dict[str, Any]]:
     """An engine for each architecture, and one in bfloat16. Qwen3 uses the shared engine. The others start together."""
     models = {name: (tiny(name), "float32") for name in ARCHITECTURES if name != "qwen3"}
     models["bfloat16"] = (tiny("llama", dtype="bfloat16", tie_word_embeddings=True), "bfloat16")
@@ -104,7 +105,7 @@ def test_bfloat16_serves_and_takes_float32_weights(engines: dict[str, Any], tiny
     assert reply["meta_info"]["output_token_logprobs"][0][0] == pytest.approx(logprobs[0], abs=0.1)
 
 
-def test_text_prompts_and_batches(shared_engine: Any) -> None:
+def test_text_prompts_and_batches(shared_engine: VerlEngine) -> None:
     one = shared_engine.generate("hello", sampling_params=GREEDY)
     many = shared_engine.generate(["hello", "you"], sampling_params=[GREEDY, {**GREEDY, "max_new_tokens": 3}])
     assert isinstance(one, dict)
@@ -112,7 +113,7 @@ def test_text_prompts_and_batches(shared_engine: Any) -> None:
     assert len(many[1]["output_ids"]) == 3
 
 
-def test_a_stream_grows_to_the_whole_reply(shared_engine: Any) -> None:
+def test_a_stream_grows_to_the_whole_reply(shared_engine: VerlEngine) -> None:
     whole = shared_engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)["output_ids"]
     pieces = [
         event["output_ids"]
@@ -123,7 +124,7 @@ def test_a_stream_grows_to_the_whole_reply(shared_engine: Any) -> None:
     assert all(whole[: len(piece)] == piece for piece in pieces)
 
 
-def test_many_async_generate_calls_at_once(shared_engine: Any) -> None:
+def test_many_async_generate_calls_at_once(shared_engine: VerlEngine) -> None:
     async def gather() -> list[Any]:
         calls = [shared_engine.async_generate(input_ids=[i, i + 1], sampling_params=GREEDY) for i in range(20)]
         replies = await asyncio.gather(*calls)
@@ -136,7 +137,7 @@ def test_many_async_generate_calls_at_once(shared_engine: Any) -> None:
     assert [r["output_ids"] for r in asyncio.run(gather())] == [r["output_ids"] for r in alone]
 
 
-def test_request_ids(shared_engine: Any) -> None:
+def test_request_ids(shared_engine: VerlEngine) -> None:
     """One id for one prompt, and a list of ids for a batch; the replies have them."""
     one = shared_engine.generate(input_ids=[1, 2], sampling_params=GREEDY, rid="single")
     assert one["meta_info"]["id"] == "single"
@@ -148,7 +149,7 @@ def test_request_ids(shared_engine: Any) -> None:
 
 @pytest.mark.parametrize("launch_server", [True, False])
 def test_launch_server_and_servers_exclude_each_other(
-    launch_server: bool, one_rank: Any, tiny: Callable[..., Path]
+    launch_server: bool, one_rank: DeviceMesh, tiny: Callable[..., Path]
 ) -> None:
     message = rf"launch_server={launch_server} and servers \(1 of them\) were given.*starts a server process"
     with pytest.raises(BadInputError, match=message):

@@ -16,6 +16,7 @@ import torch
 from helpers import (
     GREEDY,
     PROMPTS,
+    adapter_of,
     assert_equals_reference,
     change_weights,
     open_files,
@@ -24,8 +25,9 @@ from helpers import (
     tree_of,
     wait_until,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server import VerlEngine
+from verl_server import HttpServerEngineAdapter, VerlEngine
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, TornWeightsError
 
 UPDATES = 300
@@ -45,7 +47,7 @@ def _footprint(server_pids: list[int]) -> dict[str, int]:
 
 
 @pytest.mark.soak
-def test_300_updates_interleaved_with_generations(shared_engine: Any, tiny: Callable[..., Path]) -> None:
+def test_300_updates_interleaved_with_generations(shared_engine: VerlEngine, tiny: Callable[..., Path]) -> None:
     """No hang and no leak. Every generation has the tokens of the version that its reply names."""
     model = reference_model(tiny("qwen3"))
     original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -69,7 +71,7 @@ def test_300_updates_interleaved_with_generations(shared_engine: Any, tiny: Call
     threads = [threading.Thread(target=generate) for _ in range(3)]
     for thread in threads:
         thread.start()
-    server = tree_of(shared_engine.adapter.pids.main)
+    server = tree_of(adapter_of(shared_engine).pids.main)
     warm: dict[str, int] = {}
     try:
         for i in range(1, UPDATES + 1):
@@ -102,7 +104,7 @@ def large(tiny: Callable[..., Path]) -> Path:
     return tiny("qwen3", hidden_size=768, layers=6, heads=8, kv_heads=4, intermediate_size=2304, vocab_size=8000)
 
 
-def test_released_memory_returns_to_the_machine_and_can_be_resumed(large: Path, one_rank: Any) -> None:
+def test_released_memory_returns_to_the_machine_and_can_be_resumed(large: Path, one_rank: DeviceMesh) -> None:
     model = reference_model(large)
     weights = sum(tensor.numel() * 4 for tensor in model.state_dict().values())
     tokens = 32768
@@ -111,7 +113,7 @@ def test_released_memory_returns_to_the_machine_and_can_be_resumed(large: Path, 
         one_rank, model_path=str(large), dtype="float32", max_total_tokens=tokens, chunked_prefill_size=8192
     ) as engine:
         assert engine.adapter is not None
-        server = tree_of(engine.adapter.pids.main)
+        server = tree_of(adapter_of(engine).pids.main)
 
         def resident() -> int:
             return sum(resident_bytes(pid) for pid in server)
@@ -148,7 +150,7 @@ def test_released_memory_returns_to_the_machine_and_can_be_resumed(large: Path, 
         )
 
 
-def test_memory_release_is_refused_while_requests_run(shared_engine: Any) -> None:
+def test_memory_release_is_refused_while_requests_run(shared_engine: VerlEngine) -> None:
     long = {"max_new_tokens": 900, "ignore_eos": True, "temperature": 0.0}
     replies: list[Any] = []
     running = threading.Thread(
@@ -169,7 +171,7 @@ def test_memory_release_is_refused_while_requests_run(shared_engine: Any) -> Non
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="a server with an accelerator does not refuse this")
-def test_the_server_serves_on_after_a_refused_memory_release(adapter: Any) -> None:
+def test_the_server_serves_on_after_a_refused_memory_release(adapter: HttpServerEngineAdapter) -> None:
     adapter.begin_weight_update()
     try:
         with pytest.raises(ServerBusyError, match="weight update"):
@@ -180,7 +182,9 @@ def test_the_server_serves_on_after_a_refused_memory_release(adapter: Any) -> No
     assert adapter.generate(input_ids=[1], sampling_params=GREEDY)["output_ids"]
 
 
-def test_a_trainer_can_keep_its_parameters_in_the_staging_memory(shared_engine: Any, tiny: Callable[..., Path]) -> None:
+def test_a_trainer_can_keep_its_parameters_in_the_staging_memory(
+    shared_engine: VerlEngine, tiny: Callable[..., Path]
+) -> None:
     model = reference_model(tiny("qwen3"))
     original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     first = assert_equals_reference(shared_engine, model)
@@ -195,7 +199,9 @@ def test_a_trainer_can_keep_its_parameters_in_the_staging_memory(shared_engine: 
     assert [r["output_ids"] for r in shared_engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)] == first
 
 
-def test_writes_to_staged_weights_during_an_update_are_detected(shared_engine: Any, tiny: Callable[..., Path]) -> None:
+def test_writes_to_staged_weights_during_an_update_are_detected(
+    shared_engine: VerlEngine, tiny: Callable[..., Path]
+) -> None:
     """A thread writes the staging memory continuously: the checksums of trainer and server differ."""
     model = reference_model(tiny("qwen3"))
     staging, stop = shared_engine.staging_tensors(), threading.Event()
@@ -239,14 +245,14 @@ def one_more_file(pid: int) -> Iterator[None]:
 
 
 def test_a_torn_update_blocks_generation_until_an_update_of_all_tensors(
-    one_rank: Any, tiny: Callable[..., Path]
+    one_rank: DeviceMesh, tiny: Callable[..., Path]
 ) -> None:
     """The scheduler cannot map the staged weights. Generation is refused until an update of all tensors succeeds."""
     model = reference_model(tiny("qwen2"))
     with VerlEngine(one_rank, model_path=str(tiny("qwen2")), dtype="float32", max_total_tokens=8192) as engine:
         first = assert_equals_reference(engine, model)
         assert engine.adapter is not None
-        tree = tree_of(engine.adapter.pids.main)
+        tree = tree_of(adapter_of(engine).pids.main)
         (scheduler,) = (pid for pid in tree if "scheduler" in psutil.Process(pid).cmdline()[0])
         with one_more_file(scheduler), pytest.raises(TornWeightsError, match=r"half-way.*did not report"):
             engine.update_weights_from_tensor(model.state_dict().items())
