@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from verl_server.server.shared_forkserver import forkserver_pid
 from verl_server.server.shared_memory_files import find_shared_memory, remove_shared_memory
 
 POLL_S = 0.05
@@ -85,8 +86,9 @@ class ProcessLeakCheck:
         self._seen: set[psutil.Process] = set()
 
     def record(self) -> None:
-        """Record all child processes that were started after this object was created."""
-        self._seen.update(set(psutil.Process().children(recursive=True)) - self._before)
+        """Record all child processes that were started after this object was created, except the forkserver."""
+        started = set(psutil.Process().children(recursive=True)) - self._before
+        self._seen.update(process for process in started if process.pid != forkserver_pid())
 
     def check(self) -> None:
         """Wait until the recorded processes have ended. Kills processes that remain, and then raises RuntimeError."""
