@@ -14,11 +14,16 @@ Json = dict[str, Any]
 
 
 def request_of(arguments: Json, fields: Json) -> Json:
-    """A backend's request from the arguments of a generate method of `VerlEngine`. A missing `rid` is left out."""
-    request = {name: value for name, value in arguments.items() if name not in ("self", "stream", "fields")}
-    if request["rid"] is None:
-        del request["rid"]
-    return {**request, **fields}
+    """A backend's request from the arguments of a generate method of `VerlEngine`.
+
+    Arguments with their default value (None, or False for `return_logprob`) are left out, so that a request with a
+    `rid` equals the same request that is sent to the fleet's router directly.
+    """
+    own = ("self", "stream", "fields")
+    given = {name: value for name, value in arguments.items() if name not in own and value is not None}
+    if given.get("return_logprob") is False:
+        del given["return_logprob"]
+    return {**given, **fields}
 
 
 class RankGeneration:

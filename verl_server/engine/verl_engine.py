@@ -255,7 +255,7 @@ class VerlEngine:
 
     def _backend_for(self, request: Json) -> Backend:
         """Rank 0's backend. Raises BadInputError for a request with an unknown LoRA adapter."""
-        self._loras.require(request["lora_path"])
+        self._loras.require(request.get("lora_path"))
         return self._require_backend()
 
     def _require_backend(self) -> Backend:
