@@ -6,10 +6,12 @@ import contextlib
 import copy
 import os
 import queue
+import runpy
 import socket
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,21 @@ def processes() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["helpers", "verl_server.engine.verl_engine", "transformers.models.auto"])
     return context
+
+
+def run_as_program(script: Path, arguments: Sequence[str], output_folder: Path) -> None:
+    """Main function of a process of `processes()`: runs a Python file as `python FILE ARGUMENTS` does.
+
+    Standard output and standard error go to the files `stdout` and `stderr` in `output_folder`.
+    """
+    mp.set_start_method("fork", force=True)  # the default of a program
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(output_folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+        os.close(file)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 class Ranks:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import processes, run_as_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = pytest.mark.timeout(900)
 
 
-def run_example(name: str, *arguments: str) -> str:
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=850, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+def run_example(name: str, output_folder: Path, *arguments: str) -> str:
+    """Run an example as a program does, in a fork of a process that has imported torch. Returns its standard output."""
+    process = processes().Process(target=run_as_program, args=(EXAMPLES / name, arguments, output_folder))
+    process.start()
+    process.join(850)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0, (output_folder / "stderr").read_text()[-4000:]
+    return (output_folder / "stdout").read_text()
 
 
-def test_hybrid() -> None:
-    output = run_example("hybrid.py")
+def test_hybrid(tmp_path: Path) -> None:
+    output = run_example("hybrid.py", tmp_path)
     steps = re.findall(
         r"4 samples of weight versions \[(\d)\]; (\d+) MB while serving, (\d+) MB while released", output
     )
@@ -31,14 +34,14 @@ def test_hybrid() -> None:
     assert "weight version served now: 4" in output
 
 
-def test_standalone() -> None:
-    output = run_example("standalone.py")
+def test_standalone(tmp_path: Path) -> None:
+    output = run_example("standalone.py", tmp_path)
     assert re.findall(r"version (\d) by (\w+)", output) == [(str(number), "distributed") for number in range(1, 5)]
     assert max(int(count) for count in re.findall(r"generated with (\d) version", output)) > 1, output
 
 
-def test_colocated() -> None:
-    output = run_example("colocated.py")
+def test_colocated(tmp_path: Path) -> None:
+    output = run_example("colocated.py", tmp_path)
     steps = re.findall(r"(\d+) \+ (\d+) while it judges, (\d+) \+ (\d+) after", output)
     assert len(steps) == 3
     for policy_released, judge_serving, policy_serving, judge_released in steps:
@@ -46,8 +49,8 @@ def test_colocated() -> None:
         assert int(judge_released) < 0.9 * int(judge_serving), output
 
 
-def test_ray_cluster() -> None:
-    output = run_example("ray_cluster.py")
+def test_ray_cluster(tmp_path: Path) -> None:
+    output = run_example("ray_cluster.py", tmp_path)
     assert "version 1 is on both nodes, by distributed" in output
     found = re.findall(r"(verl_server_\d_0): tokens (\[.*\]) of version 1", output)
     assert [name for name, _ in found] == ["verl_server_0_0", "verl_server_1_0"]
@@ -56,7 +59,7 @@ def test_ray_cluster() -> None:
 
 def test_calculator(tmp_path: Path) -> None:
     """Three steps: the reward does not rise yet, but the logprobs of trainer and server agree."""
-    output = run_example("calculator.py", "--steps", "3", "--png", str(tmp_path / "curves.png"))
+    output = run_example("calculator.py", tmp_path, "--steps", "3", "--png", str(tmp_path / "curves.png"))
     steps = re.findall(r"step (\d): reward (\d\.\d+), tool used (\d\.\d+), log prob gap (\S+),", output)
     assert [step for step, *_ in steps] == ["0", "1", "2"]
     assert all(0 < float(reward) < 1 for _, reward, _, _ in steps)
