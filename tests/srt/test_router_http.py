@@ -146,9 +146,9 @@ def test_status_shows_the_replicas(url: str, servers: list[Any]) -> None:
     assert all(one.base_url in shown.stdout for one in servers)
     assert [row["admitted"] for row in json.loads(status(url, "--json").stdout)] == [True] * len(servers)
     wrong = status(url, key="wrong")
-    assert (wrong.returncode, "answered 401" in wrong.stderr) == (1, True)
+    assert (wrong.returncode, "refused the key (401)" in wrong.stderr) == (1, True)
     unreachable = status("http://127.0.0.1:1")
-    assert (unreachable.returncode, "does not answer" in unreachable.stderr) == (1, True)
+    assert (unreachable.returncode, "nothing answers at" in unreachable.stderr) == (1, True)
 
 
 def test_requests_need_the_api_key(url: str) -> None:
