@@ -1,4 +1,4 @@
-"""Servers that are forked are servers like others: the same deaths, the same words, nothing left."""
+"""Forked servers behave like spawned servers: same replies, same errors, no processes or files left behind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def process_of(adapter: HttpServerEngineAdapter) -> ServerProcess:
 
 
 def tree(adapter: HttpServerEngineAdapter) -> tuple[psutil.Process, list[psutil.Process]]:
-    """The server's warden, and all below it."""
+    """The server's warden and all of its descendants."""
     warden = psutil.Process(adapter.pids.warden)
     return warden, warden.children(recursive=True)
 
@@ -92,7 +92,7 @@ def test_a_killed_warden_of_a_forked_server(tiny: Callable[..., Path]) -> None:
         server.shutdown()
 
 
-def test_a_wrong_argument_is_told(tiny: Callable[..., Path]) -> None:
+def test_an_unknown_argument_of_a_forked_server_is_an_error(tiny: Callable[..., Path]) -> None:
     with pytest.raises(BadInputError, match="did not start"):
         start(tiny, no_such_argument=1)
 
@@ -123,7 +123,7 @@ def test_a_killed_or_hanging_forkserver_is_replaced(tiny: Callable[..., Path], m
             assert_spawns(first)
         second = current()
         assert second is not first
-        monkeypatch.setattr(forkserver_module, "FORK_TIMEOUT_S", 1.0)  # shorter, that is all
+        monkeypatch.setattr(forkserver_module, "FORK_TIMEOUT_S", 1.0)  # to make the test short
         os.kill(second.pid, signal.SIGSTOP)
         assert_spawns(second)
         assert shared.prepare(environment) is not second
@@ -132,7 +132,7 @@ def test_a_killed_or_hanging_forkserver_is_replaced(tiny: Callable[..., Path], m
 
 
 def test_the_forkserver_is_replaced_when_the_environment_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What libraries read while they are imported must be equal; the forkserver is not started for every change."""
+    """A change of a variable or a resource limit replaces the forkserver. A change of `LATE_VARIABLES` does not."""
     shared = SharedForkserver()
     try:
         first = shared.prepare(inherited_environment())
@@ -146,12 +146,12 @@ def test_the_forkserver_is_replaced_when_the_environment_changes(monkeypatch: py
         assert first.has_ended
         assert shared.prepare({**inherited_environment(), "SGLANG_PLATFORM": "another"}) is None
         assert shared.prepare(inherited_environment()) is second
-        soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
-        resource.setrlimit(resource.RLIMIT_CORE, (1 if soft != 1 else 2, hard))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
         try:
             assert shared.prepare(inherited_environment()) is not second
         finally:
-            resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     finally:
         shared.close()
 

@@ -106,12 +106,12 @@ class SharedForkserver:
             return None
         with self._lock:
             try:
-                return self._current(InheritedState.of_server(environment))
+                return self._current(environment, InheritedState.of_server(environment))
             except OSError as error:
                 logger.warning("the forkserver cannot be started: %s", error)
                 return None
 
-    def _current(self, state: InheritedState) -> Forkserver | None:
+    def _current(self, environment: Mapping[str, str], state: InheritedState) -> Forkserver | None:
         forkserver = self._forkserver
         if forkserver is not None and forkserver.has_ended:
             if forkserver.cannot_work:
@@ -124,7 +124,7 @@ class SharedForkserver:
             logger.info("the forkserver is replaced: %s", state.describe_difference(self._state))
             self._forget(forkserver)
         if self._forkserver is None and state != self._failed_state:
-            self._forkserver, self._state = Forkserver(state.environment), state
+            self._forkserver, self._state = Forkserver(environment), state
         return self._forkserver
 
     def _forget(self, forkserver: Forkserver) -> None:
