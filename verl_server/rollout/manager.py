@@ -39,7 +39,23 @@ class RolloutManager:
     """A fleet: servers with the same arguments, which behave as one engine. Servers that end are started again.
 
     Use it alone, through `generate` or `router`, or give it to a `VerlEngine(fleet=...)`, which pushes weights into all
-    replicas. Use it as a context manager, or call `shutdown`. Thread-safe.
+    replicas. Use it as a context manager, or call `shutdown`. Thread-safe. The constructor returns when all servers are
+    ready; they start at the same time.
+
+    Args:
+        replicas: Number of servers.
+        mode: What the fleet shares with the trainer, see `RolloutMode`.
+        launcher: Starts the servers. None: a `LocalLauncher`, which starts them on this machine.
+        config: Settings of each server's adapter. With `router_ip` and `router_port`, the replicas are also
+            registered with that `sglang-router`.
+        recovery: When a replica counts as stalled, and how often its server is started again.
+        router: How requests are distributed over the replicas.
+        router_process: Also serve the router over HTTP, in a process of its own, at `router_url`.
+        on_event: Called with each change of a replica's state, from a thread of the manager. An event is a dict
+            with `time` (seconds since the epoch), `replica`, `before`, `after`, `version` and `error`.
+        server_args: SGLang's `ServerArgs`, the same for all servers. `model_path` is required.
+
+    Raises BadInputError, UnsupportedError, StartupError or DeadlineError. All servers are ended then.
     """
 
     def __init__(
@@ -55,23 +71,6 @@ class RolloutManager:
         on_event: Callable[[Event], None] = lambda event: None,
         **server_args: Any,
     ) -> None:
-        """Start `replicas` servers at the same time and return when all are ready.
-
-        Args:
-            replicas: Number of servers.
-            mode: What the fleet shares with the trainer, see `RolloutMode`.
-            launcher: Starts the servers. None: a `LocalLauncher`, which starts them on this machine.
-            config: Settings of each server's adapter. With `router_ip` and `router_port`, the replicas are also
-                registered with that `sglang-router`.
-            recovery: When a replica counts as stalled, and how often its server is started again.
-            router: How requests are distributed over the replicas.
-            router_process: Also serve the router over HTTP, in a process of its own, at `router_url`.
-            on_event: Called with each change of a replica's state, from a thread of the manager. An event is a dict
-                with `time` (seconds since the epoch), `replica`, `before`, `after`, `version` and `error`.
-            server_args: SGLang's `ServerArgs`, the same for all servers. `model_path` is required.
-
-        Raises BadInputError, UnsupportedError, StartupError or DeadlineError. All servers are ended then.
-        """
         if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
             raise BadInputError(f"a fleet has 1 or more replicas, got {replicas!r}")
         self.mode = parse_mode(mode)
