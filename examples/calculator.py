@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import random
 import tempfile
@@ -135,9 +136,11 @@ def train(rank: int, folder: Path, steps: int, seed: int, png: Path | None) -> N
     worker = RolloutWorker(folder / "policy", tokenizer, seed) if rank == 0 else None
     model = policy.load_sharded(folder / "policy", mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    fleet = worker.fleet if worker else None
     curves: list[tuple[float, float]] = []
-    with VerlEngine(mesh, fleet=fleet, model_path=str(folder / "policy"), dtype="float32") as engine:
+    with (
+        worker.fleet if worker else contextlib.nullcontext() as fleet,
+        VerlEngine(mesh, fleet=fleet, model_path=str(folder / "policy"), dtype="float32") as engine,
+    ):
         engine.update_weights_from_tensor(policy.named_weights(model))
         for step in range(steps):
             for group in optimizer.param_groups:
