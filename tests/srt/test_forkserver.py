@@ -102,12 +102,6 @@ def test_a_killed_or_hanging_forkserver_is_replaced(tiny: Callable[..., Path], m
     shared = SharedForkserver()
     environment = inherited_environment()
 
-    def current() -> Forkserver:
-        forkserver = shared.prepare(environment)
-        assert forkserver is not None
-        assert forkserver.wait_ready(READY_S, never_abort)
-        return forkserver
-
     def assert_spawns(forkserver: Forkserver) -> None:
         warden = forkserver.start_warden()
         assert not isinstance(warden, ForkedWarden)
@@ -117,12 +111,15 @@ def test_a_killed_or_hanging_forkserver_is_replaced(tiny: Callable[..., Path], m
         assert forkserver.has_ended
 
     try:
-        first = current()
+        first = shared.prepare(environment)
+        assert first is not None
         os.kill(first.pid, signal.SIGKILL)
         with no_new_shared_memory():
             assert_spawns(first)
-        second = current()
+        second = shared.prepare(environment)
+        assert second is not None
         assert second is not first
+        assert second.wait_ready(READY_S, never_abort)
         monkeypatch.setattr(forkserver_module, "FORK_TIMEOUT_S", 1.0)  # to make the test short
         os.kill(second.pid, signal.SIGSTOP)
         assert_spawns(second)

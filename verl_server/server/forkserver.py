@@ -165,8 +165,9 @@ class Forkserver:
         with contextlib.suppress(OSError):
             self._commands.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold the socket open
         self._commands.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_TIMEOUT_S)
+        if self._is_ready:  # before, the process may not see that the socket is closed
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_TIMEOUT_S)
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -188,6 +188,8 @@ def main() -> None:
     initial_env = dict(os.environ)
     commands, trainer = socket.socket(fileno=0), os.pidfd_open(int(sys.argv[1]))
     _end_when_socket_closes(commands, True)
+    if select.select([commands.fileno(), trainer], [], [], 0)[0]:
+        return  # the socket was closed, or the trainer ended, before the kernel was asked to watch the socket
     _import_sglang()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the wardens
     _end_when_socket_closes(commands, False)
