@@ -1,4 +1,4 @@
-"""The start of one server: its port."""
+"""The start of one server: its port and its log."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from helpers import no_new_shared_memory
 
 from verl_server.adapter.sglang.launch import launch_sglang_server
@@ -52,3 +53,17 @@ def test_a_port_that_another_program_takes_is_replaced(tiny: Callable[..., Path]
         thief.join()
         for listener in thieves:
             listener.close()
+
+
+@pytest.mark.parametrize("use_forkserver", [True, False], ids=["forked", "spawned"])
+def test_a_relative_log_folder_is_relative_to_the_caller(
+    use_forkserver: bool, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warden of a forked server has another working directory."""
+    monkeypatch.chdir(tmp_path)
+    config = AdapterConfig(log_dir="logs", use_forkserver=use_forkserver)
+    server = launch_sglang_server({"model_path": str(tiny("qwen3")), "max_total_tokens": 4096}, config, {})
+    server.process.stop()
+    (log,) = (tmp_path / "logs").iterdir()
+    assert log == server.process.log_path
+    assert "server_args" in log.read_text()

@@ -103,8 +103,9 @@ class ServerProcess(ExitNotifier):
         if log_dir is None:
             self.log_path = self._folder / "server.log"
         else:
-            Path(log_dir).mkdir(parents=True, exist_ok=True)
-            self.log_path = Path(log_dir) / f"{self._folder.name}.log"
+            folder = Path(log_dir).absolute()  # a forked warden has another working directory than this process
+            folder.mkdir(parents=True, exist_ok=True)
+            self.log_path = folder / f"{self._folder.name}.log"
         super().__init__()
         self._main_pid: int | None = None
         spec = {
