@@ -93,7 +93,7 @@ class AdapterConfig:
     router_port: int | None = None
     """Port of that `sglang-router`."""
     use_forkserver: bool = True
-    """Whether servers may be forked by a forkserver that this process keeps, see `server/shared_forkserver.py`. The
+    """Whether servers may be forked by a forkserver that this process keeps, see `server/forkserver/`. The
     second server of a process then starts in about 2 s. False: every server is a new program and no forkserver runs."""
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from helpers import MARK, marked_processes, wait_until
 
 from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY, parse_server_args
 from verl_server.errors import BadInputError
-from verl_server.server.shared_memory_files import find_shared_memory
+from verl_server.server.warden.shared_memory_files import find_shared_memory
 
 COMMAND = [sys.executable, "-m", "verl_server.cli"]
 KEYS = {API_KEY: "the-users-key", ADMIN_API_KEY: "the-admins-key"}

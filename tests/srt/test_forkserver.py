@@ -20,11 +20,11 @@ from helpers import GREEDY, MARK, marked_processes, no_new_shared_memory, wait_u
 from verl_server import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, ServerDiedError
-from verl_server.server import forkserver as forkserver_module
 from verl_server.server.environment import inherited_environment
-from verl_server.server.forkserver import ForkedWarden, Forkserver
+from verl_server.server.forkserver import forkserver as forkserver_module
+from verl_server.server.forkserver.forkserver import ForkedWarden, Forkserver
+from verl_server.server.forkserver.shared_forkserver import LATE_VARIABLES, SharedForkserver, forkserver_pid
 from verl_server.server.process import ServerProcess, never_abort
-from verl_server.server.shared_forkserver import LATE_VARIABLES, SharedForkserver, forkserver_pid
 
 READY_S = 250.0
 
@@ -172,7 +172,7 @@ def test_a_fork_of_the_trainer_leaves_the_forkserver_alone() -> None:
 TRAINER = """
 import sys, time
 from verl_server import HttpServerEngineAdapter
-from verl_server.server.shared_forkserver import prepare_forkserver
+from verl_server.server.forkserver.shared_forkserver import prepare_forkserver
 prepare_forkserver()
 print("importing", flush=True)
 if len(sys.argv) > 1:

@@ -31,8 +31,8 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.server.process import WARDEN_SCRIPT
-from verl_server.server.process_tree import list_descendants
-from verl_server.server.shared_memory_files import find_shared_memory
+from verl_server.server.warden.process_tree import list_descendants
+from verl_server.server.warden.shared_memory_files import find_shared_memory
 
 
 def _listens(port: int) -> bool:

@@ -23,8 +23,8 @@ import verl_server
 from verl_server import errors
 from verl_server.ranks.channel import accept_rank, connect_to_rank_0
 from verl_server.ranks.placement import compute_placement
-from verl_server.server.log_file import BoundedLog
 from verl_server.server.ports import PortReservation, join_host_port
+from verl_server.server.warden.log_file import BoundedLog
 from verl_server.types import Member, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.broadcast.byte_ranges import group_whole_tensors, split_into_chunks

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from verl_server.doctor.finding import Finding, gib, ok, warn
-from verl_server.server.shared_memory_files import SHM_DIR, SHM_NAMES, find_shared_memory
+from verl_server.server.warden.shared_memory_files import SHM_DIR, SHM_NAMES, find_shared_memory
 
 #: Maximum number of file names in a finding.
 MAX_NAMES = 8

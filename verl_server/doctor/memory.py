@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from verl_server.doctor.finding import Finding, fail, gib, ok, warn
-from verl_server.server.shared_memory_files import SHM_DIR
+from verl_server.server.warden.shared_memory_files import SHM_DIR
 
 SHM_FAIL_BYTES = 32 * 2**20
 SHM_WARN_BYTES = 2**30

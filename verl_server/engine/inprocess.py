@@ -20,8 +20,8 @@ from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, NotReadyError, ServerError, ShutDownError, StartupError, VerlServerError
-from verl_server.server.process_tree import list_descendants
-from verl_server.server.shared_memory_files import find_shared_memory, remove_shared_memory
+from verl_server.server.warden.process_tree import list_descendants
+from verl_server.server.warden.shared_memory_files import find_shared_memory, remove_shared_memory
 from verl_server.types import Member, parse_weight_version
 from verl_server.weights.loader import wire_as_named_tensors
 from verl_server.weights.update.servers import ReplayFn

@@ -11,9 +11,9 @@ from typing import Any
 from verl_server.config import AdapterConfig
 from verl_server.errors import StartupError
 from verl_server.server.engine_profile import EngineProfile
+from verl_server.server.forkserver.shared_forkserver import warden_factory
 from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.server.process import AbortCheck, ServerProcess, WardenFactory, never_abort, spawn_warden
-from verl_server.server.shared_forkserver import warden_factory
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The trainer's side of a supervised server: start the process tree, watch it, end it.
 
-`warden.py` describes the process tree. Every `ServerProcess` owns one warden and one temporary folder and gives both
-back in `stop`.
+`warden/warden.py` describes the process tree. Every `ServerProcess` owns one warden and one temporary folder and gives
+both back in `stop`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import inherited_environment, no_proxy_environment
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT
-from verl_server.server.shared_memory_files import SHM_DIR, remove_shared_memory
 from verl_server.server.supervisor import ServerPids
+from verl_server.server.warden.shared_memory_files import SHM_DIR, remove_shared_memory
 
 logger = logging.getLogger(__name__)
 
-WARDEN_SCRIPT = Path(__file__).with_name("warden_main.py")
+WARDEN_SCRIPT = Path(__file__).with_name("warden") / "warden_main.py"
 LOG_LIMIT_BYTES = 16 * 1024 * 1024
 LOG_TAIL_LINES = 40
 LOG_SCAN_BYTES = 4096

@@ -11,11 +11,12 @@ import sys
 
 
 def main() -> None:
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path.insert(0, os.path.normpath(os.path.join(here, "..", "..", "..")))  # the folder of `verl_server`
     import verl_server  # noqa: F401 - later imports of its modules do not use sys.path
 
     del sys.path[0]  # it must not hide modules of the standard library
-    from verl_server.server import warden
+    from verl_server.server.warden import warden
 
     warden.main()
 

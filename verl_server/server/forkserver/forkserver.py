@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import IO
 
 from verl_server.errors import DeadlineError
-from verl_server.server.forkserver_main import FORK, READY
+from verl_server.server.forkserver.forkserver_main import FORK, READY
 from verl_server.server.process import AbortCheck, WardenProcess, spawn_warden
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Forkserver:
         self._commands, remote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "verl_server.server.forkserver_main", str(os.getpid())],
+                [sys.executable, "-P", "-m", "verl_server.server.forkserver.forkserver_main", str(os.getpid())],
                 stdin=remote_end.fileno(),
                 stdout=self._log,
                 stderr=self._log,

@@ -30,7 +30,7 @@ from pathlib import Path
 from verl_server.errors import DeadlineError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import inherited_environment
-from verl_server.server.forkserver import Forkserver
+from verl_server.server.forkserver.forkserver import Forkserver
 from verl_server.server.process import AbortCheck, WardenFactory, spawn_warden
 
 logger = logging.getLogger(__name__)

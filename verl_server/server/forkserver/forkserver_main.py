@@ -27,7 +27,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import IO, Any, NoReturn
 
-from verl_server.server import server_main, warden
+from verl_server.server import server_main
+from verl_server.server.warden import warden
 
 READY, FORK = b"ready", b"fork"
 #: Modules that a server imports after it has forked its workers. A version of SGLang may not have all of them.
@@ -98,7 +99,7 @@ def _run_warden(descriptors: list[int], initial_env: Mapping[str, str]) -> None:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _set_standard_descriptors(*descriptors)
-    _set_process_title("python -m verl_server.server.warden")
+    _set_process_title("python -m verl_server.server.warden.warden")
     gc.disable()  # a collection would write to the memory that is shared with the forkserver, and so copy it
     warden.main(lambda spec: fork_server(spec, initial_env))
 

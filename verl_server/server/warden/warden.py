@@ -39,9 +39,9 @@ import time
 from collections.abc import Callable
 from typing import IO, Any, Protocol
 
-from verl_server.server.log_file import BoundedLog
-from verl_server.server.process_tree import is_cleanup_helper, list_descendants, sglang_worker_name
-from verl_server.server.shared_memory_files import (
+from verl_server.server.warden.log_file import BoundedLog
+from verl_server.server.warden.process_tree import is_cleanup_helper, list_descendants, sglang_worker_name
+from verl_server.server.warden.shared_memory_files import (
     SHM_NAMES_WITHOUT_PID,
     find_shared_memory,
     read_created_names,

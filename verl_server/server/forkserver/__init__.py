@@ -1,0 +1,1 @@
+"""The forkserver: a process that has imported SGLang and forks servers."""
