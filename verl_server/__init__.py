@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         VerlServerError,
         WeightManifestError,
     )
-    from verl_server.rollout.launcher import LocalLauncher
+    from verl_server.rollout.launchers.local import LocalLauncher
     from verl_server.rollout.manager import RolloutManager
     from verl_server.router.client import RouterClient
     from verl_server.types import WeightUpdateResult
@@ -80,7 +80,7 @@ __all__ = [
 _MODULES = {
     "AsyncHttpServerEngineAdapter": "verl_server.adapter",
     "HttpServerEngineAdapter": "verl_server.adapter",
-    "LocalLauncher": "verl_server.rollout.launcher",
+    "LocalLauncher": "verl_server.rollout.launchers.local",
     "RolloutManager": "verl_server.rollout.manager",
     "RouterClient": "verl_server.router.client",
     "VerlEngine": "verl_server.engine.verl_engine",

@@ -120,7 +120,7 @@ def router(
       verl-server router --replica http://10.0.0.2:30000 --host 0.0.0.0 --port 8000
     """
     from verl_server.config import RemoteServer
-    from verl_server.router.process import serve_static
+    from verl_server.router.process.router_main import serve_static
 
     example = "http://127.0.0.1:30000"
     if not replica:

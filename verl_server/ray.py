@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl_server.rollout.ray_launcher import RayLauncher, discover
+    from verl_server.rollout.launchers.ray_launcher import RayLauncher, discover
 
 __all__ = ["RayLauncher", "discover"]
 
@@ -19,4 +19,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module("verl_server.rollout.ray_launcher"), name)
+    return getattr(importlib.import_module("verl_server.rollout.launchers.ray_launcher"), name)

@@ -13,14 +13,14 @@ from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.config import PauseMode, RolloutMode
 from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.fleet import Fleet
-from verl_server.rollout.launcher import Launcher
+from verl_server.rollout.launchers.base import Launcher
 from verl_server.rollout.memory import FleetMemory
 from verl_server.rollout.modes import capabilities_of
 from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.rollout.updates import FleetUpdates
 from verl_server.router.dispatcher import Dispatcher, gather_all
 from verl_server.router.resumable_generation import split_batch
-from verl_server.types import Member
+from verl_server.types import ServerInfo
 from verl_server.weights.update.servers import ReplayFn
 
 Json = dict[str, Any]
@@ -198,7 +198,7 @@ class ManagedBackend:
     # -- weight updates, adapters and memory ----------------------------------------------------------
 
     @property
-    def members(self) -> Sequence[Member]:
+    def members(self) -> Sequence[ServerInfo]:
         return self._updates.members
 
     def pause(self, mode: PauseMode) -> None:

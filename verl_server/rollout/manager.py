@@ -16,7 +16,8 @@ from verl_server.errors import BadInputError, NotReadyError
 from verl_server.rollout.backend import FleetLoras, ManagedBackend
 from verl_server.rollout.fleet import Event, Fleet
 from verl_server.rollout.health import ReplicaState
-from verl_server.rollout.launcher import Launcher, LocalLauncher
+from verl_server.rollout.launchers.base import Launcher
+from verl_server.rollout.launchers.local import LocalLauncher
 from verl_server.rollout.memory import FleetMemory
 from verl_server.rollout.metrics import fleet_metrics
 from verl_server.rollout.modes import capabilities_of, parse_mode, server_args_for_mode
@@ -27,8 +28,8 @@ from verl_server.rollout.status import FleetStatus, ReplicaView, fleet_status
 from verl_server.rollout.updates import FleetUpdates
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.metrics import router_metrics
+from verl_server.router.process.supervisor import RouterSupervisor
 from verl_server.router.rollout_router import RolloutRouter
-from verl_server.router.supervisor import RouterSupervisor
 from verl_server.router.targets import InProcessTarget, RoutingTargets, SglangRouterTarget
 from verl_server.types import parse_weight_version
 

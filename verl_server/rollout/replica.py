@@ -12,8 +12,8 @@ from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
 from verl_server.errors import NotReadyError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.health import Observation, ReplicaState
-from verl_server.rollout.launcher import Launcher
-from verl_server.types import Member
+from verl_server.rollout.launchers.base import Launcher
+from verl_server.types import ServerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ class Replica:
         """Time at which it last had no requests or was paused."""
 
     @property
-    def member(self) -> Member:
+    def member(self) -> ServerInfo:
         """Its server as a member of weight updates. The name changes when a new server takes over."""
-        return Member(f"{self.name}/{len(self.deaths)}", int(self._server_args.get("tp_size") or 1))
+        return ServerInfo(f"{self.name}/{len(self.deaths)}", int(self._server_args.get("tp_size") or 1))
 
     def start(self, on_ready: Callable[[Replica, HttpServerEngineAdapter], None]) -> None:
         """Start a new server and call `on_ready` when the server is ready. The server is ended when `on_ready` fails.

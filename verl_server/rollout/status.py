@@ -9,8 +9,8 @@ from verl_server.rollout.fleet import Fleet
 from verl_server.rollout.health import ReplicaState
 from verl_server.rollout.replica import Replica
 from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.process.supervisor import RouterSupervisor
 from verl_server.router.snapshot import RouterCounters
-from verl_server.router.supervisor import RouterSupervisor
 from verl_server.router.targets import RoutingTargets
 from verl_server.server.supervisor import ServerPids
 

@@ -1,7 +1,7 @@
 """Who receives the replica statuses of a fleet: the router in this process, a router process, an `sglang-router`.
 
 The fleet knows only the protocol `RoutingTarget`. Observations of a replica's requests come back through
-`replica_stats`; the fleet uses them to detect stalled replicas. The target for a router process is `supervisor.py`.
+`replica_stats`; the fleet uses them to detect stalled replicas. The target for a router process is in `process/`.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ except ImportError as error:
         "starting replicas on a Ray cluster requires the package ray: pip install 'verl-server[ray]'"
     ) from error
 
-from verl_server.rollout.ray_server import (
+from verl_server.rollout.launchers.ray_server import (
     ANSWER_TIMEOUT_S,
     POLL_INTERVAL_S,
     RayServer,

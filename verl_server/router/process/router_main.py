@@ -1,7 +1,7 @@
 """The router process: one HTTP server over one dispatcher, whose replicas come from a source.
 
-`verl-server router` calls `serve` with a fixed list of servers. A fleet starts `python -m verl_server.router.process`
-(see `supervisor.py`) and sends the statuses of its replicas through standard input.
+`verl-server router` calls `serve_static` with a fixed list of servers. A fleet starts this module as a program (see
+`supervisor.py`) and sends the statuses of its replicas through standard input.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from aiohttp import web
 from verl_server.config import RemoteServer, RouterConfig
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http_server import RouterHttpServer
-from verl_server.router.sources.pipe import PipeReplicas
-from verl_server.router.sources.static import StaticReplicas
+from verl_server.router.process.pipe_replicas import PipeReplicas
+from verl_server.router.process.static_replicas import StaticReplicas
 from verl_server.server.ports import join_host_port
 
 DRAIN_TIMEOUT_S = 5.0

@@ -1,6 +1,6 @@
 """Replicas of a fleet, which sends their statuses through the standard input of the router process.
 
-The wire is one JSON object per line. The parent (`router/supervisor.py`) sends the settings first:
+The wire is one JSON object per line. The parent (`supervisor.py`) sends the settings first:
 `{"host", "port", "api_key", "config", "parent_pid"}`. Then it sends changes: `{"sequence", "statuses", "metrics"}`,
 where each status is an `encode_status` object and `metrics` is the text of the fleet's own metrics. The router process
 writes ten reports per second to its standard output: `{"sequence", "replicas"}`, where `sequence` is the last applied

@@ -1,49 +1,15 @@
-"""`Launcher`: the interface that starts the servers of a fleet, and `LocalLauncher`, which starts them on this machine.
-
-`ray_launcher.py` has the launcher for a Ray cluster.
-"""
+"""`LocalLauncher`: starts the servers of a fleet on this machine."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
 from verl_server.rollout.parallel_config import ParallelConfig, require_devices
 from verl_server.server.process import AbortCheck
-
-Json = dict[str, Any]
-
-
-class Launcher(Protocol):
-    """Starts the servers of one fleet, on this machine or others."""
-
-    def reserve(self, parallel_config: ParallelConfig, replicas: int) -> None:
-        """Prepare for that many replicas of that size. Raises BadInputError when there are not enough devices."""
-
-    def start_server(
-        self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, check_abort: AbortCheck
-    ) -> HttpServerEngineAdapter:
-        """Start a server for the replica `name` and wait until it is ready.
-
-        Raises StartupError and the error that `check_abort` returns.
-        """
-
-    def forget_replica(self, name: str) -> None:
-        """Free the devices of the replica `name`, which starts no more servers."""
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all servers run on this machine, where they can read this process's memory."""
-
-    @property
-    def trainer_host(self) -> str:
-        """Address of this machine as the servers reach it."""
-
-    def close(self) -> None:
-        """End the use of the launcher. The fleet calls it when all servers have ended."""
 
 
 class LocalLauncher:

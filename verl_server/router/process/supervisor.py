@@ -22,8 +22,8 @@ import orjson
 
 from verl_server.config import RouterConfig
 from verl_server.errors import DeadlineError
+from verl_server.router.process.pipe_replicas import encode_status
 from verl_server.router.replica_status import ReplicaStats, ReplicaStatus, StatusQueue
-from verl_server.router.sources.pipe import encode_status
 from verl_server.server.ports import PortReservation, join_host_port
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class RouterSupervisor:
         with contextlib.ExitStack() as stack:
             log = subprocess.DEVNULL if self._log is None else stack.enter_context(self._log.open("ab"))
             process = subprocess.Popen(
-                [sys.executable, "-m", "verl_server.router.process"],
+                [sys.executable, "-m", "verl_server.router.process.router_main"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
