@@ -104,7 +104,7 @@ def test_max_context_tokens_counts_prompt_and_response(shared_engine: VerlEngine
     [
         ([], "no messages"),
         ([{"role": "pope", "content": "x"}], "role 'pope'"),
-        ([{"role": "user", "content": "x" * 5000}], "the server takes prompts of up to"),
+        ([{"role": "user", "content": "x" * 5000}], "the server accepts at most"),
     ],
 )
 def test_failed_episode_has_its_error(
