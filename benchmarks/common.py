@@ -46,12 +46,7 @@ class Options:
     extra: argparse.Namespace
 
 
-def parse_options(
-    name: str,
-    description: str,
-    add: Callable[[argparse.ArgumentParser], None] | None = None,
-    argv: Sequence[str] | None = None,
-) -> Options:
+def parse_options(name: str, description: str, add: Callable[[argparse.ArgumentParser], None] | None = None) -> Options:
     """Read the command line.
 
     The default files are `results/<name>-<hardware>.json` and `.png`; with --quick their names end in `-quick`.
@@ -64,7 +59,7 @@ def parse_options(
     parser.add_argument("--png", type=Path, metavar="PATH", help="file for the plot")
     if add is not None:
         add(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     stem = f"{name}-{hardware_slug()}" + ("-quick" if arguments.quick else "")
     return Options(
         quick=arguments.quick,

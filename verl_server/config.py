@@ -84,10 +84,11 @@ class AdapterConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
     log_dir: Path | str | None = None
     """Folder of the server's log. None: a temporary folder, which a clean shutdown removes."""
-    start_attempts: int = 3
-    """Maximum number of starts when another program takes the server's port before the server listens on it."""
-    repeats: int = 3
-    """Maximum number of repetitions of a request that is safe to repeat, after its connection broke."""
+    max_start_attempts: int = 3
+    """Maximum number of attempts to start the server, the first included, when other programs take its port."""
+    max_retries: int = 3
+    """Maximum number of retries of a request whose connection broke, the first attempt not included. Requests that are
+    not safe to send twice are never retried."""
     router_ip: str | None = None
     """Host of an `sglang-router` that the server is registered with. Requires `router_port`."""
     router_port: int | None = None
@@ -151,9 +152,9 @@ class RecoveryConfig:
     max_backoff_s: float = 60.0
     """Maximum number of seconds before a restart."""
     max_restarts: int = 5
-    """Maximum number of restarts within `window_s` seconds. After one more failure the replica is not started
+    """Maximum number of restarts within `restart_window_s` seconds. After one more failure the replica is not started
     again."""
-    window_s: float = 600.0
+    restart_window_s: float = 600.0
     """Seconds after which a failure is no longer counted."""
 
     def __post_init__(self) -> None:
@@ -175,7 +176,8 @@ class RouterConfig:
     max_queued_requests: int = 4096
     """Maximum number of queued requests. A further request is refused with ServerBusyError."""
     max_attempts: int = 8
-    """Maximum number of attempts per request. When the last attempt is lost with its replica, its error is raised."""
+    """Maximum number of attempts per request, the first included. When the last attempt is lost with its replica, its
+    error is raised."""
     min_tokens_per_event: int = 16
     """Minimum number of tokens per stream event of a replica. A lost replica costs each of its requests at most the
     tokens of one event. Long generations use larger events, at most 64 events each."""

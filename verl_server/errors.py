@@ -1,7 +1,7 @@
 """The exceptions of this library.
 
     VerlServerError
-    ├── BadInputError            an argument is invalid; nothing was sent and nothing changed
+    ├── BadInputError            an argument is invalid; nothing changed
     │   └── WeightManifestError  a tensor does not fit the served model (name, shape, dtype, missing)
     ├── UnsupportedError         this machine or this version of the engine does not support the operation
     ├── StartupError             a server process ended before the server was ready
@@ -11,12 +11,12 @@
     │   └── ServerBusyError      retryable: the server is running requests, or its queue is full
     ├── DeadlineError            an operation did not finish before its deadline
     ├── PeerError                another trainer rank failed, ended, or did not make the same call
-    ├── TornWeightsError         retryable after a complete update: an update failed part-way
+    ├── TornWeightsError         an update failed part-way; retryable as an update of all tensors
     └── ShutDownError            the engine, adapter, fleet or router was already shut down
 
 `error.retryable` is True when the same call can succeed later without a change of its arguments.
 
-Every exception can be sent between processes as plain JSON (`to_wire`, `from_wire`), so that each trainer rank raises
+Every exception can be sent between processes as plain JSON (`to_wire`, `from_wire`), so that another process raises
 the same type with the same message. This module imports neither torch, ray nor sglang.
 """
 
@@ -49,10 +49,11 @@ class VerlServerError(Exception):
 
 
 class BadInputError(VerlServerError, ValueError):
-    """An argument is invalid. Nothing was sent to a server and nothing changed.
+    """An argument is invalid. Nothing changed.
 
-    Raised when this library or the server refuses an argument. `details`: `status`, `url` and `body` when the server
-    refused it. To do: correct the argument that the message names.
+    Raised when this library refuses an argument before it sends a request, or when the server refuses it (HTTP 400, 413
+    or 422). `details`: `status`, `url` and `body` when the server refused it. To do: correct the argument that the
+    message names.
     """
 
 
@@ -134,8 +135,9 @@ class PeerError(VerlServerError):
 class TornWeightsError(VerlServerError):
     """The served weights are partly new and partly old, because an update failed part-way. Generation stays paused.
 
-    `details`: `cause` (type of the error that stopped the update) and that error's own details. To do: send a complete
-    update of all tensors; it repairs the weights.
+    `details`: `cause` (type of the error that stopped the update) and that error's own details. To do: send an update
+    of all tensors, which repairs the weights. `retryable` is true only for such an update, without an explicit old
+    `weight_version`: an update of some tensors is refused while the weights are torn.
     """
 
     retryable = True
@@ -156,14 +158,19 @@ def _class_by_name(base: type[VerlServerError]) -> dict[str, type[VerlServerErro
 def to_wire(error: BaseException) -> dict[str, Any]:
     """Convert an exception to plain JSON values.
 
-    An exception that is not of this library becomes a `PeerError` whose message begins with the exception's type.
+    An exception that is not of this library, for example a ValueError of a tool, keeps the name of its type.
     """
     if isinstance(error, VerlServerError):
         return {"type": type(error).__name__, "message": error.message, "details": error.details}
-    return {"type": "PeerError", "message": f"{type(error).__name__}: {error}", "details": {}}
+    return {"type": type(error).__name__, "message": str(error), "details": {}}
 
 
 def from_wire(wire: dict[str, Any]) -> VerlServerError:
-    """Make the exception that `to_wire` converted. An unknown type becomes `VerlServerError`."""
-    error_class = _class_by_name(VerlServerError).get(wire["type"], VerlServerError)
+    """Make the exception that `to_wire` converted.
+
+    An exception that is not of this library becomes a `VerlServerError` whose message begins with the type's name.
+    """
+    error_class = _class_by_name(VerlServerError).get(wire["type"])
+    if error_class is None:
+        return VerlServerError(f"{wire['type']}: {wire['message']}", **wire["details"])
     return error_class(wire["message"], **wire["details"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl_server.errors import BadInputError
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -16,7 +18,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Member:
+class ServerInfo:
     """One server that takes part in a weight update."""
 
     name: str
@@ -31,11 +33,11 @@ class WeightUpdateResult:
 
     weight_version: int
     """Version of the new weights. Requests that start from now on carry it."""
-    tensors: int
+    num_tensors: int
     """Number of tensors in the update."""
-    bytes: int
+    num_bytes: int
     """Number of bytes of these tensors."""
-    missing: int
+    num_missing: int
     """Number of the model's parameters that the update did not contain. 0 for a whole update."""
     transport: str
     """Name of the weight transport: a file of `verl_server/weights/transports/`."""
@@ -44,7 +46,8 @@ class WeightUpdateResult:
     sent_bytes: int
     """Number of tensor bytes that went over a network or into a file. 0 when the servers read them in place."""
     gather_s: float
-    """Seconds in which this rank copied its shards into the staging memory."""
+    """Seconds in which this rank copied its shards into the staging memory. With a transport that streams tensors, they
+    include waiting for free buckets."""
     load_s: float
     """Seconds from the pause of generation until its continuation."""
 
@@ -52,10 +55,15 @@ class WeightUpdateResult:
 def parse_weight_version(label: int | str | None) -> int:
     """The weight version that a server's label names.
 
-    SGLang labels weights with strings. A label that is not a whole number, for example SGLang's "default", and a
-    missing label name the checkpoint's weights: version 0.
+    SGLang labels weights with strings. A missing label and SGLang's own "default" name the checkpoint's weights:
+    version 0. Raises BadInputError for any other label that is not a whole number.
     """
-    try:
-        return int(label)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    if label is None or label == "default":
         return 0
+    try:
+        return int(label)
+    except ValueError:
+        raise BadInputError(
+            f"the server labels its weights {label!r}, but a weight version must be a whole number. "
+            "Start the server with weight_version=0."
+        ) from None

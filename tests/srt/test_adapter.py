@@ -96,7 +96,7 @@ def test_async_adapter_attached_to_the_same_server(adapter: HttpServerEngineAdap
 
 
 def test_weight_versions_of_replies_are_ints() -> None:
-    """SGLang's labels are strings. A label that is no number is version 0, the version of the checkpoint."""
+    """SGLang's labels are strings. A missing label and "default" name version 0, the version of the checkpoint."""
     span = {"version": "12", "start": 0, "end": 3}
     replies: list[Json] = [
         {"meta_info": {"weight_version": "12", "weight_versions": [dict(span)]}},
@@ -108,7 +108,10 @@ def test_weight_versions_of_replies_are_ints() -> None:
         {"meta_info": {"weight_version": 0}},
         {"output_ids": [1]},
     ]
-    assert [parse_weight_version(label) for label in ("7", 7, None, "", "v7")] == [7, 7, 0, 0, 0]
+    assert [parse_weight_version(label) for label in ("7", 7, None, "default")] == [7, 7, 0, 0]
+    for label in ("", "v7", "step_12", "1.5"):
+        with pytest.raises(BadInputError, match=rf"{label!r}.*weight_version=0"):
+            parse_weight_version(label)
 
 
 def test_an_attached_adapter_knows_no_processes(adapter: HttpServerEngineAdapter) -> None:

@@ -63,6 +63,7 @@ def test_runner_yields_filtered_groups_with_rewards(shared_engine: VerlEngine, r
             if group.task.id == "t1":
                 assert sample.stop_reason == "error"
                 assert sample.error is not None
+                assert sample.error["type"] == "RuntimeError"
                 assert "no judge" in sample.error["message"]
             else:
                 assert (sample.stop_reason, sample.reward, sample.index) == ("max_turns", float(index), index)

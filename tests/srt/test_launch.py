@@ -35,7 +35,7 @@ def _steal_the_next_reserved_port(thieves: list[socket.socket], known: set[str],
 
 
 def test_a_port_that_another_program_takes_is_replaced(tiny: Callable[..., Path]) -> None:
-    """Another program listens on the chosen port while the server loads: the start is repeated on another port."""
+    """Another program listens on the chosen port while the server loads: the start is retried on another port."""
     thieves: list[socket.socket] = []
     stop = threading.Event()
     thief = threading.Thread(target=_steal_the_next_reserved_port, args=(thieves, _own_sockets(), stop))

@@ -13,7 +13,12 @@ from verl_server.rollout.modes import parse_mode, server_args_for_mode
 from verl_server.rollout.parallel_config import parse_parallel_config, require_devices
 
 RECOVERY = RecoveryConfig(
-    stall_timeout_s=10.0, hard_stall_timeout_s=100.0, backoff_s=1.0, max_backoff_s=5.0, max_restarts=4, window_s=60.0
+    stall_timeout_s=10.0,
+    hard_stall_timeout_s=100.0,
+    backoff_s=1.0,
+    max_backoff_s=5.0,
+    max_restarts=4,
+    restart_window_s=60.0,
 )
 
 

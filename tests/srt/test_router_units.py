@@ -129,7 +129,7 @@ def test_neighbouring_spans_of_one_version_are_joined() -> None:
 
 
 def test_weight_versions_of_spans_are_whole_numbers() -> None:
-    """Also when a reply still has the labels of SGLang; a label that is not a number is the checkpoint's version 0."""
+    """Also when a reply still has the labels of SGLang; "default" is the checkpoint's version 0."""
     parts = [event([1], 0), event([2], 7)]
     parts[0]["meta_info"]["weight_version"], parts[1]["meta_info"]["weight_version"] = "default", "7"
     assert join_version_spans(parts) == [{"version": 0, "start": 0, "end": 1}, {"version": 7, "start": 1, "end": 2}]

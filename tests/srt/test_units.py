@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 import verl_server
 from verl_server import errors
 from verl_server.ranks.channel import accept_rank, connect_to_rank_0
+from verl_server.ranks.peer_errors import to_peer_wire
 from verl_server.ranks.placement import compute_placement
 from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.server.warden.log_file import BoundedLog
-from verl_server.types import Member, TensorSpec
+from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.broadcast.byte_ranges import group_whole_tensors, split_into_chunks
 from verl_server.weights.broadcast.placement import ReceiverPlacement
@@ -107,9 +108,22 @@ def test_every_error_keeps_its_type_and_details_between_ranks() -> None:
         assert type(received) is cls
         assert (received.message, received.details) == (sent.message, sent.details)
         assert "end of the log" in str(received)
-    foreign = errors.from_wire(errors.to_wire(OSError("disk")))
-    assert type(foreign) is errors.PeerError
-    assert "OSError: disk" in foreign.message
+
+
+def test_a_foreign_exception_keeps_its_type_name() -> None:
+    """In samples and session files. Between ranks it is a PeerError that names the failed rank."""
+    wire = errors.to_wire(OSError("disk"))
+    assert wire == {"type": "OSError", "message": "disk", "details": {}}
+    foreign = errors.from_wire(wire)
+    assert type(foreign) is errors.VerlServerError
+    assert foreign.message == "OSError: disk"
+    between_ranks = errors.from_wire(to_peer_wire(OSError("disk"), 3))
+    assert type(between_ranks) is errors.PeerError
+    assert "rank 3" in between_ranks.message
+    assert "OSError: disk" in between_ranks.message
+    assert between_ranks.details == {"ranks": [3]}
+    own = errors.BadInputError("bad", name="x")
+    assert to_peer_wire(own, 3) == errors.to_wire(own)
 
 
 @settings(max_examples=200, deadline=None)
@@ -277,7 +291,7 @@ def test_a_failed_load_leaves_no_mark_in_the_model() -> None:
     arena = Arena.create(layout)
     arena.tensor("weight").fill_(2.0)
     arena.write_table(["weight", "bias"])
-    model, update = _FailingLinear(4, 3), UpdateAttempt("x", ["weight", "bias"], True, [Member("a", 1)])
+    model, update = _FailingLinear(4, 3), UpdateAttempt("x", ["weight", "bias"], True, [ServerInfo("a", 1)])
     bias = model.bias.data.clone()
     sender = shared_memory.Sender(SenderSettings(arena, layout, 1.0))
     report, _ = load_weights(shared_memory.Receiver(sender.wire(update, 0), 0), model, "x", verify=True)

@@ -110,7 +110,7 @@ class AsyncHttpServerEngineAdapter:
             api_key=api_key,
             admin_api_key=admin_api_key,
             timeouts=config.timeouts,
-            repeats=config.repeats,
+            max_retries=config.max_retries,
             find_death=self._find_death,
         )
         self.base_url = base_url

@@ -1,4 +1,4 @@
-"""The HTTP client of one server: requests with deadlines, repetitions, and notice of a dead server.
+"""The HTTP client of one server: requests with deadlines, retries, and notice of a dead server.
 
 Both adapters send all their requests through it. `aiohttp` ignores proxy variables by default, as loopback traffic
 needs.
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 #: Seconds that an idle connection is kept. SGLang's uvicorn closes idle connections after 5 s; ours are closed earlier,
 #: because a request could otherwise be sent into a closing connection.
 KEEP_ALIVE_S = 2.0
-#: Seconds before a repetition, multiplied by the number of the attempt.
-REPEAT_PAUSE_S = 0.1
+#: Seconds before a retry, multiplied by the number of the attempt.
+RETRY_PAUSE_S = 0.1
 #: Seconds to wait, after a connection broke, for the news that the server's process has ended.
 DEATH_NOTICE_S = 2.0
 #: Bytes of one read. Replies with log probabilities are large.
@@ -47,7 +47,7 @@ class HttpClient:
         api_key: str | None,
         admin_api_key: str | None,
         timeouts: Timeouts,
-        repeats: int,
+        max_retries: int,
         find_death: Callable[[float], ServerDiedError | None],
     ) -> None:
         self.base_url = base_url
@@ -60,36 +60,36 @@ class HttpClient:
                 (OperationKind.GENERATION, timeouts.generation_s),
             )
         }
-        self._repeats = repeats
+        self._max_retries = max_retries
         self._find_death = find_death
         self._failure: VerlServerError | None = None
         """The error of `fail`, which every later call raises."""
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self._responses: dict[asyncio.AbstractEventLoop, set[aiohttp.ClientResponse]] = {}
 
-    async def call(self, endpoint: Endpoint, payload: Any = None, *, timeout_s: float | None = None) -> Any:
+    async def call(self, endpoint: Endpoint, payload: Any = None) -> Any:
         """Send one request and return the decoded reply (JSON, or text where there is no JSON).
 
         Raises the error of `error_from_reply`, ServerDiedError, or DeadlineError.
         """
-        attempts = 1 + (self._repeats if endpoint.repeatable else 0)
+        attempts = 1 + (self._max_retries if endpoint.retryable else 0)
         for attempt in range(1, attempts + 1):
             try:
-                status, body = await self._send(endpoint, payload, timeout_s)
+                status, body = await self._send(endpoint, payload)
             except (aiohttp.ClientError, ConnectionError) as error:
                 cause = await self._explain_broken_connection(endpoint, error)
                 if attempt == attempts or isinstance(cause, ServerDiedError) or self._failure:
                     raise cause from error
-                logger.debug("%s: %s; repeating the request", endpoint.path, error)
-                await asyncio.sleep(REPEAT_PAUSE_S * attempt)
+                logger.debug("%s: %s; retrying the request", endpoint.path, error)
+                await asyncio.sleep(RETRY_PAUSE_S * attempt)
                 continue
             if status >= 400:
                 raise error_from_reply(status, self.base_url + endpoint.path, body)
             return body
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _send(self, endpoint: Endpoint, payload: Any, timeout_s: float | None) -> tuple[int, Any]:
-        async with self._request(endpoint, payload, timeout_s) as response:
+    async def _send(self, endpoint: Endpoint, payload: Any) -> tuple[int, Any]:
+        async with self._request(endpoint, payload) as response:
             raw = await response.read()
         return response.status, _decode(raw, response.content_type)
 
@@ -100,7 +100,7 @@ class HttpClient:
         """
         url = self.base_url + endpoint.path
         try:
-            async with self._request(endpoint, payload, None) as response:
+            async with self._request(endpoint, payload) as response:
                 if response.status >= 400:
                     body = _decode(await response.read(), response.content_type)
                     raise error_from_reply(response.status, url, body)
@@ -111,13 +111,10 @@ class HttpClient:
         except (aiohttp.ClientError, ConnectionError) as error:
             raise await self._explain_broken_connection(endpoint, error) from error
 
-    def _request(self, endpoint: Endpoint, payload: Any, timeout_s: float | None) -> _Request:
+    def _request(self, endpoint: Endpoint, payload: Any) -> _Request:
         if self._failure is not None:
             raise self._failure
-        timeout = self._deadlines[endpoint.kind]
-        if timeout_s is not None:
-            timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=timeout.sock_connect)
-        return _Request(self, endpoint, payload, timeout)
+        return _Request(self, endpoint, payload, self._deadlines[endpoint.kind])
 
     async def _explain_broken_connection(self, endpoint: Endpoint, error: Exception) -> VerlServerError:
         """The cause of a broken connection: the error of `fail`, the death of the server, or the network."""

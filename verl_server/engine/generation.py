@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from verl_server.engine.backend import Backend
-from verl_server.errors import VerlServerError, from_wire, to_wire
+from verl_server.errors import VerlServerError, from_wire
 from verl_server.ranks.coordinator import RankCoordinator
+from verl_server.ranks.peer_errors import to_peer_wire
 
 Json = dict[str, Any]
 
@@ -113,7 +114,9 @@ class _EndOfStream:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         failed = error is not None and not isinstance(error, GeneratorExit)
-        self._group.publish_event(self._call, {"end": to_wire(error) if failed and error is not None else None})
+        self._group.publish_event(
+            self._call, {"end": to_peer_wire(error, self._group.rank) if failed and error is not None else None}
+        )
 
 
 async def _do_nothing(_: list[Json]) -> None:

@@ -2,7 +2,8 @@
 
 The coordinator and its ranks form a star of sockets with rank 0 in the middle. For each call, every rank sends rank 0
 a message when it arrives, with its contribution or its error. When all ranks have arrived, rank 0 runs the call's
-action and sends the outcome to all. After the start no collective operation of the trainer's process group is used, so
+action and sends the outcome to all. An error that is not of this library is raised unchanged by rank 0 and as a
+PeerError by the other ranks. After the start no collective operation of the trainer's process group is used, so
 no rank can be left inside a collective. A rank that dies closes its connection, and all ranks notice that at once. A
 rank that never arrives is named when the deadline passes.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 from verl_server.errors import DeadlineError, PeerError, ShutDownError, VerlServerError, from_wire, to_wire
 from verl_server.ranks.channel import Channel, Json
+from verl_server.ranks.peer_errors import to_peer_wire
 from verl_server.ranks.pending_calls import PendingCalls
 from verl_server.ranks.rendezvous import connect_ranks
 
@@ -251,7 +253,7 @@ class _OutcomeSender:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            outcome = {"error": to_wire(error)}
+            outcome = {"error": to_peer_wire(error, self._coordinator.rank)}
             self._coordinator.send_outcome(self._call_id, outcome, before_all_arrived=self._only_failure)
         elif not self._only_failure:
             self._coordinator.send_outcome(self._call_id, {"result": self.result}, before_all_arrived=False)

@@ -72,7 +72,7 @@ def restart_delay_s(deaths: Sequence[float], now: float, config: RecoveryConfig)
 
     `deaths` are the times at which the replica's servers ended, on the clock of `now`.
     """
-    recent = [death for death in deaths if now - death < config.window_s]
+    recent = [death for death in deaths if now - death < config.restart_window_s]
     if len(recent) > config.max_restarts:
         return None
     if len(recent) <= 1:

@@ -42,7 +42,7 @@ def launch_server(
     """Start a server as a child of a new warden and wait until the server is ready.
 
     `server_args` must contain `host`, `api_key` and `admin_api_key`. Without a `port` a free port is chosen; if another
-    program takes that port before the server listens, the start is repeated with another port. The server is forked by
+    program takes that port before the server listens, the start is retried with another port. The server is forked by
     the forkserver of this process where `shared_forkserver.py` allows it, unless `config.use_forkserver` is False.
 
     Raises the error that `check_abort` returns, StartupError, BadInputError (the engine refuses an argument) or
@@ -52,7 +52,7 @@ def launch_server(
     if config.use_forkserver:
         start_warden = warden_factory(profile, env, config.timeouts.start_s / 2, check_abort)
     requested_port = server_args.get("port")
-    for attempt in range(1, config.start_attempts + 1):
+    for attempt in range(1, config.max_start_attempts + 1):
         reservation = PortReservation(server_args["host"], requested_port)
         args = {**server_args, "port": reservation.port}
         try:
@@ -60,7 +60,7 @@ def launch_server(
         except StartupError as error:
             log_tail = str(error.details.get("log_tail", "")).lower()
             is_port_taken = any(phrase in log_tail for phrase in profile.port_taken_phrases)
-            if not is_port_taken or requested_port is not None or attempt == config.start_attempts:
+            if not is_port_taken or requested_port is not None or attempt == config.max_start_attempts:
                 raise
             logger.warning("another program took port %d; starting the server on another port", reservation.port)
         finally:

@@ -1,4 +1,4 @@
-"""SGLang's HTTP routes: the key that a route needs, its class of deadline, and whether a request may be repeated."""
+"""SGLang's HTTP routes: the key that a route needs, its class of deadline, and whether a request may be retried."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Endpoint:
     kind: OperationKind = OperationKind.CONTROL
     method: str = "POST"
     needs_admin_key: bool = False
-    repeatable: bool = False
+    retryable: bool = False
     """Whether the request can be sent a second time without harm, for example after a broken connection."""
 
 
 _WEIGHTS = OperationKind.WEIGHTS
 
 GENERATE = Endpoint("/generate", OperationKind.GENERATION)
-ABORT = Endpoint("/abort_request", needs_admin_key=True, repeatable=True)
-PAUSE = Endpoint("/pause_generation", needs_admin_key=True, repeatable=True)
-CONTINUE = Endpoint("/continue_generation", needs_admin_key=True, repeatable=True)
-FLUSH = Endpoint("/flush_cache", needs_admin_key=True, repeatable=True)
+ABORT = Endpoint("/abort_request", needs_admin_key=True, retryable=True)
+PAUSE = Endpoint("/pause_generation", needs_admin_key=True, retryable=True)
+CONTINUE = Endpoint("/continue_generation", needs_admin_key=True, retryable=True)
+FLUSH = Endpoint("/flush_cache", needs_admin_key=True, retryable=True)
 BEGIN_UPDATE = Endpoint("/begin_weight_update", _WEIGHTS, needs_admin_key=True)
 END_UPDATE = Endpoint("/end_weight_update", _WEIGHTS, needs_admin_key=True)
 UPDATE_FROM_TENSOR = Endpoint("/update_weights_from_tensor", _WEIGHTS, needs_admin_key=True)
@@ -40,15 +40,15 @@ UPDATE_FROM_DISTRIBUTED = Endpoint("/update_weights_from_distributed", _WEIGHTS,
 UPDATE_FROM_DISK = Endpoint("/update_weights_from_disk", _WEIGHTS, needs_admin_key=True)
 INIT_UPDATE_GROUP = Endpoint("/init_weights_update_group", _WEIGHTS, needs_admin_key=True)
 DESTROY_UPDATE_GROUP = Endpoint("/destroy_weights_update_group", _WEIGHTS, needs_admin_key=True)
-WEIGHT_VERSION = Endpoint("/update_weight_version", needs_admin_key=True, repeatable=True)
+WEIGHT_VERSION = Endpoint("/update_weight_version", needs_admin_key=True, retryable=True)
 LOAD_LORA = Endpoint("/load_lora_adapter_from_tensors", _WEIGHTS, needs_admin_key=True)
 UNLOAD_LORA = Endpoint("/unload_lora_adapter", _WEIGHTS, needs_admin_key=True)
 WEIGHTS_CHECKER = Endpoint("/weights_checker", _WEIGHTS, needs_admin_key=True)
 RELEASE_MEMORY = Endpoint("/release_memory_occupation", needs_admin_key=True)
 RESUME_MEMORY = Endpoint("/resume_memory_occupation", needs_admin_key=True)
-MODEL_INFO = Endpoint("/model_info", method="GET", repeatable=True)
-SERVER_INFO = Endpoint("/server_info", method="GET", repeatable=True)
-LOADS = Endpoint("/v1/loads", method="GET", repeatable=True)
-READY = Endpoint("/ready", method="GET", repeatable=True)
-HEALTH = Endpoint("/health", method="GET", repeatable=True)
-PING = Endpoint("/ping", method="GET", repeatable=True)
+MODEL_INFO = Endpoint("/model_info", method="GET", retryable=True)
+SERVER_INFO = Endpoint("/server_info", method="GET", retryable=True)
+LOADS = Endpoint("/v1/loads", method="GET", retryable=True)
+READY = Endpoint("/ready", method="GET", retryable=True)
+HEALTH = Endpoint("/health", method="GET", retryable=True)
+PING = Endpoint("/ping", method="GET", retryable=True)

@@ -96,7 +96,7 @@ class PipeReplicas:
             return None
         if name not in self._adapters:
             self._adapters[name] = AsyncHttpServerEngineAdapter.attach(
-                url, api_key=api_key, config=AdapterConfig(repeats=0)
+                url, api_key=api_key, config=AdapterConfig(max_retries=0)
             )
         return self._adapters[name]
 

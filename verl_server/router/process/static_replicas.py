@@ -35,7 +35,7 @@ class StaticReplicas:
     def __init__(self, servers: Sequence[RemoteServer]) -> None:
         if not servers:
             raise BadInputError("a router needs at least one replica, got none")
-        config = AdapterConfig(Timeouts(control_s=PROBE_TIMEOUT_S, connect_s=CONNECT_TIMEOUT_S), repeats=0)
+        config = AdapterConfig(Timeouts(control_s=PROBE_TIMEOUT_S, connect_s=CONNECT_TIMEOUT_S), max_retries=0)
         self._adapters = {
             server.base_url.rstrip("/"): AsyncHttpServerEngineAdapter.attach(
                 server.base_url, api_key=server.api_key, admin_api_key=server.admin_api_key, config=config

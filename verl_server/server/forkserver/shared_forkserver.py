@@ -198,11 +198,6 @@ def prepare_forkserver(env: Mapping[str, str] | None = None) -> None:
     _shared.prepare({**inherited_environment(), **(env or {})})
 
 
-def close_forkserver() -> None:
-    """End this process's forkserver now, to free its memory. Its servers go on."""
-    _shared.close()
-
-
 def forkserver_pid() -> int | None:
     """Process id of this process's forkserver, or None when there is none."""
     return _shared.pid
