@@ -83,7 +83,7 @@ def engine_method(engine: Any, name: str, tensors: dict[str, torch.Tensor], veri
 
     def update() -> None:
         result = engine.update_weights_from_tensor(tensors.items(), verify=verify)
-        assert result.missing == 0, result
+        assert result.num_missing == 0, result
 
     return UpdateMethod(name, update)
 

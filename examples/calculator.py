@@ -115,9 +115,9 @@ def train_on_batch(model: Any, optimizer: torch.optim.Optimizer, batch: grpo.Bat
             logprobs, entropy = grpo.token_logprobs(policy.logits_of(model, own.tokens), own.tokens)
             if epoch == part == 0:
                 gap = grpo.logprob_gap(logprobs.detach(), own)[0]
-            token_count = float(batch.mask[rows].sum()) / NUM_RANKS
+            num_tokens = float(batch.mask[rows].sum()) / NUM_RANKS
             loss = grpo.policy_loss(
-                logprobs, entropy, own, clip=CLIP, entropy_weight=ENTROPY_WEIGHT, token_count=token_count
+                logprobs, entropy, own, clip=CLIP, entropy_weight=ENTROPY_WEIGHT, num_tokens=num_tokens
             )
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -23,7 +23,7 @@ from verl_server.errors import BadInputError, TornWeightsError, UnsupportedError
 from verl_server.types import TensorSpec
 from verl_server.weights.double_buffer import reader as reader_module
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
-from verl_server.weights.double_buffer.layout import BUCKET_COUNT, plan_double_buffer
+from verl_server.weights.double_buffer.layout import NUM_BUCKETS, plan_double_buffer
 from verl_server.weights.double_buffer.reader import BucketReader
 from verl_server.weights.double_buffer.writer import BucketWriter
 from verl_server.weights.layout import tensor_bytes
@@ -100,9 +100,9 @@ def test_staging_keeps_its_limit(given_specs: list[Any], pages: int) -> None:
     try:
         layout = plan_double_buffer(specs, limit, in_host_memory=True)
     except BadInputError:
-        assert BUCKET_COUNT * max(tensor_bytes(spec) for spec in specs.values()) > limit - BUCKET_COUNT * 4096
+        assert NUM_BUCKETS * max(tensor_bytes(spec) for spec in specs.values()) > limit - NUM_BUCKETS * 4096
     else:
-        assert BUCKET_COUNT * layout.bucket_bytes <= limit
+        assert NUM_BUCKETS * layout.bucket_bytes <= limit
         assert layout.bucket_bytes >= max(tensor_bytes(spec) for spec in specs.values())
 
 
@@ -177,7 +177,7 @@ def test_waiting_ends_when_the_other_side_fails_or_misses_the_deadline() -> None
     with pytest.raises(VerlServerError, match="éééé"):
         next(BucketReader(double_buffer, 1, 0, 1, peers_are_alive, deadline()).tensors())
     writer = BucketWriter(double_buffer, 2, 0, is_leader=True, readers=[0], require_peers=peers_are_alive)
-    for _ in range(BUCKET_COUNT):
+    for _ in range(NUM_BUCKETS):
         writer.reserve("t", specs["t"], deadline())
     with pytest.raises(VerlServerError, match="bucket 2 was not emptied"):
         writer.reserve("t", specs["t"], time.monotonic() + 0.05)
@@ -220,8 +220,8 @@ def test_staging_smaller_than_the_model(server: Any, one_rank: DeviceMesh, tiny:
         weights.pop("lm_head.weight")
     with engine_on(keys_of(server), one_rank, folder) as engine:
         result = engine.update_weights_from_tensor(weights.items())
-        assert (result.transport, result.missing) == ("buckets", 0)
-        assert result.staging_bytes <= STAGING < result.bytes
+        assert (result.transport, result.num_missing) == ("buckets", 0)
+        assert result.staging_bytes <= STAGING < result.num_bytes
         old = assert_equals_reference(engine, model)
 
         wrong = {**weights, "model.norm.weight": torch.zeros(3)}
@@ -252,7 +252,7 @@ def test_staging_smaller_than_the_model(server: Any, one_rank: DeviceMesh, tiny:
             assert_equals_reference(engine, model)
 
         part = {"model.norm.weight": weights["model.norm.weight"]}
-        assert engine.update_weights_from_tensor(part.items(), verify=False).tensors == 1
+        assert engine.update_weights_from_tensor(part.items(), verify=False).num_tensors == 1
         model.load_state_dict(part, strict=False)
         assert_equals_reference(engine, model)
 

@@ -85,9 +85,9 @@ def logits_for(batch: grpo.Batch, seed: int = 0) -> torch.Tensor:
     return torch.randn(*batch.tokens.shape, task.VOCAB_SIZE, generator=generator, dtype=torch.float64)
 
 
-def loss_of(logits: torch.Tensor, batch: grpo.Batch, token_count: float) -> torch.Tensor:
+def loss_of(logits: torch.Tensor, batch: grpo.Batch, num_tokens: float) -> torch.Tensor:
     logprobs, entropy = grpo.token_logprobs(logits, batch.tokens)
-    return grpo.policy_loss(logprobs, entropy, batch, clip=CLIP, entropy_weight=ENTROPY, token_count=token_count)
+    return grpo.policy_loss(logprobs, entropy, batch, clip=CLIP, entropy_weight=ENTROPY, num_tokens=num_tokens)
 
 
 def part_of(batch: grpo.Batch, rows: slice) -> grpo.Batch:
@@ -120,7 +120,7 @@ def test_the_loss_equals_the_formula_of_the_papers() -> None:
             total -= min(ratio * advantage, clipped * advantage) + ENTROPY * entropy
             count += 1
     assert count == 6
-    assert float(loss_of(logits, batch, token_count=count)) == pytest.approx(total / count, rel=1e-6)
+    assert float(loss_of(logits, batch, num_tokens=count)) == pytest.approx(total / count, rel=1e-6)
 
 
 def test_only_predictions_of_response_tokens_are_trained() -> None:
@@ -134,7 +134,7 @@ def test_only_predictions_of_response_tokens_are_trained() -> None:
     ]
     batch = grpo.make_batch(samples, pad=11)
     logits = logits_for(batch).requires_grad_()
-    loss_of(logits, batch, token_count=5.0).backward()  # type: ignore[no-untyped-call]
+    loss_of(logits, batch, num_tokens=5.0).backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None
     trained = (logits.grad.abs().sum(dim=-1) > 0).int().tolist()
     assert trained == [[0, 0, 1, 1, 1, 0], [0, 1, 1, 0, 0, 0]]
@@ -145,7 +145,7 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient() -> None:
     batch = batch_of_three()
     logprobs = batch.rollout_logprobs.clone().requires_grad_()
     flat = torch.zeros_like(logprobs)
-    loss = grpo.policy_loss(logprobs, flat, batch, clip=CLIP, entropy_weight=0.0, token_count=6.0)
+    loss = grpo.policy_loss(logprobs, flat, batch, clip=CLIP, entropy_weight=0.0, num_tokens=6.0)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(logprobs.grad, -batch.advantages[:, None] * batch.mask / 6.0)
 
@@ -154,7 +154,7 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient() -> None:
 def test_clipping_stops_the_gradient_beyond_the_clip_range(advantage: float, shift: float, trained: int) -> None:
     batch = grpo.make_batch([grpo.Sample((10,), (4,), (-2.0,), 0.0, advantage=advantage)], pad=11)
     logprobs = (batch.rollout_logprobs + shift).requires_grad_()
-    loss = grpo.policy_loss(logprobs, logprobs * 0, batch, clip=CLIP, entropy_weight=0.0, token_count=1.0)
+    loss = grpo.policy_loss(logprobs, logprobs * 0, batch, clip=CLIP, entropy_weight=0.0, num_tokens=1.0)
     loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
     assert bool(logprobs.grad.abs().sum() > 0) == bool(trained)

@@ -77,7 +77,7 @@ def push_all(adapter: HttpServerEngineAdapter, mesh: Any, folder: Path) -> None:
     with VerlEngine(
         mesh, servers=[RemoteServer(adapter.base_url, *keys_of(adapter))], model_path=str(folder), dtype="float32"
     ) as engine:
-        assert engine.update_weights_from_tensor(model.state_dict().items()).missing == 0
+        assert engine.update_weights_from_tensor(model.state_dict().items()).num_missing == 0
         assert_equals_reference(engine, model)
 
 

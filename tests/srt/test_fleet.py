@@ -134,7 +134,7 @@ async def until_requests(fleet: RolloutManager, count: int) -> None:
 def test_a_fleet_behaves_as_one_engine(engine: Any, fleet: Any, tiny: Callable[..., Path]) -> None:
     model = reference_model(tiny("qwen3"))
     change_weights(model, seed=4)
-    assert engine.update_weights_from_tensor(model.state_dict().items()).missing == 0
+    assert engine.update_weights_from_tensor(model.state_dict().items()).num_missing == 0
     assert_equals_reference(engine, model)
     for replica in fleet.replicas:
         assert_equals_reference(replica.adapter, model)
@@ -302,7 +302,7 @@ def test_a_replica_dies_during_an_update(engine: Any, fleet: Any, tiny: Callable
                 threading.Timer(0.002, os.kill, (pid, signal.SIGKILL)).start()
             yield item
 
-    assert engine.update_weights_from_tensor(tensors()).missing == 0
+    assert engine.update_weights_from_tensor(tensors()).num_missing == 0
     assert_equals_reference(engine, model)
     wait_until(
         lambda: healthy(fleet) == 2 and victim.pids is not None and server_pid(victim) != pid,

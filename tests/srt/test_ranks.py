@@ -141,7 +141,7 @@ def shards_of_every_kind(engine: VerlEngine, folder: str) -> None:
         else:
             placed[name] = distribute_tensor(tensor, flat, [Replicate()])
     result = engine.update_weights_from_tensor(placed.items())
-    assert result.missing == 0
+    assert result.num_missing == 0
     assert_equals_reference(engine, model)
     # a pending sum, of which each rank holds half
     from torch.distributed.tensor import DTensor

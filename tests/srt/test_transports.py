@@ -14,12 +14,19 @@ from interceptor import Interceptor
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, WeightsConfig
+from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, VerlServerError, WeightManifestError
-from verl_server.types import Member, TensorSpec
+from verl_server.ranks.coordinator import RankCoordinator
+from verl_server.ranks.placement import compute_placement
+from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import plan_arena
+from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports import is_streamed, sender_class, transport_names
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
+from verl_server.weights.update.request import UpdateOptions
+from verl_server.weights.update.staged import StagedUpdater
+from verl_server.weights.update.updater import EngineRanks
 
 TRANSPORTS = ["shared_memory", "buckets", "distributed", "distributed_buckets", "delta", "disk"]
 
@@ -62,19 +69,19 @@ def test_every_server_loads_the_weights(
     size = sum(tensor.nbytes for tensor in original.values())
     with engine_for(servers, one_rank, tiny("qwen3"), transport=transport, folder=tmp_path) as engine:
         first = engine.update_weights_from_tensor(original.items())
-        assert (first.transport, first.missing) == (transport, 0)
+        assert (first.transport, first.num_missing) == (transport, 0)
         assert (first.sent_bytes > 0) is (transport not in ("shared_memory", "buckets"))
         before = [assert_equals_reference(one, model) for one in servers]
         assert before[0] == before[1]
 
         change_weights(model, seed=5)
-        assert engine.update_weights_from_tensor(model.state_dict().items()).missing == 0
+        assert engine.update_weights_from_tensor(model.state_dict().items()).num_missing == 0
         changed = [assert_equals_reference(one, model) for one in servers]
         assert changed[0] == changed[1] != before[0]
 
         every_other = {name: original[name] * 0.9 for name in [*original][::2]}
         part = engine.update_weights_from_tensor(every_other.items())
-        assert part.tensors == len(every_other)
+        assert part.num_tensors == len(every_other)
         model.load_state_dict(every_other, strict=False)
         assert_equals_reference(servers[1], model)
 
@@ -82,7 +89,7 @@ def test_every_server_loads_the_weights(
         assert [assert_equals_reference(one, with_weights(original, model)) for one in servers] == before
         replies = [one.generate(input_ids=[1], sampling_params={"max_new_tokens": 1}) for one in servers]
         assert {reply["meta_info"]["weight_version"] for reply in replies} == {20}
-    assert first.bytes == size
+    assert first.num_bytes == size
     assert not list(tmp_path.iterdir()), "no file is left in the folder"
 
 
@@ -97,17 +104,17 @@ def test_delta_sends_what_changed(servers: list[Any], one_rank: DeviceMesh, tiny
     generator = torch.Generator().manual_seed(3)
     with engine_for(servers, one_rank, tiny("qwen3"), transport="delta") as engine:
         whole = engine.update_weights_from_tensor(model.state_dict().items())
-        assert whole.sent_bytes >= whole.bytes
+        assert whole.sent_bytes >= whole.num_bytes
         with torch.no_grad():
             for parameter in model.parameters():
                 chosen = torch.rand(parameter.shape, generator=generator) < 0.01
                 parameter[chosen] += 0.05
         part = engine.update_weights_from_tensor(model.state_dict().items())  # checksums cover all tensors
-        assert 0 < part.sent_bytes < 0.05 * part.bytes
+        assert 0 < part.sent_bytes < 0.05 * part.num_bytes
         for one in servers:
             assert_equals_reference(one, model)
         nothing = engine.update_weights_from_tensor(model.state_dict().items())
-        assert nothing.sent_bytes < 0.01 * part.bytes
+        assert nothing.sent_bytes < 0.01 * part.num_bytes
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -133,11 +140,11 @@ def test_requests_of_an_update_are_small(
 
 
 def test_the_message_for_the_loader_does_not_grow_with_the_model() -> None:
-    def message_length(tensor_count: int, transport: str) -> int:
-        layout = plan_arena({f"layers.{i}.weight": TensorSpec((8, 8), "bfloat16") for i in range(tensor_count)})
+    def message_length(num_tensors: int, transport: str) -> int:
+        layout = plan_arena({f"layers.{i}.weight": TensorSpec((8, 8), "bfloat16") for i in range(num_tensors)})
         settings = SenderSettings(Arena.create(layout), layout, 10.0, folder="/nowhere")
         sender = sender_class(transport)(settings)
-        attempt = UpdateAttempt("0" * 32, list(layout.slots), True, [Member("a", 2), Member("b", 2)])
+        attempt = UpdateAttempt("0" * 32, list(layout.slots), True, [ServerInfo("a", 2), ServerInfo("b", 2)])
         if transport != "disk":  # preparing it would write its file
             sender.prepare(attempt)
         try:
@@ -150,6 +157,25 @@ def test_the_message_for_the_loader_does_not_grow_with_the_model() -> None:
         if is_streamed(transport):  # the message contains the layout of the double buffers, which is a few numbers
             continue
         assert abs(message_length(10_000, transport) - message_length(10, transport)) < 32
+
+
+@pytest.mark.parametrize("bad", [torch.ones(3), torch.full((2,), float("nan"))], ids=["shape", "not finite"])
+def test_a_refused_dict_leaves_the_staged_weights_unchanged(bad: torch.Tensor) -> None:
+    """A server that is started again can then still load the published weights."""
+    specs = {name: TensorSpec((2,), "float32") for name in ("a", "b")}
+    layout = plan_arena(specs)
+    arena = Arena.create(layout)
+    ranks = EngineRanks(RankCoordinator(0, 1, {}, 1.0), compute_placement(0, 1, 1, {}), frozenset({0}), None, 1.0)
+    updater = StagedUpdater(ranks, Manifest(specs), 3, layout, arena, frozenset({0}), None)
+    for staged in updater.staging_tensors().values():
+        staged.fill_(1.0)
+    options = UpdateOptions(None, True, True, PauseMode.RETRACT, True)
+    for tensors in ({"a": torch.zeros(2), "b": bad}, [("a", torch.zeros(2)), ("b", bad)]):
+        with pytest.raises(WeightManifestError, match="'b'"):
+            updater.update(tensors, None, options)  # type: ignore[arg-type]
+        assert all(bool((staged == 1.0).all()) for staged in updater.staging_tensors().values())
+    assert updater.weight_version == 3
+    updater.close()
 
 
 def test_bad_settings_are_refused(servers: list[Any], one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:

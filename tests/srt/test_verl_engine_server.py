@@ -74,7 +74,7 @@ def _tp2_rank(rank: int, world: int, folder: str) -> list[list[list[int]]]:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         result = engine.update_weights_from_tensor(model.state_dict().items())
-        assert (result.weight_version, result.missing) == (1, 0)
+        assert (result.weight_version, result.num_missing) == (1, 0)
         assert engine.weight_version == 1, "the version is known on every rank"
         second = assert_equals_reference(engine, changed)
         # the old weights as a full state dict on rank 0 only, as FSDP1 provides it

@@ -193,7 +193,7 @@ def test_a_trainer_can_keep_its_parameters_in_the_staging_memory(
         staging[name].copy_(parameter.data)
         parameter.data = staging[name]
     change_weights(model, seed=21)  # an optimizer step in the memory that the server reads
-    assert shared_engine.update_weights_from_tensor(model.state_dict().items()).missing == 0
+    assert shared_engine.update_weights_from_tensor(model.state_dict().items()).num_missing == 0
     assert assert_equals_reference(shared_engine, model) != first
     shared_engine.update_weights_from_tensor(original.items())
     assert [r["output_ids"] for r in shared_engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)] == first
@@ -254,11 +254,16 @@ def test_a_torn_update_blocks_generation_until_an_update_of_all_tensors(
         assert engine.adapter is not None
         tree = tree_of(adapter_of(engine).pids.main)
         (scheduler,) = (pid for pid in tree if "scheduler" in psutil.Process(pid).cmdline()[0])
+        assert engine.weight_version == 0
         with one_more_file(scheduler), pytest.raises(TornWeightsError, match=r"half-way.*did not report"):
-            engine.update_weights_from_tensor(model.state_dict().items())
+            engine.update_weights_from_tensor(model.state_dict().items(), weight_version=7)
+        assert engine.weight_version == 0, "a torn update does not change the version"
         with pytest.raises(TornWeightsError):
             engine.generate(input_ids=[1], sampling_params=GREEDY)
         with pytest.raises(TornWeightsError, match="push all"):
-            engine.update_weights_from_tensor([("model.norm.weight", torch.ones(64))])
-        engine.update_weights_from_tensor(model.state_dict().items())
+            engine.update_weights_from_tensor([("model.norm.weight", torch.ones(64))], weight_version=7)
+        engine.update_weights_from_tensor(model.state_dict().items(), weight_version=7)
+        assert engine.weight_version == 7
+        with pytest.raises(BadInputError, match="above the current version 7"):
+            engine.update_weights_from_tensor(model.state_dict().items(), weight_version=7)
         assert assert_equals_reference(engine, model) == first

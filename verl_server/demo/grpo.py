@@ -86,17 +86,17 @@ def policy_loss(
     *,
     clip: float,
     entropy_weight: float,
-    token_count: float,
+    num_tokens: float,
 ) -> torch.Tensor:
-    """Clipped policy loss of `batch` minus the entropy bonus: the sum over the mask, divided by `token_count`.
+    """Clipped policy loss of `batch` minus the entropy bonus: the sum over the mask, divided by `num_tokens`.
 
-    `token_count` is the number of response tokens over which the mean is taken. With data-parallel ranks, whose
+    `num_tokens` is the number of response tokens over which the mean is taken. With data-parallel ranks, whose
     gradients are averaged, it is the number of tokens of all ranks divided by the number of ranks.
     """
     ratio = (logprobs - batch.rollout_logprobs).exp()
     advantages = batch.advantages[:, None]
     gain = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
-    return -((gain + entropy_weight * entropy) * batch.mask).sum() / token_count
+    return -((gain + entropy_weight * entropy) * batch.mask).sum() / num_tokens
 
 
 def logprob_gap(logprobs: torch.Tensor, batch: Batch) -> tuple[float, float]:

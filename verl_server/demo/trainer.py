@@ -193,7 +193,7 @@ class Trainer:
             batch,
             clip=settings.clip,
             entropy_weight=entropy_weight,
-            token_count=_count_tokens(samples) / settings.ranks,
+            num_tokens=_count_tokens(samples) / settings.ranks,
         )
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)

@@ -22,7 +22,7 @@ from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, NotReadyError, ServerError, ShutDownError, StartupError, VerlServerError
 from verl_server.server.warden.process_tree import list_descendants
 from verl_server.server.warden.shared_memory_files import find_shared_memory, remove_shared_memory
-from verl_server.types import Member, parse_weight_version
+from verl_server.types import ServerInfo, parse_weight_version
 from verl_server.weights.loader import wire_as_named_tensors
 from verl_server.weights.update.servers import ReplayFn
 
@@ -39,7 +39,7 @@ class InProcessBackend:
 
     def __init__(self, server_args: Mapping[str, Any]) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="verl-server-engine")
-        self.members = [Member("the engine", int(server_args.get("tp_size") or 1))]
+        self.members = [ServerInfo("the engine", int(server_args.get("tp_size") or 1))]
         self._released_memory: set[str] = set()
         self._failure: VerlServerError | None = None
         self.weight_version = parse_weight_version(server_args.get("weight_version"))

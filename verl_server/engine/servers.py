@@ -13,9 +13,9 @@ from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.config import AdapterConfig, PauseMode, RemoteServer
 from verl_server.errors import BadInputError, VerlServerError
+from verl_server.ranks.machine import own_address
 from verl_server.server.process import AbortCheck
-from verl_server.types import Member, parse_weight_version
-from verl_server.weights.broadcast.machine import own_address
+from verl_server.types import ServerInfo, parse_weight_version
 from verl_server.weights.loader import serialize_wire
 from verl_server.weights.update.servers import ReplayFn
 
@@ -31,7 +31,7 @@ class HttpServers:
     def __init__(
         self,
         adapters: Sequence[HttpServerEngineAdapter],
-        members: Sequence[Member],
+        members: Sequence[ServerInfo],
         *,
         weight_version: int = 0,
         remote_hosts: Sequence[str] = (),
@@ -93,7 +93,7 @@ class HttpServers:
     # -- weight updates -------------------------------------------------------------------------------
 
     @property
-    def members(self) -> Sequence[Member]:
+    def members(self) -> Sequence[ServerInfo]:
         self._check_members()
         return self._members
 
@@ -164,7 +164,7 @@ def launch_server(
     Raises StartupError, BadInputError, DeadlineError and the error that `check_abort` returns.
     """
     adapter = HttpServerEngineAdapter(config=config, env=env, check_abort=check_abort, **server_args)
-    member = Member("the server", int(server_args.get("tp_size") or 1))
+    member = ServerInfo("the server", int(server_args.get("tp_size") or 1))
     return HttpServers([adapter], [member], weight_version=parse_weight_version(server_args.get("weight_version")))
 
 
@@ -182,7 +182,7 @@ def connect_servers(servers: Sequence[RemoteServer], config: AdapterConfig, weig
                 )
             )
         with ThreadPoolExecutor(len(adapters), thread_name_prefix="verl-server-connect") as pool:
-            members = list(pool.map(_describe_member, adapters))
+            members = list(pool.map(_describe_server, adapters))
     except BaseException:
         for adapter in adapters:
             adapter.shutdown()
@@ -204,7 +204,7 @@ def load_weights(
     )
 
 
-def _describe_member(adapter: HttpServerEngineAdapter) -> Member:
+def _describe_server(adapter: HttpServerEngineAdapter) -> ServerInfo:
     """Ask a running server for its size. Raises BadInputError when the server does not have our weight loader."""
     info = adapter.get_server_info()
     if WEIGHT_LOADER not in (info.get("custom_weight_loader") or ()):
@@ -212,7 +212,7 @@ def _describe_member(adapter: HttpServerEngineAdapter) -> Member:
             f"the server at {adapter.base_url} was started without --custom-weight-loader {WEIGHT_LOADER}; "
             "start it with `verl-server launch`"
         )
-    return Member(adapter.base_url, int(info.get("tp_size") or 1))
+    return ServerInfo(adapter.base_url, int(info.get("tp_size") or 1))
 
 
 def _is_loopback(host: str) -> bool:

@@ -51,7 +51,7 @@ def start_weight_updater(
     decided = ranks.coordinator.agree(ranks.coordinator.next_call_id("transport"), decide, action_timeout_s=10.0)
     start = _start_streamed if is_streamed(decided["transport"]) else _start_staged
     updater = start(ranks, backend, manifest, decided["weight_version"], config, decided["transport"])
-    updater.released_memory_tags = frozenset(decided["released_memory"])  # not empty for a fleet that was in use before
+    updater.released_memory = frozenset(decided["released_memory"])  # not empty for a fleet that was in use before
     return updater
 
 
@@ -147,8 +147,8 @@ def _start_streamed(
         if buffer is not None:
             buffer.close()  # memory of a GPU is not freed automatically
         raise
-    buffer_count = len(descriptions)
-    logger.info("weights go by %s, through %.1f MB of memory", transport, buffer_count * layout.size_bytes / 1e6)
+    num_buffers = len(descriptions)
+    logger.info("weights go by %s, through %.1f MB of memory", transport, num_buffers * layout.size_bytes / 1e6)
     role, writer_ranks = None, ranks.global_ranks if coordinator.size == 1 else frozenset()
     if stream.in_host_memory:
         buffer, shared = _map_on_all_ranks(coordinator, buffer, lambda: stream.open(descriptions[0], layout))
@@ -156,10 +156,10 @@ def _start_streamed(
         index, count = (coordinator.rank, coordinator.size) if shared else (0, 1)
         if shared or is_leader:
             assert buffer is not None
-            role = BufferRole(buffer, index, count, is_leader, buffer_index=0, buffer_count=buffer_count)
+            role = BufferRole(buffer, index, count, is_leader, buffer_index=0, num_buffers=num_buffers)
     else:
         assert buffer is not None
-        role = BufferRole(buffer, 0, 1, True, buffer_index=coordinator.rank, buffer_count=buffer_count)
+        role = BufferRole(buffer, 0, 1, True, buffer_index=coordinator.rank, num_buffers=num_buffers)
     return StreamedUpdater(ranks, manifest, weight_version, transport, layout, role, writer_ranks, descriptions)
 
 

@@ -142,7 +142,10 @@ class VerlEngine:
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that new requests are served with, on every rank. It grows with every update."""
+        """Version of the weights that the servers last held whole, on every rank. It grows with every update.
+
+        An update that fails with TornWeightsError does not change it, so the same version can be pushed again.
+        """
         return self._require_updater().weight_version
 
     def update_weights_from_tensor(
@@ -160,8 +163,8 @@ class VerlEngine:
 
         Tensors are DTensors with any FSDP2 or TP placement, or full plain tensors. Of plain tensors those of rank 0
         count; other ranks may pass none. A generator is consumed one tensor at a time. Shapes are checked, and floating
-        point types are cast to the server's. A subset of the parameters updates only that subset; `missing` in the
-        result is the number of parameters left out.
+        point types are cast to the server's. A subset of the parameters updates only that subset; `num_missing` in
+        the result is the number of parameters left out.
 
         `weight_version`: greater than the current version; None: the next number. `verify`: compare checksums of the
         staged tensors with those that every TP rank has read, and check that a whole update has written every parameter
@@ -239,7 +242,7 @@ class VerlEngine:
 
         error, timeout_s = self._get_refusal(allow_torn=True), 4 * self._timeouts.control_s
         released = self._group.agree(call_id, act, error=error, action_timeout_s=timeout_s)
-        self._require_updater().released_memory_tags = frozenset(released)
+        self._require_updater().released_memory = frozenset(released)
 
     # -- state --------------------------------------------------------------------------------------
 

@@ -30,8 +30,8 @@ class Arrivals:
 class PendingCalls:
     """Arrivals, outcomes and event streams of the calls that have not ended."""
 
-    def __init__(self, rank_count: int) -> None:
-        self._rank_count = rank_count
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
         self._lock = threading.Lock()
         self._call_counts: dict[str, int] = defaultdict(int)
         self._arrivals: dict[str, Arrivals] = {}
@@ -67,7 +67,7 @@ class PendingCalls:
     def _add(self, call_id: str, rank: int, arrival: Json) -> Arrivals:
         arrivals = self._arrivals.setdefault(call_id, Arrivals())
         arrivals.by_rank[rank] = arrival
-        if len(arrivals.by_rank) == self._rank_count:
+        if len(arrivals.by_rank) == self._num_ranks:
             arrivals.complete.set_result(None)
         return arrivals
 

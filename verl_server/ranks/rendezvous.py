@@ -11,6 +11,7 @@ from typing import Any
 
 from verl_server.errors import PeerError
 from verl_server.ranks.channel import Channel, accept_rank, connect_to_rank_0
+from verl_server.ranks.machine import own_address
 
 
 def connect_ranks(
@@ -65,10 +66,8 @@ def _accept_all(listener: socket.socket, key: bytes, size: int, timeout_s: float
 
 
 def _address_towards_master() -> str:
-    """This machine's address on the route to MASTER_ADDR. The datagram socket is connected; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+    """This machine's address on the route to MASTER_ADDR, or 127.0.0.1 if there is no route."""
+    try:
+        return own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    except OSError:
+        return "127.0.0.1"

@@ -19,6 +19,7 @@ from verl_server.rollout.modes import capabilities_of
 from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.rollout.updates import FleetUpdates
 from verl_server.router.dispatcher import Dispatcher, gather_all
+from verl_server.router.request_checks import rids_of_batch
 from verl_server.router.resumable_generation import split_batch
 from verl_server.types import ServerInfo
 from verl_server.weights.update.servers import ReplayFn
@@ -153,11 +154,10 @@ class ManagedBackend:
         requests = split_batch(request)
         if requests is None:
             return self._dispatcher.generate(request, rid=rid)
-        rids = [None] * len(requests) if rid is None else rid
-        if not isinstance(rids, list) or len(rids) != len(requests):
-            raise BadInputError(f"{len(requests)} prompts need a list of {len(requests)} request ids, got rid={rid!r}")
+        rids = rids_of_batch(rid, len(requests))
         return gather_all(
-            self._dispatcher.generate(one, rid=one_rid) for one, one_rid in zip(requests, rids, strict=True)
+            self._dispatcher.generate(prompt_request, rid=prompt_rid)
+            for prompt_request, prompt_rid in zip(requests, rids, strict=True)
         )
 
     def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:

@@ -16,7 +16,7 @@ from verl_server.rollout.fleet import RUNNING, SERVING, Fleet, Server
 from verl_server.rollout.health import ReplicaState
 from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.router.targets import RoutingTargets
-from verl_server.types import Member
+from verl_server.types import ServerInfo
 from verl_server.weights.update.servers import ReplayFn
 
 Json = dict[str, Any]
@@ -38,7 +38,7 @@ class FleetUpdates:
         """Whether `pause` was called and `resume` was not."""
 
     @property
-    def members(self) -> Sequence[Member]:
+    def members(self) -> Sequence[ServerInfo]:
         self._servers = self._fleet.require_servers()
         return [replica.member for replica, _ in self._servers]
 

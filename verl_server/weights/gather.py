@@ -26,11 +26,11 @@ def shard_slices(
     those of `torch.chunk`: each has the even share rounded up, and the last parts are smaller or empty.
     """
     bounds = [(0, extent) for extent in shape]
-    for part_count, index, dim in zip(mesh_shape, coordinate, shard_dims, strict=True):
+    for num_parts, index, dim in zip(mesh_shape, coordinate, shard_dims, strict=True):
         if dim is None:
             continue
         start, stop = bounds[dim]
-        part_size = -(-(stop - start) // part_count)
+        part_size = -(-(stop - start) // num_parts)
         part_start = min(start + part_size * index, stop)
         bounds[dim] = (part_start, min(part_start + part_size, stop))
     return tuple(slice(start, stop) for start, stop in bounds)

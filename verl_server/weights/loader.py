@@ -66,15 +66,15 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
     """
     checksums: list[int] = []
     unwritten: list[str] = []
-    tensor_count = 0
+    num_tensors = 0
 
     def received_tensors() -> Iterator[tuple[str, torch.Tensor]]:
         """The checksum of each tensor is computed just before the model reads the same bytes."""
-        nonlocal tensor_count
+        nonlocal num_tensors
         for name, tensor in receiver.tensors():
             if verify:
                 checksums.append(compute_checksum(tensor))
-            tensor_count += 1
+            num_tensors += 1
             yield name, tensor
             del tensor  # the receiver reuses the memory when no reference is left
 
@@ -96,9 +96,9 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
     report = Report(
         update_id,
         ok=True,
-        tensor_count=tensor_count,
+        num_tensors=num_tensors,
         unwritten=unwritten[:MAX_UNWRITTEN_NAMES],
-        unwritten_count=len(unwritten),
+        num_unwritten=len(unwritten),
     )
     return report, checksums
 

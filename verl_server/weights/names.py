@@ -27,13 +27,13 @@ def unfuse_spec(name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
     """The specs of the checkpoint's tensors, by name, for one tensor of transformers."""
     if not is_fused(name):
         return {name: spec}
-    expert_count, rows, columns = spec.shape
+    num_experts, rows, columns = spec.shape
     if name.endswith(DOWN_SUFFIX):
         down = TensorSpec((rows, columns), spec.dtype)
-        return {_expert_name(name, expert, "down_proj"): down for expert in range(expert_count)}
+        return {_expert_name(name, expert, "down_proj"): down for expert in range(num_experts)}
     half = TensorSpec((rows // 2, columns), spec.dtype)
     return {
-        _expert_name(name, expert, part): half for expert in range(expert_count) for part in ("gate_proj", "up_proj")
+        _expert_name(name, expert, part): half for expert in range(num_experts) for part in ("gate_proj", "up_proj")
     }
 
 

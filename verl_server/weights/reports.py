@@ -27,11 +27,11 @@ class Report:
     """Type and message of the exception, shortened."""
     trace: str | None = None
     """End of the exception's traceback."""
-    tensor_count: int = 0
+    num_tensors: int = 0
     """Number of tensors that the model took."""
     unwritten: list[str] = field(default_factory=list)
     """Some of the server's parameters that were not written, by the server's names."""
-    unwritten_count: int = 0
+    num_unwritten: int = 0
     """Number of all of the server's parameters that were not written."""
 
 
@@ -48,11 +48,11 @@ class SharedReports:
     """Reads and writes reports in shared memory. Each TP rank has a slot.
 
     The reports are at the start of `memory`. The checksums begin at byte `checksums_offset`, with room for
-    `tensor_count` checksums in each slot.
+    `num_tensors` checksums in each slot.
     """
 
-    def __init__(self, memory: mmap.mmap, checksums_offset: int, tensor_count: int) -> None:
-        self._memory, self._checksums_offset, self._tensor_count = memory, checksums_offset, tensor_count
+    def __init__(self, memory: mmap.mmap, checksums_offset: int, num_tensors: int) -> None:
+        self._memory, self._checksums_offset, self._num_tensors = memory, checksums_offset, num_tensors
 
     def write(self, slot: int, report: Report, checksums: Iterable[int]) -> None:
         """Write a TP rank's report and checksums into its slot."""
@@ -65,8 +65,8 @@ class SharedReports:
             raw_report = json.dumps(asdict(short)).encode()
         self._memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES] = raw_report.ljust(REPORT_BYTES, b"\0")
 
-    def read(self, slot: int, update_id: str, checksum_count: int) -> ReceivedReport | None:
-        """The report of a slot with its first `checksum_count` checksums. None if it is not about `update_id`."""
+    def read(self, slot: int, update_id: str, num_checksums: int) -> ReceivedReport | None:
+        """The report of a slot with its first `num_checksums` checksums. None if it is not about `update_id`."""
         raw_report = bytes(self._memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES]).rstrip(b"\0")
         if not raw_report:
             return None
@@ -74,8 +74,8 @@ class SharedReports:
         if report.update_id != update_id:
             return None
         start = self._checksums_start(slot)
-        raw_checksums = self._memory[start : start + checksum_count * CHECKSUM_BYTES]
+        raw_checksums = self._memory[start : start + num_checksums * CHECKSUM_BYTES]
         return ReceivedReport(report, list(array.array("q", raw_checksums)))
 
     def _checksums_start(self, slot: int) -> int:
-        return self._checksums_offset + slot * self._tensor_count * CHECKSUM_BYTES
+        return self._checksums_offset + slot * self._num_tensors * CHECKSUM_BYTES

@@ -21,9 +21,9 @@ from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.sglang.server_arguments import SECRET_ARGUMENTS
 from verl_server.config import AdapterConfig, RemoteServer
 from verl_server.errors import BadInputError, StartupError, UnsupportedError, from_wire
+from verl_server.ranks.machine import machine_id
 from verl_server.rollout.parallel_config import ParallelConfig, require_devices
 from verl_server.server.process import AbortCheck
-from verl_server.weights.broadcast.machine import machine_id
 
 try:
     import ray

@@ -15,10 +15,10 @@ from ray.exceptions import GetTimeoutError, RayError
 from verl_server.adapter.sglang.launch import launch_sglang_server
 from verl_server.config import AdapterConfig
 from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError, to_wire
+from verl_server.ranks.machine import machine_id
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
 from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.server.supervisor import ServerPids
-from verl_server.weights.broadcast.machine import machine_id
 
 Json = dict[str, Any]
 

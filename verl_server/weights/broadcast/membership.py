@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict
 from typing import Any, ClassVar, Self
 
-from verl_server.weights.broadcast.machine import machine_id
+from verl_server.ranks.machine import machine_id
 from verl_server.weights.broadcast.placement import ReceiverPlacement, wait_for_receivers
 from verl_server.weights.broadcast.store import arrival_key, cancel_key, connect_to_store, report_key, set_json
 from verl_server.weights.reports import Report
@@ -47,12 +47,10 @@ class Membership(ABC):
         self._table_key = ""
         self._table = b""
 
-    def announce_and_wait(self, receiver_count: int) -> ReceiverPlacement:
+    def announce_and_wait(self, num_receivers: int) -> ReceiverPlacement:
         """Announce this receiver, and wait until all receivers have announced themselves."""
         self.store.set(arrival_key(self.group_name, self.receiver), machine_id())
-        return wait_for_receivers(
-            self.store, self.group_name, receiver_count, is_wanted=lambda: not self.is_cancelled()
-        )
+        return wait_for_receivers(self.store, self.group_name, num_receivers, is_wanted=lambda: not self.is_cancelled())
 
     def is_cancelled(self) -> bool:
         """Whether the trainer has abandoned the group."""

@@ -52,12 +52,12 @@ class Mirror:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         return bool(start <= tensor.data_ptr() < start + len(self._memory))
 
-    def set_progress(self, update_id: str, chunk_count: int) -> None:
-        """Record that `chunk_count` chunks of an update are in the mirror, or `FAILED`.
+    def set_progress(self, update_id: str, num_chunks: int) -> None:
+        """Record that `num_chunks` chunks of an update are in the mirror, or `FAILED`.
 
         The counter is one word, which is written at once, so that readers never see a half of it.
         """
-        self._progress[0] = zlib.crc32(update_id.encode()) << 32 | chunk_count
+        self._progress[0] = zlib.crc32(update_id.encode()) << 32 | num_chunks
 
     def progress(self, update_id: str) -> int:
         """Number of chunks of an update that are in the mirror, or `FAILED`."""

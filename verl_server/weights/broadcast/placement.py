@@ -23,7 +23,7 @@ class ReceiverPlacement:
         self._machines = list(dict.fromkeys(machine_ids))
 
     @property
-    def receiver_count(self) -> int:
+    def num_receivers(self) -> int:
         """Number of receivers on all machines."""
         return len(self._machine_ids)
 
@@ -45,7 +45,7 @@ class ReceiverPlacement:
 def wait_for_receivers(
     store: Any,
     group_name: str,
-    receiver_count: int,
+    num_receivers: int,
     is_wanted: Callable[[], bool],
     timeout_s: float = FORMING_TIMEOUT_S,
 ) -> ReceiverPlacement:
@@ -53,7 +53,7 @@ def wait_for_receivers(
 
     Raises DeadlineError with the receivers that are missing, or ServerError when `is_wanted()` becomes false.
     """
-    keys = [arrival_key(group_name, receiver) for receiver in range(receiver_count)]
+    keys = [arrival_key(group_name, receiver) for receiver in range(num_receivers)]
     deadline = time.monotonic() + timeout_s
     while not store.check(keys):
         if not is_wanted():
@@ -61,7 +61,7 @@ def wait_for_receivers(
         if time.monotonic() > deadline:
             missing = [receiver for receiver, key in enumerate(keys) if not store.check([key])]
             raise DeadlineError(
-                f"receivers {missing} of {receiver_count} did not join the broadcast within {timeout_s:g} s",
+                f"receivers {missing} of {num_receivers} did not join the broadcast within {timeout_s:g} s",
                 operation="broadcast",
                 seconds=timeout_s,
             )

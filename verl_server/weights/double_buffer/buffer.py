@@ -32,7 +32,7 @@ class DoubleBuffer:
         except (OSError, ValueError) as error:
             os.close(fd)
             raise VerlServerError(f"cannot map {layout.size_bytes} bytes of staging memory: {error}") from error
-        self.reports = SharedReports(self._memory, layout.checksums_offset, layout.tensor_count)
+        self.reports = SharedReports(self._memory, layout.checksums_offset, layout.num_tensors)
         self.buckets: BucketMemory = HostBucketMemory(self._memory, layout.buckets_offset, layout.bucket_bytes)
 
     @classmethod

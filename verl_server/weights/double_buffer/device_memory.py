@@ -12,7 +12,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import UnsupportedError, VerlServerError
-from verl_server.weights.double_buffer.layout import BUCKET_COUNT
+from verl_server.weights.double_buffer.layout import NUM_BUCKETS
 from verl_server.weights.layout import round_up
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class DeviceBucketMemory:
     def create(cls, bucket_bytes: int) -> DeviceBucketMemory:
         """Allocate two buckets. Raises UnsupportedError without a usable GPU, VerlServerError if its memory is full."""
         runtime = _cuda_runtime()
-        size = round_up(BUCKET_COUNT * bucket_bytes, ALLOCATION_BYTES)
+        size = round_up(NUM_BUCKETS * bucket_bytes, ALLOCATION_BYTES)
         pointer = _call(runtime.cudaMalloc, size)
         return cls(int(pointer), bucket_bytes, owned=True)
 
@@ -83,7 +83,7 @@ class DeviceBucketMemory:
         torch.cuda.synchronize(self._device)  # models load on streams of their own
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        end = self._pointer + BUCKET_COUNT * self._bucket_bytes
+        end = self._pointer + NUM_BUCKETS * self._bucket_bytes
         return bool(tensor.is_cuda and self._pointer <= tensor.data_ptr() < end)
 
     def close(self) -> None:

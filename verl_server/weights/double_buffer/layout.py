@@ -19,7 +19,7 @@ from verl_server.weights.layout import (
     tensor_bytes,
 )
 
-BUCKET_COUNT = 2
+NUM_BUCKETS = 2
 """Number of buckets in a double buffer."""
 DEFAULT_BUCKET_BYTES = 256 << 20
 
@@ -28,7 +28,7 @@ DEFAULT_BUCKET_BYTES = 256 << 20
 class DoubleBufferLayout:
     """Byte offsets of everything in the memory of a double buffer."""
 
-    tensor_count: int
+    num_tensors: int
     """Number of tensors of the model."""
     table_bytes: int
     """Size of the table of one bucket."""
@@ -43,16 +43,16 @@ class DoubleBufferLayout:
 
     @property
     def tables_offset(self) -> int:
-        return round_up(self.checksums_offset + MAX_TP_RANKS * self.tensor_count * CHECKSUM_BYTES, PAGE_BYTES)
+        return round_up(self.checksums_offset + MAX_TP_RANKS * self.num_tensors * CHECKSUM_BYTES, PAGE_BYTES)
 
     @property
     def buckets_offset(self) -> int:
-        return round_up(self.tables_offset + BUCKET_COUNT * self.table_bytes, PAGE_BYTES)
+        return round_up(self.tables_offset + NUM_BUCKETS * self.table_bytes, PAGE_BYTES)
 
     @property
     def size_bytes(self) -> int:
         """Size of the host memory."""
-        return self.buckets_offset + (BUCKET_COUNT * self.bucket_bytes if self.in_host_memory else 0)
+        return self.buckets_offset + (NUM_BUCKETS * self.bucket_bytes if self.in_host_memory else 0)
 
 
 def plan_double_buffer(
@@ -68,14 +68,14 @@ def plan_double_buffer(
     if max_bytes is None:
         bucket_bytes = max(DEFAULT_BUCKET_BYTES, largest)
     else:
-        bucket_bytes = max_bytes // BUCKET_COUNT // PAGE_BYTES * PAGE_BYTES
+        bucket_bytes = max_bytes // NUM_BUCKETS // PAGE_BYTES * PAGE_BYTES
     if bucket_bytes < largest:
         raise BadInputError(
             f"max_staging_bytes={max_bytes} is too little: the model's largest tensor has {largest} bytes, and "
-            f"{BUCKET_COUNT} buckets of that size must fit; set it to {BUCKET_COUNT * largest} or more"
+            f"{NUM_BUCKETS} buckets of that size must fit; set it to {NUM_BUCKETS * largest} or more"
         )
     largest_table = [[name, LARGEST_OFFSET, spec.shape, spec.dtype] for name, spec in tensors.items()]
     table_bytes = round_up(len(json.dumps(largest_table)), PAGE_BYTES)
     model_bytes = sum(round_up(tensor_bytes(spec), ALIGNMENT) for spec in tensors.values())
-    sufficient_bytes = max(largest, round_up(model_bytes // BUCKET_COUNT, PAGE_BYTES))
+    sufficient_bytes = max(largest, round_up(model_bytes // NUM_BUCKETS, PAGE_BYTES))
     return DoubleBufferLayout(len(tensors), table_bytes, min(bucket_bytes, sufficient_bytes), in_host_memory)

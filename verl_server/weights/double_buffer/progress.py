@@ -44,7 +44,7 @@ class ProgressCounters:
 
     # -- writers ------------------------------------------------------------------------------------
 
-    def filled_count(self, writer: int) -> int:
+    def num_filled(self, writer: int) -> int:
         """Number of buckets that a writer has filled."""
         return self._get(_FILLED + writer)
 
@@ -52,20 +52,20 @@ class ProgressCounters:
         """Record that a writer has filled `count` buckets."""
         self._set(_FILLED + writer, count)
 
-    def finish(self, writer: int, bucket_total: int | None) -> None:
+    def finish(self, writer: int, num_buckets: int | None) -> None:
         """Record that a writer has written all of its tensors. The leading writer passes the number of buckets."""
-        if bucket_total is not None:
-            self._set(_TOTAL, bucket_total + 1)
+        if num_buckets is not None:
+            self._set(_TOTAL, num_buckets + 1)
         self._set(_FILLED + writer, _FINISHED)
 
     @property
-    def bucket_total(self) -> int | None:
+    def num_buckets(self) -> int | None:
         """Number of buckets of the whole update. None while it is not known."""
         return self._get(_TOTAL) - 1 if self._get(_TOTAL) else None
 
     # -- readers ------------------------------------------------------------------------------------
 
-    def emptied_count(self, reader: int) -> int:
+    def num_emptied(self, reader: int) -> int:
         """Number of buckets that a reader has emptied."""
         return self._get(_EMPTIED + reader)
 

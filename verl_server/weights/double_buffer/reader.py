@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verl_server.types import TensorSpec
 from verl_server.weights.double_buffer.bucket_memory import BucketMemory
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
-from verl_server.weights.double_buffer.layout import BUCKET_COUNT
+from verl_server.weights.double_buffer.layout import NUM_BUCKETS
 from verl_server.weights.double_buffer.waiting import POLL_INTERVAL_S, wait_for_progress
 from verl_server.weights.views import tensor_view
 
@@ -27,7 +27,7 @@ Some models load in threads, so they keep tensors for a while.
 class BucketReader:
     """One reader's part of one update through a double buffer.
 
-    `index` is this reader's number, `writer_count` the number of writers. `require_peers` raises when it makes no sense
+    `index` is this reader's number, `num_writers` the number of writers. `require_peers` raises when it makes no sense
     to wait longer. `deadline` is a time of `time.monotonic`.
     """
 
@@ -36,11 +36,11 @@ class BucketReader:
         double_buffer: DoubleBuffer,
         update_number: int,
         index: int,
-        writer_count: int,
+        num_writers: int,
         require_peers: Callable[[], None],
         deadline: float,
     ) -> None:
-        self._double_buffer, self._index, self._writer_count = double_buffer, index, writer_count
+        self._double_buffer, self._index, self._num_writers = double_buffer, index, num_writers
         self._require_peers, self._deadline = require_peers, deadline
         self._progress = double_buffer.progress(update_number)
         self._progress.set_emptied(index, 0)
@@ -55,8 +55,8 @@ class BucketReader:
         bucket = 0
         previous: BucketLease | None = None
         while self._wait_for_bucket(bucket):
-            rows = self._double_buffer.read_table(bucket % BUCKET_COUNT)
-            lease = BucketLease(self._double_buffer.buckets, bucket % BUCKET_COUNT, rows)
+            rows = self._double_buffer.read_table(bucket % NUM_BUCKETS)
+            lease = BucketLease(self._double_buffer.buckets, bucket % NUM_BUCKETS, rows)
             for name, tensor in lease.tensors():
                 yield name, tensor
                 del tensor
@@ -76,11 +76,9 @@ class BucketReader:
 
         def is_known() -> bool:
             nonlocal exists
-            total = self._progress.bucket_total
+            total = self._progress.num_buckets
             exists = total is None or bucket < total
-            return not exists or all(
-                self._progress.filled_count(writer) > bucket for writer in range(self._writer_count)
-            )
+            return not exists or all(self._progress.num_filled(writer) > bucket for writer in range(self._num_writers))
 
         timeout_message = f"bucket {bucket} was not filled by the trainer in time"
         wait_for_progress(is_known, self._progress, self._require_peers, self._deadline, timeout_message)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from verl_server.errors import BadInputError, DeadlineError
 from verl_server.types import TensorSpec
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
-from verl_server.weights.double_buffer.layout import BUCKET_COUNT
+from verl_server.weights.double_buffer.layout import NUM_BUCKETS
 from verl_server.weights.double_buffer.waiting import wait_for_progress
 from verl_server.weights.layout import ALIGNMENT, round_up, tensor_bytes
 from verl_server.weights.views import tensor_view
@@ -43,7 +43,7 @@ class BucketWriter:
         self._progress = double_buffer.progress(update_number)
         self._bucket: torch.Tensor | None = None
         """The bucket that is being filled, as bytes."""
-        self._filled_count = 0
+        self._num_filled = 0
         self._used_bytes = 0
         self._rows: list[Any] = []
         """Name, byte offset, shape and dtype of each tensor in the bucket."""
@@ -59,7 +59,7 @@ class BucketWriter:
             self._publish_bucket()
             self._wait_for_free_bucket(deadline)
             memory = self._double_buffer.buckets
-            self._bucket, offset = memory.as_tensor(memory.view(self._filled_count % BUCKET_COUNT)), 0
+            self._bucket, offset = memory.as_tensor(memory.view(self._num_filled % NUM_BUCKETS)), 0
         self._rows.append([name, offset, spec.shape, spec.dtype])
         self._used_bytes = offset + tensor_bytes(spec)
         return tensor_view(self._bucket, offset, spec)
@@ -67,23 +67,23 @@ class BucketWriter:
     def finish(self) -> None:
         """Hand the last bucket to the readers. All tensors have been written."""
         self._publish_bucket()
-        self._progress.finish(self._index, self._filled_count if self._is_leader else None)
+        self._progress.finish(self._index, self._num_filled if self._is_leader else None)
 
     def _publish_bucket(self) -> None:
         if self._bucket is None:
             return
         self._double_buffer.buckets.synchronize()
         if self._is_leader:
-            self._double_buffer.write_table(self._filled_count % BUCKET_COUNT, self._rows)
-        self._filled_count += 1
-        self._progress.set_filled(self._index, self._filled_count)
+            self._double_buffer.write_table(self._num_filled % NUM_BUCKETS, self._rows)
+        self._num_filled += 1
+        self._progress.set_filled(self._index, self._num_filled)
         self._bucket, self._used_bytes, self._rows = None, 0, []
 
     def _wait_for_free_bucket(self, deadline: float) -> None:
         progress = self._progress
 
         def is_free() -> bool:
-            if progress.bucket_total is not None and self._filled_count >= progress.bucket_total:
+            if progress.num_buckets is not None and self._num_filled >= progress.num_buckets:
                 raise BadInputError(
                     f"rank {self._index} pushes more tensors than rank 0; all ranks must push the same tensors"
                 )
@@ -94,8 +94,8 @@ class BucketWriter:
                         f"TP ranks {absent} did not open the staging memory within {READER_OPEN_TIMEOUT_S:g} s",
                         operation="buckets",
                     )
-            needed_count = self._filled_count + 1 - BUCKET_COUNT
-            return all(progress.emptied_count(reader) >= needed_count for reader in self._readers)
+            num_needed = self._num_filled + 1 - NUM_BUCKETS
+            return all(progress.num_emptied(reader) >= num_needed for reader in self._readers)
 
-        timeout_message = f"bucket {self._filled_count} was not emptied by the servers in time"
+        timeout_message = f"bucket {self._num_filled} was not emptied by the servers in time"
         wait_for_progress(is_free, progress, self._require_peers, deadline, timeout_message)

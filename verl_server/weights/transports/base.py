@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verl_server.types import Member
+from verl_server.types import ServerInfo
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import Layout
 from verl_server.weights.reports import ReceivedReport, Report
@@ -37,7 +37,7 @@ class UpdateAttempt:
     """Names of the tensors that the update contains, in the order of the layout."""
     verify: bool
     """Whether checksums and unwritten parameters are checked."""
-    members: Sequence[Member]
+    members: Sequence[ServerInfo]
     """The servers that the update is sent to."""
 
 
@@ -149,7 +149,7 @@ class Receiver(ABC):
         return
 
 
-def receiving_ranks(members: Sequence[Member]) -> Iterator[ReceivingRank]:
+def receiving_ranks(members: Sequence[ServerInfo]) -> Iterator[ReceivingRank]:
     """The TP ranks of all members, numbered in the order of `members`."""
     ranks = [(member, tp_rank) for member in members for tp_rank in range(member.tp_size)]
     for receiver, (member, tp_rank) in enumerate(ranks):

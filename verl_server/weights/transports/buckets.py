@@ -65,7 +65,7 @@ class Receiver(base.Receiver):
             self._double_buffer,
             wire["update_number"],
             index=self._receiver,
-            writer_count=wire["writer_count"],
+            num_writers=wire["num_writers"],
             require_peers=self._require_trainer,
             deadline=time.monotonic() + wire["timeout_s"],
         )

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import VerlServerError
-from verl_server.types import Member
+from verl_server.ranks.machine import own_address
+from verl_server.types import ServerInfo
 from verl_server.weights.broadcast.byte_ranges import split_into_chunks
-from verl_server.weights.broadcast.machine import own_address
 from verl_server.weights.broadcast.membership import Membership
 from verl_server.weights.broadcast.mirror import Mirror
 from verl_server.weights.broadcast.placement import POLL_INTERVAL_S, ReceiverPlacement, wait_for_receivers
@@ -47,7 +47,7 @@ class Sender(base.Sender):
         super().__init__(settings)
         self._store: Any = None
         self._group: Any = None
-        self._group_members: Sequence[Member] = ()
+        self._group_members: Sequence[ServerInfo] = ()
         self._group_name = ""
         self._table_key = ""
         self._sent_bytes = 0
@@ -78,7 +78,7 @@ class Sender(base.Sender):
             "group_name": self._group_name,
             "table_key": self._table_key,
             "first_receiver": self.first_receiver(attempt, member_index),
-            "receiver_count": len(list(self.receiving_ranks(attempt))),
+            "num_receivers": len(list(self.receiving_ranks(attempt))),
             "size_bytes": self.layout.size_bytes,
             "timeout_s": self.settings.timeout_s,
         }
@@ -87,8 +87,8 @@ class Sender(base.Sender):
         self._sent_bytes = 0
         try:
             if self._group is None:
-                receiver_count = len(list(self.receiving_ranks(attempt)))
-                placement = wait_for_receivers(self._store, self._group_name, receiver_count, is_loading)
+                num_receivers = len(list(self.receiving_ranks(attempt)))
+                placement = wait_for_receivers(self._store, self._group_name, num_receivers, is_loading)
                 self._group = self._form_group(placement)
             self._send(attempt, is_loading)
         except (RuntimeError, VerlServerError) as error:
@@ -136,7 +136,7 @@ class MirrorMember(Membership):
 
     def __init__(self, wire: Json, tp_rank: int) -> None:
         super().__init__(wire, tp_rank)
-        placement = self.announce_and_wait(wire["receiver_count"])
+        placement = self.announce_and_wait(wire["num_receivers"])
         group_rank, leader = placement.group_rank_of(self.receiver), placement.leader_of(self.receiver)
         path_key = mirror_key(self.group_name, leader)
         self.group: Any = None
@@ -189,9 +189,9 @@ class Receiver(base.Receiver):
 
     def _receive(self) -> None:
         mirror = self._member.mirror
-        for chunk_count, (start, stop) in enumerate(self._chunks, 1):
+        for num_chunks, (start, stop) in enumerate(self._chunks, 1):
             broadcast_memory(self._member.group, mirror.view[start:stop], self.wire["timeout_s"])
-            mirror.set_progress(self.wire["update_id"], chunk_count)
+            mirror.set_progress(self.wire["update_id"], num_chunks)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         chunk_starts = [start for start, _ in self._chunks]
@@ -200,19 +200,19 @@ class Receiver(base.Receiver):
             self._wait_for_chunks(bisect.bisect_left(chunk_starts, stop))
             yield name, tensor
 
-    def _wait_for_chunks(self, needed_count: int) -> None:
+    def _wait_for_chunks(self, num_needed: int) -> None:
         """Wait until that many chunks are in the mirror."""
         deadline = time.monotonic() + self.wire["timeout_s"]
-        while (chunk_count := self._member.mirror.progress(self.wire["update_id"])) < needed_count:
+        while (num_chunks := self._member.mirror.progress(self.wire["update_id"])) < num_needed:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"chunk {needed_count} of {len(self._chunks)} did not arrive within {self.wire['timeout_s']:g} s; "
-                    f"{chunk_count} chunks arrived"
+                    f"chunk {num_needed} of {len(self._chunks)} did not arrive within {self.wire['timeout_s']:g} s; "
+                    f"{num_chunks} chunks arrived"
                 )
             if not self._member.leader_is_alive():
                 raise ConnectionError("the process that receives the weights for this machine has died")
             time.sleep(POLL_INTERVAL_S)
-        if chunk_count == Mirror.FAILED:
+        if num_chunks == Mirror.FAILED:
             raise ConnectionError(f"the broadcast failed: {self._failure or 'see the log of the leading TP rank'}")
 
     def contains(self, tensor: torch.Tensor) -> bool:

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from verl_server.ranks.machine import own_address
 from verl_server.weights.broadcast.byte_ranges import group_whole_tensors
-from verl_server.weights.broadcast.machine import own_address
 from verl_server.weights.broadcast.membership import Membership
 from verl_server.weights.broadcast.placement import ReceiverPlacement
 from verl_server.weights.broadcast.process_group import form_group, start_broadcast, wait_for_work
 from verl_server.weights.double_buffer.bucket_memory import BucketMemory, HostBucketMemory
 from verl_server.weights.double_buffer.device_memory import DeviceBucketMemory
-from verl_server.weights.double_buffer.layout import BUCKET_COUNT, DEFAULT_BUCKET_BYTES
+from verl_server.weights.double_buffer.layout import DEFAULT_BUCKET_BYTES, NUM_BUCKETS
 from verl_server.weights.double_buffer.reader import BucketLease
 from verl_server.weights.layout import PAGE_BYTES, byte_ranges_of, round_up, tensor_bytes
 from verl_server.weights.reports import Report
@@ -52,7 +52,7 @@ class Sender(distributed.Sender):
         }
 
     def _form_group(self, placement: ReceiverPlacement) -> Any:
-        size = 1 + placement.receiver_count
+        size = 1 + placement.num_receivers
         return form_group(local_device_type(), self._store, self._group_name, 0, size, self.settings.host)
 
     def _leave_group(self) -> None:
@@ -89,15 +89,15 @@ class BucketMember(Membership):
         if wire["device_type"] == "cuda":
             self.buckets = DeviceBucketMemory.create(bucket_bytes)
         else:
-            self.buckets = HostBucketMemory(mmap.mmap(-1, BUCKET_COUNT * bucket_bytes), 0, bucket_bytes)
+            self.buckets = HostBucketMemory(mmap.mmap(-1, NUM_BUCKETS * bucket_bytes), 0, bucket_bytes)
         try:
-            self.announce_and_wait(wire["receiver_count"])
+            self.announce_and_wait(wire["num_receivers"])
             self.group = form_group(
                 wire["device_type"],
                 self.store,
                 self.group_name,
                 1 + self.receiver,
-                1 + wire["receiver_count"],
+                1 + wire["num_receivers"],
                 own_address(self.trainer_host),
             )
         except BaseException:
@@ -125,11 +125,11 @@ class Receiver(base.Receiver):
         work = self._start_receiving(0)
         previous: BucketLease | None = None
         first_row = 0
-        for part, (start, _, tensor_count) in enumerate(self._parts):
+        for part, (start, _, num_tensors) in enumerate(self._parts):
             wait_for_work(work, self._deadline, lambda: not self._member.is_cancelled())
-            arena_rows = self._rows[first_row : first_row + tensor_count]
+            arena_rows = self._rows[first_row : first_row + num_tensors]
             rows = [[name, offset - start, shape, dtype] for name, offset, shape, dtype in arena_rows]
-            lease = BucketLease(self._member.buckets, part % BUCKET_COUNT, rows)
+            lease = BucketLease(self._member.buckets, part % NUM_BUCKETS, rows)
             next_work = self._start_receiving(part + 1) if part == 0 else None
             for name, tensor in lease.tensors():
                 yield name, tensor
@@ -139,7 +139,7 @@ class Receiver(base.Receiver):
             if previous is not None:
                 previous.reclaim()
                 next_work = self._start_receiving(part + 1)
-            previous, first_row, work = lease, first_row + tensor_count, next_work
+            previous, first_row, work = lease, first_row + num_tensors, next_work
         self._member.buckets.synchronize()
 
     def _start_receiving(self, part: int) -> Any:
@@ -148,7 +148,7 @@ class Receiver(base.Receiver):
             return None
         start, stop, _ = self._parts[part]
         buckets = self._member.buckets
-        bucket = buckets.as_tensor(buckets.view(part % BUCKET_COUNT))
+        bucket = buckets.as_tensor(buckets.view(part % NUM_BUCKETS))
         return start_broadcast(self._member.group, bucket[: stop - start], self.wire["timeout_s"])
 
     def contains(self, tensor: torch.Tensor) -> bool:

@@ -39,13 +39,13 @@ class Sender(base.Sender):
             "size_bytes": self.layout.size_bytes,
             "table_bytes": len(self.layout.table(attempt.names)),
             "checksums_offset": self.layout.checksums_offset,
-            "tensor_count": len(self.layout.slots),
+            "num_tensors": len(self.layout.slots),
             "first_receiver": self.first_receiver(attempt, member_index),
         }
 
     def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:
-        checksum_count = len(attempt.names) if attempt.verify else 0
-        return self.arena.reports.read(receiver, attempt.id, checksum_count)
+        num_checksums = len(attempt.names) if attempt.verify else 0
+        return self.arena.reports.read(receiver, attempt.id, num_checksums)
 
     def receiving_ranks(self, attempt: UpdateAttempt) -> Iterator[ReceivingRank]:
         """The TP ranks that write their reports into this arena: with several nodes, those of this node."""
@@ -115,5 +115,5 @@ class Receiver(base.Receiver):
         return self._mapping.contains(tensor)
 
     def send_report(self, report: Report, checksums: list[int]) -> None:
-        reports = SharedReports(self._mapping.memory, self.wire["checksums_offset"], self.wire["tensor_count"])
+        reports = SharedReports(self._mapping.memory, self.wire["checksums_offset"], self.wire["num_tensors"])
         reports.write(self.wire["first_receiver"] + self.tp_rank, report, checksums)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_server.errors import VerlServerError
-from verl_server.types import Member, TensorSpec
+from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.checksum import compute_checksum
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.progress import CHECKSUM_READER
@@ -28,19 +28,19 @@ class BufferRole:
     double_buffer: DoubleBuffer
     writer_index: int
     """Number of this rank among the writers of the double buffer."""
-    writer_count: int
+    num_writers: int
     """Number of trainer ranks that write the double buffer."""
     is_leader: bool
     """Whether this rank writes tensors that are not sharded, computes checksums, and reads the reports."""
     buffer_index: int
-    """Number of the double buffer. It serves the TP ranks whose number is equal to it modulo `buffer_count`."""
-    buffer_count: int
+    """Number of the double buffer. It serves the TP ranks whose number is equal to it modulo `num_buffers`."""
+    num_buffers: int
     """Number of double buffers of all trainer ranks."""
 
-    def receiving_ranks(self, members: Sequence[Member]) -> Iterator[ReceivingRank]:
+    def receiving_ranks(self, members: Sequence[ServerInfo]) -> Iterator[ReceivingRank]:
         """The TP ranks of the servers that this double buffer serves."""
         for rank in receiving_ranks(members):
-            if rank.receiver % self.buffer_count == self.buffer_index:
+            if rank.receiver % self.num_buffers == self.buffer_index:
                 yield rank
 
 
@@ -55,7 +55,7 @@ class BufferFiller:
         self,
         role: BufferRole,
         update_number: int,
-        members: Sequence[Member],
+        members: Sequence[ServerInfo],
         verify: bool,
         require_ranks: Callable[[], None],
         require_peers: Callable[[], None],
@@ -100,7 +100,7 @@ class BufferFiller:
         self._role.double_buffer.progress(self._update_number).fail(message)
 
     def report_error(
-        self, update_id: str, names: Sequence[str], model_tensor_count: int, timeout_s: float
+        self, update_id: str, names: Sequence[str], num_model_tensors: int, timeout_s: float
     ) -> VerlServerError | None:
         """On the leader: what is wrong with the reports of the TP ranks that this double buffer serves, or None.
 
@@ -109,14 +109,14 @@ class BufferFiller:
         if not self._role.is_leader:
             return None
         attempt = UpdateAttempt(update_id, names, self._verify, self._members)
-        checksum_count = len(names) if self._verify else 0
+        num_checksums = len(names) if self._verify else 0
         reports = {
-            rank.label: self._role.double_buffer.reports.read(rank.receiver, update_id, checksum_count)
+            rank.label: self._role.double_buffer.reports.read(rank.receiver, update_id, num_checksums)
             for rank in self._role.receiving_ranks(self._members)
         }
         try:
             checksums = [] if self._checksums is None else _checksums_of(self._checksums, timeout_s)
-            verify_reports(reports, attempt, checksums, model_tensor_count)
+            verify_reports(reports, attempt, checksums, num_model_tensors)
         except VerlServerError as error:
             return error
         return None
@@ -130,7 +130,7 @@ class BufferFiller:
         """Start a thread that reads the double buffer as one more reader and computes the checksum of each tensor."""
         role = self._role
         reader = BucketReader(
-            role.double_buffer, self._update_number, CHECKSUM_READER, role.writer_count, require_ranks, self._deadline
+            role.double_buffer, self._update_number, CHECKSUM_READER, role.num_writers, require_ranks, self._deadline
         )
 
         def compute_checksums() -> list[int]:

@@ -204,11 +204,11 @@ def verify_reports(
     reports: Mapping[str, ReceivedReport | None],
     attempt: UpdateAttempt,
     checksums: Sequence[int],
-    model_tensor_count: int,
+    num_model_tensors: int,
 ) -> None:
     """Check that every TP rank has loaded this attempt and has read what was staged. Raises VerlServerError.
 
-    `reports`: report of each TP rank by its label. `checksums`: checksum of each staged tensor. `model_tensor_count`:
+    `reports`: report of each TP rank by its label. `checksums`: checksum of each staged tensor. `num_model_tensors`:
     number of tensors of the whole model.
     """
     for label, received in reports.items():
@@ -219,11 +219,11 @@ def verify_reports(
         report = received.report
         if not report.ok:
             raise VerlServerError(f"{label} could not load the weights: {report.error}", log_tail=report.trace)
-        if report.tensor_count != len(attempt.names):
-            raise VerlServerError(f"{label} took {report.tensor_count} of the update's {len(attempt.names)} tensors")
+        if report.num_tensors != len(attempt.names):
+            raise VerlServerError(f"{label} took {report.num_tensors} of the update's {len(attempt.names)} tensors")
         if attempt.verify:
             _verify_checksums(label, received, attempt, checksums)
-            _verify_coverage(label, received, attempt, model_tensor_count)
+            _verify_coverage(label, received, attempt, num_model_tensors)
 
 
 def _verify_checksums(label: str, received: ReceivedReport, attempt: UpdateAttempt, checksums: Sequence[int]) -> None:
@@ -237,11 +237,11 @@ def _verify_checksums(label: str, received: ReceivedReport, attempt: UpdateAttem
         )
 
 
-def _verify_coverage(label: str, received: ReceivedReport, attempt: UpdateAttempt, model_tensor_count: int) -> None:
+def _verify_coverage(label: str, received: ReceivedReport, attempt: UpdateAttempt, num_model_tensors: int) -> None:
     report = received.report
-    if report.unwritten_count and len(attempt.names) == model_tensor_count:
+    if report.num_unwritten and len(attempt.names) == num_model_tensors:
         raise VerlServerError(
-            f"{label} did not write {report.unwritten_count} of its parameters in an update of all tensors, for "
+            f"{label} did not write {report.num_unwritten} of its parameters in an update of all tensors, for "
             f"example {report.unwritten[0]!r}: its model class ignores some names (verify=False skips this check)"
         )
 
@@ -250,9 +250,9 @@ def _result_of(update: StagedUpdate, load_s: float) -> Json:
     slots = update.sender.layout.slots
     return result_wire(
         weight_version=update.validated.weight_version,
-        tensors=len(update.names),
-        bytes=sum(tensor_bytes(slots[name].spec) for name in update.names),
-        missing=len(slots) - len(update.names),
+        num_tensors=len(update.names),
+        num_bytes=sum(tensor_bytes(slots[name].spec) for name in update.names),
+        num_missing=len(slots) - len(update.names),
         transport=update.sender.name,
         staging_bytes=update.sender.layout.size_bytes,
         sent_bytes=update.sender.sent_bytes,

@@ -16,12 +16,12 @@ def contribution_of(names: Sequence[str], has_shards: bool) -> Json:
 
     `has_shards`: some tensors are DTensors, so every rank must take part.
     """
-    return {"tensor_count": len(names), "digest": zlib.crc32("\0".join(names).encode()), "has_shards": has_shards}
+    return {"num_tensors": len(names), "digest": zlib.crc32("\0".join(names).encode()), "has_shards": has_shards}
 
 
 def require_tensors(contributions: Sequence[Json]) -> None:
     """Raise BadInputError if rank 0 has no tensors."""
-    if not contributions[0]["tensor_count"]:
+    if not contributions[0]["num_tensors"]:
         raise BadInputError("named_tensors is empty on rank 0: there is nothing to push")
 
 
@@ -34,10 +34,10 @@ def require_same_names(contributions: Sequence[Json], all_ranks_needed: bool = F
     require_tensors(contributions)
     first = contributions[0]
     for rank, other in enumerate(contributions):
-        must_match = other["tensor_count"] or first["has_shards"] or all_ranks_needed
+        must_match = other["num_tensors"] or first["has_shards"] or all_ranks_needed
         if must_match and other["digest"] != first["digest"]:
             raise BadInputError(
-                f"rank {rank} pushed {other['tensor_count']} tensors that differ from the {first['tensor_count']} of "
+                f"rank {rank} pushed {other['num_tensors']} tensors that differ from the {first['num_tensors']} of "
                 "rank 0; all ranks must push the same names in the same order",
                 rank=rank,
             )

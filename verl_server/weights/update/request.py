@@ -43,8 +43,9 @@ class ValidatedUpdate:
 def validate_options(options: UpdateOptions, current_version: int) -> ValidatedUpdate:
     """Validate the options of an update. Raises BadInputError.
 
-    A weight version must be an int above the current version: SGLang labels tokens with it, and a version that was used
-    before would name two sets of weights.
+    `current_version`: the version that the servers last held whole. A weight version must be an int above it: SGLang
+    labels tokens with the version, and a version that was used before would name two sets of weights. The version of a
+    torn update can be used again, because the servers do not generate with torn weights.
     """
     version = current_version + 1 if options.weight_version is None else options.weight_version
     if not isinstance(version, int) or isinstance(version, bool):
@@ -81,7 +82,7 @@ def torn_to_wire(error: TornWeightsError) -> Json:
 
 
 def outcome_wire(validated: ValidatedUpdate, torn: TornWeightsError | None = None, **fields: Any) -> Json:
-    """What rank 0 tells all ranks after an update: the version that the servers hold, and whether it is torn."""
+    """What rank 0 tells all ranks after an update: the version of the update, and whether the weights are torn."""
     torn_wire = None if torn is None else torn_to_wire(torn)
     return {"weight_version": validated.weight_version, "torn": torn_wire, **fields}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -11,7 +12,7 @@ from typing import Any
 
 from verl_server.config import PauseMode
 from verl_server.errors import UnsupportedError, VerlServerError
-from verl_server.types import Member
+from verl_server.types import ServerInfo
 from verl_server.weights.layout import MAX_TP_RANKS
 from verl_server.weights.update.commit import load_then_end
 from verl_server.weights.update.request import ValidatedUpdate
@@ -28,7 +29,7 @@ class OpenedUpdate:
     update_id: str
     update_number: int
     """Number of the update through the double buffers."""
-    members: Sequence[Member]
+    members: Sequence[ServerInfo]
     """The servers that load the update."""
     opened_at: float
     """Time of `time.monotonic` at which this rank learned of the update."""
@@ -46,7 +47,7 @@ class OpenedUpdate:
     def from_wire(cls, wire: Json) -> OpenedUpdate:
         """The update that `to_wire` described."""
         validated = ValidatedUpdate(**{**wire["validated"], "pause_mode": PauseMode(wire["validated"]["pause_mode"])})
-        members = [Member(name, tp_size) for name, tp_size in wire["members"]]
+        members = [ServerInfo(name, tp_size) for name, tp_size in wire["members"]]
         return cls(validated, wire["update_id"], wire["update_number"], members, time.monotonic())
 
 
@@ -61,6 +62,8 @@ class ServerSession:
         self.members = servers.members
         self._open_session: ExitStack | None = None
         self._loading: Future[None] | None = None
+        self.pause_started = math.nan
+        """Time of `time.monotonic` just before the servers were paused."""
         tp_ranks = sum(member.tp_size for member in self.members)
         if tp_ranks > MAX_TP_RANKS:
             raise UnsupportedError(
@@ -70,6 +73,7 @@ class ServerSession:
 
     def pause_and_begin(self, weights_are_torn: bool) -> None:
         """Pause generation and open the session. On an error, generation continues unless the weights were torn."""
+        self.pause_started = time.monotonic()
         try:
             self._servers.pause(self._validated.pause_mode)
             self._servers.begin_weight_update()

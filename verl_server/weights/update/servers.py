@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from verl_server.config import PauseMode
-from verl_server.types import Member
+from verl_server.types import ServerInfo
 
 Json = dict[str, Any]
 
@@ -20,7 +20,7 @@ class UpdatableServers(Protocol):
     """
 
     @property
-    def members(self) -> Sequence[Member]:
+    def members(self) -> Sequence[ServerInfo]:
         """The servers that take part in the next attempt at an update. Raises ServerDiedError if there is none."""
 
     def pause(self, mode: PauseMode) -> None:

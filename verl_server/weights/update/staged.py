@@ -1,11 +1,16 @@
-"""Updates through the arena: all tensors are staged and checked on all ranks before any server is paused."""
+"""Updates through the arena: all tensors are staged and checked on all ranks before any server is paused.
+
+A dict or a list is checked completely on each rank before that rank stages its first tensor. A refusal then leaves the
+published weights in the arena, so they can still be replayed into a server that was started again. Tensors of a
+generator are checked as they come.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import TornWeightsError, VerlServerError
@@ -19,6 +24,7 @@ from verl_server.weights.update.contributions import contribution_of, require_sa
 from verl_server.weights.update.request import UpdateOptions, ValidatedUpdate, outcome_wire, validate_options
 from verl_server.weights.update.servers import ReplayFn, UpdatableServers
 from verl_server.weights.update.shard_writer import ShardWriter
+from verl_server.weights.update.tensor_source import TensorSource
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
 if TYPE_CHECKING:
@@ -63,10 +69,15 @@ class StagedUpdater(WeightUpdater):
             self._writer_ranks,
             self.coordinator,
             gather_timeout_s=self.ranks.timeout_s,
-            check_finite=options.check_finite,
+            check_finite=options.check_finite and not isinstance(named_tensors, Sized),
             writes_whole_tensors=self._is_node_leader,
         )
-        written, error = (None, refusal) if refusal else self.run_reading(lambda: writer.write(named_tensors))
+
+        def check_and_write() -> list[str]:
+            source = TensorSource(named_tensors, self.manifest, options.check_finite)
+            return writer.write(source.pairs)
+
+        written, error = (None, refusal) if refusal else self.run_reading(check_and_write)
         names = written or []
         gather_s = time.monotonic() - started
         if self._is_node_leader and self.coordinator.rank != 0 and names:  # the arena of another node
@@ -78,9 +89,11 @@ class StagedUpdater(WeightUpdater):
             error=error,
             action_timeout_s=4 * self.ranks.timeout_s,
         )
+        previous_version = self.weight_version
         self.adopt_outcome(outcome)
         self._confirm_on_all_nodes(outcome, names)
         if self.torn is not None:
+            self.weight_version = previous_version
             raise self.torn
         return dataclasses.replace(WeightUpdateResult(**outcome["result"]), gather_s=gather_s)
 

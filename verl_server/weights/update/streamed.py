@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError, from_wire, to_wire
 from verl_server.types import WeightUpdateResult
-from verl_server.weights.double_buffer.layout import BUCKET_COUNT, DoubleBufferLayout
+from verl_server.weights.double_buffer.layout import NUM_BUCKETS, DoubleBufferLayout
 from verl_server.weights.layout import tensor_bytes
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.buffer_filler import BufferFiller, BufferRole
@@ -141,8 +141,8 @@ class StreamedUpdater(WeightUpdater):
         self._raise_if_torn(end_outcome)
         report_error = None
         if self._filler is not None:
-            model_tensor_count = len(self.manifest.tensors)
-            report_error = self._filler.report_error(opened.update_id, names, model_tensor_count, self.ranks.timeout_s)
+            num_model_tensors = len(self.manifest.tensors)
+            report_error = self._filler.report_error(opened.update_id, names, num_model_tensors, self.ranks.timeout_s)
         outcome = self.coordinator.agree(
             f"{call_id}/confirm",
             lambda contributions: self._confirm(contributions, opened, names),
@@ -240,7 +240,7 @@ class StreamedUpdater(WeightUpdater):
             "update_number": opened.update_number,
             "double_buffers": list(self._descriptions),
             "layout": asdict(self._layout),
-            "writer_count": 1 if self._role is None else self._role.writer_count,
+            "num_writers": 1 if self._role is None else self._role.num_writers,
             "timeout_s": self.ranks.timeout_s,
         }
 
@@ -281,13 +281,13 @@ class StreamedUpdater(WeightUpdater):
             return outcome_wire(validated, torn_error(error, validated))
         result = result_wire(
             weight_version=validated.weight_version,
-            tensors=len(names),
-            bytes=sum(tensor_bytes(specs[name]) for name in names),
-            missing=len(specs) - len(names),
+            num_tensors=len(names),
+            num_bytes=sum(tensor_bytes(specs[name]) for name in names),
+            num_missing=len(specs) - len(names),
             transport=self._transport,
-            staging_bytes=len(self._descriptions) * BUCKET_COUNT * self._layout.bucket_bytes,
+            staging_bytes=len(self._descriptions) * NUM_BUCKETS * self._layout.bucket_bytes,
             sent_bytes=0,
-            load_s=time.monotonic() - opened.opened_at,
+            load_s=time.monotonic() - self._session.pause_started,
         )
         return outcome_wire(validated, result=result)
 

@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 class TensorSource:
-    """The caller's tensors of a streamed update.
+    """The caller's tensors of one update.
 
     A collection with a length (a dict or a list) is checked completely when the source is created. Tensors of a
     generator are checked as they come. Raises BadInputError for the first bad tensor.
@@ -43,7 +43,7 @@ class TensorSource:
             first = next(remaining, None)
             self.pairs = _chain(first, remaining)
             self.contribution = {
-                "tensor_count": int(first is not None), "digest": 0, "has_shards": False, "names": None,
+                "num_tensors": int(first is not None), "digest": 0, "has_shards": False, "names": None,
             }  # fmt: skip
         self.contribution["is_checked"] = self.is_checked
 

@@ -49,10 +49,10 @@ class WeightUpdater(ABC):
     def __init__(self, ranks: EngineRanks, manifest: Manifest, weight_version: int) -> None:
         self.ranks, self.coordinator, self.manifest = ranks, ranks.coordinator, manifest
         self.weight_version = weight_version
-        """Version of the last update. The servers hold it completely unless `torn` is set."""
+        """Version of the weights that the servers last held whole. A torn update does not change it."""
         self.torn: TornWeightsError | None = None
         """Why the served weights are partly new and partly old. None if they are whole."""
-        self.released_memory_tags: frozenset[str] = frozenset()
+        self.released_memory: frozenset[str] = frozenset()
         """Parts of the servers' memory that are released. Set by the engine."""
 
     def update(
@@ -64,7 +64,7 @@ class WeightUpdater(ABC):
             refusal = BadInputError(
                 f"load_format {load_format!r} is not supported: tensors are pushed by name. Leave load_format out"
             )
-        elif "weights" in self.released_memory_tags:
+        elif "weights" in self.released_memory:
             refusal = BadInputError(
                 "the memory of the server's weights is released: call resume_memory_occupation(['weights']) first"
             )
@@ -123,9 +123,13 @@ class WeightUpdater(ABC):
             )
 
     def adopt_outcome(self, outcome: Json) -> None:
-        """Take over the version and the state of the served weights that rank 0 sent after an update."""
-        self.weight_version = outcome["weight_version"]
+        """Take over the version and the state of the served weights that rank 0 sent after an update.
+
+        A torn update leaves the version as it was, so that the caller can push the same version again.
+        """
         self.torn = None if outcome["torn"] is None else TornWeightsError(**outcome["torn"])
+        if self.torn is None:
+            self.weight_version = outcome["weight_version"]
 
     def run_reading(self, read: Callable[[], R]) -> tuple[R | None, VerlServerError | None]:
         """Call `read`, which reads the caller's tensors. Returns its result, or an error that all ranks can raise."""
