@@ -10,7 +10,8 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-from verl_server.errors import DeadlineError, ServerError, VerlServerError, from_wire
+from verl_server.errors import BadInputError, DeadlineError, ServerError, VerlServerError, from_wire
+from verl_server.router.resumable_generation import split_batch
 
 Json = dict[str, Any]
 
@@ -64,6 +65,8 @@ class RouterClient:
 
         Also raises ServerError when no router was reachable for `reconnect_timeout_s` seconds.
         """
+        if split_batch(request) is not None:
+            raise BadInputError("a generation has one prompt; make one call for each prompt, each with its own rid")
         options = {
             "rid": rid or uuid.uuid4().hex,
             "session_id": session_id,
@@ -118,7 +121,13 @@ class RouterClient:
         if answer.status == 200:
             return reply
         error = reply.get("error", {})
-        raise from_wire({"type": error.get("type", "ServerError"), "message": error.get("message", ""), "details": {}})
+        raise from_wire(
+            {
+                "type": error.get("type", "ServerError"),
+                "message": error.get("message", ""),
+                "details": error.get("details", {}),
+            }
+        )
 
 
 def _loop_time(deadline: float) -> float:

@@ -19,7 +19,6 @@ from verl_server.config import RouterConfig
 from verl_server.errors import (
     BadInputError,
     DeadlineError,
-    NotReadyError,
     ServerDiedError,
     ServerError,
     ShutDownError,
@@ -27,8 +26,14 @@ from verl_server.errors import (
 )
 from verl_server.router.policy import VersionRequirement
 from verl_server.router.replica_pool import ReplicaPool, RoutedReplica, RoutingRequest
+from verl_server.router.request_checks import (
+    estimate_prompt_tokens,
+    require_versions,
+    validate_id,
+    validate_timeout,
+)
 from verl_server.router.result_cache import ResultCache
-from verl_server.router.resumable_generation import ResumableGeneration, version_spans
+from verl_server.router.resumable_generation import ResumableGeneration
 from verl_server.router.snapshot import RouterCounters, RouterSnapshot
 
 Json = dict[str, Any]
@@ -36,13 +41,9 @@ R = TypeVar("R")
 
 RETRY_DELAY_S = 0.05
 """Seconds before the next attempt when the server answered with an error, that is, when it still runs."""
-CHARACTERS_PER_TOKEN = 4
-"""Assumed number of characters per token of a prompt that is text."""
 MAX_STREAM_EVENTS = 64
 """Maximum number of stream events per attempt. Each event repeats all tokens so far, so the number of transferred bytes
 would otherwise grow with the square of the output's length."""
-MAX_ID_LENGTH = 512
-"""Maximum number of characters of a request id or a session id."""
 
 
 @dataclass
@@ -72,12 +73,7 @@ class Dispatcher:
     def snapshot(self) -> RouterSnapshot:
         """A frozen copy of the replicas' states and of the counters. Any thread may call this."""
         replicas = tuple(replica.snapshot() for replica in list(self.pool.replicas.values()))
-        return RouterSnapshot(replicas, self.pool.queued_requests, replace(self.counters))
-
-    @property
-    def stored_results(self) -> int:
-        """Number of finished results that a repeated request id still receives."""
-        return len(self._results)
+        return RouterSnapshot(replicas, self.pool.queued_requests, len(self._results), replace(self.counters))
 
     def lease_replica(self, session_id: str | None, prompt_tokens: int) -> AbstractAsyncContextManager[RoutedReplica]:
         """A replica for a request that is forwarded unchanged. `prompt_tokens` may be an estimate."""
@@ -102,7 +98,7 @@ class Dispatcher:
         self.pool.require_open()
         validate_id(rid, "rid")
         validate_id(session_id, "session_id")
-        _validate_timeout(timeout_s)
+        validate_timeout(timeout_s)
         routing_request = RoutingRequest(
             requirement or VersionRequirement(), session_id, estimate_prompt_tokens(request)
         )
@@ -114,7 +110,7 @@ class Dispatcher:
             running.orphan_timer = None
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(running.task)
+                reply = await asyncio.shield(running.task)
         except asyncio.CancelledError:
             if self.pool.closed and running.task.cancelled():
                 raise ShutDownError("the router was shut down") from None
@@ -130,6 +126,9 @@ class Dispatcher:
             running.waiting_calls -= 1
             if not running.waiting_calls and not running.task.done():
                 self._handle_orphan(key, running, keep_orphan)
+        # Another call with another requirement may have started the generation.
+        require_versions(reply, routing_request.requirement, _other_weights(key))
+        return reply
 
     def _handle_orphan(self, key: str, running: _RunningGeneration, keep: bool) -> None:
         """No call waits for the generation any more: cancel it, now or after `orphan_timeout_s` seconds."""
@@ -148,7 +147,11 @@ class Dispatcher:
     def _attach(
         self, key: str, request: Mapping[str, Any], routing_request: RoutingRequest, keep_result: bool
     ) -> _RunningGeneration:
-        """The generation with this id: running, finished, continued after an abort, or new."""
+        """The generation with this id: running, finished, continued after an abort, or new.
+
+        Raises BadInputError when the id belongs to another request, NotReadyError when the known tokens do not have the
+        required weight version.
+        """
         running = self._running.get(key)
         known = running.generation if running is not None else self._results.get(key)
         if known is not None and known.request != dict(request):
@@ -156,16 +159,18 @@ class Dispatcher:
         if running is not None:
             self.counters.attached += 1
             return running
-        self.counters.requests += 1
-        generation = known or ResumableGeneration(request)
         if known is not None:
-            self.counters.attached += 1
+            if known.tokens:
+                require_versions(known.reply(), routing_request.requirement, _other_weights(key))
             if not known.is_aborted:
+                self.counters.attached += 1
                 finished: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
                 finished.set_result(known.reply())
                 return _RunningGeneration(known, finished)
             known.end_attempt()
             self._results.remove(key)
+        generation = known or ResumableGeneration(request)
+        self.counters.requests += 1
         task = asyncio.get_running_loop().create_task(self._run(generation, key, routing_request))
         running = _RunningGeneration(generation, task)
         self._running[key] = running
@@ -210,7 +215,7 @@ class Dispatcher:
                 self.pool.release(replica, attempt_id)
             reply = generation.reply()
             self._count_tokens(reply["meta_info"])
-            _require_version(reply, routing_request.requirement)
+            require_versions(reply, routing_request.requirement, "the weights changed during the generation")
             return reply
 
     async def _attempt(self, generation: ResumableGeneration, replica: RoutedReplica, attempt_id: str) -> None:
@@ -262,39 +267,5 @@ async def gather_all(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
         raise
 
 
-def _require_version(reply: Json, requirement: VersionRequirement) -> None:
-    """Raises NotReadyError when a weight update happened between the choice of the replica and the last token."""
-    if requirement.weight_version is None:
-        return
-    versions = {span["version"] for span in version_spans(reply)}
-    if versions != {requirement.weight_version}:
-        raise NotReadyError(
-            f"the weights changed during the generation: {requirement} was required, "
-            f"but the tokens have the versions {sorted(versions)}"
-        )
-
-
-def _validate_timeout(timeout_s: float | None) -> None:
-    if timeout_s is None:
-        return
-    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
-        raise BadInputError(f"timeout_s must be a number of seconds, got {timeout_s!r}")
-    if not timeout_s > 0:
-        raise BadInputError(f"timeout_s is {timeout_s}: the deadline has passed already")
-
-
-def validate_id(value: str | None, name: str) -> None:
-    """Raises BadInputError unless the id is None or a string of 1 to MAX_ID_LENGTH characters."""
-    if value is None:
-        return
-    if not isinstance(value, str) or not value or len(value) > MAX_ID_LENGTH:
-        got = f"{len(value)} characters" if isinstance(value, str) else type(value).__name__
-        raise BadInputError(f"{name} must be a string of 1 to {MAX_ID_LENGTH} characters, got {got}")
-
-
-def estimate_prompt_tokens(request: Mapping[str, Any]) -> int:
-    """Estimated number of prompt tokens. An invalid prompt counts as 0; the replica's adapter refuses it later."""
-    token_ids, text = request.get("input_ids"), request.get("prompt")
-    if isinstance(token_ids, list):
-        return len(token_ids)
-    return len(text) // CHARACTERS_PER_TOKEN if isinstance(text, str) else 0
+def _other_weights(rid: str) -> str:
+    return f"rid {rid!r} belongs to a generation with other weights, choose a new rid"

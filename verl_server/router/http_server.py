@@ -30,10 +30,11 @@ from verl_server.errors import (
     VerlServerError,
     to_wire,
 )
-from verl_server.router.dispatcher import CHARACTERS_PER_TOKEN, Dispatcher, gather_all
+from verl_server.router.dispatcher import Dispatcher, gather_all
 from verl_server.router.metrics import router_metrics
 from verl_server.router.policy import VersionRequirement
 from verl_server.router.replica_pool import RoutedReplica
+from verl_server.router.request_checks import CHARACTERS_PER_TOKEN, rids_of_batch
 from verl_server.router.resumable_generation import split_batch
 
 Json = dict[str, Any]
@@ -124,11 +125,13 @@ class RouterHttpServer:
         )
         bodies = split_batch(body)
         if bodies is not None:
-            rids = rid if isinstance(rid, list) else [None] * len(bodies)
-            if stream or len(rids) != len(bodies):
-                raise BadInputError("a list of prompts needs a list of rids of the same length, and cannot be streamed")
+            if stream:
+                raise BadInputError("a list of prompts cannot be streamed: send one request for each prompt")
+            rids = rids_of_batch(rid, len(bodies))
             return _json_response(
-                await gather_all(generate(one, rid=rid) for one, rid in zip(bodies, rids, strict=True))
+                await gather_all(
+                    generate(prompt_body, rid=prompt_rid) for prompt_body, prompt_rid in zip(bodies, rids, strict=True)
+                )
             )
         reply = await generate(body, rid=rid)
         if not stream:
@@ -206,8 +209,8 @@ def _json_response(value: Any, status: int = 200) -> web.Response:
 
 
 def _error_body(error: VerlServerError) -> Json:
-    wire = to_wire(error)
-    return {"error": {"type": wire["type"], "message": wire["message"], "retryable": type(error).retryable}}
+    """An error as JSON: `type`, `message` and `details` of `to_wire`, and `retryable`."""
+    return {"error": {**to_wire(error), "retryable": error.retryable}}
 
 
 def _parse_object(raw: bytes) -> Json:

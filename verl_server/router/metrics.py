@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from verl_server.router.dispatcher import Dispatcher
 
 COUNTER_HELP = {
-    "requests": "Generations that were requested",
+    "requests": "Calls that started a generation, or continued a generation after an abort",
     "finished": "Generations that finished",
     "failed": "Generations that ended with an error",
     "refused": "Requests refused because no replica serves the required weights, or none serves at all",
-    "attached": "Calls that attached to a known generation with the same request id",
+    "attached": "Calls that received a running generation or a stored result with the same request id",
     "continued": "Lost attempts after which a generation continued from the tokens received so far",
     "restarted": "Lost attempts after which a generation started again without tokens",
     "saved_tokens": "Output tokens that were kept when a replica was lost",
@@ -49,6 +49,11 @@ class _RouterCollector(Collector):
             yield CounterMetricFamily(f"verl_router_{name}", COUNTER_HELP[name], value=value)
         yield GaugeMetricFamily(
             "verl_router_queued_requests", "Requests that wait for a replica", value=snapshot.queued_requests
+        )
+        yield GaugeMetricFamily(
+            "verl_router_stored_results",
+            "Finished results that a repeated request id still receives",
+            value=snapshot.stored_results,
         )
         for name, text in GAUGE_HELP.items():
             family = GaugeMetricFamily(f"verl_replica_{name}", text, labels=["replica"])

@@ -260,7 +260,7 @@ class ReplicaPool:
 
     def _expects_a_replica(self) -> bool:
         return bool(self._expected_without_server) or any(
-            one.expected and not one.admitted for one in self.replicas.values()
+            replica.expected and not replica.admitted for replica in self.replicas.values()
         )
 
     def _serve_queue(self) -> None:
@@ -293,7 +293,7 @@ class ReplicaPool:
 
     def _has_capacity(self) -> bool:
         limit = self._config.max_running_requests_per_replica
-        return any(one.admitted and one.running_requests < limit for one in self.replicas.values())
+        return any(replica.admitted and replica.running_requests < limit for replica in self.replicas.values())
 
 
 def _reservation(ticket: asyncio.Future[RoutedReplica]) -> str:

@@ -48,12 +48,12 @@ def merge_stats(stats: Sequence[ReplicaStats | None]) -> ReplicaStats:
 
     None stands for a router that does not know the replica or reports no observations.
     """
-    known = [one for one in stats if one is not None]
-    busy = [one for one in known if one.running_requests]
+    known = [router_stats for router_stats in stats if router_stats is not None]
+    busy = [router_stats for router_stats in known if router_stats.running_requests]
     return ReplicaStats(
-        running_requests=sum(one.running_requests for one in busy),
-        last_progress_at=max((one.last_progress_at for one in busy), default=0.0),
-        admitted=all(one.admitted for one in known),
+        running_requests=sum(router_stats.running_requests for router_stats in busy),
+        last_progress_at=max((router_stats.last_progress_at for router_stats in busy), default=0.0),
+        admitted=all(router_stats.admitted for router_stats in known),
     )
 
 

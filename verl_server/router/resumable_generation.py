@@ -223,6 +223,6 @@ def split_batch(request: Mapping[str, Any]) -> list[Json] | None:
             f"sampling_params has {len(params_per_prompt)} entries for {len(prompts)} prompts; give one for each"
         )
     return [
-        {**request, field: prompt, "sampling_params": one}
-        for prompt, one in zip(prompts, params_per_prompt, strict=True)
+        {**request, field: prompt, "sampling_params": prompt_params}
+        for prompt, prompt_params in zip(prompts, params_per_prompt, strict=True)
     ]

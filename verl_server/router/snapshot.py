@@ -7,18 +7,22 @@ from dataclasses import dataclass
 
 @dataclass
 class RouterCounters:
-    """What one router has counted since its start. A generation is the work for one request id."""
+    """What one router has counted since its start. A generation is the work for one request id.
+
+    Every accepted call is counted once, in `requests` or in `attached`. Every generation of `requests` that has ended
+    is counted in `finished` or `failed`, unless it was cancelled.
+    """
 
     requests: int = 0
-    """Number of generations that were requested."""
+    """Number of calls that started a generation, or continued a generation after an abort."""
     finished: int = 0
-    """Number of generations that finished."""
+    """Number of these generations that finished."""
     failed: int = 0
-    """Number of generations that ended with an error."""
+    """Number of these generations that ended with an error."""
     refused: int = 0
     """Number of requests refused because no replica serves the required weights, or none serves at all."""
     attached: int = 0
-    """Number of calls that attached to a known generation with the same request id."""
+    """Number of calls that received a running generation or a stored result with the same request id."""
     continued: int = 0
     """Number of lost attempts after which a generation continued from the tokens received so far."""
     restarted: int = 0
@@ -57,9 +61,11 @@ class RouterSnapshot:
     replicas: tuple[ReplicaSnapshot, ...]
     queued_requests: int
     """Number of requests that wait for a replica."""
+    stored_results: int
+    """Number of finished results that a repeated request id still receives."""
     counters: RouterCounters
     """A copy of the counters."""
 
     def replica(self, name: str) -> ReplicaSnapshot | None:
         """The replica with this name. None when the router does not know it."""
-        return next((one for one in self.replicas if one.name == name), None)
+        return next((replica for replica in self.replicas if replica.name == name), None)

@@ -1,0 +1,300 @@
+"""The dispatcher of a router and its HTTP server, with servers that record requests instead of running a model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from verl_server import RouterClient, RouterConfig
+from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
+from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.http_server import RouterHttpServer
+from verl_server.router.metrics import router_metrics
+from verl_server.router.policy import VersionRequirement
+
+REQUEST: dict[str, Any] = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
+API_KEY = "callers-key"
+
+
+class RecordingServer:
+    """A `GenerationServer` that answers with token ids 0, 1, 2 and so on, as long as `may_finish` is set."""
+
+    base_url, api_key = "http://recording", None
+
+    def __init__(self, weight_version: int = 0) -> None:
+        self.weight_version = weight_version
+        self.requests: list[dict[str, Any]] = []
+        """All requests, in order of arrival."""
+        self.running_requests = 0
+        self.stream_events = 0
+        """Number of events of all streams."""
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
+
+    def _reply(self, count: int, finished: bool) -> dict[str, Any]:
+        meta = {
+            "weight_version": self.weight_version,
+            "completion_tokens": count,
+            "finish_reason": {"type": "length", "length": count} if finished else None,
+        }
+        return {"output_ids": list(range(count)), "meta_info": meta}
+
+    @contextlib.asynccontextmanager
+    async def _record(self, request: dict[str, Any]) -> AsyncIterator[int]:
+        """Records the request and waits for `may_finish`. Yields the number of tokens to generate."""
+        self.requests.append(request)
+        self.running_requests += 1
+        try:
+            await self.may_finish.wait()
+            yield request["sampling_params"]["max_new_tokens"]
+        finally:
+            self.running_requests -= 1
+
+    async def generate(self, **request: Any) -> Any:
+        async with self._record(request) as count:
+            return self._reply(count, finished=True)
+
+    async def generate_stream(self, **request: Any) -> Any:
+        async with self._record(request) as count:
+            interval = request["sampling_params"]["stream_interval"]
+            for tokens in range(interval, count + interval, interval):
+                self.stream_events += 1
+                yield self._reply(min(tokens, count), finished=tokens >= count)
+
+
+async def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
+    """Seconds until `condition` is true."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < timeout_s
+        await asyncio.sleep(0.01)
+    return time.monotonic() - started
+
+
+@contextlib.asynccontextmanager
+async def http_router(dispatcher: Dispatcher) -> AsyncIterator[str]:
+    """URL of an HTTP server over the dispatcher."""
+    http_server = RouterHttpServer(dispatcher, API_KEY)
+    runner = web.ServerRunner(await http_server.create_server(), shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await dispatcher.close()
+        await runner.cleanup()
+        await http_server.close()
+
+
+# -- stream events -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_new_tokens", "interval"), [(10, None), (16, None), (500, 16), (32_000, 500)])
+def test_stream_has_at_most_64_events_of_at_least_16_tokens(max_new_tokens: int, interval: int | None) -> None:
+    """A request whose stream would have one event is not streamed."""
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), RecordingServer()
+        dispatcher.pool.add_replica("a", server, 0)
+        reply = await dispatcher.generate({**REQUEST, "sampling_params": {"max_new_tokens": max_new_tokens}})
+        assert reply["output_ids"] == list(range(max_new_tokens))
+        (request,) = server.requests
+        assert request["sampling_params"].get("stream_interval") == interval
+        assert server.stream_events == (0 if interval is None else math.ceil(max_new_tokens / interval))
+        assert server.stream_events <= 64
+
+    asyncio.run(run())
+
+
+# -- request ids -------------------------------------------------------------------------------------
+
+
+def test_call_with_a_known_rid_is_counted_once() -> None:
+    """Each call counts as a request or as attached. Each request that has ended is finished or failed."""
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), RecordingServer()
+        dispatcher.pool.add_replica("a", server, 0)
+        server.may_finish.clear()
+        running = [asyncio.ensure_future(dispatcher.generate(REQUEST, rid="same")) for _ in range(2)]
+        await wait_for(lambda: server.running_requests == 1)
+        server.may_finish.set()
+        replies = [*await asyncio.gather(*running), await dispatcher.generate(REQUEST, rid="same")]
+        assert replies[0] == replies[1] == replies[2]
+        assert len(server.requests) == 1
+        counters = dispatcher.snapshot().counters
+        assert (counters.requests, counters.attached, counters.finished, counters.failed) == (1, 2, 1, 0)
+        assert dispatcher.snapshot().stored_results == 1
+        assert "verl_router_stored_results 1.0" in router_metrics(dispatcher).decode()
+
+    asyncio.run(run())
+
+
+def test_evicted_rid_generates_again() -> None:
+    """A generation runs once per rid while its result is stored. Each result takes more than 4096 bytes."""
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(RouterConfig(result_cache_bytes=9000)), RecordingServer()
+        dispatcher.pool.add_replica("a", server, 0)
+        for _ in range(3):
+            await dispatcher.generate(REQUEST, rid="first")
+        assert len(server.requests) == 1
+        for number in range(2):  # two further results fill the cache
+            await dispatcher.generate(REQUEST, rid=f"later {number}")
+        assert len(server.requests) == 3
+        await dispatcher.generate(REQUEST, rid="first")
+        assert len(server.requests) == 4
+
+    asyncio.run(run())
+
+
+REFUSED = [VersionRequirement(weight_version=7), VersionRequirement(min_weight_version=7)]
+ACCEPTED = [VersionRequirement(weight_version=3), VersionRequirement(min_weight_version=2), VersionRequirement()]
+
+
+def test_stored_result_needs_the_required_weight_version() -> None:
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), RecordingServer(weight_version=3)
+        dispatcher.pool.add_replica("a", server, 3)
+        first = await dispatcher.generate(REQUEST, rid="same")
+        server.weight_version = 7
+        dispatcher.pool.update_replica("a", weight_version=7)
+        for requirement in REFUSED:
+            with pytest.raises(NotReadyError, match=r"weight version 7.*is required, but the tokens have .* \[3\]"):
+                await dispatcher.generate(REQUEST, rid="same", requirement=requirement)
+        for requirement in ACCEPTED:
+            assert await dispatcher.generate(REQUEST, rid="same", requirement=requirement) == first
+        assert len(server.requests) == 1
+
+    asyncio.run(run())
+
+
+def test_running_generation_needs_the_required_weight_version() -> None:
+    """The requirement of a call that attaches is checked at the end. The other callers receive the reply."""
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), RecordingServer(weight_version=3)
+        dispatcher.pool.add_replica("a", server, 3)
+        server.may_finish.clear()
+        first = asyncio.ensure_future(dispatcher.generate(REQUEST, rid="same"))
+        await wait_for(lambda: server.running_requests == 1)
+        refused = [
+            asyncio.ensure_future(dispatcher.generate(REQUEST, rid="same", requirement=requirement))
+            for requirement in REFUSED
+        ]
+        accepted = [
+            asyncio.ensure_future(dispatcher.generate(REQUEST, rid="same", requirement=requirement))
+            for requirement in ACCEPTED
+        ]
+        await asyncio.sleep(0)
+        server.may_finish.set()
+        for call in refused:
+            with pytest.raises(NotReadyError, match="choose a new rid"):
+                await call
+        assert [reply["output_ids"] for reply in await asyncio.gather(first, *accepted)] == [[0, 1, 2, 3]] * 4
+        assert len(server.requests) == 1
+
+    asyncio.run(run())
+
+
+# -- sessions ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", ["full", "suspect", "not admitted"])
+def test_session_leaves_a_replica_that_cannot_serve_it(reason: str) -> None:
+    async def run() -> None:
+        dispatcher = Dispatcher(RouterConfig(max_running_requests_per_replica=1))
+        servers = {name: RecordingServer() for name in ("a", "b")}
+        for name, server in servers.items():
+            dispatcher.pool.add_replica(name, server, 0)
+        for _ in range(2):
+            await dispatcher.generate(REQUEST, session_id="conversation")
+        assert [len(server.requests) for server in servers.values()] == [2, 0], "the session stays on a"
+        async with contextlib.AsyncExitStack() as stack:
+            if reason == "full":
+                assert (await stack.enter_async_context(dispatcher.lease_replica("conversation", 0))).name == "a"
+            elif reason == "suspect":
+                dispatcher.pool.update_replica("a", suspect=True)
+            else:
+                dispatcher.pool.update_replica("a", admitted=False)
+            await dispatcher.generate(REQUEST, session_id="conversation")
+        assert [len(server.requests) for server in servers.values()] == [2, 1]
+
+    asyncio.run(run())
+
+
+# -- HTTP --------------------------------------------------------------------------------------------
+
+
+def test_details_of_an_error_reach_the_client() -> None:
+    """The third request finds one running and one queued request; the maximum is one queued request."""
+
+    async def run() -> None:
+        dispatcher = Dispatcher(RouterConfig(max_running_requests_per_replica=1, max_queued_requests=1))
+        server = RecordingServer()
+        server.may_finish.clear()
+        dispatcher.pool.add_replica("a", server, 0)
+        async with http_router(dispatcher) as url, RouterClient(url, API_KEY) as client:
+            calls = [asyncio.ensure_future(client.generate(**REQUEST)) for _ in range(2)]
+            await wait_for(lambda: server.running_requests == 1 and dispatcher.snapshot().queued_requests == 1)
+            with pytest.raises(ServerBusyError) as caught:
+                await client.generate(**REQUEST)
+            assert caught.value.details == {"queued_requests": 1}
+            server.may_finish.set()
+            assert [reply["output_ids"] for reply in await asyncio.gather(*calls)] == [[0, 1, 2, 3]] * 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("rid", "got"), [("one id", "str"), (["a"], "a list of 1"), ([], "a list of 0"), (7, "int")])
+def test_several_prompts_need_a_list_of_rids(rid: Any, got: str) -> None:
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), RecordingServer()
+        dispatcher.pool.add_replica("a", server, 0)
+        body = {**REQUEST, "input_ids": [[1], [2]], "rid": rid}
+        async with http_router(dispatcher) as url, aiohttp.ClientSession() as session:
+            headers = {"Authorization": f"Bearer {API_KEY}"}
+            async with session.post(f"{url}/generate", json=body, headers=headers) as answer:
+                error = (await answer.json())["error"]
+                assert (answer.status, error["type"], error["retryable"]) == (400, "BadInputError", False)
+            assert error["message"] == f"2 prompts need a list of 2 request ids as rid, got {got}"
+        assert not server.requests
+
+    asyncio.run(run())
+
+
+def test_client_sends_one_prompt_for_each_call() -> None:
+    async def run() -> None:
+        async with RouterClient("http://127.0.0.1:1", None) as client:
+            with pytest.raises(BadInputError, match="a generation has one prompt"):
+                await client.generate(prompt=["a", "b"])
+
+    asyncio.run(run())
+
+
+def test_cancelled_call_of_the_client_ends_the_generation() -> None:
+    """The generation continues for `orphan_timeout_s` seconds, because the client could connect again."""
+    orphan_timeout_s = 0.5
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(RouterConfig(orphan_timeout_s=orphan_timeout_s)), RecordingServer()
+        server.may_finish.clear()
+        dispatcher.pool.add_replica("a", server, 0)
+        async with http_router(dispatcher) as url, RouterClient(url, API_KEY) as client:
+            call = asyncio.ensure_future(client.generate(rid="left", **REQUEST))
+            await wait_for(lambda: server.running_requests == 1)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert await wait_for(lambda: server.running_requests == 0) > orphan_timeout_s / 2
+            assert dispatcher.snapshot().replica("a").running_requests == 0  # type: ignore[union-attr]
+
+    asyncio.run(run())

@@ -1,0 +1,66 @@
+"""Checks of what a caller asks of a router, and estimates of the size of a prompt. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl_server.errors import BadInputError, NotReadyError
+from verl_server.router.policy import VersionRequirement
+from verl_server.router.resumable_generation import version_spans
+
+Json = dict[str, Any]
+
+CHARACTERS_PER_TOKEN = 4
+"""Assumed number of characters per token of a prompt that is text."""
+MAX_ID_LENGTH = 512
+"""Maximum number of characters of a request id or a session id."""
+
+
+def validate_id(value: str | None, name: str) -> None:
+    """Raises BadInputError unless the id is None or a string of 1 to MAX_ID_LENGTH characters."""
+    if value is None:
+        return
+    if not isinstance(value, str) or not value or len(value) > MAX_ID_LENGTH:
+        got = f"{len(value)} characters" if isinstance(value, str) else type(value).__name__
+        raise BadInputError(f"{name} must be a string of 1 to {MAX_ID_LENGTH} characters, got {got}")
+
+
+def validate_timeout(timeout_s: float | None) -> None:
+    """Raises BadInputError unless the timeout is None or a positive number of seconds."""
+    if timeout_s is None:
+        return
+    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
+        raise BadInputError(f"timeout_s must be a number of seconds, got {timeout_s!r}")
+    if not timeout_s > 0:
+        raise BadInputError(f"timeout_s is {timeout_s}: the deadline has passed already")
+
+
+def rids_of_batch(rid: Any, num_prompts: int) -> list[str | None]:
+    """The request id of each prompt of a request with several prompts. Each id is None when the request has none.
+
+    Raises BadInputError unless `rid` is None or a list with one id for each prompt.
+    """
+    if rid is None:
+        return [None] * num_prompts
+    if not isinstance(rid, list) or len(rid) != num_prompts:
+        got = f"a list of {len(rid)}" if isinstance(rid, list) else type(rid).__name__
+        raise BadInputError(f"{num_prompts} prompts need a list of {num_prompts} request ids as rid, got {got}")
+    return rid
+
+
+def require_versions(reply: Json, requirement: VersionRequirement, problem: str) -> None:
+    """Raises NotReadyError, which begins with `problem`, unless every token has a weight version that is required."""
+    versions = {span["version"] for span in version_spans(reply)}
+    if not all(requirement.is_met_by(version) for version in versions):
+        raise NotReadyError(
+            f"{problem}: {requirement} is required, but the tokens have the weight versions {sorted(versions)}"
+        )
+
+
+def estimate_prompt_tokens(request: Mapping[str, Any]) -> int:
+    """Estimated number of prompt tokens. An invalid prompt counts as 0; the replica's adapter refuses it later."""
+    token_ids, text = request.get("input_ids"), request.get("prompt")
+    if isinstance(token_ids, list):
+        return len(token_ids)
+    return len(text) // CHARACTERS_PER_TOKEN if isinstance(text, str) else 0
