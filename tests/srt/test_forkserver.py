@@ -24,7 +24,8 @@ from verl_server.server.environment import inherited_environment
 from verl_server.server.forkserver import forkserver as forkserver_module
 from verl_server.server.forkserver.forkserver import ForkedWarden, Forkserver
 from verl_server.server.forkserver.shared_forkserver import LATE_VARIABLES, SharedForkserver, forkserver_pid
-from verl_server.server.process import ServerProcess, never_abort
+from verl_server.server.process import ServerProcess
+from verl_server.server.supervisor import never_abort
 
 READY_S = 250.0
 

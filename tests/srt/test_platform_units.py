@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from verl_server.platforms import PLATFORM_CLASS, activate, memory, seeds, threads
-from verl_server.platforms.budget import pool_tokens
+from verl_server.platforms.kv_cache_size import pool_tokens
 
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is present")
 

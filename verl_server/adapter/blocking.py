@@ -17,8 +17,7 @@ from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.config import AdapterConfig
 from verl_server.errors import ShutDownError, VerlServerError
-from verl_server.server.process import AbortCheck, never_abort
-from verl_server.server.supervisor import ServerPids, Supervisor
+from verl_server.server.supervisor import AbortCheck, ServerPids, Supervisor, never_abort
 
 Json = dict[str, Any]
 P = ParamSpec("P")
@@ -96,7 +95,7 @@ class HttpServerEngineAdapter:
     update_weights_from_distributed = _blocking(AsyncHttpServerEngineAdapter.update_weights_from_distributed)
     update_weights_from_disk = _blocking(AsyncHttpServerEngineAdapter.update_weights_from_disk)
     update_weight_version = _blocking(AsyncHttpServerEngineAdapter.update_weight_version)
-    load_lora_adapter_from_tensors = _blocking(AsyncHttpServerEngineAdapter.load_lora_adapter_from_tensors)
+    load_lora_adapter = _blocking(AsyncHttpServerEngineAdapter.load_lora_adapter)
     unload_lora_adapter = _blocking(AsyncHttpServerEngineAdapter.unload_lora_adapter)
     weights_checker = _blocking(AsyncHttpServerEngineAdapter.weights_checker)
     release_memory_occupation = _blocking(AsyncHttpServerEngineAdapter.release_memory_occupation)
@@ -177,10 +176,6 @@ class HttpServerEngineAdapter:
         """Memory tags that this adapter has released."""
         return self.asynchronous.released_memory
 
-    def fail(self, error: VerlServerError) -> None:
-        """Make every call in flight and every later call raise `error`, for example when another rank has died."""
-        self.asynchronous.fail(error)
-
     def shutdown(self) -> None:
         """End the server, unless it was attached, and close the connections. May be called more than once."""
         try:
@@ -195,6 +190,12 @@ class HttpServerEngineAdapter:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    # -- internal: called by other folders of this package, no part of the public API -------------------
+
+    def fail(self, error: VerlServerError) -> None:
+        """Internal. Make every call in flight and every later call raise `error`."""
+        self.asynchronous.fail(error)
 
 
 async def _next_event(events: AsyncGenerator[Json, None]) -> Json | None:

@@ -16,8 +16,7 @@ from verl_server.adapter.sglang.launch import launch_sglang_server
 from verl_server.config import AdapterConfig
 from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError
 from verl_server.server.exit_status import ExitStatus
-from verl_server.server.process import AbortCheck, never_abort
-from verl_server.server.supervisor import ServerPids, Supervisor
+from verl_server.server.supervisor import AbortCheck, ServerPids, Supervisor, never_abort
 
 
 class AsyncHttpServerEngineAdapter:
@@ -49,7 +48,7 @@ class AsyncHttpServerEngineAdapter:
             model_path: Folder of the model, or its name on a hub.
             config: Settings of this adapter.
             env: Environment variables to add to the server's environment.
-            check_abort: Called repeatedly while the server starts. The error that it returns ends the start.
+            check_abort: Internal. Called repeatedly while the server starts; the error that it returns ends the start.
             server_args: Further fields of SGLang's `ServerArgs`, passed on unchanged.
 
         Raises StartupError, DeadlineError, BadInputError (an argument that SGLang refuses), or the error of
@@ -119,6 +118,7 @@ class AsyncHttpServerEngineAdapter:
         self.process = process
         """Supervisor of the server's process. None for an attached server."""
         self.connection = ServerConnection(http, server_args)
+        """Internal: the HTTP connections and the state that the functions of this folder share."""
         self._is_shut_down = False
         if process is not None:
             process.on_exit(self._on_exit)
@@ -186,36 +186,10 @@ class AsyncHttpServerEngineAdapter:
     update_weight_version = weight_updates.update_weight_version
     weights_checker = weight_updates.weights_checker
 
-    load_lora_adapter_from_tensors = lora_adapters.load_lora_adapter_from_tensors
+    load_lora_adapter = lora_adapters.load_lora_adapter
     unload_lora_adapter = lora_adapters.unload_lora_adapter
 
-    # -- failure and end ------------------------------------------------------------------------------
-
-    def _find_death(self, timeout_s: float) -> ServerDiedError | None:
-        """The error of a dead server, or None when the server still lives after `timeout_s` or was attached."""
-        if self.process is None or self.process.wait_exit(timeout_s) is None:
-            return None
-        return self.process.died(self.base_url)
-
-    def _on_exit(self, _: ExitStatus) -> None:
-        assert self.process is not None
-        if self._is_shut_down:
-            self.fail(ShutDownError("the adapter was shut down"))
-        else:
-            self.fail(self.process.died(self.base_url))
-
-    def fail(self, error: VerlServerError) -> None:
-        """Make every call in flight and every later call raise `error`, for example when another rank has died."""
-        self.connection.http.fail(error)
-
-    def shutdown_process(self) -> None:
-        """End the server's process tree. Blocks; may be called from any thread and more than once."""
-        if not self._is_shut_down:
-            self._is_shut_down = True
-            self._registration.stop()
-            self.fail(ShutDownError(f"the adapter of {self.base_url} was shut down"))
-        if self.process is not None:
-            self.process.stop(self.config.timeouts.stop_s)
+    # -- end ------------------------------------------------------------------------------------------
 
     async def close_connections(self) -> None:
         """Close the connections of the running event loop. The server and other event loops are not affected."""
@@ -231,3 +205,31 @@ class AsyncHttpServerEngineAdapter:
 
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
+
+    # -- internal: called by other folders of this package, no part of the public API -------------------
+
+    def _find_death(self, timeout_s: float) -> ServerDiedError | None:
+        """The error of a dead server, or None when the server still lives after `timeout_s` or was attached."""
+        if self.process is None or self.process.wait_exit(timeout_s) is None:
+            return None
+        return self.process.died(self.base_url)
+
+    def _on_exit(self, _: ExitStatus) -> None:
+        assert self.process is not None
+        if self._is_shut_down:
+            self.fail(ShutDownError("the adapter was shut down"))
+        else:
+            self.fail(self.process.died(self.base_url))
+
+    def fail(self, error: VerlServerError) -> None:
+        """Internal. Make every call in flight and every later call raise `error`."""
+        self.connection.http.fail(error)
+
+    def shutdown_process(self) -> None:
+        """Internal. End the server's process tree. Blocks; may be called from any thread and more than once."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._registration.stop()
+            self.fail(ShutDownError(f"the adapter of {self.base_url} was shut down"))
+        if self.process is not None:
+            self.process.stop(self.config.timeouts.stop_s)

@@ -1,6 +1,6 @@
 """Requests that load and unload LoRA adapters. They are methods of `AsyncHttpServerEngineAdapter`.
 
-Generation requests use a LoRA adapter with `lora_path=lora_name`. The server needs `enable_lora=True`.
+Generation requests use a LoRA adapter with `lora_path=name`. The server needs `enable_lora=True`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 
 
-async def load_lora_adapter_from_tensors(
+async def load_lora_adapter(
     adapter: AsyncHttpServerEngineAdapter,
-    lora_name: str,
+    name: str,
     tensors: Mapping[str, torch.Tensor],
     config: Mapping[str, Any],
 ) -> None:
@@ -28,10 +28,10 @@ async def load_lora_adapter_from_tensors(
     Every TP rank compares SHA-256 sums of the tensors that it received. Raises BadInputError when the server refuses:
     no `enable_lora`, a LoRA rank above `max_lora_rank`, or a name that is loaded already.
     """
-    body = load_lora_payload(lora_name, tensors, config, await adapter.connection.get_tp_size())
+    body = load_lora_payload(name, tensors, config, await adapter.connection.get_tp_size())
     await adapter.connection.call_weights(endpoints.LOAD_LORA, body)
 
 
-async def unload_lora_adapter(adapter: AsyncHttpServerEngineAdapter, lora_name: str) -> None:
+async def unload_lora_adapter(adapter: AsyncHttpServerEngineAdapter, name: str) -> None:
     """Unload a LoRA adapter. New requests for it are refused at once; returns when its running requests have ended."""
-    await adapter.connection.call_weights(endpoints.UNLOAD_LORA, {"lora_name": lora_name})
+    await adapter.connection.call_weights(endpoints.UNLOAD_LORA, {"lora_name": name})

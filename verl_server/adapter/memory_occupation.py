@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from verl_server.adapter.connection import ServerConnection
+from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume
 from verl_server.adapter.sglang import endpoints
-from verl_server.adapter.sglang.payloads import pause_payload, validate_memory_tags
+from verl_server.adapter.sglang.payloads import pause_payload
 from verl_server.adapter.sglang.replies import count_requests
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, ServerBusyError, ServerError
@@ -26,10 +27,7 @@ async def release_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags:
     and for tags that are released already.
     """
     connection = adapter.connection
-    requested = validate_memory_tags(tags)
-    already_released = connection.released_memory.intersection(requested)
-    if already_released:
-        raise BadInputError(f"{sorted(already_released)} is released already")
+    requested = tags_to_release(tags, connection.released_memory)
     if not connection.released_memory:
         await _require_idle(connection)
         await connection.call(endpoints.PAUSE, pause_payload(PauseMode.RETRACT))
@@ -52,13 +50,7 @@ async def resume_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags: 
     `pause_generation`. Raises BadInputError for tags that are not released.
     """
     connection = adapter.connection
-    released = connection.released_memory
-    requested = validate_memory_tags(tags) if tags is not None else sorted(released)
-    not_released = set(requested) - released
-    if not_released:
-        raise BadInputError(f"{sorted(not_released)} is not released; released memory: {sorted(released)}")
-    if not requested:
-        raise BadInputError("nothing is released: resume_memory_occupation needs a release before it")
+    requested = tags_to_resume(tags, connection.released_memory)
     await connection.call(endpoints.RESUME_MEMORY, {"tags": requested})
     connection.released_memory = connection.released_memory.difference(requested)
     if not connection.released_memory:

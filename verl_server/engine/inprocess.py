@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume
 from verl_server.adapter.model_files import read_model_config
-from verl_server.adapter.sglang.payloads import validate_memory_tags
 from verl_server.adapter.sglang.replies import prompt_limits
 from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
@@ -132,26 +132,21 @@ class InProcessBackend:
 
     # -- adapters and memory --------------------------------------------------------------------------
 
-    def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
+    def load_lora_adapter(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
         self._run(
             lambda: _require_lora_success(self._engine.load_lora_adapter_from_tensors(name, dict(tensors), config))
         )
 
-    def unload_lora(self, name: str) -> None:
+    def unload_lora_adapter(self, name: str) -> None:
         self._run(lambda: _require_lora_success(self._engine.unload_lora_adapter(name)))
 
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
-        requested = validate_memory_tags(tags)
-        already_released = self._released_memory.intersection(requested)
-        if already_released:
-            raise BadInputError(f"{sorted(already_released)} is released already")
+        requested = tags_to_release(tags, self._released_memory)
         self._run(lambda: self._engine.release_memory_occupation(tags=requested))
         self._released_memory.update(requested)
 
     def resume_memory_occupation(self, tags: Sequence[str] | None) -> None:
-        requested = validate_memory_tags(tags) if tags is not None else sorted(self._released_memory)
-        if not requested or set(requested) - self._released_memory:
-            raise BadInputError(f"{requested} is not released; released memory: {sorted(self._released_memory)}")
+        requested = tags_to_resume(tags, self._released_memory)
         self._run(lambda: self._engine.resume_memory_occupation(tags=requested))
         self._released_memory.difference_update(requested)
 

@@ -33,8 +33,8 @@ class LoraAdapters:
         """
         if name in self._loaded:
             self._loaded.discard(name)
-            backend.unload_lora(name)
-        backend.load_lora(name, tensors, config)
+            backend.unload_lora_adapter(name)
+        backend.load_lora_adapter(name, tensors, config)
         self._loaded.add(name)
 
     def unload(self, backend: Backend, name: str) -> None:
@@ -42,7 +42,7 @@ class LoraAdapters:
         self.require(name)
         self._loaded.discard(name)
         self._started_with.discard(name)
-        backend.unload_lora(name)
+        backend.unload_lora_adapter(name)
 
     def require(self, lora_path: Any) -> None:
         """Raise BadInputError unless all adapters that a request names are loaded. `lora_path`: a name or a list."""

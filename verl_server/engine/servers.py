@@ -14,7 +14,7 @@ from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.config import AdapterConfig, PauseMode, RemoteServer
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.ranks.machine import own_address
-from verl_server.server.process import AbortCheck
+from verl_server.server.supervisor import AbortCheck
 from verl_server.types import ServerInfo, parse_weight_version
 from verl_server.weights.loader import serialize_wire
 from verl_server.weights.update.servers import ReplayFn
@@ -128,10 +128,10 @@ class HttpServers:
 
     # -- adapters and memory --------------------------------------------------------------------------
 
-    def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
-        self._call_all(lambda adapter: adapter.load_lora_adapter_from_tensors(name, tensors, config))
+    def load_lora_adapter(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
+        self._call_all(lambda adapter: adapter.load_lora_adapter(name, tensors, config))
 
-    def unload_lora(self, name: str) -> None:
+    def unload_lora_adapter(self, name: str) -> None:
         self._call_all(lambda adapter: adapter.unload_lora_adapter(name))
 
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None:

@@ -41,8 +41,9 @@ class VerlEngine:
     of `AdapterConfig`. `env` adds to the environment of the server. All other arguments are SGLang's `ServerArgs`;
     `tp_size` defaults to the size of the mesh.
 
-    All ranks must call every method except `shutdown`, in the same order. All ranks get the same result or raise the
-    same error. When a rank or a server has ended, every later call raises PeerError or ServerDiedError.
+    `shutdown`, `staging_tensors` and the properties are local to a rank. All ranks must call every other method, in the
+    same order. All ranks get the same result or raise the same error. When a rank or a server has ended, every later
+    call raises PeerError or ServerDiedError.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class VerlEngine:
 
         Raises BadInputError or WeightManifestError before the servers are involved, PeerError, ServerDiedError.
         """
-        call_id, weights = self._group.next_call_id("load_lora"), self._require_updater()
+        call_id, weights = self._group.next_call_id("load_lora_adapter"), self._require_updater()
         tensors, error = weights.gather_on_cpu(named_tensors)
 
         def load(_: list[Json]) -> None:
@@ -209,7 +210,7 @@ class VerlEngine:
     def unload_lora_adapter(self, name: str) -> None:
         """Remove a LoRA adapter. Returns when the requests that use it have ended."""
         self._group.agree(
-            self._group.next_call_id("unload_lora"),
+            self._group.next_call_id("unload_lora_adapter"),
             lambda _: self._loras.unload(self._require_backend(), name),
             error=self._get_refusal(allow_torn=True),
             action_timeout_s=self._timeouts.weights_s,

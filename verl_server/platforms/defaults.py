@@ -13,7 +13,7 @@ import logging
 import os
 from typing import Any
 
-from verl_server.platforms.budget import kv_budget_tokens
+from verl_server.platforms.kv_cache_size import default_kv_cache_tokens
 from verl_server.platforms.refusals import require_cpu_support
 from verl_server.platforms.threads import split_cores
 
@@ -50,7 +50,7 @@ def apply_defaults(args: Any) -> None:
     if args.max_running_requests is None:
         args.max_running_requests = MAX_RUNNING_REQUESTS
     if args.max_total_tokens is None and args.mem_fraction_static is None:
-        args.max_total_tokens = kv_budget_tokens(args)
+        args.max_total_tokens = default_kv_cache_tokens(args)
     _bind_ranks(args)
 
 

@@ -21,7 +21,7 @@ _MANAGERS = "sglang.srt.managers"
 _UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
-_FRONT = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
+_HTTP_SIDE = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
 _SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler"
 
@@ -39,17 +39,17 @@ def register() -> None:
 
 
 def _register_launcher() -> None:
-    from verl_server.platforms import front_hooks, workers
+    from verl_server.platforms import http_hooks, workers
 
-    _add(f"{_FRONT}.release_memory_occupation", front_hooks.release, HookType.REPLACE)
-    _add(f"{_FRONT}.resume_memory_occupation", front_hooks.resume, HookType.REPLACE)
+    _add(f"{_HTTP_SIDE}.release_memory_occupation", http_hooks.release, HookType.REPLACE)
+    _add(f"{_HTTP_SIDE}.resume_memory_occupation", http_hooks.resume, HookType.REPLACE)
     for step in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
         _add(f"{_ENGINE}.{step}", workers.launch_workers, HookType.AROUND)
     os.register_at_fork(after_in_child=workers.after_fork)
 
 
 def _register_scheduler() -> None:
-    from verl_server.platforms import idle, memory_hooks, seeds, threads, unpinned
+    from verl_server.platforms import memory_hooks, pinned_memory_hook, seeds, sleep_hook, threads
 
     around = HookType.AROUND
     _add(f"{_UPDATER}.release_memory_occupation", memory_hooks.release, around)
@@ -63,7 +63,7 @@ def _register_scheduler() -> None:
     last_steps = ("update_weights_from_disk", "update_weights_from_ipc", "end_weight_update")
     for step in (*last_steps, *(() if has_update_sessions else update_steps)):
         _add(f"{_UPDATER}.{step}", memory_hooks.guard_last_update_step, around)
-    _add(f"{_SCHEDULER}.ingest_requests", idle.ingest_requests, around)
+    _add(f"{_SCHEDULER}.ingest_requests", sleep_hook.ingest_requests, around)
     _add(f"{_SAMPLING_INFO}.from_schedule_batch", seeds.from_schedule_batch, HookType.AFTER)
     _add(f"{_SAMPLING_INFO}.merge_batch", seeds.merge_batch, HookType.BEFORE)
     _add(f"{_SAMPLER}.sampling_from_probs_torch", seeds.sample, around)
@@ -74,7 +74,7 @@ def _register_scheduler() -> None:
         "lora_manager.LoRAManager.update_lora_info",
         "backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
     ):
-        _add(f"sglang.srt.lora.{target}", unpinned.without_pinned_memory, around)
+        _add(f"sglang.srt.lora.{target}", pinned_memory_hook.without_pinned_memory, around)
     _add("sglang.srt.distributed.bootstrap._init_cpu_threads_env", threads.bind_threads, HookType.REPLACE)
 
 

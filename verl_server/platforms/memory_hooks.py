@@ -9,7 +9,7 @@ After a resume of `weights` the parameters hold zeros until a weight update has 
 values are undefined.) Until then, and while any memory is released, requests are refused with status 503.
 
 SGLang's replies have no success field. A refusal is sent in `rid`, which these replies do not use otherwise;
-`front_hooks` turns it into status 409.
+`http_hooks` turns it into status 409.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
+from verl_server.config import MemoryTag
 from verl_server.platforms import memory
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = "weights"
-KV_CACHE = "kv_cache"
-# A CPU has no graphs. Callers that name this tag, or no tag, release the other memory.
-CUDA_GRAPH = "cuda_graph"
-KNOWN_TAGS = (KV_CACHE, WEIGHTS, CUDA_GRAPH)
+WEIGHTS, KV_CACHE = MemoryTag.WEIGHTS.value, MemoryTag.KV_CACHE.value
+#: A CPU has no graphs. Callers that name this tag, or no tag, release the other memory.
+CUDA_GRAPH = MemoryTag.CUDA_GRAPH.value
+KNOWN_TAGS = tuple(tag.value for tag in MemoryTag)
 
 
 @dataclass
@@ -56,7 +56,11 @@ occupation = Occupation()
 
 
 def release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """AROUND `SchedulerWeightUpdaterManager.release_memory_occupation`."""
+    """Replacement of `SchedulerWeightUpdaterManager.release_memory_occupation`, which it calls.
+
+    After SGLang's function it returns the pages to the operating system, because SGLang's memory saver supports CUDA
+    only. It refuses what would end the server.
+    """
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput as Output
 
     tags = set(request.tags or KNOWN_TAGS)
@@ -76,7 +80,10 @@ def release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def resume(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """AROUND `SchedulerWeightUpdaterManager.resume_memory_occupation`."""
+    """Replacement of `SchedulerWeightUpdaterManager.resume_memory_occupation`, which it calls.
+
+    Before SGLang's function it allocates the pages again, so that missing memory is noticed now.
+    """
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput as Output
 
     tags = set(request.tags or KNOWN_TAGS)
@@ -98,7 +105,10 @@ def resume(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def guard_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """AROUND every step of a weight update: refused while the memory of the weights is released."""
+    """Refuse a step of a weight update while the memory of the weights is released; otherwise call SGLang's function.
+
+    Hook of the update methods of `SchedulerWeightUpdaterManager`. Without it, the resume would lose the new weights.
+    """
     if WEIGHTS in occupation.released:
         from sglang.srt.managers import io_struct
 
@@ -108,7 +118,10 @@ def guard_update(original: Callable[..., Any], manager: Any, request: Any) -> An
 
 
 def guard_last_update_step(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """AROUND the step that completes a weight update: the weights are no longer empty after it."""
+    """Record that the weights are no longer empty when SGLang's function, the last step of an update, has succeeded.
+
+    Hook of the methods of `SchedulerWeightUpdaterManager` that complete an update. Requests are served again then.
+    """
     reply = guard_update(original, manager, request)
     if reply.success:
         occupation.weights_empty = False
@@ -116,9 +129,10 @@ def guard_last_update_step(original: Callable[..., Any], manager: Any, request: 
 
 
 def refuse_without_memory(original: Callable[..., Any], scheduler: Any, request: Any, **options: Any) -> Any:
-    """AROUND `Scheduler.handle_generate_request`: status 503 instead of tokens computed from empty memory.
+    """Answer a request with status 503 instead of calling `Scheduler.handle_generate_request` while memory is empty.
 
-    A paused engine queues requests as usual; `hold_queued_requests` prevents that the queue runs too early.
+    SGLang itself would compute tokens from empty memory. A paused engine queues requests as usual;
+    `hold_queued_requests` prevents that the queue runs too early.
     """
     reason = occupation.refusal
     if reason is None or scheduler._engine_paused:
@@ -135,7 +149,10 @@ def refuse_without_memory(original: Callable[..., Any], scheduler: Any, request:
 def hold_queued_requests(
     original: Callable[..., Any], scheduler: Any, running_batch: Any, last_batch: Any, **options: Any
 ) -> Any:
-    """AROUND `Scheduler.get_next_batch_to_run`: queued requests wait while memory is released or weights are empty."""
+    """Make `Scheduler.get_next_batch_to_run` return no batch while memory is released or weights are empty.
+
+    Queued requests wait then; SGLang itself would compute them from empty memory.
+    """
     if occupation.refusal is None:
         return original(scheduler, running_batch=running_batch, last_batch=last_batch, **options)
     from sglang.srt.managers.schedule_batch import NextBatchPlan

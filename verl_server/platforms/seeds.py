@@ -21,7 +21,10 @@ _MASK = 0xFFFFFFFF
 
 
 def from_schedule_batch(info: Any, _cls: type, batch: Any, vocab_size: int) -> Any:
-    """AFTER `SamplingBatchInfo.from_schedule_batch`: set the seeds of the batch if one of its requests has a seed."""
+    """Set the seeds of the batch that `SamplingBatchInfo.from_schedule_batch` has made, if a request has a seed.
+
+    SGLang itself sets them with `--enable-deterministic-inference` only.
+    """
     seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
     if any(seed is not None for seed in seeds):
         values = [UNSEEDED if seed is None else seed & 0x7FFFFFFFFFFFFFFF for seed in seeds]
@@ -30,7 +33,7 @@ def from_schedule_batch(info: Any, _cls: type, batch: Any, vocab_size: int) -> A
 
 
 def merge_batch(info: Any, other: Any) -> None:
-    """BEFORE `SamplingBatchInfo.merge_batch`, which keeps seeds only when both batches have them."""
+    """Give both batches seeds before `SamplingBatchInfo.merge_batch`, which keeps seeds only when both have them."""
     if info.sampling_seed is None and other.sampling_seed is None:
         return
     for side in (info, other):
@@ -44,7 +47,10 @@ def sample(
     sampling_seed: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """AROUND `sampler.sampling_from_probs_torch` (no top-k, top-p, min-p in the batch)."""
+    """Draw the rows that have a seed from hashed noise instead of calling `sampler.sampling_from_probs_torch`.
+
+    SGLang calls this function for a batch without top-k, top-p and min-p. Its own seeded sampling needs GPU kernels.
+    """
     if sampling_seed is None or positions is None:
         return original(probs, sampling_seed=None, positions=positions)  # type: ignore[no-any-return]
     return _draw(probs, None, sampling_seed, positions).view(-1).to(torch.int32)
@@ -63,9 +69,10 @@ def sample_filtered(
     return_filtered_probs: bool = False,
     **options: Any,
 ) -> Any:
-    """AROUND `sampler.top_k_top_p_min_p_sampling_from_probs_torch`: the same filters, with seeded draws.
+    """Filter as `sampler.top_k_top_p_min_p_sampling_from_probs_torch`, and draw seeded rows from hashed noise.
 
-    SGLang's assertion ends the server when a batch has both a seed and a min-p.
+    A batch without seeds is passed to SGLang's function. SGLang's assertion ends the server when a batch has both a
+    seed and a min-p.
     """
     if sampling_seed is None:
         options["return_filtered_probs"] = return_filtered_probs

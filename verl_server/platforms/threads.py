@@ -38,9 +38,10 @@ def parse_cores(text: str) -> set[int]:
 
 
 def bind_threads(*, local_omp_cpuid: str, **_ignored: Any) -> None:
-    """REPLACE `_init_cpu_threads_env`: bind this rank's threads to its cores. `local_omp_cpuid` lists these cores.
+    """Replacement of SGLang's `_init_cpu_threads_env` that binds the threads of this rank to its cores with torch.
 
-    A single rank is not bound. Binding it would only disturb the trainer and other servers.
+    `local_omp_cpuid` lists these cores. SGLang's function needs a kernel library that a plain CPU installation does not
+    have. A single rank is not bound: that would only disturb the trainer and other servers.
     """
     if not os.environ.get("SGLANG_CPU_OMP_THREADS_BIND"):
         return

@@ -22,7 +22,10 @@ PF_FORKNOEXEC = 0x40
 
 
 def launch_workers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND the functions of `Engine` that start the schedulers and the detokenizer."""
+    """Call SGLang's `Engine` function that starts the schedulers or the detokenizer, with the start method "fork".
+
+    A spawned worker imports all modules again. Where a fork is not safe, the start method is not changed.
+    """
     if not can_fork():
         return original(*args, **kwargs)
     global _is_launching

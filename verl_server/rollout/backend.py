@@ -41,7 +41,7 @@ class FleetLoras:
         with self._lock:
             if name in self._adapters:
                 self.unload(call_all, name)
-            call_all(lambda adapter: adapter.load_lora_adapter_from_tensors(name, tensors, config))
+            call_all(lambda adapter: adapter.load_lora_adapter(name, tensors, config))
             self._adapters[name] = dict(tensors), config
 
     def unload(self, call_all: CallAll, name: str) -> None:
@@ -53,7 +53,7 @@ class FleetLoras:
         """Load all adapters into a new server, then call `begin`, before another adapter can be loaded."""
         with self._lock:
             for name, (tensors, config) in self._adapters.items():
-                adapter.load_lora_adapter_from_tensors(name, tensors, config)
+                adapter.load_lora_adapter(name, tensors, config)
             begin()
 
 
@@ -219,10 +219,10 @@ class ManagedBackend:
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         self._updates.published(version, whole, replay)
 
-    def load_lora(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
+    def load_lora_adapter(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
         self._loras.load(self._call_all, name, tensors, config)
 
-    def unload_lora(self, name: str) -> None:
+    def unload_lora_adapter(self, name: str) -> None:
         self._loras.unload(self._call_all, name)
 
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.adapter.sglang.payloads import validate_memory_tags
+from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume
 from verl_server.config import MemoryTag, RolloutMode
 from verl_server.errors import BadInputError, ServerBusyError, VerlServerError
 from verl_server.rollout.fleet import Fleet
@@ -33,9 +33,8 @@ class FleetMemory:
                 f"a {self._mode} fleet has its devices for itself, so it does not release memory; use the mode hybrid "
                 "or colocated"
             )
-        fleet, requested = self._fleet, frozenset(validate_memory_tags(tags))
-        if already_released := sorted(fleet.released_memory & requested):
-            raise BadInputError(f"{already_released} is released already")
+        fleet = self._fleet
+        requested = frozenset(tags_to_release(tags, fleet.released_memory))
         released_before, undefined_before = fleet.released_memory, fleet.weights_undefined
         fleet.set_admission_paused(True)
         try:
@@ -76,10 +75,7 @@ class FleetMemory:
         checkpoint again. Raises BadInputError for tags that are not released.
         """
         fleet = self._fleet
-        requested = fleet.released_memory if tags is None else frozenset(validate_memory_tags(tags))
-        if not requested or requested - fleet.released_memory:
-            missing = sorted(requested - fleet.released_memory) or "nothing"
-            raise BadInputError(f"{missing} is released; released memory: {sorted(fleet.released_memory)}")
+        requested = frozenset(tags_to_resume(tags, fleet.released_memory))
         servers = fleet.servers()  # servers that ended meanwhile are started when all memory is resumed
         if capabilities_of(self._mode).takes_weights:
             self._recovery.call_all(servers, lambda adapter: _resume_server(adapter, requested, None))

@@ -13,7 +13,8 @@ from verl_server.errors import StartupError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.forkserver.shared_forkserver import warden_factory
 from verl_server.server.ports import PortReservation, join_host_port
-from verl_server.server.process import AbortCheck, ServerProcess, WardenFactory, never_abort, spawn_warden
+from verl_server.server.process import ServerProcess, WardenFactory, spawn_warden
+from verl_server.server.supervisor import AbortCheck, never_abort
 
 logger = logging.getLogger(__name__)
 

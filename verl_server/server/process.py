@@ -28,7 +28,7 @@ from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import inherited_environment, no_proxy_environment
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT
-from verl_server.server.supervisor import ServerPids
+from verl_server.server.supervisor import AbortCheck, ServerPids, never_abort
 from verl_server.server.warden.shared_memory_files import SHM_DIR, remove_shared_memory
 
 logger = logging.getLogger(__name__)
@@ -41,14 +41,6 @@ READY_POLL_S = 0.05
 SHARED_MEMORY_POLL_S = 0.05
 #: Seconds to wait until a killed process tree has unmapped its shared memory.
 SHARED_MEMORY_TIMEOUT_S = 5.0
-
-#: Called repeatedly while a server starts. Returns the error that ends the start, for example because another node has
-#: failed, or None to continue.
-AbortCheck = Callable[[], VerlServerError | None]
-
-
-def never_abort() -> None:
-    """The `AbortCheck` of a start that depends on nothing else."""
 
 
 class WardenProcess(Protocol):
@@ -131,7 +123,12 @@ class ServerProcess(ExitNotifier):
             self._warden.stdin.flush()
         except BrokenPipeError:
             code = self._warden.wait()
-            raise StartupError(f"the warden process ended at once with exit code {code}", exit_code=code) from None
+            raise StartupError(
+                f"the warden process, which starts the server, ended at once with exit code {code}. The standard error "
+                f"of this process has the reason; `{sys.executable} -I {WARDEN_SCRIPT} < /dev/null` must end without "
+                "an error.",
+                exit_code=code,
+            ) from None
         threading.Thread(target=self._listen, name="verl-server-warden", daemon=True).start()
 
     @property
@@ -145,11 +142,11 @@ class ServerProcess(ExitNotifier):
 
     def died(self, url: str) -> ServerDiedError:
         """The error for callers that needed the server. Call it only after the server has ended."""
-        assert self._exit is not None
+        assert self.exit is not None
         return ServerDiedError(
-            f"the server at {url} ended ({self._exit.describe()}) while it was needed",
-            exit_code=self._exit.code,
-            log_tail=_last_lines(self._exit.log_tail),
+            f"the server at {url} ended ({self.exit.describe()}) while it was needed",
+            exit_code=self.exit.code,
+            log_tail=_last_lines(self.exit.log_tail),
             log_path=str(self.log_path),
             url=url,
         )
@@ -181,14 +178,17 @@ class ServerProcess(ExitNotifier):
         """
         deadline = time.monotonic() + timeout_s
         while not is_ready():
-            if self._exited.wait(READY_POLL_S):
+            if self.wait_exit(READY_POLL_S) is not None:
                 raise self._startup_error()
             if (error := check_abort()) is not None:
                 raise error
             log_end = self._read_log_end() if fatal_log_phrases else ""
-            if any(phrase in log_end.lower() for phrase in fatal_log_phrases):
+            if phrase := next((phrase for phrase in fatal_log_phrases if phrase in log_end.lower()), None):
                 raise StartupError(
-                    "the server cannot start", log_tail=_last_lines(log_end), log_path=str(self.log_path)
+                    f"the server cannot start: its log {self.log_path} has {phrase!r}. Another program uses an address "
+                    "of the server: choose another `port`, or end that program.",
+                    log_tail=_last_lines(log_end),
+                    log_path=str(self.log_path),
                 )
             if time.monotonic() > deadline:
                 raise DeadlineError(
@@ -201,13 +201,13 @@ class ServerProcess(ExitNotifier):
 
     def _startup_error(self) -> VerlServerError:
         """The error for a server that has ended before it was ready."""
-        assert self._exit is not None
-        is_bad_argument = self._exit.code == EXIT_BAD_ARGUMENT
+        assert self.exit is not None
+        is_bad_argument = self.exit.code == EXIT_BAD_ARGUMENT
         error_type = BadInputError if is_bad_argument else StartupError
         return error_type(
-            f"the server did not start ({self._exit.describe()})",
-            exit_code=self._exit.code,
-            log_tail=_last_lines(self._exit.log_tail),
+            f"the server did not start ({self.exit.describe()})",
+            exit_code=self.exit.code,
+            log_tail=_last_lines(self.exit.log_tail),
             log_path=str(self.log_path),
         )
 
@@ -216,13 +216,13 @@ class ServerProcess(ExitNotifier):
 
         The log of a crashed server is kept.
         """
-        crashed = self._exit is not None
-        if self._exit is None:
+        crashed = self.exit is not None
+        if self.exit is None:
             with contextlib.suppress(OSError):
                 assert self._warden.stdin is not None
                 self._warden.stdin.write(b"stop\n")
                 self._warden.stdin.flush()
-            if not self._exited.wait(deadline_s):
+            if self.wait_exit(deadline_s) is None:
                 self._kill_session()
         with contextlib.suppress(OSError):
             assert self._warden.stdin is not None
@@ -257,7 +257,7 @@ class ServerProcess(ExitNotifier):
                 self.note_exit(ExitStatus(event["reason"], event["code"], event["tail"]))
         self._kill_session()
         self._warden.wait()
-        if self._exit is None:
+        if self.exit is None:
             self.note_exit(ExitStatus("warden killed", None, ""))
             _remove_unmapped(shared_memory)
 

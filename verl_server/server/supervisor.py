@@ -1,4 +1,4 @@
-"""`Supervisor`: the interface of an object that started a server, watches it and ends it."""
+"""Interfaces between a server and those who need it: `Supervisor`, its process ids, and the `AbortCheck` of a start."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from verl_server.errors import ServerDiedError
+from verl_server.errors import ServerDiedError, VerlServerError
 from verl_server.server.exit_status import ExitStatus
+
+#: Called repeatedly while a server starts. Returns the error that ends the start, for example because another node has
+#: failed, or None to continue.
+AbortCheck = Callable[[], VerlServerError | None]
+
+
+def never_abort() -> None:
+    """The `AbortCheck` of a start that depends on nothing else."""
 
 
 @dataclass(frozen=True)

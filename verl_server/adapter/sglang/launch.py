@@ -10,7 +10,7 @@ from verl_server.adapter.sglang.server_arguments import SECRET_ARGUMENTS, comple
 from verl_server.config import AdapterConfig
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.launch import LaunchedServer, launch_server
-from verl_server.server.process import AbortCheck, never_abort
+from verl_server.server.supervisor import AbortCheck, never_abort
 
 #: SGLang's main node answers `/ready` with 200 only while it accepts requests (0.5.15 has no `/ready`, but `/health`).
 #: Nodes after the first serve only `/ping` and `/health`. The log phrases are those of uvicorn, ZeroMQ and SGLang.

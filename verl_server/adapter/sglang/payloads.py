@@ -10,7 +10,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from verl_server.adapter.sglang.requests import require
-from verl_server.config import MemoryTag, PauseMode
+from verl_server.config import PauseMode
 from verl_server.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -35,20 +35,6 @@ def pause_payload(mode: str) -> Json:
         )
     require(mode in modes, f"pause mode must be one of {modes}, got {mode!r}")
     return {"mode": str(mode)}
-
-
-def validate_memory_tags(tags: Sequence[str] | None) -> list[str]:
-    """Memory tags as SGLang spells them. None means all tags. Raises BadInputError."""
-    if tags is None:
-        return [tag.value for tag in MemoryTag]
-    require(not isinstance(tags, str), f"tags must be a list of strings, got the string {tags!r}")
-    try:
-        values = [MemoryTag(tag).value for tag in tags]
-    except ValueError:
-        raise BadInputError(f"memory tags are {[t.value for t in MemoryTag]}, got {list(tags)!r}") from None
-    require(len(values) > 0, "tags is empty; leave it out to mean all")
-    require(len(set(values)) == len(values), f"a tag is named twice: {values}")
-    return values
 
 
 def check_tensor_payloads(
@@ -133,14 +119,12 @@ def checker_payload(action: str) -> Json:
     return {"action": action}
 
 
-def load_lora_payload(
-    lora_name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], tp_size: int
-) -> Json:
+def load_lora_payload(name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], tp_size: int) -> Json:
     """The whole LoRA adapter for each TP rank, with SHA-256 sums that every TP rank compares."""
     cpu_tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     serialized = base64.b64encode(pickle.dumps(cpu_tensors)).decode()
     return {
-        "lora_name": lora_name,
+        "lora_name": name,
         "config_dict": dict(config),
         "serialized_named_tensors": [serialized] * tp_size,
         "expected_checksums": {name: _sha256(tensor) for name, tensor in cpu_tensors.items()},

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
 from verl_server.rollout.parallel_config import ParallelConfig
-from verl_server.server.process import AbortCheck
+from verl_server.server.supervisor import AbortCheck
 
 
 class Launcher(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
 from verl_server.rollout.parallel_config import ParallelConfig, require_devices
-from verl_server.server.process import AbortCheck
+from verl_server.server.supervisor import AbortCheck
 
 
 class LocalLauncher:

@@ -23,7 +23,7 @@ from verl_server.config import AdapterConfig, RemoteServer
 from verl_server.errors import BadInputError, StartupError, UnsupportedError, from_wire
 from verl_server.ranks.machine import machine_id
 from verl_server.rollout.parallel_config import ParallelConfig, require_devices
-from verl_server.server.process import AbortCheck
+from verl_server.server.supervisor import AbortCheck
 
 try:
     import ray

@@ -31,7 +31,8 @@ from verl_server.errors import DeadlineError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import inherited_environment
 from verl_server.server.forkserver.forkserver import Forkserver
-from verl_server.server.process import AbortCheck, WardenFactory, spawn_warden
+from verl_server.server.process import WardenFactory, spawn_warden
+from verl_server.server.supervisor import AbortCheck
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ def pool_tokens(context_length: int, bytes_per_token: int, free_bytes: int) -> i
     return max(SMALLEST_POOL_TOKENS, min(useful, affordable))
 
 
-def kv_budget_tokens(args: Any) -> int:
+def default_kv_cache_tokens(args: Any) -> int:
     """The default of `max_total_tokens` for this model and the memory that is free now."""
     from sglang.srt.arg_groups.overrides import model_config_of
 

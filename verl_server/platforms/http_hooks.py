@@ -16,13 +16,13 @@ class MemoryOccupationRefused(RuntimeError):
 
 
 async def release(manager: Any, obj: Any, request: Any = None) -> None:
-    """REPLACE `TokenizerControlMixin.release_memory_occupation`."""
+    """Replacement of `TokenizerControlMixin.release_memory_occupation` that raises a scheduler's refusal."""
     manager.auto_create_handle_loop()
     _raise_refusal(await manager.release_memory_occupation_communicator(obj))
 
 
 async def resume(manager: Any, obj: Any, request: Any = None) -> None:
-    """REPLACE `TokenizerControlMixin.resume_memory_occupation`."""
+    """Replacement of `TokenizerControlMixin.resume_memory_occupation` that raises a scheduler's refusal."""
     manager.auto_create_handle_loop()
     _raise_refusal(await manager.resume_memory_occupation_communicator(obj))
 

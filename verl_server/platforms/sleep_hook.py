@@ -11,7 +11,10 @@ from typing import Any
 
 
 def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
-    """AROUND `Scheduler.ingest_requests`: wait for a message, at most one second, while generation is paused."""
+    """Sleep before `Scheduler.ingest_requests` while generation is paused: until a message arrives, at most one second.
+
+    SGLang itself polls its sockets in a loop then, which uses a whole core.
+    """
     if scheduler._engine_paused:
         scheduler.maybe_sleep_on_idle()
     return original(scheduler, *args, **options)

@@ -24,6 +24,6 @@ class _IgnorePinMemory(TorchFunctionMode):
 
 
 def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """AROUND a function of SGLang's LoRA code."""
+    """Call a function of SGLang's LoRA code, and ignore its requests for pinned memory, which torch would refuse."""
     with _IgnorePinMemory():
         return original(*args, **kwargs)
