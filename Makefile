@@ -45,10 +45,15 @@ docs: setup
 doctor: setup
 	$(BIN)/verl-server doctor
 
+# All benchmarks, one after the other: about 80 minutes on two idle cores.
 bench: setup
 	$(BIN)/python benchmarks/bench_generate.py
 	$(BIN)/python benchmarks/bench_startup.py
 	$(BIN)/python benchmarks/bench_weight_sync.py
+	$(BIN)/python benchmarks/bench_transports.py
+	$(BIN)/python benchmarks/bench_router.py
+	$(BIN)/python benchmarks/bench_chaos.py
+	$(BIN)/python benchmarks/bench_agent_loop.py
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -48,7 +48,6 @@ setup(
     ],
     extras_require={
         "ray": ["ray>=2.40"],
-        "gateway": ["fastapi", "uvicorn"],
         "docs": ["mkdocs-material", "mkdocstrings[python]"],
         "dev": [
             "pytest",

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,25 @@ import pytest
 import typer
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, RolloutManager, VerlEngine
+from verl_server import (
+    AsyncHttpServerEngineAdapter,
+    HttpServerEngineAdapter,
+    RecoveryConfig,
+    RolloutManager,
+    RouterConfig,
+    Timeouts,
+    VerlEngine,
+    VerlServerError,
+)
+from verl_server.agent import RolloutLimits
 from verl_server.cli import app
 from verl_server.cli_arguments import parse_server_args
+from verl_server.rollout.fleet import Fleet
+from verl_server.rollout.metrics import fleet_metrics
+from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.metrics import router_metrics
+from verl_server.router.targets import RoutingTargets
+from verl_server.weights.transports import is_streamed, transport_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -264,15 +280,189 @@ def test_every_metric_that_a_page_names_exists() -> None:
         assert f'"{name}"' in source or f"{prefix}{name}" in source, metric
 
 
-def test_the_performance_page_has_every_missed_target() -> None:
+def test_every_metric_is_on_the_operations_page() -> None:
+    fleet = Fleet(_no_replica, 0, RoutingTargets([]), print)
+    try:
+        text = (router_metrics(Dispatcher()) + fleet_metrics(fleet)).decode()
+    finally:
+        fleet.close()
+    metrics = set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))
+    named = set(re.findall(r"`(verl_\w+)`", (ROOT / "docs" / "operations.md").read_text()))
+    assert len(metrics) > 15
+    assert metrics <= named, sorted(metrics - named)
+
+
+def _no_replica(name: str) -> Any:
+    raise AssertionError(f"no replica {name} is created")
+
+
+def test_the_errors_page_has_every_exception_and_says_which_are_retryable() -> None:
+    rows = re.findall(
+        r"^\| \[`(\w+)`\]\S* (\(retryable\) )?\|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE
+    )
+    documented = {name: bool(retryable) for name, retryable in rows}
+    assert len(rows) == len(documented)
+    assert documented == {kind.__name__: kind.retryable for kind in _subclasses(VerlServerError)}
+
+
+def _subclasses(kind: type[VerlServerError]) -> Iterator[type[VerlServerError]]:
+    """The public exceptions below `kind`. Other modules have internal subclasses."""
+    for subclass in kind.__subclasses__():
+        if subclass.__module__ == VerlServerError.__module__:
+            yield subclass
+            yield from _subclasses(subclass)
+
+
+def test_the_pages_name_the_streaming_transports() -> None:
+    streamed = {name for name in transport_names() if is_streamed(name)}
+    transports = (ROOT / "docs" / "transports.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", transports, re.MULTILINE)) == set(transport_names())
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    decision = (ROOT / "docs" / "decisions" / "whole-model-arena.md").read_text()
+    for text, sentence in (
+        (transports, r"The streaming transports are ([^.]+)\."),
+        (glossary, r"A transport that does not stage the whole model: ([^.]+)\."),
+        (decision, r"Available as the transports ([^.]+)\."),
+    ):
+        (listed,) = re.findall(sentence, text)
+        assert set(re.findall(r"`(\w+)`", listed)) == streamed, listed
+
+
+#: Units of defaults in the pages.
+UNITS = {"": 1, "s": 1, "MiB": 1 << 20}
+
+
+def test_the_defaults_that_the_pages_name_are_those_of_the_settings() -> None:
+    """A page names a default as: `orphan_timeout_s` (default 10 s)."""
+    settings = (Timeouts, RouterConfig, RecoveryConfig, RolloutLimits)
+    defaults = {item.name: item.default for kind in settings for item in fields(kind) if item.default is not MISSING}
+    named: set[str] = set()
+    for page in PAGES:
+        for name, number, unit in re.findall(r"`(\w+)`\s+\(default ([\d.]+) ?(\w*)\)", page.read_text()):
+            named.add(name)
+            assert float(number) * UNITS[unit] == defaults[name], f"{page} names {number} {unit} for {name}"
+    for kind in settings:
+        assert named & {item.name for item in fields(kind)}, f"no page names a default of {kind.__name__}"
+
+
+#: Signatures of SGLang's historical `VerlEngine`: names and defaults of the parameters.
+_GENERATE = {
+    "prompt": None,
+    "sampling_params": None,
+    "input_ids": None,
+    "image_data": None,
+    "return_logprob": False,
+    "logprob_start_len": None,
+    "top_logprobs_num": None,
+    "token_ids_logprob": None,
+    "lora_path": None,
+    "custom_logit_processor": None,
+}
+_NO_DEFAULT = inspect.Parameter.empty
+HISTORICAL_SIGNATURES: dict[str, dict[str, Any]] = {
+    "__init__": {"device_mesh_cpu": _NO_DEFAULT, "nnodes": 1},
+    "generate": _GENERATE,
+    "update_weights_from_tensor": {"named_tensors": _NO_DEFAULT, "load_format": None},
+    "release_memory_occupation": {},
+    "resume_memory_occupation": {},
+    "shutdown": {},
+}
+
+
+@pytest.mark.parametrize("method", HISTORICAL_SIGNATURES)
+def test_historical_calls_of_verl_engine_fit_its_signatures(method: str) -> None:
+    """The historical parameters come first, in the same order and with the same defaults. All others are optional."""
+    _, *parameters = inspect.signature(getattr(VerlEngine, method)).parameters.values()
+    historical = HISTORICAL_SIGNATURES[method]
+    first, further = parameters[: len(historical)], parameters[len(historical) :]
+    assert {one.name: one.default for one in first} == historical
+    assert [one.name for one in first] == list(historical)
+    assert all(one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for one in first)
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    assert all(one.default is not _NO_DEFAULT or one.kind in variadic for one in further)
+    assert method != "__init__" or further[-1].kind is inspect.Parameter.VAR_KEYWORD
+
+
+def test_make_bench_runs_every_benchmark() -> None:
+    (commands,) = re.findall(r"^bench:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    benchmarks = {path.name for path in (ROOT / "benchmarks").glob("bench_*.py")}
+    assert set(re.findall(r"benchmarks/(\w+\.py)", commands)) == benchmarks
+
+
+def test_every_extra_of_the_package_is_in_the_table_of_dependencies() -> None:
+    call = ast.parse((ROOT / "setup.py").read_text()).body[-1]
+    assert isinstance(call, ast.Expr)
+    assert isinstance(call.value, ast.Call)
+    (extras,) = (ast.literal_eval(one.value) for one in call.value.keywords if one.arg == "extras_require")
+    documented = re.findall(r"^\| .*\(extra `(\w+)`\)", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    assert sorted(documented) == sorted(extras)
+
+
+@dataclass(frozen=True)
+class TargetRow:
+    """A target as the performance page shows it."""
+
+    at_least: bool
+    limit: float
+    measured: str
+    met: bool
+
+    def agrees_with(self, target: dict[str, Any]) -> bool:
+        """Whether the row shows a target of a result file, rounded to the digits of the page."""
+        number = self.measured.removesuffix(" ms")
+        scale = 100 if number.endswith("%") else 1
+        number = number.removesuffix("%").strip()
+        digits = len(number.partition(".")[2])
+        return (
+            self.at_least == target["at_least"]
+            and self.met == target["met"]
+            and self.limit == pytest.approx(target["limit"])
+            and abs(float(number) - scale * target["value"]) <= 0.5000001 * 10**-digits
+        )
+
+
+def parse_limit(text: str) -> tuple[bool, float]:
+    """Direction and value of a limit such as `>= 0.95`, `<= 1 ms` or `<= 5 %`."""
+    sign, number, percent = re.findall(r"([<>])= ([\d.]+)( %)?", text)[0]
+    return sign == ">", float(number) / (100 if percent else 1)
+
+
+def target_rows(section: str) -> Iterator[TargetRow]:
+    """The targets of a section in their order, from tables with a column for limits, or with limits in the header."""
+    header: list[str] = []
+    for line in section.splitlines():
+        if not line.startswith("|"):
+            header = []
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not header:
+            header = cells
+        elif header[1] == "Limit" and not cells[0].startswith("---"):
+            at_least, limit = parse_limit(cells[1])
+            assert cells[3] in ("PASS", "MISS"), line
+            yield TargetRow(at_least, limit, cells[2], cells[3] == "PASS")
+        elif "target" in header[-1] and not cells[0].startswith("---"):
+            for title, cell in zip(header, cells, strict=True):
+                if "target" in title:
+                    yield TargetRow(*parse_limit(title), cell.removesuffix(" MISS"), "MISS" not in cell)
+
+
+def test_the_performance_page_shows_every_target_as_it_was_measured() -> None:
     sections = re.split(r"^## ", (ROOT / "docs" / "performance.md").read_text(), flags=re.MULTILINE)
     results = sorted((ROOT / "benchmarks" / "results").glob("*-2cpu.json"))
     assert len(results) >= 7
-    for result in results:
-        benchmark = result.name.removesuffix("-2cpu.json")
+    for path in results:
+        result = json.loads(path.read_text())
+        benchmark = result["benchmark"]
         (section,) = (text for text in sections if f"`benchmarks/{benchmark}.py`" in text)
-        missed = [target["name"] for target in json.loads(result.read_text())["targets"] if not target["met"]]
-        assert section.count("MISS") == len(missed), f"{benchmark}: {missed}"
+        rows = list(target_rows(section))
+        assert len(rows) == len(result["targets"]), benchmark
+        for row, target in zip(rows, result["targets"], strict=True):
+            assert row.agrees_with(target), f"{benchmark}: {row} is not {target}"
+        environment, settings = result["environment"], result["settings"]
+        conditions = f"`benchmarks/{benchmark}.py`, {environment['date']}, load {environment['load_1min']}"
+        conditions += f", {settings['rounds']} rounds" if "rounds" in settings else ""
+        assert conditions in section, conditions
 
 
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_a_network(tmp_path: Path) -> None:
