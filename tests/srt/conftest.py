@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
-from helpers import Ranks, adapter_of, free_port, mesh_of, trainer_ranks, wait_until
+from helpers import (
+    Ranks,
+    adapter_of,
+    free_port,
+    is_listening,
+    mesh_of,
+    trainer_ranks,
+    wait_until,
+)
 
 from verl_server import HttpServerEngineAdapter, VerlEngine
 from verl_server.tiny import make_model
@@ -81,13 +88,8 @@ def sglang_router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
             [*command, "--prometheus-port", str(free_port())], stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        wait_until(lambda: _listens(port), 120, "the router does not listen")
+        wait_until(lambda: is_listening(port), 120, "the router does not listen")
         yield port
     finally:
         process.kill()
         process.wait()
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0

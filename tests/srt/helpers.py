@@ -21,7 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verl_server import HttpServerEngineAdapter, VerlEngine
+from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine
+from verl_server.rollout.status import ReplicaView
 from verl_server.tiny import make_tokenizer
 
 PROMPTS = [[1, 2, 3, 4, 5], [200, 17, 64], list(range(40, 75))]
@@ -77,6 +78,12 @@ def adapter_of(engine: VerlEngine) -> HttpServerEngineAdapter:
     """The adapter of the engine's server, on a rank that has one."""
     assert engine.adapter is not None
     return engine.adapter
+
+
+def remote_server_of(adapter: HttpServerEngineAdapter, url: str | None = None) -> RemoteServer:
+    """The server of an adapter as another trainer would describe it. `url`: an address in front of the server."""
+    args = adapter.server_args
+    return RemoteServer(url or adapter.base_url, args["api_key"], args["admin_api_key"])
 
 
 # -- trainer ranks -----------------------------------------------------------------------------------
@@ -205,6 +212,15 @@ def mesh_of(world: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
 
 
+def is_listening(port: int) -> bool:
+    """Whether a process of this machine accepts connections at the port."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
 # -- process accounting ------------------------------------------------------------------------------
 
 
@@ -230,6 +246,12 @@ def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> flo
         assert time.monotonic() - started < timeout_s, f"{what} after {timeout_s} s"
         time.sleep(0.05)
     return time.monotonic() - started
+
+
+def server_pid(replica: ReplicaView) -> int:
+    """Process id of a running replica's server."""
+    assert replica.pids is not None
+    return replica.pids.main
 
 
 def open_files(pid: int | str = "self") -> int:

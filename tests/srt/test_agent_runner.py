@@ -28,6 +28,7 @@ from verl_server.agent import RolloutLimits, Sample, SampleGroup, SingleTurnLoop
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.trajectory import (
     ChatRenderer,
+    ForkReason,
     Recorder,
     TrajectoryGraph,
     list_sessions,
@@ -125,6 +126,34 @@ def test_recorded_forks_are_replayed(shared_engine: VerlEngine, renderer: ChatRe
     assert (stop_reason, generate.prompts) == ("done", [])
     assert load_session(session_file(tmp_path, "s")) == before
     assert len(before.leaves) == 2
+
+
+def test_a_different_tool_result_begins_a_branch(
+    shared_engine: VerlEngine, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    """A resumed episode replays the first turn. The turn after the other tool result is generated."""
+
+    async def run(recorder: Recorder, tool_result: str) -> tuple[list[str], RecordingGenerateFn]:
+        params = {"temperature": 1.0, "max_new_tokens": 6, "ignore_eos": True}
+        episode, generate = make_episode(shared_engine, renderer, recorder, sampling_params=params)
+        first = await episode.generate(episode.task.messages)
+        second = await episode.generate([{"role": "tool", "name": "add", "content": tool_result}])
+        return [first.text, second.text], generate
+
+    with Recorder(tmp_path, "s", sync=False) as recorder:
+        before, _ = asyncio.run(run(recorder, "1"))
+    with Recorder(tmp_path, "s", sync=False) as recorder:
+        after, generate = asyncio.run(run(recorder, "2"))
+    graph = load_session(session_file(tmp_path, "s"))
+    assert after[0] == before[0]
+    assert len(generate.prompts) == 1, "only the turn after the other tool result was generated"
+    (prompt, first, result, second, other_result, other_second) = graph.nodes
+    assert [node.parent for node in graph.nodes] == [None, prompt.id, first.id, result.id, first.id, other_result.id]
+    assert other_result.fork_reason is ForkReason.RETRY
+    assert not other_result.sampled
+    assert generate.prompts == [graph.token_ids(other_result.id)]
+    assert len(graph.leaves) == 2
+    assert (second.sampled, other_second.sampled) == (True, True)
 
 
 def test_reward_that_is_not_finite_fails_its_sample(

@@ -60,6 +60,14 @@ def test_tools_return_results_and_schemas(tiny: Callable[..., Path]) -> None:
     assert schema["parameters"]["required"] == ["a"]
     text = asyncio.run(tools.call(ToolCall("return_long_text", {}))).content
     assert renderer.truncate(text, 50) == "x" * 50 + " [cut]"
+    image = {"type": "image", "image": "https://example.org/a.png"}
+    parts = [{"type": "text", "text": "y" * 20}, image, {"type": "text", "text": text}, {"type": "text", "text": "z"}]
+    assert renderer.truncate_content(parts, 50) == [
+        {"type": "text", "text": "y" * 20}, image, {"type": "text", "text": "x" * 30 + " [cut]"},
+        {"type": "text", "text": " [cut]"},
+    ]  # fmt: skip
+    assert renderer.truncate_content(parts[:2], 20) == parts[:2]
+    assert renderer.truncate_content("short", 50) == "short"
     with pytest.raises(BadInputError, match="two tools"):
         ToolRegistry([add, add])
 

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Ranks, assert_equals_reference, change_weights, mesh_of, reference_model
+from helpers import (
+    Ranks,
+    assert_equals_reference,
+    change_weights,
+    mesh_of,
+    reference_model,
+    remote_server_of,
+)
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_ranks import shards_of_every_kind
@@ -201,11 +208,6 @@ def server(tiny: Callable[..., Path]) -> Iterator[Any]:
         yield adapter
 
 
-def keys_of(adapter: HttpServerEngineAdapter) -> RemoteServer:
-    args = adapter.server_args
-    return RemoteServer(adapter.base_url, args["api_key"], args["admin_api_key"])
-
-
 def engine_on(server: RemoteServer, mesh: Any, folder: str, **weights: Any) -> VerlEngine:
     config = WeightsConfig(max_staging_bytes=STAGING, **weights)
     return VerlEngine(mesh, servers=[server], model_path=folder, dtype="float32", weights=config)
@@ -218,7 +220,7 @@ def test_staging_smaller_than_the_model(server: Any, one_rank: DeviceMesh, tiny:
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         weights.pop("lm_head.weight")
-    with engine_on(keys_of(server), one_rank, folder) as engine:
+    with engine_on(remote_server_of(server), one_rank, folder) as engine:
         result = engine.update_weights_from_tensor(weights.items())
         assert (result.transport, result.num_missing) == ("buckets", 0)
         assert result.staging_bytes <= STAGING < result.num_bytes
@@ -263,7 +265,7 @@ def test_a_limit_below_the_largest_tensor_is_refused(
     with pytest.raises(BadInputError, match="the model's largest tensor has"):
         VerlEngine(
             one_rank,
-            servers=[keys_of(server)],
+            servers=[remote_server_of(server)],
             model_path=str(tiny("qwen2")),
             weights=WeightsConfig(max_staging_bytes=4096),
         )
@@ -306,7 +308,7 @@ def test_two_ranks_fill_the_buckets_together(server: Any, two_ranks: Ranks, tiny
 
     Every disagreement of the ranks is the same error on both; weights are torn only if unavoidable.
     """
-    first, second = two_ranks.run(_two_ranks, str(tiny("qwen2")), keys_of(server))
+    first, second = two_ranks.run(_two_ranks, str(tiny("qwen2")), remote_server_of(server))
     assert first == second
     assert "BadInputError: rank 1 pushed 5 tensors that differ" in first[0]
     assert "rank 1 pushed 5 tensors that differ" in first[1]

@@ -73,9 +73,9 @@ def test_advantages_are_normalised_within_each_group() -> None:
 def batch_of_three() -> grpo.Batch:
     """Responses of different lengths, ratios on both sides of the clip range, advantages of both signs."""
     samples = [
-        grpo.Sample((1, 2, 10), (4, 5, 11), (-1.0, -2.0, -0.5), 0.5, advantage=1.5),
-        grpo.Sample((3, 10), (6, 11), (-3.0, -2.5), 0.1, advantage=-0.7),
-        grpo.Sample((3, 9, 8, 10), (7,), (-2.4,), 0.0, advantage=-2.0),
+        grpo.GrpoSample((1, 2, 10), (4, 5, 11), (-1.0, -2.0, -0.5), 0.5, advantage=1.5),
+        grpo.GrpoSample((3, 10), (6, 11), (-3.0, -2.5), 0.1, advantage=-0.7),
+        grpo.GrpoSample((3, 9, 8, 10), (7,), (-2.4,), 0.0, advantage=-2.0),
     ]
     return grpo.make_batch(samples, pad=11)
 
@@ -129,8 +129,8 @@ def test_only_predictions_of_response_tokens_are_trained() -> None:
     A mask that is shifted by one position, or that includes the prompt or the padding, fails this test.
     """
     samples = [
-        grpo.Sample((1, 2, 10), (4, 5, 11), (-2.5, -2.5, -2.5), 0.5, advantage=1.0),
-        grpo.Sample((3, 10), (6, 11), (-2.5, -2.5), 0.1, advantage=-1.0),
+        grpo.GrpoSample((1, 2, 10), (4, 5, 11), (-2.5, -2.5, -2.5), 0.5, advantage=1.0),
+        grpo.GrpoSample((3, 10), (6, 11), (-2.5, -2.5), 0.1, advantage=-1.0),
     ]
     batch = grpo.make_batch(samples, pad=11)
     logits = logits_for(batch).requires_grad_()
@@ -152,7 +152,7 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient() -> None:
 
 @pytest.mark.parametrize(("advantage", "shift", "trained"), [(1, 0.5, 0), (-1, -0.5, 0), (1, -0.5, 1), (-1, 0.5, 1)])
 def test_clipping_stops_the_gradient_beyond_the_clip_range(advantage: float, shift: float, trained: int) -> None:
-    batch = grpo.make_batch([grpo.Sample((10,), (4,), (-2.0,), 0.0, advantage=advantage)], pad=11)
+    batch = grpo.make_batch([grpo.GrpoSample((10,), (4,), (-2.0,), 0.0, advantage=advantage)], pad=11)
     logprobs = (batch.rollout_logprobs + shift).requires_grad_()
     loss = grpo.policy_loss(logprobs, logprobs * 0, batch, clip=CLIP, entropy_weight=0.0, num_tokens=1.0)
     loss.backward()  # type: ignore[no-untyped-call]

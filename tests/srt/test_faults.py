@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from helpers import (
     no_new_shared_memory,
     processes,
     reference_model,
+    remote_server_of,
     tree_of,
     wait_until,
 )
@@ -66,17 +68,10 @@ def server(started: Iterator[Any]) -> Any:
     return next(started)
 
 
-def keys_of(adapter: HttpServerEngineAdapter) -> tuple[str, str]:
-    args = adapter.server_args
-    return args["api_key"], args["admin_api_key"]
-
-
 def push_all(adapter: HttpServerEngineAdapter, mesh: Any, folder: Path) -> None:
     """Do what a new trainer does: connect, push all tensors, and generate with them."""
     model = reference_model(folder)
-    with VerlEngine(
-        mesh, servers=[RemoteServer(adapter.base_url, *keys_of(adapter))], model_path=str(folder), dtype="float32"
-    ) as engine:
+    with VerlEngine(mesh, servers=[remote_server_of(adapter)], model_path=str(folder), dtype="float32") as engine:
         assert engine.update_weights_from_tensor(model.state_dict().items()).num_missing == 0
         assert_equals_reference(engine, model)
 
@@ -104,7 +99,7 @@ def test_a_trainer_killed_at_each_step(
             killed.set()
 
     with no_new_shared_memory(but="sem."), Interceptor(server.base_url, kill) as front:
-        arguments = (str(tiny("qwen3")), tmp_path, transport, RemoteServer(front.url, *keys_of(server)))
+        arguments = (str(tiny("qwen3")), tmp_path, transport, remote_server_of(server, front.url))
         process = processes().Process(target=push_once, args=arguments)
         process.start()
         process.join(120)
@@ -157,7 +152,7 @@ def test_a_server_killed_at_each_step(
             os.kill(victim.pids.main, signal.SIGKILL)
 
     with no_new_shared_memory(), Interceptor(victim.base_url, kill) as front:
-        remotes = [RemoteServer(server.base_url, *keys_of(server)), RemoteServer(front.url, *keys_of(victim))]
+        remotes = [remote_server_of(server), remote_server_of(victim, front.url)]
         started_at = time.monotonic()
         with VerlEngine(
             one_rank, servers=remotes, model_path=str(tiny("qwen3")), dtype="float32",
@@ -172,9 +167,7 @@ def test_a_server_killed_at_each_step(
     push_all(server, one_rank, tiny("qwen3"))
 
 
-def _rank_with_a_dying_peer(
-    rank: int, world: int, folder: str, url: str, keys: tuple[str, str], step: str, transport: str
-) -> str:
+def _rank_with_a_dying_peer(rank: int, world: int, folder: str, server: RemoteServer, step: str, transport: str) -> str:
     pids: list[Any] = [None] * world
     dist.all_gather_object(pids, os.getpid())
     model = reference_model(folder)
@@ -190,10 +183,10 @@ def _rank_with_a_dying_peer(
                 os.kill(os.getpid(), signal.SIGKILL)
             yield item
 
-    with Interceptor(url, kill) as front:
-        target = front.url if rank == 0 else url
+    with Interceptor(server.base_url, kill) as front:
+        target = replace(server, base_url=front.url) if rank == 0 else server
         with VerlEngine(
-            mesh_of(world), servers=[RemoteServer(target, *keys)], model_path=folder, dtype="float32",
+            mesh_of(world), servers=[target], model_path=folder, dtype="float32",
             timeouts=Timeouts(weights_s=20.0, control_s=5.0, ranks_s=20.0), weights=WeightsConfig(transport=transport),
         ) as engine:  # fmt: skip
             started = time.monotonic()
@@ -218,7 +211,7 @@ def test_a_trainer_rank_killed_at_each_step(
 ) -> None:
     with no_new_shared_memory(but="sem."):  # progress bars of the ranks use semaphores
         raised, _ = two_ranks.run(
-            _rank_with_a_dying_peer, str(tiny("qwen3")), server.base_url, keys_of(server), step, transport, dying=1
+            _rank_with_a_dying_peer, str(tiny("qwen3")), remote_server_of(server), step, transport, dying=1
         )
     assert raised in ("PeerError", "TornWeightsError")
     push_all(server, one_rank, tiny("qwen3"))
@@ -244,7 +237,7 @@ def test_a_wrong_checksum_is_repaired_once(
             changed_files.append(file)
 
     with Interceptor(server.base_url, change_a_bit) as front, VerlEngine(
-        one_rank, servers=[RemoteServer(front.url, *keys_of(server))], model_path=str(tiny("qwen3")), dtype="float32",
+        one_rank, servers=[remote_server_of(server, front.url)], model_path=str(tiny("qwen3")), dtype="float32",
         weights=WeightsConfig(transport="disk", folder=tmp_path),
     ) as engine:  # fmt: skip
         if times == 2:
@@ -273,7 +266,7 @@ def test_a_stalled_server_misses_the_deadline(
             os.kill(scheduler, signal.SIGSTOP)
 
     with Interceptor(server.base_url, stop) as front, VerlEngine(
-        one_rank, servers=[RemoteServer(front.url, *keys_of(server))], model_path=str(tiny("qwen3")), dtype="float32",
+        one_rank, servers=[remote_server_of(server, front.url)], model_path=str(tiny("qwen3")), dtype="float32",
         timeouts=Timeouts(weights_s=3.0, control_s=3.0), weights=WeightsConfig(transport=transport),
     ) as engine:  # fmt: skip
         try:

@@ -22,6 +22,7 @@ from helpers import (
     greedy_with_logprobs,
     no_new_shared_memory,
     reference_model,
+    server_pid,
     wait_until,
 )
 from torch.distributed.device_mesh import DeviceMesh
@@ -90,11 +91,6 @@ def states(fleet: RolloutManager) -> dict[str, str]:
 
 def healthy(fleet: RolloutManager) -> int:
     return sum(replica.state is ReplicaState.HEALTHY for replica in fleet.replicas)
-
-
-def server_pid(replica: ReplicaView) -> int:
-    assert replica.pids is not None
-    return replica.pids.main
 
 
 def scheduler_pid(replica: ReplicaView) -> int:

@@ -18,7 +18,15 @@ from typing import Any
 
 import pytest
 import trainer_script
-from helpers import GREEDY, all_at_once, marked_processes, no_new_shared_memory, processes, wait_until
+from helpers import (
+    GREEDY,
+    all_at_once,
+    is_listening,
+    marked_processes,
+    no_new_shared_memory,
+    processes,
+    wait_until,
+)
 
 from verl_server import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig, Timeouts
@@ -33,14 +41,6 @@ from verl_server.errors import (
 from verl_server.server.process import WARDEN_SCRIPT
 from verl_server.server.warden.process_tree import list_descendants
 from verl_server.server.warden.shared_memory_files import find_shared_memory
-
-
-def _listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-    except ConnectionRefusedError:
-        return False
-    return True
 
 
 class Trainer:
@@ -66,7 +66,7 @@ class Trainer:
         self.process.join()
         wait_until(lambda: not marked_processes(self.mark), 10.0, f"left behind: {marked_processes(self.mark)}")
         if port is not None:
-            wait_until(lambda: not _listens(port), 10.0, f"port {port} is still open")
+            wait_until(lambda: not is_listening(port), 10.0, f"port {port} is still open")
 
 
 def test_killed_trainer_leaves_nothing(tiny: Callable[..., Path], tmp_path: Path) -> None:

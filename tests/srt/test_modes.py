@@ -16,6 +16,7 @@ from helpers import (
     change_weights,
     no_new_shared_memory,
     reference_model,
+    server_pid,
     wait_until,
 )
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,16 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl_server import AdapterConfig, RolloutManager, VerlEngine
 from verl_server.errors import BadInputError, NotReadyError
 from verl_server.rollout.health import ReplicaState
-from verl_server.rollout.status import ReplicaView
 
 pytestmark = pytest.mark.timeout(900)
 
 RESTART_S = 250.0
-
-
-def server_pid(replica: ReplicaView) -> int:
-    assert replica.pids is not None
-    return replica.pids.main
 
 
 def all_healthy(fleet: RolloutManager, count: int) -> Callable[[], bool]:

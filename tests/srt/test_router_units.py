@@ -22,7 +22,7 @@ from verl_server.router.policy import (
 )
 from verl_server.router.replica_status import ReplicaStats, ReplicaStatus, StatusQueue, merge_stats
 from verl_server.router.result_cache import ResultCache, estimate_bytes
-from verl_server.router.resumable_generation import ResumableGeneration, join_version_spans
+from verl_server.router.resumable_generation import DEFAULT_MAX_NEW_TOKENS, ResumableGeneration, join_version_spans
 
 CONFIG = RouterConfig(max_running_requests_per_replica=4, overload_factor=1.5)
 
@@ -112,6 +112,12 @@ def test_generation_that_cannot_continue_starts_again(params: dict[str, Any]) ->
     generation.end_attempt()
     assert generation.begin_attempt()["input_ids"] == [1]
     assert generation.tokens == []
+
+
+def test_default_of_max_new_tokens_is_that_of_sglang() -> None:
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    assert SamplingParams().max_new_tokens == DEFAULT_MAX_NEW_TOKENS
 
 
 def test_aborted_generation_continues() -> None:
@@ -299,7 +305,7 @@ def test_progress_at_any_router_is_progress_of_the_replica() -> None:
 
 def test_status_queue_keeps_the_latest_status() -> None:
     def status(name: str, version: int, removed: bool = False) -> ReplicaStatus:
-        return ReplicaStatus(name, None, version, admitted=True, suspect=False, expected=True, removed=removed)
+        return ReplicaStatus(name, None, version, admitted=True, suspect=False, will_serve=True, removed=removed)
 
     queue = StatusQueue()
     for version in range(3):

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import all_at_once, assert_equals_reference, change_weights, reference_model
+from helpers import (
+    all_at_once,
+    assert_equals_reference,
+    change_weights,
+    reference_model,
+    remote_server_of,
+)
 from interceptor import Interceptor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,16 +50,10 @@ def servers(tiny: Callable[..., Path]) -> Iterator[list[Any]]:
         yield started
 
 
-def remote(adapter: HttpServerEngineAdapter) -> RemoteServer:
-    """The server as another trainer would describe it."""
-    args = adapter.server_args
-    return RemoteServer(adapter.base_url, args["api_key"], args["admin_api_key"])
-
-
 def engine_for(servers: list[Any], mesh: Any, model: Path, **weights: Any) -> VerlEngine:
     return VerlEngine(
         mesh,
-        servers=[remote(one) for one in servers],
+        servers=[remote_server_of(one) for one in servers],
         model_path=str(model),
         dtype="float32",
         weights=WeightsConfig(**weights),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import inspect
 import itertools
 import socket
@@ -63,8 +64,9 @@ PACKAGES = [
     "server",
     "platforms",
 ]
-SHARED_MODULES = ["types", "config", "errors"]
+SHARED_MODULES = ["types", "config", "errors", "lazy_exports"]
 UNRESTRICTED = ["tiny", "__init__", "__main__"]
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FOLDER_FILES = 300, 60, 15
 
 
 def _imports(path: Path) -> set[str]:
@@ -77,6 +79,35 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
+def _run_time_imports(path: Path) -> set[str]:
+    """Modules of the package that a file imports, also inside functions. Imports for type checkers are left out."""
+    found: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("verl_server"):
+            assert node.module is not None
+            found.update(_as_module(node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names if alias.name.startswith("verl_server."))
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            pending.extend(node.orelse)
+            continue
+        pending.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def _as_module(package: str, name: str) -> str:
+    """The module of `from package import name`: the submodule of that name, or the package itself."""
+    folder = PACKAGE.parent.joinpath(*package.split("."))
+    is_module = (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
+    return f"{package}.{name}" if is_module else package
+
+
+def _module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
 def test_imports_go_one_way() -> None:
     for path in PACKAGE.rglob("*.py"):
         package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -87,7 +118,42 @@ def test_imports_go_one_way() -> None:
             allowed.update(PACKAGES[PACKAGES.index(package) :])
         else:
             assert package in SHARED_MODULES, f"{path}: ARCHITECTURE.md does not name this package"
-        assert _imports(path) <= allowed, f"{path} imports upwards: {_imports(path) - allowed}"
+        imported = _imports(path)
+        assert imported <= allowed, f"{path} imports upwards: {imported - allowed}"
+
+
+def test_no_import_cycles() -> None:
+    """Neither files nor the entries (files and folders) of any folder import each other in a cycle at run time."""
+    imports = {_module_of(path): _run_time_imports(path) for path in PACKAGE.rglob("*.py")}
+    _require_no_cycle(imports)
+    for folder in {path.parent for path in PACKAGE.rglob("*.py")} - {PACKAGE}:
+        prefix = f"{_module_of(folder)}."
+        entries: dict[str, set[str]] = {}
+        for module, imported in imports.items():
+            if module.startswith(prefix):
+                targets = entries.setdefault(module.removeprefix(prefix).split(".")[0], set())
+                targets.update(name.removeprefix(prefix).split(".")[0] for name in imported if name.startswith(prefix))
+        _require_no_cycle({entry: targets - {entry} for entry, targets in entries.items()})
+
+
+def _require_no_cycle(imports: dict[str, set[str]]) -> None:
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"these import each other in a cycle: {error.args[1]}")
+
+
+def test_files_functions_and_folders_are_small() -> None:
+    for folder in {path.parent for path in PACKAGE.rglob("*.py")}:
+        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= MAX_FOLDER_FILES, f"{folder} has {len(files)} files"
+    for path in PACKAGE.rglob("*.py"):
+        source = path.read_text()
+        assert len(source.splitlines()) <= MAX_FILE_LINES, path
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno is not None
+                assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{path}: {node.name}"
 
 
 def test_importing_the_package_is_light() -> None:

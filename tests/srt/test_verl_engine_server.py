@@ -51,7 +51,7 @@ def test_tp1_equals_hugging_face_before_and_after_updates(
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     change_weights(model, seed=1)
     changed = engine.update_weights_from_tensor(iter(model.state_dict().items()))
-    assert changed.missing == 0
+    assert changed.num_missing == 0
     assert assert_equals_reference(engine, model) != first
     restored = engine.update_weights_from_tensor(old.items())
     assert restored.weight_version == changed.weight_version + 1 == engine.weight_version
@@ -159,3 +159,22 @@ def test_launch_server_and_servers_exclude_each_other(
             servers=[RemoteServer("http://127.0.0.1:1")],
             model_path=str(tiny("qwen3")),
         )
+
+
+def test_log_probabilities_are_after_temperature_and_before_top_k(
+    shared_engine: VerlEngine, tiny: Callable[..., Path]
+) -> None:
+    """Trainers compute `log_softmax(logits / temperature)` over the whole vocabulary, as the served policy does."""
+    temperature, prompt, model = 0.5, PROMPTS[2], reference_model(tiny("qwen3"))
+    params = {"temperature": temperature, "top_k": 5, "max_new_tokens": 24, "ignore_eos": True}
+    reply = shared_engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+    tokens, entries = reply["output_ids"], reply["meta_info"]["output_token_logprobs"]
+    with torch.no_grad():
+        logits = model.double()(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits / temperature, dim=-1)
+    assert [entry[1] for entry in entries] == tokens
+    for position, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
+        assert abs(entry[0] - float(expected[position, token])) < 1e-4
+        assert token in expected[position].topk(5).indices, "the token was sampled among the top 5"
+    top_5_mass = expected.topk(5).values.exp().sum(-1)
+    assert float(top_5_mass.max()) < 0.99, "log probabilities after top-k would be visibly larger"

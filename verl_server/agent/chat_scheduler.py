@@ -1,8 +1,9 @@
 """`ChatScheduler`: runs conversations on several servers and reports each turn to a callback.
 
-This is the callback interface that early agent loops were written for. A new conversation goes to the server with the
-fewest requests and stays there, because that server has its prefix cache. Behind a router there is only one generate
-function, and the router selects the server. Conversations are recorded token by token, as in every `Episode`.
+It is for programs that drive conversations with callbacks, and that have several servers without a router. A new
+conversation goes to the server with the fewest requests and stays there, because that server has its prefix cache. With
+a router there is only one generate function, and the router selects the server. Conversations are recorded token by
+token, as in every `Episode`. For a batch of tasks, use `RolloutRunner`.
 """
 
 from __future__ import annotations

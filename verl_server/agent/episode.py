@@ -202,9 +202,9 @@ class Episode:
 
     def _truncate_tool_result(self, message: Message) -> Message:
         content = message.get("content")
-        if message.get("role") != "tool" or not isinstance(content, str):
+        if message.get("role") != "tool" or not isinstance(content, (str, list)):
             return message
-        return {**message, "content": self._renderer.truncate(content, self.limits.max_tool_tokens)}
+        return {**message, "content": self._renderer.truncate_content(content, self.limits.max_tool_tokens)}
 
     def _as_turn(self, node: Node) -> Turn:
         token_ids = list(node.token_ids)

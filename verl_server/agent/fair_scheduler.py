@@ -38,7 +38,7 @@ class FairScheduler:
 
     @property
     def num_free_slots(self) -> int:
-        """Number of requests that would be admitted immediately."""
+        """Number of requests that would be admitted immediately, for monitoring. 0 while requests wait."""
         return self._num_free_slots
 
     async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Json:

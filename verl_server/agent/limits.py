@@ -21,7 +21,7 @@ class RolloutLimits:
     timeout_s: float | None = None
     """Maximum duration in seconds. A turn that is being generated is abandoned; tools have their own timeout."""
     max_tool_tokens: int = 2048
-    """Maximum number of tokens of one tool result. A longer result is truncated; the episode goes on."""
+    """Maximum number of text tokens of one tool result. A longer result is truncated; the episode goes on."""
     max_context_tokens: int | None = None
     """Maximum number of tokens of prompt plus response. None: no limit of its own."""
 

@@ -18,7 +18,7 @@ from verl_server.agent.episode import Episode, Task
 from verl_server.agent.generate_fn import GenerateFn
 from verl_server.agent.limits import RolloutLimits
 from verl_server.agent.loops import AgentLoop, get_agent_loop
-from verl_server.agent.samples import Sample, SampleGroup, keep_all
+from verl_server.agent.samples import Sample, SampleGroup
 from verl_server.errors import BadInputError, to_wire
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.recorder import Recorder, load_session, session_file
@@ -78,13 +78,13 @@ class RolloutRunner:
         n: int = 1,
         *,
         num_groups: int | None = None,
-        group_filter: Callable[[SampleGroup], bool] = keep_all,
+        group_filter: Callable[[SampleGroup], bool] | None = None,
     ) -> AsyncIterator[SampleGroup]:
         """Yield groups of `n` samples in the order in which they finish.
 
-        `group_filter` decides which groups are yielded. After `num_groups` groups (None: all of them) the remaining
-        samples are cancelled. Pass more tasks than `num_groups` to replace groups that the filter rejects. Raises
-        BadInputError for two tasks with the same id, and the error of a sample that cannot be recorded.
+        `group_filter` decides which groups are yielded (None: all of them). After `num_groups` groups (None: all of
+        them) the remaining samples are cancelled. Pass more tasks than `num_groups` to replace groups that the filter
+        rejects. Raises BadInputError for two tasks with the same id, and the error of a sample that cannot be recorded.
         """
         slots = asyncio.Semaphore(self._max_concurrency)
         running = {asyncio.create_task(self._run_group(task, n, slots)) for task in _require_distinct(tasks)}
@@ -92,7 +92,7 @@ class RolloutRunner:
         try:
             for finished in asyncio.as_completed(list(running)):
                 group = await finished
-                if group_filter(group):
+                if group_filter is None or group_filter(group):
                     num_kept += 1
                     yield group
                 if num_kept == num_groups:

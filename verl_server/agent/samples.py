@@ -55,8 +55,3 @@ class SampleGroup:
 
     task: Task
     samples: Sequence[Sample]
-
-
-def keep_all(_: SampleGroup) -> bool:
-    """The group filter that keeps every group."""
-    return True

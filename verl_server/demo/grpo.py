@@ -17,7 +17,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Sample:
+class GrpoSample:
     """One prompt and one response of the policy, with its reward."""
 
     prompt: tuple[int, ...]  # token ids
@@ -49,7 +49,7 @@ def group_advantages(rewards: Sequence[float], group: int, eps: float = 1e-4) ->
     return normalised
 
 
-def make_batch(samples: Sequence[Sample], pad: int) -> Batch:
+def make_batch(samples: Sequence[GrpoSample], pad: int) -> Batch:
     """Pad all samples on the right to the length of the longest. `pad` is any valid token id; the mask excludes it."""
     length = max(len(sample.prompt) + len(sample.response) for sample in samples)
     tokens = torch.full((len(samples), length), pad, dtype=torch.int64)

@@ -135,7 +135,7 @@ class Trainer:
             examples=tuple(task.show(sample.prompt, sample.response) for sample in samples[:3]),
         )
 
-    def _rollout(self, step: int) -> tuple[list[grpo.Sample], int]:
+    def _rollout(self, step: int) -> tuple[list[grpo.GrpoSample], int]:
         """Generate a group of responses for each prompt. Returns samples with advantages, and their weight version."""
         settings = self.settings
         drawn = task.draw_prompts(self._rng, settings.prompts, never=frozenset(self._exam_prompts))
@@ -149,7 +149,7 @@ class Trainer:
 
     def _generate(
         self, prompts: Sequence[task.Prompt], params: Sequence[dict[str, Any]]
-    ) -> tuple[list[grpo.Sample], int]:
+    ) -> tuple[list[grpo.GrpoSample], int]:
         """Generate one response per prompt. Returns samples with rewards, and the weight version of all responses."""
         common = {"max_new_tokens": task.MAX_RESPONSE, "stop_token_ids": [task.END]}
         replies = self.engine.generate(
@@ -162,7 +162,7 @@ class Trainer:
             raise VerlServerError(f"one batch was generated with several weight versions: {sorted(versions)}")
         return [_make_sample(prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)], versions.pop()
 
-    def _train(self, samples: Sequence[grpo.Sample], step: int) -> tuple[float, float]:
+    def _train(self, samples: Sequence[grpo.GrpoSample], step: int) -> tuple[float, float]:
         """Run the optimizer steps on this rank's part of the batch. Returns the logprob gap (maximum, mean)."""
         settings = self.settings
         gap = self._logprob_gap(samples)
@@ -174,7 +174,7 @@ class Trainer:
         return gap
 
     @torch.no_grad()
-    def _logprob_gap(self, samples: Sequence[grpo.Sample]) -> tuple[float, float]:
+    def _logprob_gap(self, samples: Sequence[grpo.GrpoSample]) -> tuple[float, float]:
         """Maximum and mean logprob gap of the whole batch, while trainer and server have the same weights."""
         batch = self._make_own_batch(samples)
         logprobs, _ = grpo.token_logprobs(policy.logits_of(self.model, batch.tokens), batch.tokens)
@@ -183,7 +183,7 @@ class Trainer:
         dist.all_reduce(total)
         return float(largest), float(total) / _count_tokens(samples)
 
-    def _update(self, samples: Sequence[grpo.Sample], entropy_weight: float) -> None:
+    def _update(self, samples: Sequence[grpo.GrpoSample], entropy_weight: float) -> None:
         """Run one optimizer step on a minibatch; each rank computes its part."""
         settings, batch = self.settings, self._make_own_batch(samples)
         logprobs, entropy = grpo.token_logprobs(policy.logits_of(self.model, batch.tokens), batch.tokens)
@@ -200,18 +200,20 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def _make_own_batch(self, samples: Sequence[grpo.Sample]) -> grpo.Batch:
+    def _make_own_batch(self, samples: Sequence[grpo.GrpoSample]) -> grpo.Batch:
         """This rank's part of the samples as tensors."""
         return grpo.make_batch(samples[self.rank :: self.settings.ranks], pad=task.END)
 
 
-def _count_tokens(samples: Sequence[grpo.Sample]) -> int:
+def _count_tokens(samples: Sequence[grpo.GrpoSample]) -> int:
     return sum(len(sample.response) for sample in samples)
 
 
-def _make_sample(prompt: task.Prompt, reply: dict[str, Any]) -> grpo.Sample:
+def _make_sample(prompt: task.Prompt, reply: dict[str, Any]) -> grpo.GrpoSample:
     token_logprobs = reply["meta_info"]["output_token_logprobs"]
     response = tuple(int(token) for _, token, *_ in token_logprobs)
     if list(response) != list(reply["output_ids"]):
         raise VerlServerError(f"the logprobs of the reply belong to other tokens than its output_ids: {reply}")
-    return grpo.Sample(prompt, response, tuple(float(lp) for lp, *_ in token_logprobs), task.reward(prompt, response))
+    return grpo.GrpoSample(
+        prompt, response, tuple(float(lp) for lp, *_ in token_logprobs), task.reward(prompt, response)
+    )

@@ -143,10 +143,7 @@ class VerlEngine:
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights that the servers last held whole, on every rank. It grows with every update.
-
-        An update that fails with TornWeightsError does not change it, so the same version can be pushed again.
-        """
+        """Version of the weights that the servers last held whole, on every rank. A torn update does not change it."""
         return self._require_updater().weight_version
 
     def update_weights_from_tensor(
@@ -164,8 +161,7 @@ class VerlEngine:
 
         Tensors are DTensors with any FSDP2 or TP placement, or full plain tensors. Of plain tensors those of rank 0
         count; other ranks may pass none. A generator is consumed one tensor at a time. Shapes are checked, and floating
-        point types are cast to the server's. A subset of the parameters updates only that subset; `num_missing` in
-        the result is the number of parameters left out.
+        point types are cast to the server's. A part of the parameters may be pushed; `num_missing` counts the others.
 
         `weight_version`: greater than the current version; None: the next number. `verify`: compare checksums of the
         staged tensors with those that every TP rank has read, and check that a whole update has written every parameter

@@ -96,10 +96,10 @@ def _family_config(family: str) -> Any:
 def _as_parsed_tool_call(call: Any) -> ParsedToolCall:
     """Convert a tool call of the package `renderers`."""
     if call.status is not ToolCallParseStatus.OK:
-        return ParsedToolCall(call.raw, call.name, None, str(call.status.value))
+        return ParsedToolCall(call.name, None, str(call.status.value))
     if not isinstance(call.arguments, dict):
-        return ParsedToolCall(call.raw, call.name, None, "the arguments are not a JSON object")
-    return ParsedToolCall(call.raw, call.name, call.arguments, None)
+        return ParsedToolCall(call.name, None, "the arguments are not a JSON object")
+    return ParsedToolCall(call.name, call.arguments, None)
 
 
 def _as_dicts(messages: Sequence[Message]) -> list[Json]:

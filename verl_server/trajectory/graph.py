@@ -38,12 +38,12 @@ class TrajectoryGraph:
     """Rewards by node id: one value for the node, or one value per token."""
     terminations: dict[int, Termination] = field(default_factory=dict)
     """Terminations by node id."""
-    _children: dict[int | None, list[int]] = field(default_factory=dict)
-    _num_tokens: list[int] = field(default_factory=list)
+    _children: dict[int | None, list[int]] = field(default_factory=dict, init=False)
+    _num_tokens: list[int] = field(default_factory=list, init=False)
     """Number of tokens from the root to the end of each node."""
-    _num_turns: list[int] = field(default_factory=list)
+    _num_turns: list[int] = field(default_factory=list, init=False)
     """Number of sampled nodes from the root to each node."""
-    _last_token_ids: tuple[int | None, list[int]] = field(default=(None, []), compare=False)
+    _last_token_ids: tuple[int | None, list[int]] = field(default_factory=lambda: (None, []), compare=False, init=False)
     """Last node that `token_ids` was called for, and the result. A growing conversation extends this list instead of
     walking its whole path in each turn."""
 
@@ -174,7 +174,8 @@ class TrajectoryGraph:
     def longest_prefix(self, token_ids: Sequence[int]) -> tuple[int | None, int]:
         """The deepest node whose path is a prefix of `token_ids`, and the length of that path.
 
-        Returns (None, 0) if no root is a prefix.
+        Returns (None, 0) if no root is a prefix. For callers that get the whole prompt of each turn instead of a node,
+        for example an endpoint for agents that resend their conversation.
         """
         best: tuple[int | None, int] = (None, 0)
         pending = [best]

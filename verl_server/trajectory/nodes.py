@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from verl_server.errors import BadInputError
 
@@ -17,7 +17,11 @@ NO_VERSION = -1
 
 
 class ForkReason(enum.StrEnum):
-    """Why a node is an alternative to an earlier child of the same parent."""
+    """Why a node is an alternative to an earlier child of the same parent.
+
+    An agent loop passes the reason to `Episode.fork`. Episodes use `RETRY` themselves. The other reasons are for agent
+    loops: recorded sessions and `find_divergences` show them.
+    """
 
     SAMPLE = "sample"
     """Another sample of the same prompt."""
@@ -65,6 +69,18 @@ class Node:
     """Why sampling ended: the type of SGLang's `finish_reason` (`stop`, `length`, ...)."""
     routed_experts: str | None = None
     """Routed experts of the tokens, as the engine sent them (base64)."""
+
+
+class NodeFields(TypedDict, total=False):
+    """The fields of a node that `TrajectoryGraph.add_node` takes as keywords. See `Node`."""
+
+    sampled: Required[bool]
+    logprobs: Sequence[float]
+    spans: Sequence[Span]
+    message: Mapping[str, Any] | None
+    fork_reason: ForkReason | None
+    finish_reason: str | None
+    routed_experts: str | None
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import orjson
 
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import ForkReason, Node, Span
+from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
 
 Json = dict[str, Any]
 
@@ -56,31 +56,9 @@ class Recorder:
             os.close(self._fd)
             raise
 
-    def add_node(
-        self,
-        parent: int | None,
-        token_ids: Sequence[int],
-        *,
-        sampled: bool,
-        logprobs: Sequence[float] = (),
-        spans: Sequence[Span] = (),
-        message: Mapping[str, Any] | None = None,
-        fork_reason: ForkReason | None = None,
-        finish_reason: str | None = None,
-        routed_experts: str | None = None,
-    ) -> Node:
+    def add_node(self, parent: int | None, token_ids: Sequence[int], **fields: Unpack[NodeFields]) -> Node:
         """Add a node and write it. See `TrajectoryGraph.add_node`."""
-        node = self.graph.add_node(
-            parent,
-            token_ids,
-            sampled=sampled,
-            logprobs=logprobs,
-            spans=spans,
-            message=message,
-            fork_reason=fork_reason,
-            finish_reason=finish_reason,
-            routed_experts=routed_experts,
-        )
+        node = self.graph.add_node(parent, token_ids, **fields)
         self._write({"node": _node_to_json(node)})
         return node
 

@@ -10,7 +10,7 @@ template when it is constructed. A template without the property is refused with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,6 @@ TRUNCATION_MARK = " [cut]"
 class ParsedToolCall:
     """A tool call that a renderer found in the tokens of a turn. The call can be malformed."""
 
-    raw_text: str
-    """Text of the call as the policy generated it."""
     name: str | None
     arguments: Json | None
     parse_error: str | None
@@ -124,6 +122,22 @@ class ChatRenderer:
         if len(token_ids) <= max_tokens and len(text) <= max_characters:
             return text
         return self.decode(token_ids[:max_tokens]) + TRUNCATION_MARK
+
+    def truncate_content(self, content: str | Sequence[Any], max_tokens: int) -> str | list[Any]:
+        """The content of a message with at most `max_tokens` tokens of text: a string, or a list of content parts.
+
+        The text parts of a list share `max_tokens` in their order. Images and other parts are kept unchanged.
+        """
+        if isinstance(content, str):
+            return self.truncate(content, max_tokens)
+        parts: list[Any] = []
+        for part in content:
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+                text = self.truncate(part["text"], max_tokens)
+                max_tokens = max(max_tokens - len(self.encode(text)), 0)
+                part = {**part, "text": text}
+            parts.append(part)
+        return parts
 
     def _render_after_turn(self, history: Sequence[Message], messages: Sequence[Message]) -> str:
         """The text that the template renders after an assistant turn that follows `history`."""
