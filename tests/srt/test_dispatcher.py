@@ -27,7 +27,8 @@ API_KEY = "callers-key"
 class RecordingServer:
     """A `GenerationServer` that answers with token ids 0, 1, 2 and so on, as long as `may_finish` is set."""
 
-    base_url, api_key = "http://recording", None
+    base_url = "http://recording"
+    api_key: str | None = None
 
     def __init__(self, weight_version: int = 0) -> None:
         self.weight_version = weight_version

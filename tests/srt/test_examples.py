@@ -52,8 +52,8 @@ def test_colocated(tmp_path: Path) -> None:
 def test_ray_cluster(tmp_path: Path) -> None:
     output = run_example("ray_cluster.py", tmp_path)
     assert "version 1 is on both nodes, by distributed" in output
-    found = re.findall(r"(verl_server_\d_0): tokens (\[.*\]) of version 1", output)
-    assert [name for name, _ in found] == ["verl_server_0_0", "verl_server_1_0"]
+    found = re.findall(r"(verl_server_\d): tokens (\[.*\]) of version 1", output)
+    assert [name for name, _ in found] == ["verl_server_0", "verl_server_1"]
     assert found[0][1] == found[1][1], "greedy decoding gives the same tokens on both nodes"
 
 

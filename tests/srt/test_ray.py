@@ -65,7 +65,7 @@ def test_replicas_are_actors(launcher: Any, one_rank: DeviceMesh, tiny: Callable
         engine.update_weights_from_tensor(model.state_dict().items())
         assert_equals_reference(engine, model)
         found = discover()
-        assert sorted(found) == ["verl_server_0_0", "verl_server_1_0"]
+        assert sorted(found) == ["verl_server_0", "verl_server_1"]
         assert {server.base_url for server in found.values()} == {replica.base_url for replica in fleet.replicas}
         assert all("127.0.0.1" not in server.base_url for server in found.values())
 
@@ -81,10 +81,10 @@ def test_replicas_are_actors(launcher: Any, one_rank: DeviceMesh, tiny: Callable
         wait_until(lambda: not server.is_running(), 20.0, "the server outlives its actor")
         wait_until(lambda: healthy(fleet) == 2, RESTART_S, "the server is not started again")
         assert_equals_reference(first.adapter, model)
-        assert discover()["verl_server_0_0"].base_url == first.base_url
+        assert discover()["verl_server_0"].base_url == first.base_url
 
-        fleet.remove_replica("verl_server_1_0")
-        assert sorted(discover()) == ["verl_server_0_0"]
+        fleet.remove_replica("verl_server_1")
+        assert sorted(discover()) == ["verl_server_0"]
     assert not ray.is_initialized()
 
 

@@ -23,9 +23,8 @@ class Backend(UpdatableServers, Protocol):
     def weight_version(self) -> int:
         """Version of the weights that the inference engines have when the trainer starts to use them."""
 
-    @property
     def nearest_transport(self) -> str:
-        """Name of the cheapest weight transport that reaches all inference engines."""
+        """Name of the cheapest weight transport that reaches all inference engines, for as long as they are used."""
 
     @property
     def trainer_host(self) -> str:

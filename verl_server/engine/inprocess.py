@@ -33,7 +33,7 @@ R = TypeVar("R")
 class InProcessBackend:
     """One `sglang.Engine`, created and used by one thread."""
 
-    nearest_transport, trainer_host = "shared_memory", "127.0.0.1"
+    trainer_host = "127.0.0.1"
     adapter = None
     """There is no server, so there is no adapter."""
 
@@ -62,6 +62,9 @@ class InProcessBackend:
             raise
         except ValueError as error:
             raise BadInputError(f"SGLang refused the request: {error}") from error
+
+    def nearest_transport(self) -> str:
+        return "shared_memory"
 
     # -- generation -----------------------------------------------------------------------------------
 
@@ -107,7 +110,7 @@ class InProcessBackend:
         """Nothing to pause: the engine runs one call at a time, so no request runs during an update."""
 
     def resume(self) -> None:
-        """See `pause`."""
+        """Nothing to resume: `pause` does nothing."""
 
     def begin_weight_update(self) -> None:
         if self._has_update_sessions:

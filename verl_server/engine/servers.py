@@ -35,18 +35,14 @@ class HttpServers:
         *,
         weight_version: int = 0,
         remote_hosts: Sequence[str] = (),
-        pause_mode: PauseMode | None = None,
-        check_members: Callable[[], None] = lambda: None,
     ) -> None:
         """`members` describes the servers of `adapters` in the same order.
 
-        `remote_hosts`: the hosts of servers on other machines. `pause_mode` replaces the pause mode of every weight
-        update. `check_members` is called before each attempt at an update. Its error ends the update.
+        `remote_hosts`: the hosts of servers on other machines.
         """
         self._adapters, self._members = list(adapters), list(members)
         self.weight_version = weight_version
         self._remote_hosts = list(remote_hosts)
-        self._pause_mode, self._check_members = pause_mode, check_members
         self._pool = ThreadPoolExecutor(2 * len(self._adapters), thread_name_prefix="verl-server-http-servers")
         self._round_robin = itertools.cycle(self._adapters)
 
@@ -65,7 +61,6 @@ class HttpServers:
         """The adapter of the first server."""
         return self._adapters[0]
 
-    @property
     def nearest_transport(self) -> str:
         return "distributed" if self._remote_hosts else "shared_memory"
 
@@ -94,12 +89,10 @@ class HttpServers:
 
     @property
     def members(self) -> Sequence[ServerInfo]:
-        self._check_members()
         return self._members
 
     def pause(self, mode: PauseMode) -> None:
         """Pause all servers. A server with released memory is not paused: it runs no requests."""
-        mode = self._pause_mode or mode
         self._call_all(lambda adapter: adapter.released_memory or adapter.pause_generation(mode))
 
     def resume(self) -> None:
@@ -156,7 +149,7 @@ class HttpServers:
         self._pool.shutdown(wait=False)
 
 
-def launch_server(
+def launch_one_server(
     server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], check_abort: AbortCheck
 ) -> HttpServers:
     """Start one server process on this machine and wait until the server is ready. `shutdown` ends the process.

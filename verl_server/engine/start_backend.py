@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_server_args
 from verl_server.config import AdapterConfig, RemoteServer
 from verl_server.engine.backend import Backend, RolloutFleet
-from verl_server.engine.servers import connect_servers, launch_server
+from verl_server.engine.servers import connect_servers, launch_one_server
 from verl_server.errors import BadInputError, ServerDiedError, VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import Placement
@@ -111,7 +111,7 @@ def _make_backend(
         from verl_server.engine.inprocess import InProcessBackend
 
         return InProcessBackend(args)
-    backend = launch_server(args, config, env, check_abort=lambda: group.failure)
+    backend = launch_one_server(args, config, env, check_abort=lambda: group.failure)
     process = backend.adapter.process
     assert process is not None
     process.on_exit(lambda _: on_server_death(process.died(backend.adapter.base_url)))

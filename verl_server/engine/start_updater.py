@@ -42,15 +42,18 @@ def start_weight_updater(
     layout = plan_arena(manifest.tensors)
 
     def decide(_: list[Json]) -> Json:
-        """On rank 0."""
+        """Rank 0 chooses the transport and reads the state of the backend."""
         assert backend is not None
         transport = _choose_transport(backend, ranks.placement.nnodes, config, layout.size_bytes)
         released_memory = sorted(backend.released_memory)
         return {"transport": transport, "weight_version": backend.weight_version, "released_memory": released_memory}
 
     decided = ranks.coordinator.agree(ranks.coordinator.next_call_id("transport"), decide, action_timeout_s=10.0)
-    start = _start_streamed if is_streamed(decided["transport"]) else _start_staged
-    updater = start(ranks, backend, manifest, decided["weight_version"], config, decided["transport"])
+    weight_version, transport = decided["weight_version"], decided["transport"]
+    if is_streamed(transport):
+        updater = _start_streamed(ranks, manifest, weight_version, config, transport)
+    else:
+        updater = _start_staged(ranks, backend, manifest, weight_version, config, transport)
     updater.released_memory = frozenset(decided["released_memory"])  # not empty for a fleet that was in use before
     return updater
 
@@ -63,7 +66,7 @@ def _choose_transport(backend: Backend, nnodes: int, config: WeightsConfig, mode
     limit = config.max_staging_bytes
     transport = config.transport
     if transport == "auto":
-        transport = backend.nearest_transport
+        transport = backend.nearest_transport()
         if transport == "shared_memory" and limit is not None and model_bytes > limit and nnodes == 1:
             transport = "buckets"
     if nnodes > 1 and transport != "shared_memory":
@@ -114,7 +117,6 @@ def _start_staged(
 
 def _start_streamed(
     ranks: EngineRanks,
-    backend: Backend | None,
     manifest: Manifest,
     weight_version: int,
     config: WeightsConfig,

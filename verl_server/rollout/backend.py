@@ -119,16 +119,19 @@ class ManagedBackend:
     def weight_version(self) -> int:
         return self._fleet.weight_version
 
-    @property
     def nearest_transport(self) -> str:
-        """Raises BadInputError for a fleet that takes no weights."""
+        """The transport of the fleet's mode, or shared memory when all servers run on this machine.
+
+        With shared memory, later servers are started on this machine only. Raises BadInputError for a fleet that takes
+        no weights.
+        """
         capabilities = capabilities_of(self._mode)
         if not capabilities.takes_weights:
             raise BadInputError(
                 f"a {self._mode} fleet keeps the weights of its checkpoint: use it without a VerlEngine, through "
                 "`RolloutManager.generate` or `RolloutManager.router`"
             )
-        return capabilities.transport or ("shared_memory" if self._launcher.is_local else "distributed")
+        return capabilities.transport or ("shared_memory" if self._launcher.pin_to_local_machine() else "distributed")
 
     @property
     def trainer_host(self) -> str:

@@ -105,7 +105,11 @@ class Fleet:
     def servers(self) -> list[Server]:
         """The replicas with a running server."""
         with self.lock:
-            return [(one, one.adapter) for one in self.replicas if one.adapter is not None and one.state in RUNNING]
+            return [
+                (replica, replica.adapter)
+                for replica in self.replicas
+                if replica.adapter is not None and replica.state in RUNNING
+            ]
 
     def require_servers(self) -> list[Server]:
         """`servers()`. Raises ServerDiedError when there is none; new requests then do not wait for an update."""
@@ -116,12 +120,16 @@ class Fleet:
         return servers
 
     def serving_adapters(self) -> list[HttpServerEngineAdapter]:
-        return [one.adapter for one in self.replicas if one.adapter is not None and one.state in SERVING]
+        """The adapters of the replicas that serve requests."""
+        with self.lock:
+            return [
+                replica.adapter for replica in self.replicas if replica.adapter is not None and replica.state in SERVING
+            ]
 
     def create_replica(self) -> Replica:
         """Add a replica that has no server yet."""
         with self.lock:
-            replica = self._make_replica(f"verl_server_{next(self._numbers)}_0")
+            replica = self._make_replica(f"verl_server_{next(self._numbers)}")
             replica.weight_version = self.checkpoint_version
             self._replicas[replica.name] = replica
         return replica
@@ -142,6 +150,33 @@ class Fleet:
             replica.weight_version = self.checkpoint_version
             self.change_state(replica, ReplicaState.HEALTHY if is_current else ReplicaState.STALE)
 
+    def end_server(self, replica: Replica) -> None:
+        """End the process tree of the replica's server, if the replica has a server."""
+        with self.lock:
+            adapter, replica.adapter = replica.adapter, None
+        if adapter is not None:
+            try:
+                adapter.shutdown()
+            except Exception:  # the replica continues without this server, whatever the error is
+                logger.exception("the server of %s did not shut down cleanly", replica.name)
+
+    def stop_replica(self, replica: Replica) -> None:
+        """End the replica's server permanently, also a server that is starting."""
+        replica.refuse_starts()
+        self.end_server(replica)
+        replica.free_devices()
+
+    def record_death(self, replica: Replica) -> None:
+        """Record that a server of the replica ended or could not start."""
+        with self.lock:
+            replica.deaths.append(time.monotonic())
+
+    def record_restart(self, replica: Replica) -> None:
+        """Record that a new server replaced an ended server of the replica."""
+        with self.lock:
+            self.counters.restarts += 1
+            replica.restarts += 1
+
     # -- state of the whole fleet -----------------------------------------------------------------------
 
     @property
@@ -160,6 +195,22 @@ class Fleet:
             self.released_memory = tags
             self._notify_all()
 
+    def undo_release(self, released_memory: frozenset[str], weights_undefined: bool) -> None:
+        """Restore the state before a release of memory that failed."""
+        with self.lock:
+            self.weights_undefined = weights_undefined
+            self.set_released_memory(released_memory)
+
+    def begin_load(self) -> None:
+        """An update begins to load. Until `finish_update` the weights count as incomplete."""
+        with self.lock:
+            self.update_incomplete = True
+
+    def add_phase_seconds(self, phase: str, seconds: float) -> None:
+        """Count time that a weight update spent in `phase`."""
+        with self.lock:
+            self.counters.phase_s[phase] = self.counters.phase_s.get(phase, 0.0) + seconds
+
     def finish_update(self, whole: bool) -> None:
         """An update was published, or all weights were loaded again. `whole`: it had every parameter."""
         with self.lock:
@@ -169,7 +220,7 @@ class Fleet:
                 self._notify_all()
 
     def abandon_update(self) -> bool:
-        """The trainer ends. Returns whether an update has loaded only in part.
+        """Forget the weights that the trainer keeps, at the end of its use. Returns whether an update loaded in part.
 
         The weights are then undefined, and replicas receive no requests until a whole update. Replicas that start again
         wait for the next update, because the trainer no longer keeps the published weights.
@@ -214,7 +265,7 @@ class Fleet:
         """Report the status of a replica to the routers."""
         state = replica.state
         waits_for_update = state is ReplicaState.STALE and (self.replay is None or replica.needs_update)
-        serves_without_user = state is not ReplicaState.DRAINING and not waits_for_update
+        stays_in_use = state is not ReplicaState.DRAINING and not waits_for_update
         self._targets.update_status(
             ReplicaStatus(
                 name=replica.name,
@@ -222,7 +273,7 @@ class Fleet:
                 weight_version=replica.weight_version,
                 admitted=state in SERVING and self.is_open,
                 suspect=state is ReplicaState.SUSPECT,
-                expected=serves_without_user and not self.released_memory and not self.weights_undefined,
+                will_serve=stays_in_use and not self.released_memory and not self.weights_undefined,
                 removed=state in (ReplicaState.REMOVED, ReplicaState.FAILED),
             )
         )

@@ -109,14 +109,14 @@ class RolloutManager:
                 targets.add(self._router_process)
             if config.router_ip is not None:
                 targets.add(SglangRouterTarget(config))
-            for start in [fleet.executor.submit(self._start, fleet.create_replica()) for _ in range(replicas)]:
+            for start in [fleet.executor.submit(self._start_replica, fleet.create_replica()) for _ in range(replicas)]:
                 start.result()
         except BaseException:
             self.shutdown()
             raise
         self._recovery.start()
 
-    def _start(self, replica: Replica) -> None:
+    def _start_replica(self, replica: Replica) -> None:
         replica.start(self._recovery.add_server)
 
     # -- state ----------------------------------------------------------------------------------------
@@ -182,10 +182,10 @@ class RolloutManager:
             raise NotReadyError("the memory of this fleet is released: call resume_memory_occupation first")
         replica = self._fleet.create_replica()
         try:
-            self._start(replica)
+            self._start_replica(replica)
         except BaseException:
             self._fleet.remove_replica(replica)
-            replica.stop()
+            self._fleet.stop_replica(replica)
             raise
         self._recovery.load_published_weights(replica)
         return replica.name
@@ -209,7 +209,7 @@ class RolloutManager:
         with fleet.lock:
             fleet.remove_replica(replica)
             fleet.change_state(replica, ReplicaState.REMOVED)
-        replica.stop()
+        fleet.stop_replica(replica)
 
     # -- memory ---------------------------------------------------------------------------------------
 
@@ -240,7 +240,10 @@ class RolloutManager:
             steps.callback(self._launcher.close)
             steps.callback(lambda: self._fleet.executor.shutdown(wait=True, cancel_futures=True))
             steps.callback(self._recovery.join)
-            steps.callback(_run_in_threads, [replica.stop for replica in self._fleet.replicas])
+            steps.callback(
+                _run_in_threads,
+                [functools.partial(self._fleet.stop_replica, replica) for replica in self._fleet.replicas],
+            )
             steps.callback(self._targets.close)
 
     def __enter__(self) -> Self:
@@ -250,9 +253,9 @@ class RolloutManager:
         self.shutdown()
 
 
-def _run_in_threads(calls: Sequence[Callable[[], None]]) -> None:
-    """Run all calls at the same time."""
-    threads = [threading.Thread(target=call) for call in calls]
+def _call_for_all(call: Callable[[Replica], None], replicas: Sequence[Replica]) -> None:
+    """Call `call` for all replicas at the same time."""
+    threads = [threading.Thread(target=call, args=[replica]) for replica in replicas]
     for thread in threads:
         thread.start()
     for thread in threads:

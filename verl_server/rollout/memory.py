@@ -48,8 +48,7 @@ class FleetMemory:
             try:
                 self._release_all(requested)
             except BaseException:
-                fleet.weights_undefined = undefined_before
-                fleet.set_released_memory(released_before)
+                fleet.undo_release(released_before, undefined_before)
                 raise
         finally:
             fleet.set_admission_paused(False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import PauseMode, RecoveryConfig
@@ -15,6 +15,7 @@ from verl_server.rollout.fleet import RUNNING, SERVING, Fleet, Server
 from verl_server.rollout.health import ReplicaState, classify_health, restart_delay_s
 from verl_server.rollout.replica import Replica, StartPreempted
 from verl_server.router.targets import RoutingTargets
+from verl_server.types import ServerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class RecoveryLoop:
             if replica.state in (ReplicaState.DEAD, ReplicaState.RESTARTING):
                 return
             self._fleet.counters.deaths += 1
-            replica.deaths.append(time.monotonic())
+            self._fleet.record_death(replica)
             self._fleet.change_state(replica, ReplicaState.DEAD, error)
             self._run_in_thread(lambda: self._restart(replica), f"verl-server-{replica.name}")
 
@@ -77,7 +78,7 @@ class RecoveryLoop:
         """Start servers until one is ready, the replica has failed too often, or the fleet ends."""
         error, fleet = replica.error, self._fleet
         while not fleet.closed.is_set():
-            replica.end_server()
+            fleet.end_server(replica)
             delay_s = restart_delay_s(replica.deaths, time.monotonic(), self._config)
             with fleet.lock:
                 if not fleet.has(replica):
@@ -104,11 +105,10 @@ class RecoveryLoop:
             except Exception as failure:  # noqa: BLE001 - every failure of a start counts as a death
                 error = StartupError(f"{type(failure).__name__}: {failure}")
             else:
-                fleet.counters.restarts += 1
-                replica.restarts += 1
+                fleet.record_restart(replica)
                 self.load_published_weights(replica)
                 return
-            replica.deaths.append(time.monotonic())
+            fleet.record_death(replica)
 
     def load_published_weights(self, replica: Replica) -> None:
         """Load the published weights into a replica that has just started.
@@ -134,10 +134,7 @@ class RecoveryLoop:
             try:
                 if not is_needed():
                     return
-                # The new server has no requests yet, so the pause mode of the update does not matter.
-                replay(
-                    HttpServers([adapter], [replica.member], pause_mode=PauseMode.RETRACT, check_members=check_needed)
-                )
+                replay(_NewServer(replica, adapter, check_needed))
             except Exception as error:  # noqa: BLE001 - whatever the error is, the replay must not be repeated
                 logger.info("replica %s waits for the next update: %s", replica.name, error)
                 if isinstance(error, DeadlineError):
@@ -208,6 +205,26 @@ class RecoveryLoop:
                 self.recover(replica, adapter, error)
             elif not isinstance(error, (ServerDiedError, ShutDownError)):
                 raise error
+
+
+class _NewServer(HttpServers):
+    """A server that has just started and receives the published weights.
+
+    `check_needed` is called before each attempt to load them. Its error ends the load.
+    """
+
+    def __init__(self, replica: Replica, adapter: HttpServerEngineAdapter, check_needed: Callable[[], None]) -> None:
+        super().__init__([adapter], [replica.member])
+        self._check_needed = check_needed
+
+    @property
+    def members(self) -> Sequence[ServerInfo]:
+        self._check_needed()
+        return super().members
+
+    def pause(self, mode: PauseMode) -> None:
+        """Pause with RETRACT. The server has no requests yet, so the pause mode of the update does not matter."""
+        super().pause(PauseMode.RETRACT)
 
 
 def _failed_error(replica: Replica, error: VerlServerError | None) -> ServerDiedError:

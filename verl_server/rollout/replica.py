@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,8 +14,6 @@ from verl_server.rollout.health import Observation, ReplicaState
 from verl_server.rollout.launchers.base import Launcher
 from verl_server.types import ServerInfo
 
-logger = logging.getLogger(__name__)
-
 
 class StartPreempted(NotReadyError):
     """The start of a server was ended because the fleet released its memory."""
@@ -25,7 +22,7 @@ class StartPreempted(NotReadyError):
 class Replica:
     """One server of a fleet, its state and its history.
 
-    `state`, `adapter`, `weight_version`, `error` and `needs_update` are written under the fleet's lock only.
+    The public attributes are written under the fleet's lock only.
     """
 
     def __init__(self, name: str, launcher: Launcher, server_args: Mapping[str, Any], config: AdapterConfig) -> None:
@@ -121,17 +118,10 @@ class Replica:
             return process.died(adapter.base_url)
         return ServerDiedError(f"replica {self.name} {reason}", replica=self.name)
 
-    def end_server(self) -> None:
-        """End the process tree of its server, if there is one."""
-        adapter, self.adapter = self.adapter, None
-        if adapter is not None:
-            try:
-                adapter.shutdown()
-            except Exception:  # the replica continues without this server, whatever the error is
-                logger.exception("the server of %s did not shut down cleanly", self.name)
-
-    def stop(self) -> None:
-        """End its server permanently, also a server that is starting."""
+    def refuse_starts(self) -> None:
+        """Refuse further starts permanently, and end a start that is in progress."""
         self._stopped.set()
-        self.end_server()
+
+    def free_devices(self) -> None:
+        """Give the devices back to the launcher. The replica starts no more servers."""
         self._launcher.forget_replica(self.name)

@@ -48,11 +48,11 @@ class FleetUpdates:
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         """Add the seconds of the body to the fleet's counters."""
-        started, phase_s = time.monotonic(), self._fleet.counters.phase_s
+        started = time.monotonic()
         try:
             yield
         finally:
-            phase_s[phase] = phase_s.get(phase, 0.0) + time.monotonic() - started
+            self._fleet.add_phase_seconds(phase, time.monotonic() - started)
 
     def pause(self, mode: PauseMode) -> None:
         self._mode = PauseMode.RETRACT if mode is PauseMode.WAIT else mode
@@ -104,7 +104,7 @@ class FleetUpdates:
         A replica whose server has died is left out of the next attempt.
         """
         loads: dict[Future[None], Server] = {}
-        self._fleet.update_incomplete = True
+        self._fleet.begin_load()
         with self._timed("load"):
             for (replica, adapter), wire in zip(self._servers, wires, strict=True):
                 tp_size = replica.member.tp_size
@@ -144,7 +144,10 @@ class FleetUpdates:
             fleet.finish_update(whole)
 
     def detach(self) -> None:
-        """The trainer ends. Generation continues, unless the weights are torn: then it waits for a whole update."""
+        """End the trainer's use of the fleet.
+
+        Generation continues. When the weights are torn, it waits for a whole update.
+        """
         is_torn = self._fleet.abandon_update()
         self._recovery.wait_for_replay()
         if self._is_paused and not is_torn:

@@ -42,7 +42,7 @@ class RoutedReplica:
     """Whether the replica may receive requests."""
     suspect: bool = False
     """Whether the replica made no progress for a long time."""
-    expected: bool = True
+    will_serve: bool = True
     """Whether the replica serves requests, or will serve them again without an action of the user."""
     request_tokens: dict[str, int] = field(default_factory=dict)
     """Number of tokens (prompt and received output) of each running request."""
@@ -104,7 +104,7 @@ class ReplicaPool:
         self._session_replicas: OrderedDict[str, str] = OrderedDict()
         self._queue: deque[tuple[RoutingRequest, asyncio.Future[RoutedReplica]]] = deque()
         self._closed = False
-        self._expected_without_server: set[str] = set()
+        self._starting: set[str] = set()
 
     # -- replicas -----------------------------------------------------------------------------------
 
@@ -116,19 +116,19 @@ class ReplicaPool:
         elif status.adapter is not None and (known is None or known.server is not status.adapter):
             self.add_replica(status.name, status.adapter, status.weight_version, admitted=status.admitted)
         elif known is None:
-            self.set_expected(status.name, expected=status.expected)
+            self.set_without_server(status.name, will_serve=status.will_serve)
         else:
             self.update_replica(
                 status.name,
                 weight_version=status.weight_version,
                 admitted=status.admitted,
                 suspect=status.suspect,
-                expected=status.expected,
+                will_serve=status.will_serve,
             )
 
     def add_replica(self, name: str, server: GenerationServer, weight_version: int, *, admitted: bool = True) -> None:
         """Add a replica, or replace the server of a known replica."""
-        self._expected_without_server.discard(name)
+        self._starting.discard(name)
         self.replicas[name] = RoutedReplica(name, server, weight_version, admitted)
         self._serve_queue()
 
@@ -139,7 +139,7 @@ class ReplicaPool:
         weight_version: int | None = None,
         admitted: bool | None = None,
         suspect: bool | None = None,
-        expected: bool | None = None,
+        will_serve: bool | None = None,
     ) -> None:
         """Change the state of a replica. None keeps a value. Raises BadInputError for an unknown replica."""
         replica = self.get_replica(name)
@@ -149,21 +149,21 @@ class ReplicaPool:
             replica.admitted = admitted
         if suspect is not None:
             replica.suspect = suspect
-        if expected is not None:
-            replica.expected = expected
+        if will_serve is not None:
+            replica.will_serve = will_serve
         self._serve_queue()
 
-    def set_expected(self, name: str, *, expected: bool) -> None:
+    def set_without_server(self, name: str, *, will_serve: bool) -> None:
         """Record whether a replica that has no server yet will get one. If so, requests are queued for it."""
-        if expected:
-            self._expected_without_server.add(name)
+        if will_serve:
+            self._starting.add(name)
         else:
-            self._expected_without_server.discard(name)
+            self._starting.discard(name)
         self._serve_queue()
 
     def remove_replica(self, name: str) -> None:
         """Remove a replica. Its running requests continue on other replicas when they fail there."""
-        self._expected_without_server.discard(name)
+        self._starting.discard(name)
         self.replicas.pop(name, None)
         self._serve_queue()
 
@@ -245,7 +245,7 @@ class ReplicaPool:
                 config=self._config,
             )
         except NotReadyError:
-            if self._expects_a_replica():
+            if self._awaits_a_replica():
                 return None
             self._counters.refused += 1
             raise
@@ -258,9 +258,9 @@ class ReplicaPool:
                 self._session_replicas.popitem(last=False)
         return self.replicas[name]
 
-    def _expects_a_replica(self) -> bool:
-        return bool(self._expected_without_server) or any(
-            replica.expected and not replica.admitted for replica in self.replicas.values()
+    def _awaits_a_replica(self) -> bool:
+        return bool(self._starting) or any(
+            replica.will_serve and not replica.admitted for replica in self.replicas.values()
         )
 
     def _serve_queue(self) -> None:

@@ -24,7 +24,7 @@ class ReplicaStatus:
     """Whether the replica may receive requests."""
     suspect: bool
     """Whether the replica made no progress for a long time. Routers prefer other replicas."""
-    expected: bool
+    will_serve: bool
     """Whether the replica serves requests, or will serve them again without an action of the user."""
     removed: bool
     """Whether the replica has left the fleet permanently."""

@@ -28,9 +28,11 @@ class Launcher(Protocol):
     def forget_replica(self, name: str) -> None:
         """Free the devices of the replica `name`, which starts no more servers."""
 
-    @property
-    def is_local(self) -> bool:
-        """Whether all servers run on this machine, where they can read this process's memory."""
+    def pin_to_local_machine(self) -> bool:
+        """Start later servers on this machine only, where they can read this process's memory.
+
+        Returns False, and changes nothing, when a server runs on another machine.
+        """
 
     @property
     def trainer_host(self) -> str:

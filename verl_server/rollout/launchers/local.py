@@ -19,7 +19,7 @@ class LocalLauncher:
     replica starts and restarts in about 2 s.
     """
 
-    is_local, trainer_host = True, "127.0.0.1"
+    trainer_host = "127.0.0.1"
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,6 +48,10 @@ class LocalLauncher:
     def forget_replica(self, name: str) -> None:
         with self._lock:
             self._slots.pop(name, None)
+
+    def pin_to_local_machine(self) -> bool:
+        """True: all servers run on this machine."""
+        return True
 
     def close(self) -> None:
         """Does nothing: the servers belong to their replicas."""

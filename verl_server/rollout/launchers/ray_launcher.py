@@ -72,7 +72,8 @@ class RayLauncher:
         self._lock = threading.Lock()
         self._machines: dict[str, set[str]] = {}
         """Machine ids of each replica's nodes."""
-        self._stays_local = False
+        self._is_pinned = False
+        """Whether later servers are started on this machine only."""
 
     @property
     def _device(self) -> str:
@@ -95,7 +96,7 @@ class RayLauncher:
     ) -> HttpServerEngineAdapter:
         num_nodes = self._parallel_config.nnodes
         resources = {self._device: float(self._parallel_config.devices_per_node)}
-        if self._stays_local:
+        if self._is_pinned:
             resources[f"node:{ray.util.get_node_ip_address()}"] = 0.001
         group = placement_group([dict(resources) for _ in range(num_nodes)], strategy="STRICT_SPREAD")
         actors: list[Any] = []
@@ -103,7 +104,7 @@ class RayLauncher:
             no_room = f"the cluster has no free resources for {name} ({resources})"
             _wait(group.ready(), config.timeouts.start_s, check_abort, no_room)
             for node in range(num_nodes):
-                actor_name = f"{name.rsplit('_', 1)[0]}_{node}"
+                actor_name = f"{name}_{node}"
                 actors.append(self._create_actor(actor_name, group, node, resources, config, check_abort))
             no_answer = f"an actor of {name} does not answer"
             nodes = [_wait(actor.describe_node.remote(), ANSWER_TIMEOUT_S, check_abort, no_answer) for actor in actors]
@@ -186,18 +187,14 @@ class RayLauncher:
         with self._lock:
             self._machines.pop(name, None)
 
-    @property
-    def is_local(self) -> bool:
-        """Whether all servers run on this machine.
-
-        When the answer is True, the caller relies on it, so later servers are started on this machine only.
-        """
-        self._stays_local = all(machines == {machine_id()} for machines in self._machines.values())
-        return self._stays_local
+    def pin_to_local_machine(self) -> bool:
+        with self._lock:
+            self._is_pinned = all(machines == {machine_id()} for machines in self._machines.values())
+        return self._is_pinned
 
     @property
     def trainer_host(self) -> str:
-        return "127.0.0.1" if self._stays_local else str(ray.util.get_node_ip_address())
+        return "127.0.0.1" if self._is_pinned else str(ray.util.get_node_ip_address())
 
     def close(self) -> None:
         """Disconnect from the cluster, unless Ray was initialized before this launcher was created."""
@@ -214,12 +211,12 @@ def discover(address: str | None = None, namespace: str = NAMESPACE) -> dict[str
         _connect(address, namespace)
     servers = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == namespace and re.fullmatch(r"verl_server_\d+_0", entry["name"]):
+        if entry["namespace"] == namespace and (found := re.fullmatch(r"(verl_server_\d+)_0", entry["name"])):
             with contextlib.suppress(RayError, ValueError):  # the actor has just ended
                 actor = ray.get_actor(entry["name"], namespace=namespace)
                 server = ray.get(actor.remote_server.remote(), timeout=ANSWER_TIMEOUT_S)
                 if server is not None:
-                    servers[entry["name"]] = RemoteServer(**server)
+                    servers[found[1]] = RemoteServer(**server)
     return servers
 
 

@@ -133,6 +133,6 @@ def encode_status(status: ReplicaStatus) -> Json:
         "weight_version": status.weight_version,
         "admitted": status.admitted,
         "suspect": status.suspect,
-        "expected": status.expected,
+        "will_serve": status.will_serve,
         "removed": status.removed,
     }

@@ -20,7 +20,7 @@ PROBE_INTERVAL_S = 0.5
 PROBE_TIMEOUT_S = 5.0
 """The HTTP loop of a server answers the probe. It is never busy for so long."""
 CONNECT_TIMEOUT_S = 2.0
-EXPECTED_S = 60.0
+RETURN_TIMEOUT_S = 60.0
 """Seconds after its last answer during which requests wait for a server when no other server answers. After that
 requests are refused."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -78,13 +78,13 @@ class StaticReplicas:
         try:
             info = await self._adapters[name].get_model_info()
             version = parse_weight_version(info.get("weight_version"))
-            pool.update_replica(name, admitted=True, expected=True, weight_version=version)
+            pool.update_replica(name, admitted=True, will_serve=True, weight_version=version)
             self._answered_at[name] = time.monotonic()
         except Exception as error:  # noqa: BLE001 - any failure means that no usable server answers at this address
             if pool.get_replica(name).admitted:
                 logger.warning("replica %s does not answer: %s", name, error)
             silent_s = time.monotonic() - self._answered_at.get(name, 0.0)
-            pool.update_replica(name, admitted=False, expected=silent_s < EXPECTED_S)
+            pool.update_replica(name, admitted=False, will_serve=silent_s < RETURN_TIMEOUT_S)
 
     async def close(self) -> None:
         """Stop probing and close the connections to the servers. The servers keep running."""

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
+HOST = "127.0.0.1"
+"""Address at which the router process listens."""
 START_TIMEOUT_S = 60.0
 APPLY_TIMEOUT_S = 2.0
 """Maximum number of seconds that `wait_until_applied` waits."""
@@ -50,7 +52,6 @@ class RouterSupervisor:
         config: RouterConfig,
         log_dir: Path | str | None,
         metrics: Callable[[], str],
-        host: str = "127.0.0.1",
     ) -> None:
         """Start the router process and wait until it listens. Raises DeadlineError after START_TIMEOUT_S seconds.
 
@@ -59,13 +60,13 @@ class RouterSupervisor:
         """
         self._metrics = metrics
         self._report_timeout_s = config.report_timeout_s
-        self._reservation = PortReservation(host)
-        self.url = f"http://{join_host_port(host, self._reservation.port)}"
+        self._reservation = PortReservation(HOST)
+        self.url = f"http://{join_host_port(HOST, self._reservation.port)}"
         self.api_key = secrets.token_urlsafe(32)
         self.restarts = 0
         """Number of restarts of the router process."""
         self._settings: Json = {
-            "host": host,
+            "host": HOST,
             "port": self._reservation.port,
             "api_key": self.api_key,
             "config": asdict(config),
