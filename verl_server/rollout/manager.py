@@ -32,6 +32,7 @@ from verl_server.router.process.supervisor import RouterSupervisor
 from verl_server.router.rollout_router import RolloutRouter
 from verl_server.router.targets import InProcessTarget, RoutingTargets, SglangRouterTarget
 from verl_server.types import parse_weight_version
+from verl_server.validation import require_whole_number
 
 DRAIN_POLL_INTERVAL_S = 0.02
 
@@ -72,8 +73,7 @@ class RolloutManager:
         on_event: Callable[[Event], None] = lambda event: None,
         **server_args: Any,
     ) -> None:
-        if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
-            raise BadInputError(f"a fleet has 1 or more replicas, got {replicas!r}")
+        require_whole_number("replicas", replicas)
         self.mode = parse_mode(mode)
         args = {**server_args_for_mode(self.mode, validate_server_args(server_args)), "port": None}
         parallel_config = parse_parallel_config(args, takes_weights=capabilities_of(self.mode).takes_weights)
@@ -240,10 +240,7 @@ class RolloutManager:
             steps.callback(self._launcher.close)
             steps.callback(lambda: self._fleet.executor.shutdown(wait=True, cancel_futures=True))
             steps.callback(self._recovery.join)
-            steps.callback(
-                _run_in_threads,
-                [functools.partial(self._fleet.stop_replica, replica) for replica in self._fleet.replicas],
-            )
+            steps.callback(_call_for_all, self._fleet.stop_replica, self._fleet.replicas)
             steps.callback(self._targets.close)
 
     def __enter__(self) -> Self:
