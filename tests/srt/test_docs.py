@@ -252,6 +252,17 @@ def test_every_file_that_a_page_names_exists() -> None:
     assert named > 30
 
 
+def test_the_table_of_folders_has_every_folder_and_module() -> None:
+    architecture = (ROOT / "ARCHITECTURE.md").read_text()
+    named = set(re.findall(r"`([\w/]+/|\w+\.py)`", architecture[architecture.index("\n## Folders") :]))
+    package = ROOT / "verl_server"
+    folders = {
+        f"{path.parent.relative_to(package)}/" for path in package.rglob("__init__.py") if path.parent != package
+    }
+    modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    assert folders | modules <= named, sorted((folders | modules) - named)
+
+
 def test_every_link_of_the_pages_outside_the_site_leads_somewhere() -> None:
     """Links inside `docs/` are checked when the site is built."""
     for page in PAGES:
