@@ -22,39 +22,37 @@ class LoraAdapters:
     """The LoRA adapters of one engine: loads, replaces and removes them by name."""
 
     def __init__(self, lora_paths: Any) -> None:
-        """`lora_paths`: SGLang's server argument with the adapters that the servers load when they start."""
-        self._started_with = _names_in(lora_paths)
-        self._loaded: set[str] = set()
+        """`lora_paths`: SGLang's server argument with the LoRA adapters that the servers load when they start."""
+        self._names = names_in_lora_paths(lora_paths)
 
     def load(self, backend: Backend, name: str, tensors: Mapping[str, torch.Tensor], config: Json) -> None:
-        """Load an adapter. An adapter of the same name is removed first, when no request uses it any more.
+        """Load a LoRA adapter. A LoRA adapter of the same name is removed first, when no request uses it any more.
 
-        When the load fails, no adapter has the name, and requests for it are refused.
+        This includes a LoRA adapter that the servers loaded when they started. When the load fails, no LoRA adapter has
+        the name, and requests for it are refused.
         """
-        if name in self._loaded:
-            self._loaded.discard(name)
-            backend.unload_lora_adapter(name)
+        if name in self._names:
+            self.unload(backend, name)
         backend.load_lora_adapter(name, tensors, config)
-        self._loaded.add(name)
+        self._names.add(name)
 
     def unload(self, backend: Backend, name: str) -> None:
-        """Remove an adapter. Raises BadInputError when there is no adapter of that name."""
+        """Remove a LoRA adapter. Raises BadInputError when there is no LoRA adapter of that name."""
         self.require(name)
-        self._loaded.discard(name)
-        self._started_with.discard(name)
+        self._names.discard(name)
         backend.unload_lora_adapter(name)
 
     def require(self, lora_path: Any) -> None:
-        """Raise BadInputError unless all adapters that a request names are loaded. `lora_path`: a name or a list."""
-        known = self._loaded | self._started_with
+        """Raise BadInputError unless a request's LoRA adapters are all loaded. `lora_path`: a name or a list."""
         for name in lora_path if isinstance(lora_path, (list, tuple)) else [lora_path]:
-            if name is not None and name not in known:
+            if name is not None and name not in self._names:
                 raise BadInputError(
-                    f"there is no LoRA adapter {name!r}; loaded are {sorted(known)}. Load it with load_lora_adapter"
+                    f"there is no LoRA adapter {name!r}; loaded are {sorted(self._names)}. "
+                    "Load it with load_lora_adapter"
                 )
 
 
-def _names_in(lora_paths: Any) -> set[str]:
+def names_in_lora_paths(lora_paths: Any) -> set[str]:
     """Names in SGLang's server argument `lora_paths`: a dict by name, or a list of `name=path`, paths or dicts."""
     if isinstance(lora_paths, Mapping):
         return {str(name) for name in lora_paths}

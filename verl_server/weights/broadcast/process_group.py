@@ -106,11 +106,11 @@ def start_broadcast(group: Any, tensor: torch.Tensor, timeout_s: float) -> Any:
     return group.broadcast([tensor], options)
 
 
-def wait_for_work(work: Any, deadline: float, is_wanted: Callable[[], bool]) -> None:
+def wait_for_work(work: Any, deadline: float, timeout_s: float, is_wanted: Callable[[], bool]) -> None:
     """Wait until a collective operation is finished, also on the device.
 
-    `deadline` is a time of `time.monotonic`. Raises the error of the operation, DeadlineError, or ServerError when
-    `is_wanted()` becomes false.
+    `deadline` is a time of `time.monotonic`, `timeout_s` the number of seconds from the start of the update to it.
+    Raises the error of the operation, DeadlineError, or ServerError when `is_wanted()` becomes false.
     """
     import torch
 
@@ -118,7 +118,12 @@ def wait_for_work(work: Any, deadline: float, is_wanted: Callable[[], bool]) -> 
         if not is_wanted():
             raise ServerError("the other end of the broadcast has abandoned the update")
         if time.monotonic() > deadline:
-            raise DeadlineError("a broadcast of weights was not finished in time", operation="broadcast")
+            raise DeadlineError(
+                f"the broadcast of the weights was not finished within {timeout_s:g} s: "
+                "raise Timeouts(weights_s=...) if the network is slow",
+                operation="broadcast",
+                seconds=timeout_s,
+            )
         time.sleep(POLL_INTERVAL_S)
     work.wait(datetime.timedelta(seconds=10.0))  # the operation is finished: this raises its error, if there is one
     if torch.cuda.is_available():

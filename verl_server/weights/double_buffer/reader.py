@@ -80,7 +80,7 @@ class BucketReader:
             exists = total is None or bucket < total
             return not exists or all(self._progress.num_filled(writer) > bucket for writer in range(self._num_writers))
 
-        timeout_message = f"bucket {bucket} was not filled by the trainer in time"
+        timeout_message = f"bucket {bucket} was not filled by the trainer in time: raise Timeouts(weights_s=...)"
         wait_for_progress(is_known, self._progress, self._require_peers, self._deadline, timeout_message)
         return exists
 

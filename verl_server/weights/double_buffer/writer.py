@@ -97,5 +97,7 @@ class BucketWriter:
             num_needed = self._num_filled + 1 - NUM_BUCKETS
             return all(progress.num_emptied(reader) >= num_needed for reader in self._readers)
 
-        timeout_message = f"bucket {self._num_filled} was not emptied by the servers in time"
+        timeout_message = (
+            f"bucket {self._num_filled} was not emptied by the servers in time: raise Timeouts(weights_s=...)"
+        )
         wait_for_progress(is_free, progress, self._require_peers, deadline, timeout_message)

@@ -2,13 +2,16 @@
 
 `Sender` runs on trainer rank 0 and sends what is staged in the arena. `Stream` runs on all trainer ranks and takes
 tensors as they come. A transport has one of the two. `Receiver` runs in every TP rank of every server (see `base`).
-A new module in this folder is a new transport. Its name is the value of `WeightsConfig(transport=...)`.
+A new module in this folder with a `Receiver` is a new transport. Its name is the value of
+`WeightsConfig(transport=...)`.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError
@@ -17,12 +20,10 @@ if TYPE_CHECKING:
     from verl_server.weights.transports.base import Receiver, Sender
     from verl_server.weights.transports.buckets import Stream
 
-_HELPER_MODULES = frozenset({"base", "patches"})
-
 
 def transport_names() -> list[str]:
-    """The names of all transports."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _HELPER_MODULES)
+    """The names of all transports: the modules of this folder that define a `Receiver` which can be created."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if _is_transport(module.name))
 
 
 def is_streamed(transport: str) -> bool:
@@ -46,6 +47,12 @@ def receiver_class(transport: str) -> type[Receiver]:
     """The `Receiver` of a transport. Raises BadInputError for an unknown name."""
     receiver: type[Receiver] = _module_of(transport).Receiver
     return receiver
+
+
+@cache
+def _is_transport(module_name: str) -> bool:
+    receiver = getattr(importlib.import_module(f"{__name__}.{module_name}"), "Receiver", None)
+    return receiver is not None and not inspect.isabstract(receiver)
 
 
 def _module_of(transport: str) -> Any:

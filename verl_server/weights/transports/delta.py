@@ -36,7 +36,7 @@ class Sender(distributed.Sender):
     def prepare(self, attempt: UpdateAttempt) -> None:
         super().prepare(attempt)  # leaves the group if its members have changed
         self._patch = None
-        if self._base_update_id and self._base is not None and self._group is not None:
+        if self._base_update_id and self._base is not None and self.group is not None:
             size = sum(tensor_bytes(self.layout.slots[name].spec) for name in attempt.names)
             self._patch = patches.encode(self._memory_pairs(self._base, attempt), int(MAX_PATCH_FRACTION * size))
 
@@ -53,13 +53,13 @@ class Sender(distributed.Sender):
             wire |= {"base_update_id": self._base_update_id, "patch_bytes": len(self._patch)}
         return wire
 
-    def _send(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
+    def send(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
         if self._patch is None:
-            super()._send(attempt, is_loading)
+            super().send(attempt, is_loading)
             return
         memory = memoryview(bytearray(self._patch))
         for start, stop in split_into_chunks([(0, len(memory))]):
-            self._broadcast(memory[start:stop])
+            self.broadcast(memory[start:stop])
 
     def finish(self, attempt: UpdateAttempt, succeeded: bool) -> None:
         """Take the tensors over into the base."""
@@ -85,15 +85,15 @@ class Sender(distributed.Sender):
 class Receiver(distributed.Receiver):
     """Applies the patch to the mirror on this machine."""
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
         if "base_update_id" in self.wire:
             self._receive_patch()
         else:
-            super()._receive()
-        self._member.base_update_id = self.wire["update_id"]
+            super().receive()
+        self.member.base_update_id = self.wire["update_id"]
 
     def _receive_patch(self) -> None:
-        member = self._member
+        member = self.member
         patch = memoryview(bytearray(self.wire["patch_bytes"]))
         for start, stop in split_into_chunks([(0, len(patch))]):
             broadcast_memory(member.group, patch[start:stop], self.wire["timeout_s"])
@@ -101,8 +101,8 @@ class Receiver(distributed.Receiver):
             raise ValueError("this machine's copy of the weights is not the version that the patch starts from")
         targets = [
             (member.mirror.view[start:stop], ELEMENT_BYTES[dtype])
-            for (start, stop), (_, _, _, dtype) in zip(self._tensor_ranges, self._rows, strict=True)
+            for (start, stop), (_, _, _, dtype) in zip(self.tensor_ranges, self.rows, strict=True)
         ]
         member.base_update_id = ""
         patches.apply(patch, targets)
-        member.mirror.set_progress(self.wire["update_id"], len(self._chunks))
+        member.mirror.set_progress(self.wire["update_id"], len(self.chunks))

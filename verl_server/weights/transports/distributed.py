@@ -39,43 +39,50 @@ if TYPE_CHECKING:
 
 
 class Sender(base.Sender):
-    """Broadcasts the arena to the leading receiver of each machine."""
+    """Broadcasts the arena to the leading receiver of each machine.
+
+    A transport that broadcasts in another way overrides `connect_group`, `leave_group` or `send`.
+    """
 
     name = "distributed"
 
     def __init__(self, settings: SenderSettings) -> None:
         super().__init__(settings)
-        self._store: Any = None
-        self._group: Any = None
+        self.store: Any = None
+        """Torch's key-value store that the trainer and all receivers share. None before the first update."""
+        self.group: Any = None
+        """The process group of the broadcasts. None before it is formed, and after a failure."""
         self._group_members: Sequence[ServerInfo] = ()
-        self._group_name = ""
+        self.group_name = ""
+        """Name of the group. It begins the group's keys in the store."""
         self._table_key = ""
-        self._sent_bytes = 0
+        self.num_sent_bytes = 0
+        """Number of bytes that the current update has broadcast."""
 
     @property
     def sent_bytes(self) -> int:
-        return self._sent_bytes
+        return self.num_sent_bytes
 
     def prepare(self, attempt: UpdateAttempt) -> None:
         """Put the table into the store. Abandons the group if the members have changed since the last update."""
-        if self._store is None:
-            self._store = open_store(self.settings.host, self.settings.timeout_s)
+        if self.store is None:
+            self.store = open_store(self.settings.host, self.settings.timeout_s)
         if attempt.members != self._group_members:
-            self._leave_group()
+            self.leave_group()
             self._group_members = attempt.members
-        if self._group is None:
-            self._group_name = uuid.uuid4().hex
+        if self.group is None:
+            self.group_name = uuid.uuid4().hex
             self._table_key = ""
         table = self.layout.table(attempt.names)
-        table_key = f"{self._group_name}/table/{zlib.crc32(table)}"
+        table_key = f"{self.group_name}/table/{zlib.crc32(table)}"
         if table_key != self._table_key:
-            self._store.set(table_key, table)
+            self.store.set(table_key, table)
             self._table_key = table_key
 
     def wire(self, attempt: UpdateAttempt, member_index: int) -> Json:
         return {
-            "store_address": [self._store.host, self._store.port],
-            "group_name": self._group_name,
+            "store_address": [self.store.host, self.store.port],
+            "group_name": self.group_name,
             "table_key": self._table_key,
             "first_receiver": self.first_receiver(attempt, member_index),
             "num_receivers": len(list(self.receiving_ranks(attempt))),
@@ -84,51 +91,54 @@ class Sender(base.Sender):
         }
 
     def deliver(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
-        self._sent_bytes = 0
+        self.num_sent_bytes = 0
         try:
-            if self._group is None:
+            if self.group is None:
                 num_receivers = len(list(self.receiving_ranks(attempt)))
-                placement = wait_for_receivers(self._store, self._group_name, num_receivers, is_loading)
-                self._group = self._form_group(placement)
-            self._send(attempt, is_loading)
+                placement = wait_for_receivers(self.store, self.group_name, num_receivers, is_loading)
+                self.group = self.connect_group(placement)
+            self.send(attempt, is_loading)
         except (RuntimeError, VerlServerError) as error:
-            self._leave_group()  # so that no receiver waits any longer
-            self._store.set(cancel_key(self._group_name), "")
+            self.leave_group()  # so that no receiver waits any longer
+            self.store.set(cancel_key(self.group_name), "")
             if isinstance(error, VerlServerError):
                 raise
             raise VerlServerError(f"the broadcast of the weights failed: {error}") from error
 
-    def _form_group(self, placement: ReceiverPlacement) -> Any:
-        return form_gloo_group(self._store, self._group_name, 0, placement.group_size, self.settings.host)
+    def connect_group(self, placement: ReceiverPlacement) -> Any:
+        """Form the process group of the trainer and its receivers. Raises RuntimeError or VerlServerError."""
+        return form_gloo_group(self.store, self.group_name, 0, placement.group_size, self.settings.host)
 
-    def _leave_group(self) -> None:
+    def leave_group(self) -> None:
         """Close the connections of the group."""
-        self._group = None
+        self.group = None
 
-    def _send(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
+    def send(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
+        """Broadcast the update's bytes. Raises RuntimeError or VerlServerError."""
         memory = self.arena.memory
         for start, stop in split_into_chunks(byte_ranges_of(self.layout.table(attempt.names))):
-            self._broadcast(memory[start:stop])
+            self.broadcast(memory[start:stop])
 
-    def _broadcast(self, memory: memoryview) -> None:
-        broadcast_memory(self._group, memory, self.settings.timeout_s)
-        self._sent_bytes += len(memory)
+    def broadcast(self, memory: memoryview) -> None:
+        """Broadcast one part of the bytes, and wait until the broadcast is finished."""
+        broadcast_memory(self.group, memory, self.settings.timeout_s)
+        self.num_sent_bytes += len(memory)
 
     def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:
-        key = report_key(self._group_name, attempt.id, receiver)
-        if not self._store.check([key]):
+        key = report_key(self.group_name, attempt.id, receiver)
+        if not self.store.check([key]):
             return None
-        raw = json.loads(self._store.get(key))
-        self._store.delete_key(key)
+        raw = json.loads(self.store.get(key))
+        self.store.delete_key(key)
         return ReceivedReport(Report(**raw["report"]), raw["checksums"])
 
     def finish(self, attempt: UpdateAttempt, succeeded: bool) -> None:
         if not succeeded:
-            self._leave_group()  # a member may be gone: the next update forms a new group
+            self.leave_group()  # a member may be gone: the next update forms a new group
 
     def close(self) -> None:
-        self._leave_group()
-        self._store = None
+        self.leave_group()
+        self.store = None
 
 
 class MirrorMember(Membership):
@@ -169,57 +179,58 @@ class Receiver(base.Receiver):
 
     def __init__(self, wire: Json, tp_rank: int) -> None:
         super().__init__(wire, tp_rank)
-        self._member = MirrorMember.current_or_new(wire, tp_rank)
+        self.member = MirrorMember.current_or_new(wire, tp_rank)
         self._failure: BaseException | None = None
-        self._rows = self._member.rows(wire["table_key"])
-        self._tensor_ranges = byte_ranges_of(self._member.table(wire["table_key"]))
-        self._chunks = split_into_chunks(self._tensor_ranges)
+        self.rows = self.member.rows(wire["table_key"])
+        self.tensor_ranges = byte_ranges_of(self.member.table(wire["table_key"]))
+        self.chunks = split_into_chunks(self.tensor_ranges)
         self._thread: threading.Thread | None = None
-        if self._member.group is not None:
+        if self.member.group is not None:
             self._thread = threading.Thread(target=self._fill_mirror, name="verl-server-broadcast", daemon=True)
             self._thread.start()
 
     def _fill_mirror(self) -> None:
         """On the leader: receive the weights for all TP ranks of this machine."""
         try:
-            self._receive()
+            self.receive()
         except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for the tensors
             self._failure = error
-            self._member.mirror.set_progress(self.wire["update_id"], Mirror.FAILED)
+            self.member.mirror.set_progress(self.wire["update_id"], Mirror.FAILED)
 
-    def _receive(self) -> None:
-        mirror = self._member.mirror
-        for num_chunks, (start, stop) in enumerate(self._chunks, 1):
-            broadcast_memory(self._member.group, mirror.view[start:stop], self.wire["timeout_s"])
+    def receive(self) -> None:
+        """On the leader: receive the bytes of the update into the mirror. Called in a thread."""
+        mirror = self.member.mirror
+        for num_chunks, (start, stop) in enumerate(self.chunks, 1):
+            broadcast_memory(self.member.group, mirror.view[start:stop], self.wire["timeout_s"])
             mirror.set_progress(self.wire["update_id"], num_chunks)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        chunk_starts = [start for start, _ in self._chunks]
-        named_tensors = tensor_views(self._member.mirror.view, self._rows)
-        for (_, stop), (name, tensor) in zip(self._tensor_ranges, named_tensors, strict=True):
+        chunk_starts = [start for start, _ in self.chunks]
+        named_tensors = tensor_views(self.member.mirror.view, self.rows)
+        for (_, stop), (name, tensor) in zip(self.tensor_ranges, named_tensors, strict=True):
             self._wait_for_chunks(bisect.bisect_left(chunk_starts, stop))
             yield name, tensor
 
     def _wait_for_chunks(self, num_needed: int) -> None:
         """Wait until that many chunks are in the mirror."""
         deadline = time.monotonic() + self.wire["timeout_s"]
-        while (num_chunks := self._member.mirror.progress(self.wire["update_id"])) < num_needed:
+        while (num_chunks := self.member.mirror.progress(self.wire["update_id"])) < num_needed:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"chunk {num_needed} of {len(self._chunks)} did not arrive within {self.wire['timeout_s']:g} s; "
-                    f"{num_chunks} chunks arrived"
+                    f"chunk {num_needed} of {len(self.chunks)} did not arrive within {self.wire['timeout_s']:g} s; "
+                    f"{num_chunks} chunks arrived. Raise Timeouts(weights_s=...) if the network is slow"
                 )
-            if not self._member.leader_is_alive():
+            if not self.member.leader_is_alive():
                 raise ConnectionError("the process that receives the weights for this machine has died")
             time.sleep(POLL_INTERVAL_S)
         if num_chunks == Mirror.FAILED:
             raise ConnectionError(f"the broadcast failed: {self._failure or 'see the log of the leading TP rank'}")
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        return self._member.mirror.contains(tensor)
+        return self.member.mirror.contains(tensor)
 
     def send_report(self, report: Report, checksums: list[int]) -> None:
-        self._member.send_report(self.wire["update_id"], report, checksums)
+        self.member.send_report(self.wire["update_id"], report, checksums)
 
     def close(self) -> None:
         if self._thread is not None:

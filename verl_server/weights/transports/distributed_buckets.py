@@ -51,23 +51,23 @@ class Sender(distributed.Sender):
             "device_type": local_device_type(),
         }
 
-    def _form_group(self, placement: ReceiverPlacement) -> Any:
+    def connect_group(self, placement: ReceiverPlacement) -> Any:
         size = 1 + placement.num_receivers
-        return form_group(local_device_type(), self._store, self._group_name, 0, size, self.settings.host)
+        return form_group(local_device_type(), self.store, self.group_name, 0, size, self.settings.host)
 
-    def _leave_group(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-        self._group = None
+    def leave_group(self) -> None:
+        if self.group is not None:
+            self.group.abort()
+        self.group = None
 
-    def _send(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
+    def send(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.settings.timeout_s
         bucket_bytes = self.wire(attempt, 0)["bucket_bytes"]
         tensor_ranges = byte_ranges_of(self.layout.table(attempt.names))
         for start, stop, _ in group_whole_tensors(tensor_ranges, bucket_bytes):
-            work = start_broadcast(self._group, self._copy_to_device(start, stop), self.settings.timeout_s)
-            wait_for_work(work, deadline, is_loading)
-            self._sent_bytes += stop - start
+            work = start_broadcast(self.group, self._copy_to_device(start, stop), self.settings.timeout_s)
+            wait_for_work(work, deadline, self.settings.timeout_s, is_loading)
+            self.num_sent_bytes += stop - start
 
     def _copy_to_device(self, start: int, stop: int) -> torch.Tensor:
         import torch
@@ -126,7 +126,7 @@ class Receiver(base.Receiver):
         previous: BucketLease | None = None
         first_row = 0
         for part, (start, _, num_tensors) in enumerate(self._parts):
-            wait_for_work(work, self._deadline, lambda: not self._member.is_cancelled())
+            wait_for_work(work, self._deadline, self.wire["timeout_s"], lambda: not self._member.is_cancelled())
             arena_rows = self._rows[first_row : first_row + num_tensors]
             rows = [[name, offset - start, shape, dtype] for name, offset, shape, dtype in arena_rows]
             lease = BucketLease(self._member.buckets, part % NUM_BUCKETS, rows)
