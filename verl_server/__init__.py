@@ -7,7 +7,9 @@ Public names are imported on first use. `import verl_server` imports neither tor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from verl_server.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
     from verl_server.adapter import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter
@@ -77,26 +79,43 @@ __all__ = [
     "WeightsConfig",
 ]
 
-_MODULES = {
-    "AsyncHttpServerEngineAdapter": "verl_server.adapter",
-    "HttpServerEngineAdapter": "verl_server.adapter",
-    "LocalLauncher": "verl_server.rollout.launchers.local",
-    "RolloutManager": "verl_server.rollout.manager",
-    "RouterClient": "verl_server.router.client",
-    "VerlEngine": "verl_server.engine.verl_engine",
-    "WeightUpdateResult": "verl_server.types",
-}
-"""Module of each public name. Missing names: `verl_server.errors` if they end in `Error`, else `verl_server.config`."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    default = "verl_server.errors" if name.endswith("Error") else "verl_server.config"
-    return getattr(importlib.import_module(_MODULES.get(name, default)), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = export_lazily(
+    __name__,
+    {
+        "verl_server.adapter": (
+            "AsyncHttpServerEngineAdapter",
+            "HttpServerEngineAdapter",
+        ),
+        "verl_server.config": (
+            "AdapterConfig",
+            "MemoryTag",
+            "PauseMode",
+            "RecoveryConfig",
+            "RemoteServer",
+            "RolloutMode",
+            "RouterConfig",
+            "Timeouts",
+            "WeightsConfig",
+        ),
+        "verl_server.engine.verl_engine": ("VerlEngine",),
+        "verl_server.errors": (
+            "BadInputError",
+            "DeadlineError",
+            "NotReadyError",
+            "PeerError",
+            "ServerBusyError",
+            "ServerDiedError",
+            "ServerError",
+            "ShutDownError",
+            "StartupError",
+            "TornWeightsError",
+            "UnsupportedError",
+            "VerlServerError",
+            "WeightManifestError",
+        ),
+        "verl_server.rollout.launchers.local": ("LocalLauncher",),
+        "verl_server.rollout.manager": ("RolloutManager",),
+        "verl_server.router.client": ("RouterClient",),
+        "verl_server.types": ("WeightUpdateResult",),
+    },
+)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from verl_server.errors import BadInputError
+from verl_server.validation import require_whole_number
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,8 @@ class WeightsConfig:
     to start."""
 
     def __post_init__(self) -> None:
-        limit = self.max_staging_bytes
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0):
-            raise BadInputError(f"max_staging_bytes must be a positive number of bytes, got {limit!r}")
+        if self.max_staging_bytes is not None:
+            require_whole_number("max_staging_bytes", self.max_staging_bytes)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ UnsupportedError. Importing this module does not import ray.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from verl_server.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
     from verl_server.rollout.launchers.ray_launcher import RayLauncher, discover
@@ -14,9 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["RayLauncher", "discover"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module("verl_server.rollout.launchers.ray_launcher"), name)
+__getattr__, __dir__ = export_lazily(
+    __name__,
+    {
+        "verl_server.rollout.launchers.ray_launcher": (
+            "RayLauncher",
+            "discover",
+        ),
+    },
+)

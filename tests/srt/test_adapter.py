@@ -119,6 +119,7 @@ def test_an_attached_adapter_knows_no_processes(adapter: HttpServerEngineAdapter
     pids = adapter.pids
     assert psutil.Process(pids.main).ppid() == pids.warden
     assert any("scheduler" in " ".join(psutil.Process(pid).cmdline()) for pid in pids.workers)
+    assert b"GOMP_SPINCOUNT=" in Path(f"/proc/{pids.main}/environ").read_bytes()
     assert adapter.log_path is not None
     assert adapter.log_path.is_file()
     with HttpServerEngineAdapter.attach(adapter.base_url, api_key=adapter.api_key) as attached:

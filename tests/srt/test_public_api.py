@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import verl_server
 from verl_server import errors
+
+LAZY_PACKAGES = ("adapter", "agent", "ray", "trajectory")
 
 
 def test_every_public_name_imports() -> None:
@@ -20,6 +24,26 @@ def test_every_public_name_imports() -> None:
         assert name in dir(verl_server)
     with pytest.raises(AttributeError, match="no_such_name"):
         importlib.import_module("verl_server").no_such_name  # noqa: B018 - the access itself raises
+
+
+@pytest.mark.parametrize("name", ["verl_server", *(f"verl_server.{part}" for part in LAZY_PACKAGES)])
+def test_lists_of_public_names_agree(name: str) -> None:
+    """`__all__`, the imports for type checkers, and the lazy imports."""
+    package = importlib.import_module(name)
+    assert package.__file__ is not None
+    found = set()
+    for node in ast.parse(Path(package.__file__).read_text()).body:
+        if isinstance(node, ast.If):
+            found |= {
+                (statement.module, alias.name)
+                for statement in node.body
+                if isinstance(statement, ast.ImportFrom)
+                for alias in statement.names
+            }
+    assert sorted(exported for _, exported in found) == sorted(package.__all__)
+    for module, exported in found:
+        assert getattr(package, exported) is getattr(importlib.import_module(str(module)), exported)
+        assert exported in dir(package)
 
 
 def test_every_error_is_public() -> None:
@@ -34,7 +58,15 @@ def run_python(code: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "statement", ["import verl_server", "import verl_server.ray", "from verl_server import Timeouts"]
+    "statement",
+    [
+        "import verl_server",
+        "import verl_server.ray",
+        "import verl_server.agent",
+        "import verl_server.trajectory",
+        "import verl_server.config, verl_server.errors, verl_server.types",
+        "from verl_server import Timeouts",
+    ],
 )
 def test_importing_the_package_is_light(statement: str) -> None:
     heavy = {"torch", "sglang", "ray", "transformers", "aiohttp", "numpy"}

@@ -1,8 +1,13 @@
-"""Clients of one inference engine over HTTP. The engine runs in its own processes, see `verl_server.server`."""
+"""Clients of one inference engine over HTTP. The engine runs in its own processes, see `verl_server.server`.
+
+The names are imported lazily: the server's own processes import this package too, but not the clients.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from verl_server.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
     from verl_server.adapter.blocking import HttpServerEngineAdapter
@@ -11,14 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["AsyncHttpServerEngineAdapter", "HttpServerEngineAdapter"]
 
 
-def __getattr__(name: str) -> Any:
-    """Import on first use. The server's own processes import this package too, but not the clients."""
-    if name == "HttpServerEngineAdapter":
-        from verl_server.adapter.blocking import HttpServerEngineAdapter
-
-        return HttpServerEngineAdapter
-    if name == "AsyncHttpServerEngineAdapter":
-        from verl_server.adapter.client import AsyncHttpServerEngineAdapter
-
-        return AsyncHttpServerEngineAdapter
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = export_lazily(
+    __name__,
+    {
+        "verl_server.adapter.blocking": ("HttpServerEngineAdapter",),
+        "verl_server.adapter.client": ("AsyncHttpServerEngineAdapter",),
+    },
+)

@@ -5,8 +5,9 @@ All names are imported lazily: `import verl_server.agent` loads neither torch no
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from verl_server.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
     from verl_server.agent.chat_scheduler import ChatScheduler, TurnCallback
@@ -62,44 +63,54 @@ __all__ = [
     "with_progress",
 ]
 
-_MODULES = {
-    "AgentLoop": "loops",
-    "ChatScheduler": "chat_scheduler",
-    "Episode": "episode",
-    "EpisodeStopped": "limits",
-    "FairScheduler": "fair_scheduler",
-    "FunctionTool": "tools",
-    "GenerateFn": "generate_fn",
-    "InterleavedLoop": "loops",
-    "RewardFn": "runner",
-    "RolloutLimits": "limits",
-    "RolloutRunner": "runner",
-    "RunnerCounters": "runner",
-    "Sample": "samples",
-    "SampleGroup": "samples",
-    "SingleTurnLoop": "loops",
-    "Task": "episode",
-    "Tool": "tools",
-    "ToolAgentLoop": "loops",
-    "ToolArgumentsError": "tools",
-    "ToolCall": "tools",
-    "ToolRegistry": "tools",
-    "ToolResult": "tools",
-    "Turn": "episode",
-    "TurnCallback": "chat_scheduler",
-    "as_generate_fn": "generate_fn",
-    "get_agent_loop": "loops",
-    "mcp_tools": "mcp_client",
-    "parse_hermes_tool_calls": "tool_parsing",
-    "register_agent_loop": "loops",
-    "with_progress": "progress",
-}
-"""Module of this package that defines each public name."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = export_lazily(
+    __name__,
+    {
+        "verl_server.agent.chat_scheduler": (
+            "ChatScheduler",
+            "TurnCallback",
+        ),
+        "verl_server.agent.episode": (
+            "Episode",
+            "Task",
+            "Turn",
+        ),
+        "verl_server.agent.fair_scheduler": ("FairScheduler",),
+        "verl_server.agent.generate_fn": (
+            "GenerateFn",
+            "as_generate_fn",
+        ),
+        "verl_server.agent.limits": (
+            "EpisodeStopped",
+            "RolloutLimits",
+        ),
+        "verl_server.agent.loops": (
+            "AgentLoop",
+            "InterleavedLoop",
+            "SingleTurnLoop",
+            "ToolAgentLoop",
+            "get_agent_loop",
+            "register_agent_loop",
+        ),
+        "verl_server.agent.mcp_client": ("mcp_tools",),
+        "verl_server.agent.progress": ("with_progress",),
+        "verl_server.agent.runner": (
+            "RewardFn",
+            "RolloutRunner",
+            "RunnerCounters",
+        ),
+        "verl_server.agent.samples": (
+            "Sample",
+            "SampleGroup",
+        ),
+        "verl_server.agent.tool_parsing": ("parse_hermes_tool_calls",),
+        "verl_server.agent.tools": (
+            "FunctionTool",
+            "Tool",
+            "ToolArgumentsError",
+            "ToolCall",
+            "ToolRegistry",
+            "ToolResult",
+        ),
+    },
+)

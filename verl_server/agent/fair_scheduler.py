@@ -13,7 +13,7 @@ import itertools
 from typing import Any
 
 from verl_server.agent.generate_fn import GenerateFn
-from verl_server.errors import BadInputError
+from verl_server.validation import require_whole_number
 
 Json = dict[str, Any]
 
@@ -26,10 +26,8 @@ class FairScheduler:
     """
 
     def __init__(self, generate: GenerateFn, max_concurrency: int) -> None:
-        if not isinstance(max_concurrency, int) or isinstance(max_concurrency, bool) or max_concurrency < 1:
-            raise BadInputError(f"max_concurrency must be an integer, 1 or more, got {max_concurrency!r}")
         self._generate = generate
-        self._num_free_slots = max_concurrency
+        self._num_free_slots = require_whole_number("max_concurrency", max_concurrency)
         self._num_turns: dict[str, int] = {}
         """Number of finished turns by session id."""
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_server.errors import BadInputError
+from verl_server.validation import require_whole_number
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,7 @@ class RolloutLimits:
             value = getattr(self, name)
             if name == "max_context_tokens" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BadInputError(f"RolloutLimits.{name} must be an integer, 1 or more, got {value!r}")
+            require_whole_number(f"RolloutLimits.{name}", value)
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise BadInputError(f"RolloutLimits.timeout_s must be a positive number of seconds, got {self.timeout_s!r}")
 

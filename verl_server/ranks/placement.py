@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_server.errors import BadInputError
+from verl_server.validation import require_whole_number
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,10 @@ def compute_placement(rank: int, mesh_size: int, nnodes: int, server_args: Mappi
     The ranks of one node are consecutive. The server's `tp_size` is `mesh_size` unless `server_args` contains it.
     Raises BadInputError if the ranks or the TP ranks cannot be divided evenly among the nodes.
     """
-    if not isinstance(nnodes, int) or isinstance(nnodes, bool) or nnodes < 1:
-        raise BadInputError(f"nnodes must be a whole number of at least 1, got {nnodes!r}")
+    require_whole_number("nnodes", nnodes)
     if mesh_size % nnodes:
         raise BadInputError(f"{mesh_size} trainer ranks cannot be divided evenly among {nnodes} nodes")
-    tp_size = server_args.get("tp_size", mesh_size)
-    if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
-        raise BadInputError(f"tp_size must be a whole number of at least 1, got {tp_size!r}")
+    tp_size = require_whole_number("tp_size", server_args.get("tp_size", mesh_size))
     if tp_size % nnodes:
         raise BadInputError(f"tp_size {tp_size} cannot be divided evenly among {nnodes} nodes")
     trainer_ranks_per_node = mesh_size // nnodes

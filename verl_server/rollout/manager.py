@@ -94,7 +94,7 @@ class RolloutManager:
             targets,
             on_event,
         )
-        loras = FleetLoras()
+        loras = FleetLoras(args.get("lora_paths"))
         self._recovery = RecoveryLoop(fleet, targets, recovery or RecoveryConfig(), loras.prepare_server)
         self._memory = FleetMemory(fleet, self._recovery, targets, self.mode, str(args["model_path"]))
         updates = FleetUpdates(fleet, self._recovery, targets, config.timeouts.weights_s)

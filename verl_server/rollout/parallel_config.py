@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_server.errors import BadInputError, UnsupportedError
+from verl_server.validation import require_whole_number
 
 SIZES = ("tp_size", "pp_size", "dp_size", "ep_size", "nnodes")
 
@@ -45,7 +46,8 @@ def parse_parallel_config(server_args: Mapping[str, Any], *, takes_weights: bool
     Raises BadInputError for sizes that cannot be combined, and UnsupportedError for pipeline stages when the replica
     takes pushed weights.
     """
-    sizes = {name: _parse_size(name, server_args.get(name)) for name in SIZES}
+    given = {name: server_args.get(name) for name in SIZES}
+    sizes = {name: 1 if value is None else require_whole_number(name, value) for name, value in given.items()}
     config = ParallelConfig(**sizes, dp_attention=bool(server_args.get("enable_dp_attention")))
     if config.dp_attention and config.tp_size % config.dp_size:
         raise BadInputError(
@@ -80,11 +82,3 @@ def require_devices(config: ParallelConfig, replicas: int, available: int | None
             f"{replicas} replicas of {config.devices} devices each take {replicas * config.devices}; "
             f"there are {available}"
         )
-
-
-def _parse_size(name: str, value: Any) -> int:
-    if value is None:
-        return 1
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise BadInputError(f"{name} must be a whole number, 1 or more, got {value!r}")
-    return value

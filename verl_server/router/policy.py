@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl_server.config import RouterConfig
-from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
+from verl_server.errors import NotReadyError, ServerBusyError
+from verl_server.validation import require_whole_number
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class VersionRequirement:
     def __post_init__(self) -> None:
         for name in ("weight_version", "min_weight_version"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise BadInputError(f"{name} must be a whole number, 0 or more, got {value!r}")
+            if value is not None:
+                require_whole_number(name, value, minimum=0)
 
     def is_met_by(self, weight_version: int) -> bool:
         """Whether a replica that serves `weight_version` may take the request."""

@@ -5,8 +5,9 @@ All names are imported lazily: `import verl_server.trajectory` loads neither tor
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from verl_server.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
     from verl_server.trajectory.batches import to_batch, to_packed, to_tree
@@ -44,37 +45,47 @@ __all__ = [
     "to_tree",
 ]
 
-_MODULES = {
-    "ASSISTANT_PLACEHOLDER": "messages",
-    "NO_VERSION": "nodes",
-    "ChatRenderer": "rendering",
-    "Divergence": "divergence",
-    "FamilyRenderer": "families",
-    "ForkReason": "nodes",
-    "Message": "messages",
-    "Node": "nodes",
-    "ParsedToolCall": "rendering",
-    "Recorder": "recorder",
-    "Span": "nodes",
-    "Termination": "graph",
-    "TokenSequence": "nodes",
-    "TrajectoryGraph": "graph",
-    "find_divergences": "divergence",
-    "get_renderer": "families",
-    "image_sources": "messages",
-    "list_sessions": "recorder",
-    "load_session": "recorder",
-    "session_file": "recorder",
-    "to_batch": "batches",
-    "to_packed": "batches",
-    "to_tree": "batches",
-}
-"""Module of this package that defines each public name."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = export_lazily(
+    __name__,
+    {
+        "verl_server.trajectory.batches": (
+            "to_batch",
+            "to_packed",
+            "to_tree",
+        ),
+        "verl_server.trajectory.divergence": (
+            "Divergence",
+            "find_divergences",
+        ),
+        "verl_server.trajectory.families": (
+            "FamilyRenderer",
+            "get_renderer",
+        ),
+        "verl_server.trajectory.graph": (
+            "Termination",
+            "TrajectoryGraph",
+        ),
+        "verl_server.trajectory.messages": (
+            "ASSISTANT_PLACEHOLDER",
+            "Message",
+            "image_sources",
+        ),
+        "verl_server.trajectory.nodes": (
+            "NO_VERSION",
+            "ForkReason",
+            "Node",
+            "Span",
+            "TokenSequence",
+        ),
+        "verl_server.trajectory.recorder": (
+            "Recorder",
+            "list_sessions",
+            "load_session",
+            "session_file",
+        ),
+        "verl_server.trajectory.rendering": (
+            "ChatRenderer",
+            "ParsedToolCall",
+        ),
+    },
+)

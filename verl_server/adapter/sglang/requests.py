@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl_server.errors import BadInputError
+from verl_server.validation import require_whole_number
 
 Json = dict[str, Any]
 
@@ -140,7 +141,4 @@ def _check_sampling_params(params: Any, name: str) -> None:
         if not isinstance(key, str):
             raise BadInputError(f"{name} has the key {key!r}; keys are strings")
         if key in _WHOLE_NUMBERS and value is not None:
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise BadInputError(f"{name}[{key!r}] must be a whole number, got {value!r}")
-            if value < _WHOLE_NUMBERS[key]:
-                raise BadInputError(f"{name}[{key!r}] must be at least {_WHOLE_NUMBERS[key]}, got {value!r}")
+            require_whole_number(f"{name}[{key!r}]", value, minimum=_WHOLE_NUMBERS[key])
