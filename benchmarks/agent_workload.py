@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from common import Json
+from verl_server.types import Json
 
 if TYPE_CHECKING:
     from verl_server import AsyncHttpServerEngineAdapter

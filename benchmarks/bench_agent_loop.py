@@ -37,7 +37,6 @@ from agent_workload import (
 )
 from common import (
     CONSOLE,
-    Json,
     Options,
     Target,
     environment,
@@ -48,6 +47,8 @@ from common import (
     write_result,
 )
 from plots import COLOURS, grouped_bars, legend_below, new_figure, save_figure
+
+from verl_server.types import Json
 
 if TYPE_CHECKING:
     from verl_server import AsyncHttpServerEngineAdapter

@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 from chaos_report import NAME, WEIGHT_SETS, Measurement, check_replies, report
-from common import Json, environment, parse_options
+from common import environment, parse_options
 from servers import one_rank_mesh
+
+from verl_server.types import Json
 
 if TYPE_CHECKING:
     from verl_server import RolloutManager, VerlEngine

@@ -15,10 +15,12 @@ import argparse
 import gc
 from dataclasses import asdict, dataclass
 
-from common import CONSOLE, Json, Options, environment, parse_options, show_targets, write_result
+from common import CONSOLE, Options, environment, parse_options, show_targets, write_result
 from generate_clients import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, GenerateClient, GenerateClients
 from generate_report import Samples, figures_of, plot, show, targets_of
 from servers import one_rank_engine, tiny_model
+
+from verl_server.types import Json
 
 NAME = "bench_generate"
 KV_TOKENS = 32768

@@ -25,7 +25,6 @@ import aiohttp
 import orjson
 from common import (
     CONSOLE,
-    Json,
     Options,
     Summary,
     Target,
@@ -38,6 +37,8 @@ from common import (
 )
 from plots import grouped_bars, legend_below, new_figure, save_figure
 from servers import free_port
+
+from verl_server.types import Json
 
 NAME = "bench_router"
 DIRECT, OURS, SGLANG_ROUTER, ONE_SERVER = "direct", "verl-server router", "sglang-router", "one server"

@@ -18,7 +18,6 @@ from typing import Any
 
 from common import (
     CONSOLE,
-    Json,
     Options,
     Summary,
     Target,
@@ -34,6 +33,7 @@ from servers import BareServer, ProcessLeakCheck, tiny_model
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
+from verl_server.types import Json
 
 NAME = "bench_startup"
 RATIO_TARGET = 1.15

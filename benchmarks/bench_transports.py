@@ -19,7 +19,6 @@ import torch
 from bench_weight_sync import model_folder, weights_of
 from common import (
     CONSOLE,
-    Json,
     Options,
     Target,
     cores,
@@ -34,6 +33,8 @@ from plots import grouped_bars, legend_below, new_figure, save_figure
 from servers import ProcessLeakCheck, one_rank_mesh, two_servers
 from weight_sync_report import SERVER
 from weight_update_methods import MEMCPY, MODELS, QUICK_MODELS, UpdateMethod, memcpy_method, timed
+
+from verl_server.types import Json
 
 NAME = "bench_transports"
 ONE, TWO, DELTA, DISK = "broadcast, 1 server", "broadcast, 2 servers", "delta of 1 % of the elements", "file on disk"

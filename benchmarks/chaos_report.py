@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import CONSOLE, Json, Options, Target, show_table, show_targets, summarize, write_result
+from common import CONSOLE, Options, Target, show_table, show_targets, summarize, write_result
 from plots import new_figure, save_figure
+
+from verl_server.types import Json
 
 NAME = "bench_chaos"
 WEIGHT_SETS = 3

@@ -25,12 +25,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from verl_server.types import Json
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("verl-server", "sglang", "torch", "transformers", "aiohttp", "orjson", "uvloop")
 #: 120 columns when the output is not a terminal, because rich would wrap the tables at 80 columns.
 CONSOLE = Console(width=None if os.isatty(1) else 120, highlight=False)
-
-Json = dict[str, Any]
 
 
 # -- options -----------------------------------------------------------------------------------------

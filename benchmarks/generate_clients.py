@@ -18,7 +18,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 import uvloop
-from load import AsyncSend, Json, OpenSend, Round, Send, run_tasks, run_threads
+from load import AsyncSend, OpenSend, Round, Send, run_tasks, run_threads
+
+from verl_server.types import Json
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 32, 16
 SAMPLING = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}

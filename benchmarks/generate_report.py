@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from common import Json, Options, Summary, Target, show_table, summarize
+from common import Options, Summary, Target, show_table, summarize
 from generate_clients import NEW_TOKENS, GenerateClient
 from load import Round
 from plots import COLOURS, grouped_bars, legend_below, new_figure, save_figure
+
+from verl_server.types import Json
 
 RATIO_TARGET, ADDED_TARGET_MS = 0.95, 1.0
 #: The rounds, by client and number of requests in flight.

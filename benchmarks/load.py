@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-Json = dict[str, Any]
+from verl_server.types import Json
+
 #: Milliseconds of one request: the whole latency, and the latency without the time of the server itself.
 Times = tuple[float, float]
 #: Sends the request with the given number and returns the decoded reply.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from common import Json, Options, Summary, Target, show_table, show_targets, summarize, write_result
+from common import Options, Summary, Target, show_table, show_targets, summarize, write_result
 from plots import COLOURS, grouped_bars, legend_below, new_figure, save_figure
 from weight_update_methods import (
     ARENA,
@@ -16,6 +16,8 @@ from weight_update_methods import (
     SGLANG_BUCKETS,
     STATE_DICT,
 )  # fmt: skip
+
+from verl_server.types import Json
 
 NAME = "bench_weight_sync"
 SERVER: Json = {"dtype": "bfloat16", "max_total_tokens": 4096, "load_format": "auto"}

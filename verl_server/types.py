@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from verl_server.errors import BadInputError
+
+Json = dict[str, Any]
+"""A JSON object."""
 
 
 @dataclass(frozen=True)

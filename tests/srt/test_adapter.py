@@ -27,9 +27,7 @@ from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, P
 from verl_server.adapter.sglang.replies import convert_weight_versions
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, NotReadyError, PeerError, ServerError, UnsupportedError
-from verl_server.types import parse_weight_version
-
-Json = dict[str, Any]
+from verl_server.types import Json, parse_weight_version
 
 LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
 

@@ -18,8 +18,8 @@ from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.config import AdapterConfig
 from verl_server.errors import ShutDownError, VerlServerError
 from verl_server.server.supervisor import AbortCheck, ServerPids, Supervisor, never_abort
+from verl_server.types import Json
 
-Json = dict[str, Any]
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -13,8 +13,7 @@ from verl_server.adapter.sglang.endpoints import Endpoint
 from verl_server.adapter.sglang.replies import prompt_limits, remove_keys, require_success
 from verl_server.adapter.sglang.requests import PromptLimits
 from verl_server.errors import NotReadyError
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 
 class ServerConnection:

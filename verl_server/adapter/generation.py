@@ -12,11 +12,10 @@ from verl_server.adapter.sglang.replies import convert_weight_versions
 from verl_server.adapter.sglang.requests import generate_payload
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
+from verl_server.types import Json
 
 if TYPE_CHECKING:
     from verl_server.adapter.client import AsyncHttpServerEngineAdapter
-
-Json = dict[str, Any]
 
 
 async def generate(

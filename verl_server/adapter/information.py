@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.capabilities import Capabilities
-from verl_server.types import parse_weight_version
+from verl_server.types import Json, parse_weight_version
 
 if TYPE_CHECKING:
     from verl_server.adapter.client import AsyncHttpServerEngineAdapter
-
-Json = dict[str, Any]
 
 
 async def get_model_info(adapter: AsyncHttpServerEngineAdapter) -> Json:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.payloads import (
@@ -17,13 +17,12 @@ from verl_server.adapter.sglang.payloads import (
     update_from_tensor_payload,
 )
 from verl_server.errors import VerlServerError
+from verl_server.types import Json
 
 if TYPE_CHECKING:
     import torch
 
     from verl_server.adapter.client import AsyncHttpServerEngineAdapter
-
-Json = dict[str, Any]
 
 
 async def begin_weight_update(adapter: AsyncHttpServerEngineAdapter) -> None:

@@ -23,8 +23,7 @@ from verl_server.trajectory.messages import Message, image_sources
 from verl_server.trajectory.nodes import ForkReason, Node, Span
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering import ChatRenderer, ParsedToolCall
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ import itertools
 from typing import Any
 
 from verl_server.agent.generate_fn import GenerateFn
+from verl_server.types import Json
 from verl_server.validation import require_whole_number
-
-Json = dict[str, Any]
 
 
 class FairScheduler:

@@ -6,11 +6,11 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl_server.router.resumable_generation import ResumableGeneration
+from verl_server.types import Json
 
 if TYPE_CHECKING:
     from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 
-Json = dict[str, Any]
 
 RETRY_INTERVAL_S = 0.05
 """Seconds before an aborted generation is requested again."""

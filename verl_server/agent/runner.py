@@ -23,8 +23,7 @@ from verl_server.errors import BadInputError, to_wire
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.recorder import Recorder, load_session, session_file
 from verl_server.trajectory.rendering import ChatRenderer
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 RewardFn = Callable[[Sample], float | Awaitable[float]]
 """Computes the reward of a finished sample. A function that is not a coroutine function runs in a thread."""

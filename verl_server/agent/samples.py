@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from verl_server.agent.episode import Task
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 
 @dataclass(frozen=True)

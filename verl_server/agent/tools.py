@@ -15,8 +15,7 @@ import pydantic
 
 from verl_server.agent.daemon_thread import run_in_daemon_thread
 from verl_server.errors import BadInputError
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 
 @dataclass(frozen=True)

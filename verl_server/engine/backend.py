@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.errors import VerlServerError
+from verl_server.types import Json
 from verl_server.weights.update.servers import UpdatableServers
-
-Json = dict[str, Any]
 
 
 class Backend(UpdatableServers, Protocol):

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.engine.backend import Backend
 from verl_server.errors import BadInputError
+from verl_server.types import Json
 
 if TYPE_CHECKING:
     import torch
-
-Json = dict[str, Any]
 
 
 class LoraAdapters:

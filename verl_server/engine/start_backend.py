@@ -15,12 +15,10 @@ from verl_server.errors import BadInputError, ServerDiedError, VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import Placement
 from verl_server.server.ports import PortReservation, join_host_port
-from verl_server.types import parse_weight_version
+from verl_server.types import Json, parse_weight_version
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Json = dict[str, Any]
 
 
 def broadcast_function(mesh: DeviceMesh) -> Callable[[Any], Any]:

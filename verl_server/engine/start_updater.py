@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from verl_server.config import WeightsConfig
 from verl_server.engine.backend import Backend
 from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
-from verl_server.types import TensorSpec
+from verl_server.types import Json, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.layout import plan_double_buffer
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 M = TypeVar("M", Arena, DoubleBuffer)
 
 logger = logging.getLogger(__name__)
-
-Json = dict[str, Any]
 
 
 def start_weight_updater(

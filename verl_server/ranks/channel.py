@@ -13,11 +13,11 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import orjson
 
-Json = dict[str, Any]
+from verl_server.types import Json
+
 _HEADER = struct.Struct("!Q")
 HANDSHAKE_TIMEOUT_S = 10.0
 RECEIVE_BYTES = 2**20

@@ -18,10 +18,11 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from verl_server.errors import DeadlineError, PeerError, ShutDownError, VerlServerError, from_wire, to_wire
-from verl_server.ranks.channel import Channel, Json
+from verl_server.ranks.channel import Channel
 from verl_server.ranks.peer_errors import to_peer_wire
 from verl_server.ranks.pending_calls import PendingCalls
 from verl_server.ranks.rendezvous import connect_ranks
+from verl_server.types import Json
 
 OUTCOME_SLACK_S = 5.0
 """Seconds that the other ranks wait for an outcome after rank 0's own deadline."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_server.errors import VerlServerError, to_wire
+from verl_server.types import Json
 
-Json = dict[str, Any]
 MAX_REMEMBERED_OUTCOMES = 1000
 """Maximum number of failed calls whose outcome rank 0 keeps for ranks that arrive late."""
 

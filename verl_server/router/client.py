@@ -12,8 +12,7 @@ import orjson
 
 from verl_server.errors import BadInputError, DeadlineError, ServerError, VerlServerError, from_wire
 from verl_server.router.resumable_generation import split_batch
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.05, 1.0

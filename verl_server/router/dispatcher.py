@@ -35,8 +35,8 @@ from verl_server.router.request_checks import (
 from verl_server.router.result_cache import ResultCache
 from verl_server.router.resumable_generation import ResumableGeneration
 from verl_server.router.snapshot import RouterCounters, RouterSnapshot
+from verl_server.types import Json
 
-Json = dict[str, Any]
 R = TypeVar("R")
 
 RETRY_DELAY_S = 0.05

@@ -36,8 +36,8 @@ from verl_server.router.policy import VersionRequirement
 from verl_server.router.replica_pool import RoutedReplica
 from verl_server.router.request_checks import CHARACTERS_PER_TOKEN, rids_of_batch
 from verl_server.router.resumable_generation import split_batch
+from verl_server.types import Json
 
-Json = dict[str, Any]
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 MAX_BODY_BYTES = 256 << 20

@@ -8,8 +8,7 @@ from typing import Any
 from verl_server.errors import BadInputError, NotReadyError
 from verl_server.router.policy import VersionRequirement
 from verl_server.router.resumable_generation import version_spans
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 CHARACTERS_PER_TOKEN = 4
 """Assumed number of characters per token of a prompt that is text."""

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_server.router.resumable_generation import LOGPROB_LISTS, ResumableGeneration
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 FIXED_BYTES = 4096
 """Estimated size of a request and its reply without tokens, log probabilities and texts."""

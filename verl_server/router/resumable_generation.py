@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_server.errors import BadInputError
-from verl_server.types import parse_weight_version
-
-Json = dict[str, Any]
+from verl_server.types import Json, parse_weight_version
 
 #: SGLang's default of `max_new_tokens`.
 DEFAULT_MAX_NEW_TOKENS = 128

@@ -8,8 +8,7 @@ from typing import Any
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.policy import VersionRequirement
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 
 class RolloutRouter:

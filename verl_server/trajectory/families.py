@@ -16,8 +16,9 @@ from renderers.base import MODEL_RENDERER_MAP
 from renderers.configs import config_from_name
 
 from verl_server.errors import BadInputError, UnsupportedError
-from verl_server.trajectory.messages import Json, Message, validate_messages
+from verl_server.trajectory.messages import Message, validate_messages
 from verl_server.trajectory.rendering import ChatRenderer, ParsedToolCall
+from verl_server.types import Json
 
 
 def get_renderer(tokenizer: Any, family: str | None = None) -> ChatRenderer:

@@ -14,8 +14,7 @@ from typing import Any
 
 from verl_server.errors import BadInputError
 from verl_server.trajectory.nodes import ForkReason, Node, Span, TokenSequence, concatenate_nodes, validate_node
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 from verl_server.errors import BadInputError
 
-Json = dict[str, Any]
 Message = Mapping[str, Any]
 """A chat message with the keys `role` and `content`, as chat templates take it."""
 

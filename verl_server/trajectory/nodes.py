@@ -9,8 +9,7 @@ from itertools import pairwise
 from typing import Any, Required, TypedDict
 
 from verl_server.errors import BadInputError
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 NO_VERSION = -1
 """Weight version of tokens that no policy sampled."""

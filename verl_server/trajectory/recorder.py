@@ -20,8 +20,7 @@ import orjson
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 FILE_SUFFIX = ".jsonl"
 FILE_FORMAT = 2

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_server.errors import BadInputError, UnsupportedError
-from verl_server.trajectory.messages import ASSISTANT_PLACEHOLDER, Json, Message, validate_messages
+from verl_server.trajectory.messages import ASSISTANT_PLACEHOLDER, Message, validate_messages
+from verl_server.types import Json
 
 PROBE_HISTORIES: tuple[tuple[Json, ...], ...] = (
     ({"role": "user", "content": "a"},),

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from verl_server.adapter.sglang.requests import require
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError
+from verl_server.types import Json
 
 if TYPE_CHECKING:
     import torch
 
-Json = dict[str, Any]
 
 CHECKER_ACTIONS = ("checksum", "snapshot", "compare", "reset_tensors")
 

@@ -13,9 +13,7 @@ from verl_server.errors import (
     UnsupportedError,
     VerlServerError,
 )
-from verl_server.types import parse_weight_version
-
-Json = dict[str, Any]
+from verl_server.types import Json, parse_weight_version
 
 MAX_MESSAGE_CHARACTERS = 2000
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from verl_server.errors import BadInputError
+from verl_server.types import Json
 from verl_server.validation import require_whole_number
-
-Json = dict[str, Any]
 
 #: Number of tokens below which the built-in `max` is faster than numpy.
 _SHORT_PROMPT_TOKENS = 256

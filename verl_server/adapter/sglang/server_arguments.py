@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_server.errors import BadInputError
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 #: Import path of the weight loader that runs inside the server (`weights/loader.py`). It is both an element of the
 #: server argument `custom_weight_loader` and the `load_format` of our weight updates.

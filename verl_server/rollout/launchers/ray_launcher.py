@@ -44,10 +44,10 @@ from verl_server.rollout.launchers.ray_server import (
     first_line,
     node_arguments,
 )
+from verl_server.types import Json
 
 logger = logging.getLogger(__name__)
 
-Json = dict[str, Any]
 
 NAMESPACE = "verl_server"
 

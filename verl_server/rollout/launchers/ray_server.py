@@ -19,8 +19,7 @@ from verl_server.ranks.machine import machine_id
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
 from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.server.supervisor import ServerPids
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 POLL_INTERVAL_S = 0.5
 ANSWER_TIMEOUT_S = 30.0

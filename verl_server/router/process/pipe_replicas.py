@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from typing import Any, Self
+from typing import Self
 
 import orjson
 
@@ -24,10 +24,10 @@ from verl_server.config import AdapterConfig
 from verl_server.errors import ServerDiedError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.replica_status import ReplicaStatus
+from verl_server.types import Json
 
 logger = logging.getLogger(__name__)
 
-Json = dict[str, Any]
 
 REPORT_INTERVAL_S = 0.1
 MAX_LINE_BYTES = 1 << 24

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import orjson
 
@@ -25,10 +25,10 @@ from verl_server.errors import DeadlineError
 from verl_server.router.process.pipe_replicas import encode_status
 from verl_server.router.replica_status import ReplicaStats, ReplicaStatus, StatusQueue
 from verl_server.server.ports import PortReservation, join_host_port
+from verl_server.types import Json
 
 logger = logging.getLogger(__name__)
 
-Json = dict[str, Any]
 
 HOST = "127.0.0.1"
 """Address at which the router process listens."""

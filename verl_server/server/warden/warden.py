@@ -37,7 +37,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
 
 from verl_server.server.warden.log_file import BoundedLog
 from verl_server.server.warden.process_tree import is_cleanup_helper, list_descendants, sglang_worker_name
@@ -49,7 +49,8 @@ from verl_server.server.warden.shared_memory_files import (
     watch_shared_memory,
 )
 
-Json = dict[str, Any]
+if TYPE_CHECKING:  # the warden itself imports the standard library only
+    from verl_server.types import Json
 
 PR_SET_CHILD_SUBREAPER = 36
 #: Seconds that helpers which remove shared memory may live after the rest of the tree.

@@ -10,11 +10,11 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable
 
+from verl_server.types import Json
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.device_memory import DeviceBucketMemory
 from verl_server.weights.double_buffer.layout import DoubleBufferLayout
 from verl_server.weights.transports import buckets
-from verl_server.weights.transports.base import Json
 
 
 class Stream(buckets.Stream):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 from verl_server.errors import BadInputError
-
-Json = dict[str, Any]
+from verl_server.types import Json
 
 
 def contribution_of(names: Sequence[str], has_shards: bool) -> Json:

@@ -6,15 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, WeightManifestError
-from verl_server.types import TensorSpec
+from verl_server.types import Json, TensorSpec
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.names import unfuse_spec
 from verl_server.weights.update.contributions import contribution_of
 
 if TYPE_CHECKING:
     import torch
-
-Json = dict[str, Any]
 
 
 class TensorSource:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_server.errors import BadInputError, PeerError, TornWeightsError, VerlServerError
 from verl_server.ranks.placement import Placement
-from verl_server.types import TensorSpec, WeightUpdateResult
+from verl_server.types import Json, TensorSpec, WeightUpdateResult
 from verl_server.weights.lora import check_lora_adapter
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.request import UpdateOptions
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from verl_server.ranks.coordinator import RankCoordinator
 
-Json = dict[str, Any]
 R = TypeVar("R")
 
 
