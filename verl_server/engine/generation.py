@@ -10,21 +10,19 @@ from verl_server.engine.backend import Backend
 from verl_server.errors import VerlServerError, from_wire
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.peer_errors import to_peer_wire
+from verl_server.types import Json
 
-Json = dict[str, Any]
 
-
-def request_of(arguments: Json, fields: Json) -> Json:
-    """A backend's request from the arguments of a generate method of `VerlEngine`.
+def generation_request(fields: Json, *, return_logprob: bool | list[bool] | None, **arguments: Any) -> Json:
+    """A backend's request. `arguments` are the other arguments of a generate method, `fields` its further fields.
 
     Arguments with their default value (None, or False for `return_logprob`) are left out, so that a request with a
     `rid` equals the same request that is sent to the fleet's router directly.
     """
-    own = ("self", "stream", "fields")
-    given = {name: value for name, value in arguments.items() if name not in own and value is not None}
-    if given.get("return_logprob") is False:
-        del given["return_logprob"]
-    return {**given, **fields}
+    request = {name: value for name, value in arguments.items() if value is not None}
+    if return_logprob is not None and return_logprob is not False:
+        request["return_logprob"] = return_logprob
+    return {**request, **fields}
 
 
 class RankGeneration:

@@ -22,11 +22,10 @@ from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, NotReadyError, ServerError, ShutDownError, StartupError, VerlServerError
 from verl_server.server.warden.process_tree import list_descendants
 from verl_server.server.warden.shared_memory_files import find_shared_memory, remove_shared_memory
-from verl_server.types import ServerInfo, parse_weight_version
-from verl_server.weights.loader import wire_as_named_tensors
+from verl_server.types import Json, ServerInfo, parse_weight_version
+from verl_server.weights.loader import message_as_named_tensors
 from verl_server.weights.update.servers import ReplayFn
 
-Json = dict[str, Any]
 R = TypeVar("R")
 
 
@@ -116,9 +115,9 @@ class InProcessBackend:
         if self._has_update_sessions:
             self._run(lambda: _require_success(self._engine.begin_weight_update()))
 
-    def load(self, wires: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
-        (wire,) = wires
-        tensors = wire_as_named_tensors(wire)
+    def load(self, messages: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
+        (message,) = messages
+        tensors = message_as_named_tensors(message)
         self._run(
             lambda: _require_success(
                 self._engine.update_weights_from_tensor(tensors, load_format=WEIGHT_LOADER, flush_cache=flush_cache)

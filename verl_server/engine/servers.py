@@ -15,11 +15,9 @@ from verl_server.config import AdapterConfig, PauseMode, RemoteServer
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.ranks.machine import own_address
 from verl_server.server.supervisor import AbortCheck
-from verl_server.types import ServerInfo, parse_weight_version
-from verl_server.weights.loader import serialize_wire
+from verl_server.types import Json, ServerInfo, parse_weight_version
+from verl_server.weights.loader import serialize_message
 from verl_server.weights.update.servers import ReplayFn
-
-Json = dict[str, Any]
 
 
 class HttpServers:
@@ -101,14 +99,14 @@ class HttpServers:
     def begin_weight_update(self) -> None:
         self._call_all(lambda adapter: adapter.begin_weight_update())
 
-    def load(self, wires: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
+    def load(self, messages: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
         """See `UpdatableServers.load`. Raises as soon as one server fails: a transport may have to stop the others."""
         if len(self._adapters) == 1:
-            load_weights(self._adapters[0], self._members[0].tp_size, wires[0], weight_version, flush_cache)
+            load_weights(self._adapters[0], self._members[0].tp_size, messages[0], weight_version, flush_cache)
             return
         loads = [
-            self._pool.submit(load_weights, adapter, member.tp_size, wire, weight_version, flush_cache)
-            for adapter, member, wire in zip(self._adapters, self._members, wires, strict=True)
+            self._pool.submit(load_weights, adapter, member.tp_size, message, weight_version, flush_cache)
+            for adapter, member, message in zip(self._adapters, self._members, messages, strict=True)
         ]
         for load in as_completed(loads):
             load.result()
@@ -186,11 +184,11 @@ def connect_servers(servers: Sequence[RemoteServer], config: AdapterConfig, weig
 
 
 def load_weights(
-    adapter: HttpServerEngineAdapter, tp_size: int, wire: Json, weight_version: int, flush_cache: bool
+    adapter: HttpServerEngineAdapter, tp_size: int, message: Json, weight_version: int, flush_cache: bool
 ) -> None:
-    """Make every TP rank of one server call our weight loader with `wire`."""
+    """Make every TP rank of one server call our weight loader with `message`."""
     adapter.update_weights_from_tensor(
-        [serialize_wire(wire)] * tp_size,
+        [serialize_message(message)] * tp_size,
         load_format=WEIGHT_LOADER,
         weight_version=weight_version,
         flush_cache=flush_cache,

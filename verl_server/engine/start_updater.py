@@ -123,7 +123,7 @@ def _start_streamed(
     """Create one double buffer that all ranks write, or, when the buffers lie on GPUs, one on each rank's GPU."""
     stream, coordinator = stream_class(transport), ranks.coordinator
     layout = plan_double_buffer(manifest.tensors, config.max_staging_bytes, stream.in_host_memory)
-    is_leader = coordinator.rank == 0 or not stream.in_host_memory
+    is_lead_writer = coordinator.rank == 0 or not stream.in_host_memory
     if coordinator.size > MAX_WRITERS:
         raise UnsupportedError(
             f"{coordinator.size} trainer ranks are more than the {MAX_WRITERS} that can write one buffer"
@@ -132,7 +132,7 @@ def _start_streamed(
     description: Any = None
     failure: VerlServerError | None = None
     try:
-        if is_leader:
+        if is_lead_writer:
             buffer = stream.create(layout)
             description = stream.describe(buffer)
     except Exception as error:  # noqa: BLE001 - all ranks must raise it
@@ -154,9 +154,9 @@ def _start_streamed(
         buffer, shared = _map_on_all_ranks(coordinator, buffer, lambda: stream.open(descriptions[0], layout))
         writer_ranks = ranks.global_ranks if shared else frozenset()
         index, count = (coordinator.rank, coordinator.size) if shared else (0, 1)
-        if shared or is_leader:
+        if shared or is_lead_writer:
             assert buffer is not None
-            role = BufferRole(buffer, index, count, is_leader, buffer_index=0, num_buffers=num_buffers)
+            role = BufferRole(buffer, index, count, is_lead_writer, buffer_index=0, num_buffers=num_buffers)
     else:
         assert buffer is not None
         role = BufferRole(buffer, 0, 1, True, buffer_index=coordinator.rank, num_buffers=num_buffers)

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig, PauseMode, RemoteServer, Timeouts, WeightsConfig
 from verl_server.engine.backend import Backend, RolloutFleet
-from verl_server.engine.generation import RankGeneration, request_of
+from verl_server.engine.control import RankControl
+from verl_server.engine.generation import RankGeneration, generation_request
 from verl_server.engine.lora import LoraAdapters
 from verl_server.engine.start_backend import BackendSource, broadcast_function, start_backend
 from verl_server.engine.start_updater import start_weight_updater
 from verl_server.errors import BadInputError, ShutDownError, VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
-from verl_server.types import WeightUpdateResult
+from verl_server.types import Json, WeightUpdateResult
 from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
-
-Json = dict[str, Any]
 
 
 class VerlEngine:
@@ -78,6 +77,9 @@ class VerlEngine:
         self._group = group = RankCoordinator.connect(
             self._tp_rank, size, broadcast_function(device_mesh_cpu), nnodes > 1, timeouts.ranks_s
         )
+        self._control = RankControl(
+            group, self._require_backend, self._require_updater, self._get_refusal, 4 * timeouts.control_s
+        )
         self._generation = RankGeneration(group, self._backend_for, self._get_refusal, timeouts.generation_s)
         try:
             self._backend = start_backend(group, placement, source, server_args, config, env or {}, group.fail_all)
@@ -97,26 +99,30 @@ class VerlEngine:
         sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
         input_ids: list[int] | list[list[int]] | None = None,
         image_data: Any = None,
-        return_logprob: bool | list[bool] | None = False,
+        return_logprob: bool | list[bool] | None = None,
         logprob_start_len: int | list[int] | None = None,
         top_logprobs_num: int | list[int] | None = None,
         token_ids_logprob: Any = None,
-        lora_path: Any = None,
-        custom_logit_processor: Any = None,
+        lora_path: str | list[str | None] | None = None,
+        custom_logit_processor: str | list[str] | None = None,
         stream: bool = False,
         rid: str | list[str] | None = None,
         **fields: Any,
     ) -> Any:
         """Generate for one prompt (returns a dict) or many prompts (returns a list of dicts).
 
-        The request of rank 0 counts. The reply is SGLang's: `output_ids`, and `meta_info` with
-        `output_token_logprobs` as `[logprob, token id, text]`, `finish_reason` and `weight_version` (an int). With
-        `stream=True` the result is an iterator of growing replies, for one prompt. `rid` is the request id; many
-        prompts take a list with one id for each. `fields` are further fields of SGLang's request.
+        The request of rank 0 counts. The reply is SGLang's: `output_ids`, and `meta_info` with `output_token_logprobs`
+        as `[logprob, token id, text]`, `finish_reason` and `weight_version` (an int). `stream=True` returns an iterator
+        of growing replies, for one prompt. `rid`: request id; many prompts take a list with one id for each. `fields`:
+        further fields of SGLang's request.
 
         Raises BadInputError, NotReadyError (memory is released), TornWeightsError, ServerDiedError, PeerError.
         """
-        request = request_of(locals(), fields)
+        request = generation_request(
+            fields, rid=rid, prompt=prompt, sampling_params=sampling_params, input_ids=input_ids, image_data=image_data,
+            return_logprob=return_logprob, logprob_start_len=logprob_start_len, top_logprobs_num=top_logprobs_num,
+            token_ids_logprob=token_ids_logprob, lora_path=lora_path, custom_logit_processor=custom_logit_processor,
+        )  # fmt: skip
         return self._generation.stream(request) if stream else self._generation.generate(request)
 
     async def async_generate(
@@ -125,18 +131,22 @@ class VerlEngine:
         sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
         input_ids: list[int] | list[list[int]] | None = None,
         image_data: Any = None,
-        return_logprob: bool | list[bool] | None = False,
+        return_logprob: bool | list[bool] | None = None,
         logprob_start_len: int | list[int] | None = None,
         top_logprobs_num: int | list[int] | None = None,
         token_ids_logprob: Any = None,
-        lora_path: Any = None,
-        custom_logit_processor: Any = None,
+        lora_path: str | list[str | None] | None = None,
+        custom_logit_processor: str | list[str] | None = None,
         stream: bool = False,
         rid: str | list[str] | None = None,
         **fields: Any,
     ) -> Any:
         """`generate` for an event loop; many calls can be in flight. With `stream=True`: an asynchronous iterator."""
-        request = request_of(locals(), fields)
+        request = generation_request(
+            fields, rid=rid, prompt=prompt, sampling_params=sampling_params, input_ids=input_ids, image_data=image_data,
+            return_logprob=return_logprob, logprob_start_len=logprob_start_len, top_logprobs_num=top_logprobs_num,
+            token_ids_logprob=token_ids_logprob, lora_path=lora_path, custom_logit_processor=custom_logit_processor,
+        )  # fmt: skip
         return self._generation.async_stream(request) if stream else await self._generation.async_generate(request)
 
     # -- weights ------------------------------------------------------------------------------------
@@ -163,10 +173,10 @@ class VerlEngine:
         count; other ranks may pass none. A generator is consumed one tensor at a time. Shapes are checked, and floating
         point types are cast to the server's. A part of the parameters may be pushed; `num_missing` counts the others.
 
-        `weight_version`: greater than the current version; None: the next number. `verify`: compare checksums of the
-        staged tensors with those that every TP rank has read, and check that a whole update has written every parameter
-        of the server. `check_finite`: refuse NaN and infinity. `pause_mode`: what happens to running requests;
-        `in_place` keeps the KV cache of the old weights, so it requires `flush_cache=False`.
+        `load_format`: None or "auto", kept for the historical signature. `weight_version`: above the current version;
+        None: the next number. `verify`: compare checksums of the staged tensors with those that every TP rank has read,
+        and check that a whole update has written every parameter. `check_finite`: refuse NaN and infinity.
+        `pause_mode`: what happens to running requests; `in_place` keeps the old KV cache: it needs `flush_cache=False`.
 
         Raises WeightManifestError or BadInputError before the servers are involved (they keep serving the old weights),
         TornWeightsError when the update failed half-way (push all weights again), PeerError, ServerDiedError.
@@ -219,27 +229,15 @@ class VerlEngine:
 
         Raises ServerBusyError while requests run. Generation is refused until the memory is resumed.
         """
-        self._control("release_memory", lambda backend: backend.release_memory_occupation(tags))
+        self._control.run("release_memory", lambda backend: backend.release_memory_occupation(tags))
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Take released memory back. None: all of it. The content of weights is undefined afterwards: push them."""
-        self._control("resume_memory", lambda backend: backend.resume_memory_occupation(tags))
+        self._control.run("resume_memory", lambda backend: backend.resume_memory_occupation(tags))
 
     def flush_cache(self) -> None:
         """Remove the prefix cache of the servers. Raises ServerBusyError while requests run."""
-        self._control("flush_cache", lambda backend: backend.flush_cache())
-
-    def _control(self, operation: str, action: Callable[[Backend], None]) -> None:
-        call_id = self._group.next_call_id(operation)
-
-        def act(_: list[Json]) -> list[str]:
-            backend = self._require_backend()
-            action(backend)
-            return sorted(backend.released_memory)
-
-        error, timeout_s = self._get_refusal(allow_torn=True), 4 * self._timeouts.control_s
-        released = self._group.agree(call_id, act, error=error, action_timeout_s=timeout_s)
-        self._require_updater().released_memory = frozenset(released)
+        self._control.run("flush_cache", lambda backend: backend.flush_cache())
 
     # -- state --------------------------------------------------------------------------------------
 

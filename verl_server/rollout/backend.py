@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.config import PauseMode, RolloutMode
+from verl_server.engine.lora import names_in_lora_paths
 from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.fleet import Fleet
 from verl_server.rollout.launchers.base import Launcher
@@ -21,17 +22,20 @@ from verl_server.rollout.updates import FleetUpdates
 from verl_server.router.dispatcher import Dispatcher, gather_all
 from verl_server.router.request_checks import rids_of_batch
 from verl_server.router.resumable_generation import split_batch
-from verl_server.types import ServerInfo
+from verl_server.types import Json, ServerInfo
 from verl_server.weights.update.servers import ReplayFn
 
-Json = dict[str, Any]
 R = TypeVar("R")
 
 
 class FleetLoras:
     """The LoRA adapters of a fleet. A server that is started later gets the adapters of the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, lora_paths: Any) -> None:
+        """`lora_paths`: SGLang's server argument with the LoRA adapters that each server loads when it starts."""
+        self._loaded_at_start = names_in_lora_paths(lora_paths)
+        self._removed: set[str] = set()
+        """Those of them that were removed or replaced."""
         self._adapters: dict[str, tuple[dict[str, Any], Json]] = {}
         """Tensors and config of each adapter that all servers have."""
         self._lock = threading.RLock()
@@ -39,7 +43,7 @@ class FleetLoras:
     def load(self, call_all: CallAll, name: str, tensors: Mapping[str, Any], config: Json) -> None:
         """Load an adapter into all servers. It replaces an adapter of that name, for example of an earlier engine."""
         with self._lock:
-            if name in self._adapters:
+            if name in self._adapters or name in self._loaded_at_start - self._removed:
                 self.unload(call_all, name)
             call_all(lambda adapter: adapter.load_lora_adapter(name, tensors, config))
             self._adapters[name] = dict(tensors), config
@@ -47,11 +51,14 @@ class FleetLoras:
     def unload(self, call_all: CallAll, name: str) -> None:
         with self._lock:
             self._adapters.pop(name, None)
+            self._removed |= {name} & self._loaded_at_start
             call_all(lambda adapter: adapter.unload_lora_adapter(name))
 
     def prepare_server(self, adapter: HttpServerEngineAdapter, begin: Callable[[], None]) -> None:
-        """Load all adapters into a new server, then call `begin`, before another adapter can be loaded."""
+        """Give a new server the adapters of the others, then call `begin`, before another adapter can be loaded."""
         with self._lock:
+            for name in sorted(self._removed):
+                adapter.unload_lora_adapter(name)
             for name, (tensors, config) in self._adapters.items():
                 adapter.load_lora_adapter(name, tensors, config)
             begin()
@@ -213,8 +220,8 @@ class ManagedBackend:
     def begin_weight_update(self) -> None:
         self._updates.begin_weight_update()
 
-    def load(self, wires: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
-        self._updates.load(wires, weight_version, flush_cache)
+    def load(self, messages: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
+        self._updates.load(messages, weight_version, flush_cache)
 
     def end_weight_update(self) -> None:
         self._updates.end_weight_update()
