@@ -7,8 +7,8 @@ from collections.abc import Callable
 from verl_server.engine.backend import Backend
 from verl_server.errors import VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
-from verl_server.weights.update.updater import WeightUpdater
 from verl_server.types import Json
+from verl_server.weights.update.updater import WeightUpdater
 
 
 class RankControl:
@@ -22,8 +22,8 @@ class RankControl:
         get_refusal: Callable[[bool], VerlServerError | None],
         timeout_s: float,
     ) -> None:
-        """`get_backend` returns rank 0's backend, `get_updater` this rank's updater. `get_refusal(allow_torn)` returns the reason why this rank cannot
-        take part now, or None. `timeout_s`: deadline of one call in seconds.
+        """`get_backend` returns rank 0's backend, `get_updater` this rank's updater. `get_refusal(allow_torn)` returns
+        the reason why this rank cannot take part now, or None. `timeout_s`: deadline of one call in seconds.
         """
         self._group, self._get_backend, self._get_updater = group, get_backend, get_updater
         self._get_refusal, self._timeout_s = get_refusal, timeout_s
