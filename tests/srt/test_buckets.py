@@ -123,7 +123,7 @@ class WriterThread:
         self._thread.start()
 
     def _write(self) -> None:
-        writer = BucketWriter(self.double_buffer, 1, 0, is_leader=True, readers=[0], require_peers=peers_are_alive)
+        writer = BucketWriter(self.double_buffer, 1, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
         with contextlib.suppress(VerlServerError):  # the reader of a test may fail
             for i, (name, spec) in enumerate(self.specs.items()):
                 writer.reserve(name, spec, deadline()).fill_(i)
@@ -183,7 +183,7 @@ def test_waiting_ends_when_the_other_side_fails_or_misses_the_deadline() -> None
     double_buffer.progress(1).fail("é" * 5000)
     with pytest.raises(VerlServerError, match="éééé"):
         next(BucketReader(double_buffer, 1, 0, 1, peers_are_alive, deadline()).tensors())
-    writer = BucketWriter(double_buffer, 2, 0, is_leader=True, readers=[0], require_peers=peers_are_alive)
+    writer = BucketWriter(double_buffer, 2, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
     for _ in range(NUM_BUCKETS):
         writer.reserve("t", specs["t"], deadline())
     with pytest.raises(VerlServerError, match="bucket 2 was not emptied"):

@@ -148,7 +148,7 @@ def test_the_message_for_the_loader_does_not_grow_with_the_model() -> None:
         if transport != "disk":  # preparing it would write its file
             sender.prepare(attempt)
         try:
-            return len(json.dumps(sender.wire(attempt, 1)))
+            return len(json.dumps(sender.loader_message(attempt, 1)))
         finally:
             sender.close()
             settings.arena.close()

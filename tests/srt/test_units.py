@@ -354,7 +354,7 @@ def test_a_failed_load_leaves_no_mark_in_the_model() -> None:
     model, update = _FailingLinear(4, 3), UpdateAttempt("x", ["weight", "bias"], True, [ServerInfo("a", 1)])
     bias = model.bias.data.clone()
     sender = shared_memory.Sender(SenderSettings(arena, layout, 1.0))
-    report, _ = load_weights(shared_memory.Receiver(sender.wire(update, 0), 0), model, "x", verify=True)
+    report, _ = load_weights(shared_memory.Receiver(sender.loader_message(update, 0), 0), model, "x", verify=True)
     assert not report.ok
     assert "the second" in str(report.error)
     assert torch.equal(model.weight.data, torch.full((3, 4), 2.0))

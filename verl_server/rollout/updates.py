@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
-from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import PauseMode
@@ -16,10 +15,8 @@ from verl_server.rollout.fleet import RUNNING, SERVING, Fleet, Server
 from verl_server.rollout.health import ReplicaState
 from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.router.targets import RoutingTargets
-from verl_server.types import ServerInfo
+from verl_server.types import Json, ServerInfo
 from verl_server.weights.update.servers import ReplayFn
-
-Json = dict[str, Any]
 
 IDLE_POLL_INTERVAL_S = 0.02
 
@@ -98,7 +95,7 @@ class FleetUpdates:
         with self._timed("begin"):
             self._call_members(begin)
 
-    def load(self, wires: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
+    def load(self, messages: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
         """See `UpdatableServers.load`. Raises as soon as one server fails: a transport may have to stop the others.
 
         A replica whose server has died is left out of the next attempt.
@@ -106,9 +103,9 @@ class FleetUpdates:
         loads: dict[Future[None], Server] = {}
         self._fleet.begin_load()
         with self._timed("load"):
-            for (replica, adapter), wire in zip(self._servers, wires, strict=True):
+            for (replica, adapter), message in zip(self._servers, messages, strict=True):
                 tp_size = replica.member.tp_size
-                load = self._fleet.executor.submit(load_weights, adapter, tp_size, wire, weight_version, flush_cache)
+                load = self._fleet.executor.submit(load_weights, adapter, tp_size, message, weight_version, flush_cache)
                 loads[load] = replica, adapter
             for load in as_completed(loads):
                 error = load.exception()

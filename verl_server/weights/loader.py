@@ -1,6 +1,6 @@
 """The weight loader that runs inside each SGLang scheduler: receive an update's tensors, load them, send a report.
 
-SGLang calls `load` by its `--custom-weight-loader` hook with the JSON message that `serialize_wire` wrapped. An
+SGLang calls `load` by its `--custom-weight-loader` hook with the JSON message that `serialize_message` wrapped. An
 exception here would end the server. Therefore every outcome goes to the trainer as a report of this TP rank; SGLang's
 HTTP reply speaks for TP rank 0 only.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from verl_server.types import Json
 from verl_server.weights.checksum import compute_checksum
 from verl_server.weights.coverage import Coverage
 from verl_server.weights.reports import Report
@@ -26,25 +27,24 @@ from verl_server.weights.transports.base import Receiver
 
 logger = logging.getLogger(__name__)
 
-Json = dict[str, Any]
 MAX_ERROR_CHARACTERS = 1500
 """Maximum number of characters of an error message, and of its traceback, in a report."""
 MAX_UNWRITTEN_NAMES = 5
 """Maximum number of parameter names in a report."""
 
 
-def wire_as_named_tensors(wire: Json) -> list[tuple[str, torch.Tensor]]:
+def message_as_named_tensors(message: Json) -> list[tuple[str, torch.Tensor]]:
     """The loader's message in the form in which SGLang passes tensors: an empty tensor whose name is the JSON."""
-    return [(json.dumps(wire), torch.empty(0, dtype=torch.uint8))]
+    return [(json.dumps(message), torch.empty(0, dtype=torch.uint8))]
 
 
-def serialize_wire(wire: Json) -> str:
+def serialize_message(message: Json) -> str:
     """The loader's message for SGLang's endpoint `/update_weights_from_tensor`, which expects base64 of a pickle.
 
     It is a plain pickle without shared memory, so it can be sent again, and SGLang's patches of torch's reductions do
     not matter.
     """
-    return base64.b64encode(pickle.dumps(wire_as_named_tensors(wire))).decode()
+    return base64.b64encode(pickle.dumps(message_as_named_tensors(message))).decode()
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
@@ -52,9 +52,9 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
     from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
 
     try:
-        wire = json.loads(named_tensors[0][0])
-        receiver = receiver_class(wire["transport"])(wire, get_tensor_model_parallel_rank())
-        receiver.send_report(*load_weights(receiver, model, wire["update_id"], wire["verify"]))
+        message = json.loads(named_tensors[0][0])
+        receiver = receiver_class(message["transport"])(message, get_tensor_model_parallel_rank())
+        receiver.send_report(*load_weights(receiver, model, message["update_id"], message["verify"]))
     except Exception:  # an exception would end the server; the trainer misses the report and refers to the log
         logger.exception("the weight loader could not receive the update or could not send its report")
 

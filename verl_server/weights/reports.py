@@ -1,7 +1,7 @@
 """Reports of the servers' TP ranks on an update, in memory that they share with the trainer.
 
-The server's HTTP reply speaks for TP rank 0 only. Therefore each TP rank writes a report of its own into its slot
-(JSON, padded with zeros), and the checksum of each tensor that it read into another part of the same memory.
+The server's HTTP reply speaks for TP rank 0 only. Therefore each TP rank writes a report of its own into its report
+slot (JSON, padded with zeros), and the checksum of each tensor that it read into another part of the same memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ReceivedReport:
 
 
 class SharedReports:
-    """Reads and writes reports in shared memory. Each TP rank has a slot.
+    """Reads and writes reports in shared memory. Each TP rank has a report slot.
 
     The reports are at the start of `memory`. The checksums begin at byte `checksums_offset`, with room for
     `num_tensors` checksums in each slot.
@@ -54,28 +54,29 @@ class SharedReports:
     def __init__(self, memory: mmap.mmap, checksums_offset: int, num_tensors: int) -> None:
         self._memory, self._checksums_offset, self._num_tensors = memory, checksums_offset, num_tensors
 
-    def write(self, slot: int, report: Report, checksums: Iterable[int]) -> None:
+    def write(self, report_slot: int, report: Report, checksums: Iterable[int]) -> None:
         """Write a TP rank's report and checksums into its slot."""
         raw_checksums = array.array("q", checksums).tobytes()
-        start = self._checksums_start(slot)
+        start = self._checksums_start(report_slot)
         self._memory[start : start + len(raw_checksums)] = raw_checksums
         raw_report = json.dumps(asdict(report)).encode()
         if len(raw_report) > REPORT_BYTES:  # JSON escapes made the error text longer
             short = dataclasses.replace(report, error="see the server's log", trace=None, unwritten=[])
             raw_report = json.dumps(asdict(short)).encode()
-        self._memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES] = raw_report.ljust(REPORT_BYTES, b"\0")
+        report_start = report_slot * REPORT_BYTES
+        self._memory[report_start : report_start + REPORT_BYTES] = raw_report.ljust(REPORT_BYTES, b"\0")
 
-    def read(self, slot: int, update_id: str, num_checksums: int) -> ReceivedReport | None:
+    def read(self, report_slot: int, update_id: str, num_checksums: int) -> ReceivedReport | None:
         """The report of a slot with its first `num_checksums` checksums. None if it is not about `update_id`."""
-        raw_report = bytes(self._memory[slot * REPORT_BYTES : (slot + 1) * REPORT_BYTES]).rstrip(b"\0")
+        raw_report = bytes(self._memory[report_slot * REPORT_BYTES : (report_slot + 1) * REPORT_BYTES]).rstrip(b"\0")
         if not raw_report:
             return None
         report = Report(**json.loads(raw_report))
         if report.update_id != update_id:
             return None
-        start = self._checksums_start(slot)
+        start = self._checksums_start(report_slot)
         raw_checksums = self._memory[start : start + num_checksums * CHECKSUM_BYTES]
         return ReceivedReport(report, list(array.array("q", raw_checksums)))
 
-    def _checksums_start(self, slot: int) -> int:
-        return self._checksums_offset + slot * self._num_tensors * CHECKSUM_BYTES
+    def _checksums_start(self, report_slot: int) -> int:
+        return self._checksums_offset + report_slot * self._num_tensors * CHECKSUM_BYTES

@@ -8,28 +8,27 @@ from dataclasses import asdict
 from typing import Any, ClassVar, Self
 
 from verl_server.ranks.machine import machine_id
+from verl_server.types import Json
 from verl_server.weights.broadcast.placement import ReceiverPlacement, wait_for_receivers
 from verl_server.weights.broadcast.store import arrival_key, cancel_key, connect_to_store, report_key, set_json
 from verl_server.weights.reports import Report
-
-Json = dict[str, Any]
 
 
 class Membership(ABC):
     """One receiver's membership in the group of one trainer. A process has at most one membership of each subclass.
 
-    `wire` is the loader's message, `tp_rank` the TP rank of the server.
+    `message` is the loader's message, `tp_rank` the TP rank of the server.
     """
 
     _current: ClassVar[dict[type[Membership], Membership]] = {}
 
     @classmethod
-    def current_or_new(cls, wire: Json, tp_rank: int) -> Self:
-        """The membership in the group that `wire` names: that of the last update, or a new one that replaces it."""
+    def current_or_new(cls, message: Json, tp_rank: int) -> Self:
+        """The membership in the group that `message` names: that of the last update, or a new one that replaces it."""
         current = cls._current.get(cls)
-        if not isinstance(current, cls) or current.group_name != wire["group_name"]:
+        if not isinstance(current, cls) or current.group_name != message["group_name"]:
             cls.leave_current()
-            cls._current[cls] = current = cls(wire, tp_rank)
+            cls._current[cls] = current = cls(message, tp_rank)
         return current
 
     @classmethod
@@ -38,11 +37,11 @@ class Membership(ABC):
         if (current := cls._current.pop(cls, None)) is not None:
             current.leave()
 
-    def __init__(self, wire: Json, tp_rank: int) -> None:
-        self.group_name: str = wire["group_name"]
-        self.receiver: int = wire["first_receiver"] + tp_rank
+    def __init__(self, message: Json, tp_rank: int) -> None:
+        self.group_name: str = message["group_name"]
+        self.receiver: int = message["first_receiver"] + tp_rank
         """Number of this receiver among the TP ranks of all servers."""
-        self.trainer_host, port = wire["store_address"]
+        self.trainer_host, port = message["store_address"]
         self.store = connect_to_store(self.trainer_host, port)
         self._table_key = ""
         self._table = b""

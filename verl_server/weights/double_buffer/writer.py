@@ -24,9 +24,9 @@ READER_OPEN_TIMEOUT_S = 60.0
 class BucketWriter:
     """One trainer rank's writing of one update into a double buffer.
 
-    `update_number` counts the updates of the double buffer. `index` is this writer's number. `is_leader`: this writer
-    writes the tables and the number of buckets. `readers`: numbers of the readers to wait for. `require_peers` raises
-    when it makes no sense to wait longer.
+    `update_number` counts the updates of the double buffer. `index` is this writer's number. `is_lead_writer`: this
+    writer writes the tables and the number of buckets. `readers`: numbers of the readers to wait for. `require_peers`
+    raises when it makes no sense to wait longer.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class BucketWriter:
         double_buffer: DoubleBuffer,
         update_number: int,
         index: int,
-        is_leader: bool,
+        is_lead_writer: bool,
         readers: Sequence[int],
         require_peers: Callable[[], None],
     ) -> None:
-        self._double_buffer, self._index, self._is_leader = double_buffer, index, is_leader
+        self._double_buffer, self._index, self._is_lead_writer = double_buffer, index, is_lead_writer
         self._readers, self._require_peers = readers, require_peers
         self._progress = double_buffer.progress(update_number)
         self._bucket: torch.Tensor | None = None
@@ -67,13 +67,13 @@ class BucketWriter:
     def finish(self) -> None:
         """Hand the last bucket to the readers. All tensors have been written."""
         self._publish_bucket()
-        self._progress.finish(self._index, self._num_filled if self._is_leader else None)
+        self._progress.finish(self._index, self._num_filled if self._is_lead_writer else None)
 
     def _publish_bucket(self) -> None:
         if self._bucket is None:
             return
         self._double_buffer.buckets.synchronize()
-        if self._is_leader:
+        if self._is_lead_writer:
             self._double_buffer.write_table(self._num_filled % NUM_BUCKETS, self._rows)
         self._num_filled += 1
         self._progress.set_filled(self._index, self._num_filled)

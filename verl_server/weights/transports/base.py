@@ -3,8 +3,8 @@
 The order of calls in one update:
 
     1. `Sender.prepare`. Then the servers are paused and open a session.
-    2. Every server's loader gets the message of `Sender.wire` by HTTP and creates a `Receiver`. `Sender.deliver` runs
-       at the same time.
+    2. Every server's loader gets the message of `Sender.loader_message` by HTTP and creates a `Receiver`.
+       `Sender.deliver` runs at the same time.
     3. `Sender.reports`, when the servers have answered.
     4. `Sender.finish`.
 """
@@ -14,17 +14,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from verl_server.types import ServerInfo
+from verl_server.types import Json, ServerInfo
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import Layout
 from verl_server.weights.reports import ReceivedReport, Report
 
 if TYPE_CHECKING:
     import torch
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Sender(ABC):
         return
 
     @abstractmethod
-    def wire(self, attempt: UpdateAttempt, member_index: int) -> Json:
+    def loader_message(self, attempt: UpdateAttempt, member_index: int) -> Json:
         """The message for the loader of one member: JSON of a few kilobytes, whatever the size of the model."""
 
     def deliver(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
@@ -129,8 +127,8 @@ class Receiver(ABC):
     Resources that are worth keeping between updates are kept by the module.
     """
 
-    def __init__(self, wire: Json, tp_rank: int) -> None:
-        self.wire, self.tp_rank = wire, tp_rank
+    def __init__(self, message: Json, tp_rank: int) -> None:
+        self.message, self.tp_rank = message, tp_rank
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

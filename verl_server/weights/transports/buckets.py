@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from verl_server.types import Json
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.layout import DoubleBufferLayout
 from verl_server.weights.double_buffer.reader import BucketReader
 from verl_server.weights.reports import Report
 from verl_server.weights.transports import base
-from verl_server.weights.transports.base import Json
 
 if TYPE_CHECKING:
     import torch
@@ -54,20 +54,20 @@ class Receiver(base.Receiver):
 
     stream: type[Stream] = Stream
 
-    def __init__(self, wire: Json, tp_rank: int) -> None:
-        super().__init__(wire, tp_rank)
-        self._receiver = wire["first_receiver"] + tp_rank
-        descriptions = wire["double_buffers"]
+    def __init__(self, message: Json, tp_rank: int) -> None:
+        super().__init__(message, tp_rank)
+        self._receiver = message["first_receiver"] + tp_rank
+        descriptions = message["double_buffers"]
         self._double_buffer = self._open(
-            descriptions[self._receiver % len(descriptions)], DoubleBufferLayout(**wire["layout"])
+            descriptions[self._receiver % len(descriptions)], DoubleBufferLayout(**message["layout"])
         )
         self._reader = BucketReader(
             self._double_buffer,
-            wire["update_number"],
+            message["update_number"],
             index=self._receiver,
-            num_writers=wire["num_writers"],
+            num_writers=message["num_writers"],
             require_peers=self._require_trainer,
-            deadline=time.monotonic() + wire["timeout_s"],
+            deadline=time.monotonic() + message["timeout_s"],
         )
 
     def _open(self, description: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
@@ -91,5 +91,5 @@ class Receiver(base.Receiver):
     def send_report(self, report: Report, checksums: list[int]) -> None:
         self._double_buffer.reports.write(self._receiver, report, checksums)
         if not report.ok:
-            progress = self._double_buffer.progress(self.wire["update_number"])
+            progress = self._double_buffer.progress(self.message["update_number"])
             progress.fail(f"a TP rank of a server could not load the weights: {report.error}")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator
 
+from verl_server.types import Json
 from verl_server.weights.broadcast.byte_ranges import split_into_chunks
 from verl_server.weights.broadcast.process_group import broadcast_memory
 from verl_server.weights.layout import ELEMENT_BYTES, tensor_bytes
 from verl_server.weights.transports import distributed, patches
-from verl_server.weights.transports.base import Json, SenderSettings, UpdateAttempt
+from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 
 MAX_PATCH_FRACTION = 0.5
 """Maximum size of a patch as a fraction of the tensors' size. Above it, the tensors themselves are sent."""
@@ -47,11 +48,11 @@ class Sender(distributed.Sender):
             byte_range = slice(slot.offset, slot.offset + tensor_bytes(slot.spec))
             yield base[byte_range], self.arena.memory[byte_range], ELEMENT_BYTES[slot.spec.dtype]
 
-    def wire(self, attempt: UpdateAttempt, member_index: int) -> Json:
-        wire = super().wire(attempt, member_index)
+    def loader_message(self, attempt: UpdateAttempt, member_index: int) -> Json:
+        message = super().loader_message(attempt, member_index)
         if self._patch is not None:
-            wire |= {"base_update_id": self._base_update_id, "patch_bytes": len(self._patch)}
-        return wire
+            message |= {"base_update_id": self._base_update_id, "patch_bytes": len(self._patch)}
+        return message
 
     def send(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
         if self._patch is None:
@@ -86,18 +87,18 @@ class Receiver(distributed.Receiver):
     """Applies the patch to the mirror on this machine."""
 
     def receive(self) -> None:
-        if "base_update_id" in self.wire:
+        if "base_update_id" in self.message:
             self._receive_patch()
         else:
             super().receive()
-        self.member.base_update_id = self.wire["update_id"]
+        self.member.base_update_id = self.message["update_id"]
 
     def _receive_patch(self) -> None:
         member = self.member
-        patch = memoryview(bytearray(self.wire["patch_bytes"]))
+        patch = memoryview(bytearray(self.message["patch_bytes"]))
         for start, stop in split_into_chunks([(0, len(patch))]):
-            broadcast_memory(member.group, patch[start:stop], self.wire["timeout_s"])
-        if member.base_update_id != self.wire["base_update_id"]:
+            broadcast_memory(member.group, patch[start:stop], self.message["timeout_s"])
+        if member.base_update_id != self.message["base_update_id"]:
             raise ValueError("this machine's copy of the weights is not the version that the patch starts from")
         targets = [
             (member.mirror.view[start:stop], ELEMENT_BYTES[dtype])
@@ -105,4 +106,4 @@ class Receiver(distributed.Receiver):
         ]
         member.base_update_id = ""
         patches.apply(patch, targets)
-        member.mirror.set_progress(self.wire["update_id"], len(self.chunks))
+        member.mirror.set_progress(self.message["update_id"], len(self.chunks))

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, VerlServerError
+from verl_server.types import Json
 from verl_server.weights.layout import ELEMENT_BYTES, tensor_bytes
 from verl_server.weights.manifest import SAFETENSORS_DTYPES
 from verl_server.weights.reports import ReceivedReport, Report
 from verl_server.weights.transports import base
-from verl_server.weights.transports.base import Json, SenderSettings, UpdateAttempt
+from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +91,7 @@ class Sender(base.Sender):
             file.write(self.arena.memory[offset : offset + tensor_bytes(specs[name])])
         return length
 
-    def wire(self, attempt: UpdateAttempt, member_index: int) -> Json:
+    def loader_message(self, attempt: UpdateAttempt, member_index: int) -> Json:
         return {
             "file_path": str(self._path(attempt)),
             "first_receiver": self.first_receiver(attempt, member_index),
@@ -122,20 +123,20 @@ def _report_path(weights_path: Path, receiver: int) -> Path:
 class Receiver(base.Receiver):
     """Reads the tensors from the safetensors file."""
 
-    def __init__(self, wire: Json, tp_rank: int) -> None:
-        super().__init__(wire, tp_rank)
+    def __init__(self, message: Json, tp_rank: int) -> None:
+        super().__init__(message, tp_rank)
         self._names: list[str] = []
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         from safetensors import safe_open
 
-        with safe_open(self.wire["file_path"], framework="pt") as file:
+        with safe_open(self.message["file_path"], framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - the file object is no dict
                 self._names.append(name)
                 yield name, file.get_tensor(name)
 
     def send_report(self, report: Report, checksums: list[int]) -> None:
-        path = _report_path(Path(self.wire["file_path"]), self.wire["first_receiver"] + self.tp_rank)
+        path = _report_path(Path(self.message["file_path"]), self.message["first_receiver"] + self.tp_rank)
         incomplete = path.with_suffix(".part")
         by_name = dict(zip(self._names, checksums, strict=False))
         incomplete.write_text(json.dumps({"report": asdict(report), "checksums": by_name}))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import VerlServerError
 from verl_server.ranks.machine import own_address
-from verl_server.types import ServerInfo
+from verl_server.types import Json, ServerInfo
 from verl_server.weights.broadcast.byte_ranges import split_into_chunks
 from verl_server.weights.broadcast.membership import Membership
 from verl_server.weights.broadcast.mirror import Mirror
@@ -31,7 +31,7 @@ from verl_server.weights.broadcast.store import cancel_key, get_json, mirror_key
 from verl_server.weights.layout import byte_ranges_of
 from verl_server.weights.reports import ReceivedReport, Report
 from verl_server.weights.transports import base
-from verl_server.weights.transports.base import Json, SenderSettings, UpdateAttempt
+from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 from verl_server.weights.views import tensor_views
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Sender(base.Sender):
             self.store.set(table_key, table)
             self._table_key = table_key
 
-    def wire(self, attempt: UpdateAttempt, member_index: int) -> Json:
+    def loader_message(self, attempt: UpdateAttempt, member_index: int) -> Json:
         return {
             "store_address": [self.store.host, self.store.port],
             "group_name": self.group_name,
@@ -144,17 +144,17 @@ class Sender(base.Sender):
 class MirrorMember(Membership):
     """A receiver that reads its machine's mirror. The leader of the machine is a member of the group and fills it."""
 
-    def __init__(self, wire: Json, tp_rank: int) -> None:
-        super().__init__(wire, tp_rank)
-        placement = self.announce_and_wait(wire["num_receivers"])
+    def __init__(self, message: Json, tp_rank: int) -> None:
+        super().__init__(message, tp_rank)
+        placement = self.announce_and_wait(message["num_receivers"])
         group_rank, leader = placement.group_rank_of(self.receiver), placement.leader_of(self.receiver)
         path_key = mirror_key(self.group_name, leader)
         self.group: Any = None
         """The process group, on the leader only."""
         if group_rank is None:
-            self.mirror = Mirror.open(get_json(self.store, path_key), wire["size_bytes"])
+            self.mirror = Mirror.open(get_json(self.store, path_key), message["size_bytes"])
         else:
-            self.mirror = Mirror.create(wire["size_bytes"])
+            self.mirror = Mirror.create(message["size_bytes"])
             try:
                 set_json(self.store, path_key, self.mirror.path)
                 address = own_address(self.trainer_host)
@@ -177,12 +177,12 @@ class MirrorMember(Membership):
 class Receiver(base.Receiver):
     """Reads the tensors from the mirror on this machine. On the leader, a thread fills the mirror."""
 
-    def __init__(self, wire: Json, tp_rank: int) -> None:
-        super().__init__(wire, tp_rank)
-        self.member = MirrorMember.current_or_new(wire, tp_rank)
+    def __init__(self, message: Json, tp_rank: int) -> None:
+        super().__init__(message, tp_rank)
+        self.member = MirrorMember.current_or_new(message, tp_rank)
         self._failure: BaseException | None = None
-        self.rows = self.member.rows(wire["table_key"])
-        self.tensor_ranges = byte_ranges_of(self.member.table(wire["table_key"]))
+        self.rows = self.member.rows(message["table_key"])
+        self.tensor_ranges = byte_ranges_of(self.member.table(message["table_key"]))
         self.chunks = split_into_chunks(self.tensor_ranges)
         self._thread: threading.Thread | None = None
         if self.member.group is not None:
@@ -195,14 +195,14 @@ class Receiver(base.Receiver):
             self.receive()
         except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for the tensors
             self._failure = error
-            self.member.mirror.set_progress(self.wire["update_id"], Mirror.FAILED)
+            self.member.mirror.set_progress(self.message["update_id"], Mirror.FAILED)
 
     def receive(self) -> None:
         """On the leader: receive the bytes of the update into the mirror. Called in a thread."""
         mirror = self.member.mirror
         for num_chunks, (start, stop) in enumerate(self.chunks, 1):
-            broadcast_memory(self.member.group, mirror.view[start:stop], self.wire["timeout_s"])
-            mirror.set_progress(self.wire["update_id"], num_chunks)
+            broadcast_memory(self.member.group, mirror.view[start:stop], self.message["timeout_s"])
+            mirror.set_progress(self.message["update_id"], num_chunks)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         chunk_starts = [start for start, _ in self.chunks]
@@ -213,11 +213,11 @@ class Receiver(base.Receiver):
 
     def _wait_for_chunks(self, num_needed: int) -> None:
         """Wait until that many chunks are in the mirror."""
-        deadline = time.monotonic() + self.wire["timeout_s"]
-        while (num_chunks := self.member.mirror.progress(self.wire["update_id"])) < num_needed:
+        deadline = time.monotonic() + self.message["timeout_s"]
+        while (num_chunks := self.member.mirror.progress(self.message["update_id"])) < num_needed:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"chunk {num_needed} of {len(self.chunks)} did not arrive within {self.wire['timeout_s']:g} s; "
+                    f"chunk {num_needed} of {len(self.chunks)} did not arrive within {self.message['timeout_s']:g} s; "
                     f"{num_chunks} chunks arrived. Raise Timeouts(weights_s=...) if the network is slow"
                 )
             if not self.member.leader_is_alive():
@@ -230,7 +230,7 @@ class Receiver(base.Receiver):
         return self.member.mirror.contains(tensor)
 
     def send_report(self, report: Report, checksums: list[int]) -> None:
-        self.member.send_report(self.wire["update_id"], report, checksums)
+        self.member.send_report(self.message["update_id"], report, checksums)
 
     def close(self) -> None:
         if self._thread is not None:

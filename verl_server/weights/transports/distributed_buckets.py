@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from verl_server.ranks.machine import own_address
+from verl_server.types import Json
 from verl_server.weights.broadcast.byte_ranges import group_whole_tensors
 from verl_server.weights.broadcast.membership import Membership
 from verl_server.weights.broadcast.placement import ReceiverPlacement
@@ -25,7 +26,7 @@ from verl_server.weights.double_buffer.reader import BucketLease
 from verl_server.weights.layout import PAGE_BYTES, byte_ranges_of, round_up, tensor_bytes
 from verl_server.weights.reports import Report
 from verl_server.weights.transports import base, distributed
-from verl_server.weights.transports.base import Json, UpdateAttempt
+from verl_server.weights.transports.base import UpdateAttempt
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +44,10 @@ class Sender(distributed.Sender):
 
     name = "distributed_buckets"
 
-    def wire(self, attempt: UpdateAttempt, member_index: int) -> Json:
+    def loader_message(self, attempt: UpdateAttempt, member_index: int) -> Json:
         largest = max(tensor_bytes(slot.spec) for slot in self.layout.slots.values())
         return {
-            **super().wire(attempt, member_index),
+            **super().loader_message(attempt, member_index),
             "bucket_bytes": max(DEFAULT_BUCKET_BYTES, round_up(largest, PAGE_BYTES)),
             "device_type": local_device_type(),
         }
@@ -62,7 +63,7 @@ class Sender(distributed.Sender):
 
     def send(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.settings.timeout_s
-        bucket_bytes = self.wire(attempt, 0)["bucket_bytes"]
+        bucket_bytes = self.loader_message(attempt, 0)["bucket_bytes"]
         tensor_ranges = byte_ranges_of(self.layout.table(attempt.names))
         for start, stop, _ in group_whole_tensors(tensor_ranges, bucket_bytes):
             work = start_broadcast(self.group, self._copy_to_device(start, stop), self.settings.timeout_s)
@@ -78,26 +79,26 @@ class Sender(distributed.Sender):
 class BucketMember(Membership):
     """A receiver that is a member of the group itself and has two buckets, which are kept between updates."""
 
-    def __init__(self, wire: Json, tp_rank: int) -> None:
-        super().__init__(wire, tp_rank)
-        if wire["device_type"] != local_device_type():
+    def __init__(self, message: Json, tp_rank: int) -> None:
+        super().__init__(message, tp_rank)
+        if message["device_type"] != local_device_type():
             raise RuntimeError(
-                f"the trainer sends from {wire['device_type']}, but this server loads to {local_device_type()}"
+                f"the trainer sends from {message['device_type']}, but this server loads to {local_device_type()}"
             )
-        bucket_bytes = wire["bucket_bytes"]
+        bucket_bytes = message["bucket_bytes"]
         self.buckets: BucketMemory
-        if wire["device_type"] == "cuda":
+        if message["device_type"] == "cuda":
             self.buckets = DeviceBucketMemory.create(bucket_bytes)
         else:
             self.buckets = HostBucketMemory(mmap.mmap(-1, NUM_BUCKETS * bucket_bytes), 0, bucket_bytes)
         try:
-            self.announce_and_wait(wire["num_receivers"])
+            self.announce_and_wait(message["num_receivers"])
             self.group = form_group(
-                wire["device_type"],
+                message["device_type"],
                 self.store,
                 self.group_name,
                 1 + self.receiver,
-                1 + wire["num_receivers"],
+                1 + message["num_receivers"],
                 own_address(self.trainer_host),
             )
         except BaseException:
@@ -112,13 +113,13 @@ class BucketMember(Membership):
 class Receiver(base.Receiver):
     """Receives the parts into two buckets in turn, and reads the tensors from them."""
 
-    def __init__(self, wire: Json, tp_rank: int) -> None:
-        super().__init__(wire, tp_rank)
-        self._member = BucketMember.current_or_new(wire, tp_rank)
-        self._deadline = time.monotonic() + wire["timeout_s"]
-        self._rows = self._member.rows(wire["table_key"])
-        tensor_ranges = byte_ranges_of(self._member.table(wire["table_key"]))
-        self._parts = group_whole_tensors(tensor_ranges, wire["bucket_bytes"])
+    def __init__(self, message: Json, tp_rank: int) -> None:
+        super().__init__(message, tp_rank)
+        self._member = BucketMember.current_or_new(message, tp_rank)
+        self._deadline = time.monotonic() + message["timeout_s"]
+        self._rows = self._member.rows(message["table_key"])
+        tensor_ranges = byte_ranges_of(self._member.table(message["table_key"]))
+        self._parts = group_whole_tensors(tensor_ranges, message["bucket_bytes"])
         """Byte range and number of tensors of each bucket's content."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -126,7 +127,7 @@ class Receiver(base.Receiver):
         previous: BucketLease | None = None
         first_row = 0
         for part, (start, _, num_tensors) in enumerate(self._parts):
-            wait_for_work(work, self._deadline, self.wire["timeout_s"], lambda: not self._member.is_cancelled())
+            wait_for_work(work, self._deadline, self.message["timeout_s"], lambda: not self._member.is_cancelled())
             arena_rows = self._rows[first_row : first_row + num_tensors]
             rows = [[name, offset - start, shape, dtype] for name, offset, shape, dtype in arena_rows]
             lease = BucketLease(self._member.buckets, part % NUM_BUCKETS, rows)
@@ -149,7 +150,7 @@ class Receiver(base.Receiver):
         start, stop, _ = self._parts[part]
         buckets = self._member.buckets
         bucket = buckets.as_tensor(buckets.view(part % NUM_BUCKETS))
-        return start_broadcast(self._member.group, bucket[: stop - start], self.wire["timeout_s"])
+        return start_broadcast(self._member.group, bucket[: stop - start], self.message["timeout_s"])
 
     def contains(self, tensor: torch.Tensor) -> bool:
         return self._member.buckets.contains(tensor)
@@ -157,4 +158,4 @@ class Receiver(base.Receiver):
     def send_report(self, report: Report, checksums: list[int]) -> None:
         if not report.ok:  # no broadcast that was started may continue after this load
             BucketMember.leave_current()
-        self._member.send_report(self.wire["update_id"], report, checksums)
+        self._member.send_report(self.message["update_id"], report, checksums)

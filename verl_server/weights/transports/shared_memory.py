@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from verl_server.errors import UnsupportedError
+from verl_server.types import Json
 from verl_server.weights.layout import MAX_TP_RANKS, TABLE_OFFSET
 from verl_server.weights.reports import ReceivedReport, Report, SharedReports
 from verl_server.weights.transports import base
-from verl_server.weights.transports.base import Json, ReceivingRank, UpdateAttempt
+from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt
 from verl_server.weights.views import tensor_views
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Sender(base.Sender):
                 f"the servers have {tp_ranks} TP ranks, but one arena serves at most {MAX_TP_RANKS}: use fewer servers"
             )
 
-    def wire(self, attempt: UpdateAttempt, member_index: int) -> Json:
+    def loader_message(self, attempt: UpdateAttempt, member_index: int) -> Json:
         return {
             "arena_paths": list(self.settings.arena_paths) or [self.arena.path],
             "ranks_per_node": self.settings.ranks_per_node or MAX_TP_RANKS,
@@ -104,16 +105,16 @@ def map_arena(path: str, size_bytes: int) -> ArenaMapping:
 class Receiver(base.Receiver):
     """Reads the tensors in the mapped arena."""
 
-    def __init__(self, wire: Json, tp_rank: int) -> None:
-        super().__init__(wire, tp_rank)
-        self._mapping = map_arena(wire["arena_paths"][tp_rank // wire["ranks_per_node"]], wire["size_bytes"])
+    def __init__(self, message: Json, tp_rank: int) -> None:
+        super().__init__(message, tp_rank)
+        self._mapping = map_arena(message["arena_paths"][tp_rank // message["ranks_per_node"]], message["size_bytes"])
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._mapping.tensors(self.wire["table_bytes"]))
+        return iter(self._mapping.tensors(self.message["table_bytes"]))
 
     def contains(self, tensor: torch.Tensor) -> bool:
         return self._mapping.contains(tensor)
 
     def send_report(self, report: Report, checksums: list[int]) -> None:
-        reports = SharedReports(self._mapping.memory, self.wire["checksums_offset"], self.wire["num_tensors"])
-        reports.write(self.wire["first_receiver"] + self.tp_rank, report, checksums)
+        reports = SharedReports(self._mapping.memory, self.message["checksums_offset"], self.message["num_tensors"])
+        reports.write(self.message["first_receiver"] + self.tp_rank, report, checksums)

@@ -30,7 +30,7 @@ class BufferRole:
     """Number of this rank among the writers of the double buffer."""
     num_writers: int
     """Number of trainer ranks that write the double buffer."""
-    is_leader: bool
+    is_lead_writer: bool
     """Whether this rank writes tensors that are not sharded, computes checksums, and reads the reports."""
     buffer_index: int
     """Number of the double buffer. It serves the TP ranks whose number is equal to it modulo `num_buffers`."""
@@ -67,12 +67,12 @@ class BufferFiller:
         if verify:
             readers.append(CHECKSUM_READER)
         self._writer = BucketWriter(
-            role.double_buffer, update_number, role.writer_index, role.is_leader, readers, require_peers
+            role.double_buffer, update_number, role.writer_index, role.is_lead_writer, readers, require_peers
         )
         self._error: VerlServerError | None = None
         """Why the double buffer could not be filled, or None."""
         self._checksums: Future[list[int]] | None = None
-        if role.is_leader and verify:
+        if role.is_lead_writer and verify:
             self._checksums = self._start_checksums(require_ranks)
 
     def reserve(self, name: str, spec: TensorSpec) -> torch.Tensor | None:
@@ -106,7 +106,7 @@ class BufferFiller:
 
         `names`: the tensors in the order in which they were written. `timeout_s`: seconds to wait for the checksums.
         """
-        if not self._role.is_leader:
+        if not self._role.is_lead_writer:
             return None
         attempt = UpdateAttempt(update_id, names, self._verify, self._members)
         num_checksums = len(names) if self._verify else 0

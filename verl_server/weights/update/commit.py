@@ -22,19 +22,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 from verl_server.errors import ServerDiedError, ShutDownError, TornWeightsError, VerlServerError
+from verl_server.types import Json
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import tensor_bytes
 from verl_server.weights.reports import ReceivedReport
 from verl_server.weights.transports.base import Sender, UpdateAttempt
-from verl_server.weights.update.request import ValidatedUpdate, result_wire, torn_error
+from verl_server.weights.update.request import ValidatedUpdate, result_message, torn_error
 from verl_server.weights.update.servers import UpdatableServers
 
 logger = logging.getLogger(__name__)
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -155,18 +153,18 @@ def prepare(update: StagedUpdate, attempt: UpdateAttempt) -> Iterator[None]:
 def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
     """The steps begin, load, end and verify reports. Raises TornWeightsError for any failure after `begin`."""
     servers, sender, validated = update.servers, update.sender, update.validated
-    wires = [
+    messages = [
         {
             "transport": sender.name,
             "update_id": attempt.id,
             "verify": attempt.verify,
-            **sender.wire(attempt, member_index),
+            **sender.loader_message(attempt, member_index),
         }
         for member_index in range(len(attempt.members))
     ]
     servers.begin_weight_update()
     try:
-        with load_then_end(servers, wires, validated) as loading:
+        with load_then_end(servers, messages, validated) as loading:
             sender.deliver(attempt, is_loading=lambda: not loading.done())
         verify_reports(sender.reports(attempt), attempt, update.checksums, len(sender.layout.slots))
     except (ServerDiedError, ShutDownError):
@@ -177,7 +175,7 @@ def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
 
 @contextmanager
 def load_then_end(
-    servers: UpdatableServers, wires: Sequence[Json], validated: ValidatedUpdate
+    servers: UpdatableServers, messages: Sequence[Json], validated: ValidatedUpdate
 ) -> Iterator[Future[None]]:
     """Make the servers load during the body, wait for them, and end the session that is open.
 
@@ -185,7 +183,7 @@ def load_then_end(
     the body, because it says more than an error of the transport that follows from it.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="verl-server-load") as pool:
-        loading = pool.submit(servers.load, wires, validated.weight_version, validated.flush_cache)
+        loading = pool.submit(servers.load, messages, validated.weight_version, validated.flush_cache)
         try:
             yield loading
         finally:
@@ -248,7 +246,7 @@ def _verify_coverage(label: str, received: ReceivedReport, attempt: UpdateAttemp
 
 def _result_of(update: StagedUpdate, load_s: float) -> Json:
     slots = update.sender.layout.slots
-    return result_wire(
+    return result_message(
         weight_version=update.validated.weight_version,
         num_tensors=len(update.names),
         num_bytes=sum(tensor_bytes(slots[name].spec) for name in update.names),

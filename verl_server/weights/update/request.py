@@ -8,9 +8,7 @@ from typing import Any
 
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, TornWeightsError, VerlServerError
-from verl_server.types import WeightUpdateResult
-
-Json = dict[str, Any]
+from verl_server.types import Json, WeightUpdateResult
 
 
 @dataclass(frozen=True)
@@ -76,17 +74,17 @@ def torn_error(error: VerlServerError, validated: ValidatedUpdate) -> TornWeight
     )
 
 
-def torn_to_wire(error: TornWeightsError) -> Json:
+def torn_to_message(error: TornWeightsError) -> Json:
     """The error as rank 0 sends it to all ranks: the arguments of `TornWeightsError`."""
     return {"message": error.message, **error.details}
 
 
-def outcome_wire(validated: ValidatedUpdate, torn: TornWeightsError | None = None, **fields: Any) -> Json:
+def outcome_message(validated: ValidatedUpdate, torn: TornWeightsError | None = None, **fields: Any) -> Json:
     """What rank 0 tells all ranks after an update: the version of the update, and whether the weights are torn."""
-    torn_wire = None if torn is None else torn_to_wire(torn)
-    return {"weight_version": validated.weight_version, "torn": torn_wire, **fields}
+    torn_message = None if torn is None else torn_to_message(torn)
+    return {"weight_version": validated.weight_version, "torn": torn_message, **fields}
 
 
-def result_wire(**fields: Any) -> Json:
+def result_message(**fields: Any) -> Json:
     """A `WeightUpdateResult` as JSON, without `gather_s`, which each rank measures for itself."""
     return asdict(WeightUpdateResult(gather_s=math.nan, **fields))

@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from verl_server.config import PauseMode
 from verl_server.errors import UnsupportedError, VerlServerError
-from verl_server.types import ServerInfo
+from verl_server.types import Json, ServerInfo
 from verl_server.weights.layout import MAX_TP_RANKS
 from verl_server.weights.update.commit import load_then_end
 from verl_server.weights.update.request import ValidatedUpdate
 from verl_server.weights.update.servers import UpdatableServers
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class OpenedUpdate:
     opened_at: float
     """Time of `time.monotonic` at which this rank learned of the update."""
 
-    def to_wire(self) -> Json:
+    def to_message(self) -> Json:
         """The update as rank 0 sends it to the other ranks."""
         return {
             "validated": asdict(self.validated),
@@ -44,11 +41,13 @@ class OpenedUpdate:
         }
 
     @classmethod
-    def from_wire(cls, wire: Json) -> OpenedUpdate:
-        """The update that `to_wire` described."""
-        validated = ValidatedUpdate(**{**wire["validated"], "pause_mode": PauseMode(wire["validated"]["pause_mode"])})
-        members = [ServerInfo(name, tp_size) for name, tp_size in wire["members"]]
-        return cls(validated, wire["update_id"], wire["update_number"], members, time.monotonic())
+    def from_message(cls, message: Json) -> OpenedUpdate:
+        """The update that `to_message` described."""
+        validated = ValidatedUpdate(
+            **{**message["validated"], "pause_mode": PauseMode(message["validated"]["pause_mode"])}
+        )
+        members = [ServerInfo(name, tp_size) for name, tp_size in message["members"]]
+        return cls(validated, message["update_id"], message["update_number"], members, time.monotonic())
 
 
 class ServerSession:
@@ -83,12 +82,12 @@ class ServerSession:
                     self._servers.resume()
             raise
 
-    def start_loading(self, wire: Json) -> None:
-        """Start the loaders of all servers in a background thread. `wire`: the message that all loaders get."""
+    def start_loading(self, message: Json) -> None:
+        """Start the loaders of all servers in a background thread. `message`: the message that all loaders get."""
         tp_sizes = [member.tp_size for member in self.members]
-        wires = [{**wire, "first_receiver": sum(tp_sizes[:index])} for index in range(len(tp_sizes))]
+        messages = [{**message, "first_receiver": sum(tp_sizes[:index])} for index in range(len(tp_sizes))]
         self._open_session = ExitStack()
-        self._loading = self._open_session.enter_context(load_then_end(self._servers, wires, self._validated))
+        self._loading = self._open_session.enter_context(load_then_end(self._servers, messages, self._validated))
 
     def require_loading(self) -> None:
         """Raise VerlServerError if the servers are not loading any more."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from verl_server.config import PauseMode
-from verl_server.types import ServerInfo
-
-Json = dict[str, Any]
+from verl_server.types import Json, ServerInfo
 
 
 class UpdatableServers(Protocol):
@@ -32,12 +30,12 @@ class UpdatableServers(Protocol):
     def begin_weight_update(self) -> None:
         """Open a weight update session on every member."""
 
-    def load(self, wires: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
+    def load(self, messages: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
         """Make every TP rank of every member call the weight loader (`verl_server.weights.loader.load`).
 
-        `wires` holds the loader's JSON message for each member, in the order of `members`. The method returns when all
-        loaders have returned. Requests that start afterwards carry `weight_version`. `flush_cache` removes the prefix
-        cache, which was computed with the old weights.
+        `messages` holds the loader's JSON message for each member, in the order of `members`. The method returns when
+        all loaders have returned. Requests that start afterwards carry `weight_version`. `flush_cache` removes the
+        prefix cache, which was computed with the old weights.
         """
 
     def end_weight_update(self) -> None:

@@ -11,17 +11,17 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterable, Sequence, Sized
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl_server.errors import TornWeightsError, VerlServerError
-from verl_server.types import WeightUpdateResult
+from verl_server.types import Json, WeightUpdateResult
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import Layout
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import Sender, UpdateAttempt
 from verl_server.weights.update.commit import commit, replay, staged_checksums, verify_reports
 from verl_server.weights.update.contributions import contribution_of, require_same_names
-from verl_server.weights.update.request import UpdateOptions, ValidatedUpdate, outcome_wire, validate_options
+from verl_server.weights.update.request import UpdateOptions, ValidatedUpdate, outcome_message, validate_options
 from verl_server.weights.update.servers import ReplayFn, UpdatableServers
 from verl_server.weights.update.shard_writer import ShardWriter
 from verl_server.weights.update.tensor_source import TensorSource
@@ -29,8 +29,6 @@ from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
 if TYPE_CHECKING:
     import torch
-
-Json = dict[str, Any]
 
 
 class StagedUpdater(WeightUpdater):
@@ -117,8 +115,8 @@ class StagedUpdater(WeightUpdater):
                 self._arena.write_table(ordered_names)
                 result, attempt = commit(servers, sender, names, validated, self.torn is not None, publish)
         except TornWeightsError as error:
-            return outcome_wire(validated, error, update_id=None, verify=validated.verify)
-        return outcome_wire(validated, result=result, update_id=attempt.id, verify=validated.verify)
+            return outcome_message(validated, error, update_id=None, verify=validated.verify)
+        return outcome_message(validated, result=result, update_id=attempt.id, verify=validated.verify)
 
     def _publish(
         self,

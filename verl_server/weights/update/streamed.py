@@ -17,10 +17,10 @@ import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError, from_wire, to_wire
-from verl_server.types import WeightUpdateResult
+from verl_server.types import Json, WeightUpdateResult
 from verl_server.weights.double_buffer.layout import NUM_BUCKETS, DoubleBufferLayout
 from verl_server.weights.layout import tensor_bytes
 from verl_server.weights.manifest import Manifest
@@ -29,8 +29,8 @@ from verl_server.weights.update.contributions import contribution_of, require_sa
 from verl_server.weights.update.request import (
     UpdateOptions,
     ValidatedUpdate,
-    outcome_wire,
-    result_wire,
+    outcome_message,
+    result_message,
     torn_error,
     validate_options,
 )
@@ -41,8 +41,6 @@ from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
 if TYPE_CHECKING:
     import torch
-
-Json = dict[str, Any]
 
 
 class StreamedUpdater(WeightUpdater):
@@ -90,7 +88,7 @@ class StreamedUpdater(WeightUpdater):
         error = refusal
         if refusal is None:
             source, error = self.run_reading(lambda: TensorSource(named_tensors, self.manifest, options.check_finite))
-        wire = self.coordinator.agree(
+        message = self.coordinator.agree(
             call_id,
             lambda contributions: self._open(contributions, options),
             contribution=None if source is None else source.contribution,
@@ -98,7 +96,7 @@ class StreamedUpdater(WeightUpdater):
             action_timeout_s=4 * self.ranks.timeout_s,
         )
         assert source is not None
-        opened = OpenedUpdate.from_wire(wire)
+        opened = OpenedUpdate.from_message(message)
         self._update_number = opened.update_number
         try:
             return self._fill_and_finish(call_id, source, opened, options.check_finite)
@@ -197,7 +195,7 @@ class StreamedUpdater(WeightUpdater):
             self.coordinator,
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=check_finite and not source.is_checked,
-            writes_whole_tensors=role is not None and role.is_leader,
+            writes_whole_tensors=role is not None and role.is_lead_writer,
         )
         names, error = self.run_reading(write)
         if error is not None and filler is not None:
@@ -228,10 +226,10 @@ class StreamedUpdater(WeightUpdater):
             validated, uuid.uuid4().hex, self._update_number + 1, session.members, opened_at=time.monotonic()
         )
         self._session = session
-        session.start_loading(self._loader_wire(opened))
-        return opened.to_wire()
+        session.start_loading(self._loader_message(opened))
+        return opened.to_message()
 
-    def _loader_wire(self, opened: OpenedUpdate) -> Json:
+    def _loader_message(self, opened: OpenedUpdate) -> Json:
         """The message for the loaders of all servers."""
         return {
             "transport": self._transport,
@@ -262,7 +260,7 @@ class StreamedUpdater(WeightUpdater):
         except (ServerDiedError, ShutDownError):
             raise  # no server is left whose weights could be torn
         except VerlServerError as error:
-            return outcome_wire(validated, torn_error(errors[0] if errors else error, validated))
+            return outcome_message(validated, torn_error(errors[0] if errors else error, validated))
         return {"torn": None}
 
     def _confirm(self, contributions: list[Json], opened: OpenedUpdate, names: list[str]) -> Json:
@@ -278,8 +276,8 @@ class StreamedUpdater(WeightUpdater):
         except (ServerDiedError, ShutDownError):
             raise
         except VerlServerError as error:
-            return outcome_wire(validated, torn_error(error, validated))
-        result = result_wire(
+            return outcome_message(validated, torn_error(error, validated))
+        result = result_message(
             weight_version=validated.weight_version,
             num_tensors=len(names),
             num_bytes=sum(tensor_bytes(specs[name]) for name in names),
@@ -289,7 +287,7 @@ class StreamedUpdater(WeightUpdater):
             sent_bytes=0,
             load_s=time.monotonic() - self._session.pause_started,
         )
-        return outcome_wire(validated, result=result)
+        return outcome_message(validated, result=result)
 
 
 def _error_field(error: VerlServerError | None) -> Json:
