@@ -7,6 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -14,11 +15,12 @@ import pytest
 from aiohttp import web
 
 from verl_server import RouterClient, RouterConfig
-from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
+from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http_server import RouterHttpServer
 from verl_server.router.metrics import router_metrics
 from verl_server.router.policy import VersionRequirement
+from verl_server.router.replica_status import ReplicaStatus
 
 REQUEST: dict[str, Any] = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
 API_KEY = "callers-key"
@@ -299,3 +301,33 @@ def test_cancelled_call_of_the_client_ends_the_generation() -> None:
             assert dispatcher.snapshot().replica("a").running_requests == 0  # type: ignore[union-attr]
 
     asyncio.run(run())
+
+
+def test_requests_do_not_wait_for_a_replica_that_needs_an_update() -> None:
+    """A new server with old weights, which only the trainer's next update brings up to date, is not waited for."""
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), RecordingServer()
+        status = ReplicaStatus("a", server, 0, admitted=False, suspect=False, will_serve=False, removed=False)
+        dispatcher.pool.apply_status(status)  # type: ignore[arg-type]
+        async with asyncio.timeout(5.0):
+            with pytest.raises(NotReadyError, match="no replica serves"):
+                await dispatcher.generate(REQUEST)
+        dispatcher.pool.apply_status(replace(status, admitted=True, will_serve=True))
+        assert (await dispatcher.generate(REQUEST))["output_ids"] == [0, 1, 2, 3]
+
+    asyncio.run(run())
+
+
+def test_a_server_that_only_closes_connections_is_not_retried_forever() -> None:
+    """The router client raises after its reconnect timeout, also without a deadline of the caller."""
+
+    async def run() -> None:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            async with RouterClient(f"http://127.0.0.1:{port}", None, reconnect_timeout_s=0.5) as client:
+                with pytest.raises(ServerError, match="cannot be reached"):
+                    await client.generate(**REQUEST)
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))

@@ -25,7 +25,7 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.router.policy import VersionRequirement
-from verl_server.router.replica_pool import ReplicaPool, RoutedReplica, RoutingRequest
+from verl_server.router.replica_pool import ReplicaPool, RoutingRequest
 from verl_server.router.request_checks import (
     estimate_prompt_tokens,
     require_versions,
@@ -34,6 +34,7 @@ from verl_server.router.request_checks import (
 )
 from verl_server.router.result_cache import ResultCache
 from verl_server.router.resumable_generation import ResumableGeneration
+from verl_server.router.routed_replica import RoutedReplica
 from verl_server.router.snapshot import RouterCounters, RouterSnapshot
 from verl_server.types import Json
 

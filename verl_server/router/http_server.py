@@ -33,9 +33,9 @@ from verl_server.errors import (
 from verl_server.router.dispatcher import Dispatcher, gather_all
 from verl_server.router.metrics import router_metrics
 from verl_server.router.policy import VersionRequirement
-from verl_server.router.replica_pool import RoutedReplica
 from verl_server.router.request_checks import CHARACTERS_PER_TOKEN, rids_of_batch
 from verl_server.router.resumable_generation import split_batch
+from verl_server.router.routed_replica import RoutedReplica
 from verl_server.types import Json
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]

@@ -5,80 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from verl_server.config import RouterConfig
 from verl_server.errors import BadInputError, NotReadyError, ShutDownError, VerlServerError
-from verl_server.router.policy import ReplicaLoad, VersionRequirement, choose_replica, require_queue_capacity
-from verl_server.router.replica_status import ReplicaStats, ReplicaStatus
-from verl_server.router.snapshot import ReplicaSnapshot, RouterCounters
-
-
-class GenerationServer(Protocol):
-    """The part of `AsyncHttpServerEngineAdapter` that a router needs."""
-
-    base_url: str
-    api_key: str | None
-
-    async def generate(self, **request: Any) -> Any: ...
-    def generate_stream(self, **request: Any) -> Any: ...
-
-
-@dataclass
-class RoutedReplica:
-    """One replica of a router: its server, its state and its running requests."""
-
-    name: str
-    server: GenerationServer
-    """Adapter of the replica's server."""
-    weight_version: int
-    """Version of the weights that the replica serves."""
-    admitted: bool = True
-    """Whether the replica may receive requests."""
-    suspect: bool = False
-    """Whether the replica made no progress for a long time."""
-    will_serve: bool = True
-    """Whether the replica serves requests, or will serve them again without an action of the user."""
-    request_tokens: dict[str, int] = field(default_factory=dict)
-    """Number of tokens (prompt and received output) of each running request."""
-    last_progress_at: float = field(default_factory=time.monotonic)
-    """Time of the last new token, or of the first request after an idle period (`time.monotonic`)."""
-
-    @property
-    def running_requests(self) -> int:
-        """Number of requests that run on the replica."""
-        return len(self.request_tokens)
-
-    def start_request(self, key: str, prompt_tokens: int) -> None:
-        """Record that a request runs on the replica."""
-        self.request_tokens[key] = prompt_tokens
-        if len(self.request_tokens) == 1:
-            self.last_progress_at = time.monotonic()
-
-    def record_progress(self, key: str, tokens: int) -> None:
-        """Record that a running request has `tokens` tokens, prompt and output together."""
-        self.last_progress_at = time.monotonic()
-        self.request_tokens[key] = tokens
-
-    def load(self) -> ReplicaLoad:
-        """What a routing decision depends on. This runs for every replica and request, so it must be fast."""
-        tokens, running = sum(self.request_tokens.values()), len(self.request_tokens)
-        return ReplicaLoad(self.name, tokens, running, self.weight_version, self.admitted, self.suspect)
-
-    def stats(self) -> ReplicaStats:
-        """What the router observes of the replica's requests."""
-        running = self.running_requests
-        return ReplicaStats(running, self.last_progress_at if running else 0.0, self.admitted)
-
-    def snapshot(self) -> ReplicaSnapshot:
-        """A frozen copy of the replica's state. Any thread may call this."""
-        tokens = list(self.request_tokens.values())
-        return ReplicaSnapshot(self.name, self.admitted, self.suspect, self.weight_version, len(tokens), sum(tokens))
+from verl_server.router.policy import VersionRequirement, choose_replica, require_queue_capacity
+from verl_server.router.replica_status import ReplicaStatus
+from verl_server.router.routed_replica import GenerationServer, RoutedReplica
+from verl_server.router.snapshot import RouterCounters
 
 
 @dataclass(frozen=True)
@@ -114,7 +51,13 @@ class ReplicaPool:
         if status.removed:
             self.remove_replica(status.name)
         elif status.adapter is not None and (known is None or known.server is not status.adapter):
-            self.add_replica(status.name, status.adapter, status.weight_version, admitted=status.admitted)
+            self.add_replica(
+                status.name,
+                status.adapter,
+                status.weight_version,
+                admitted=status.admitted,
+                will_serve=status.will_serve,
+            )
         elif known is None:
             self.set_without_server(status.name, will_serve=status.will_serve)
         else:
@@ -126,10 +69,18 @@ class ReplicaPool:
                 will_serve=status.will_serve,
             )
 
-    def add_replica(self, name: str, server: GenerationServer, weight_version: int, *, admitted: bool = True) -> None:
+    def add_replica(
+        self,
+        name: str,
+        server: GenerationServer,
+        weight_version: int,
+        *,
+        admitted: bool = True,
+        will_serve: bool = True,
+    ) -> None:
         """Add a replica, or replace the server of a known replica."""
         self._starting.discard(name)
-        self.replicas[name] = RoutedReplica(name, server, weight_version, admitted)
+        self.replicas[name] = RoutedReplica(name, server, weight_version, admitted, will_serve=will_serve)
         self._serve_queue()
 
     def update_replica(
