@@ -18,17 +18,20 @@ from torch.distributed.device_mesh import DeviceMesh
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
+from fleet_helpers import RECOVERY, RESTART_S, ROUTER, healthy, states
 from helpers import (
     Ranks,
     adapter_of,
     free_port,
     is_listening,
     mesh_of,
+    no_new_shared_memory,
+    reference_model,
     trainer_ranks,
     wait_until,
 )
 
-from verl_server import HttpServerEngineAdapter, VerlEngine
+from verl_server import HttpServerEngineAdapter, RolloutManager, VerlEngine
 from verl_server.tiny import make_model
 
 
@@ -93,3 +96,44 @@ def sglang_router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     finally:
         process.kill()
         process.wait()
+
+
+# -- a fleet and its engine, for each module that uses them ------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def events() -> list[Any]:
+    """Events of the fleet, in order."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def fleet_and_engine(
+    one_rank: DeviceMesh, tiny: Callable[..., Path], events: list[Any]
+) -> Iterator[tuple[RolloutManager, VerlEngine]]:
+    """Two replicas, and an engine that has pushed weights into them once."""
+    folder = str(tiny("qwen3"))
+    with (
+        no_new_shared_memory(),
+        RolloutManager(
+            2,
+            model_path=folder,
+            dtype="float32",
+            max_total_tokens=8192,
+            recovery=RECOVERY,
+            router=ROUTER,
+            router_process=True,
+            on_event=events.append,
+        ) as fleet,
+        VerlEngine(one_rank, fleet=fleet, model_path=folder, dtype="float32") as engine,
+    ):
+        engine.update_weights_from_tensor(reference_model(folder).state_dict().items())
+        yield fleet, engine
+
+
+@pytest.fixture
+def fleet(fleet_and_engine: tuple[RolloutManager, VerlEngine]) -> RolloutManager:
+    """The fleet, with two healthy replicas."""
+    fleet = fleet_and_engine[0]
+    wait_until(lambda: healthy(fleet) == 2, RESTART_S, f"not healthy: {states(fleet)}")
+    return fleet
