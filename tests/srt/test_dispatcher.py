@@ -307,9 +307,10 @@ def test_requests_do_not_wait_for_a_replica_that_needs_an_update() -> None:
     """A new server with old weights, which only the trainer's next update brings up to date, is not waited for."""
 
     async def run() -> None:
-        dispatcher, server = Dispatcher(), RecordingServer()
+        dispatcher = Dispatcher()
+        server: Any = RecordingServer()
         status = ReplicaStatus("a", server, 0, admitted=False, suspect=False, will_serve=False, removed=False)
-        dispatcher.pool.apply_status(status)  # type: ignore[arg-type]
+        dispatcher.pool.apply_status(status)
         async with asyncio.timeout(5.0):
             with pytest.raises(NotReadyError, match="no replica serves"):
                 await dispatcher.generate(REQUEST)
