@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
-import os
 import zlib
 from typing import TYPE_CHECKING
 
 from verl_server.weights.layout import PAGE_BYTES
+from verl_server.weights.memory_file import SharedMemoryFile, memory_contains
 
 if TYPE_CHECKING:
     import torch
@@ -24,33 +22,25 @@ class Mirror:
     FAILED = 0xFFFFFFFF
     """Progress of an update that failed."""
 
-    def __init__(self, fd: int, size_bytes: int, path: str) -> None:
-        self._fd, self.path = fd, path
-        try:
-            self._memory = mmap.mmap(fd, size_bytes + PAGE_BYTES)
-        except (OSError, ValueError):
-            os.close(fd)
-            raise
-        self.view = memoryview(self._memory)[:size_bytes]
+    def __init__(self, file: SharedMemoryFile, size_bytes: int) -> None:
+        self._file, self.path = file, file.path
+        self.view = memoryview(file.memory)[:size_bytes]
         """All bytes of the copy, at the same offsets as in the arena."""
-        self._progress = memoryview(self._memory)[size_bytes : size_bytes + 8].cast("Q")
+        self._progress = memoryview(file.memory)[size_bytes : size_bytes + 8].cast("Q")
 
     @classmethod
     def create(cls, size_bytes: int) -> Mirror:
-        """Create a mirror of an arena of that size."""
-        fd = os.memfd_create("verl_server_mirror", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size_bytes + PAGE_BYTES)
-        return cls(fd, size_bytes, f"/proc/{os.getpid()}/fd/{fd}")
+        """Create a mirror of an arena of that size. Raises the errors of `SharedMemoryFile.create`."""
+        return cls(SharedMemoryFile.create("verl_server_mirror", size_bytes + PAGE_BYTES), size_bytes)
 
     @classmethod
     def open(cls, path: str, size_bytes: int) -> Mirror:
         """Map the mirror of another process on this machine. Raises OSError if this process cannot open it."""
-        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), size_bytes, path)
+        return cls(SharedMemoryFile.open(path, size_bytes + PAGE_BYTES), size_bytes)
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in this memory."""
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        return bool(start <= tensor.data_ptr() < start + len(self._memory))
+        return memory_contains(self._file.memory, tensor)
 
     def set_progress(self, update_id: str, num_chunks: int) -> None:
         """Record that `num_chunks` chunks of an update are in the mirror, or `FAILED`.
@@ -69,5 +59,4 @@ class Mirror:
         self._progress.release()
         with contextlib.suppress(BufferError):
             self.view.release()
-            self._memory.close()
-        os.close(self._fd)
+        self._file.close()

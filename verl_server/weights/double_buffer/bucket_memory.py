@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from typing import TYPE_CHECKING, Any, Protocol
+
+from verl_server.weights.memory_file import memory_contains
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +49,7 @@ class HostBucketMemory:
         """Nothing to do: a copy to host memory is finished when the call returns."""
 
     def contains(self, tensor: torch.Tensor) -> bool:
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        return bool(start <= tensor.data_ptr() < start + len(self._memory))
+        return memory_contains(self._memory, tensor)
 
     def close(self) -> None:
         """Nothing to do: the owner closes the memory."""

@@ -8,51 +8,40 @@ readers are TP ranks of servers, and the leading trainer rank, which computes ch
 
 from __future__ import annotations
 
-import contextlib
 import json
-import mmap
 import os
 from collections.abc import Sequence
 from typing import Any
 
-from verl_server.errors import UnsupportedError, VerlServerError
 from verl_server.weights.double_buffer.bucket_memory import BucketMemory, HostBucketMemory
 from verl_server.weights.double_buffer.layout import DoubleBufferLayout
 from verl_server.weights.double_buffer.progress import ProgressCounters
+from verl_server.weights.memory_file import SharedMemoryFile
 from verl_server.weights.reports import SharedReports
 
 
 class DoubleBuffer:
     """One process's mapping of a double buffer. `create` makes the memory; `open` maps another process's memory."""
 
-    def __init__(self, fd: int, layout: DoubleBufferLayout, path: str) -> None:
-        self._fd, self.layout, self.path = fd, layout, path
-        try:
-            self._memory = mmap.mmap(fd, layout.size_bytes)
-        except (OSError, ValueError) as error:
-            os.close(fd)
-            raise VerlServerError(f"cannot map {layout.size_bytes} bytes of staging memory: {error}") from error
+    def __init__(self, file: SharedMemoryFile, layout: DoubleBufferLayout) -> None:
+        self._file, self.layout, self._memory, self.path = file, layout, file.memory, file.path
         self.reports = SharedReports(self._memory, layout.checksums_offset, layout.num_tensors)
         self.buckets: BucketMemory = HostBucketMemory(self._memory, layout.buckets_offset, layout.bucket_bytes)
 
     @classmethod
     def create(cls, layout: DoubleBufferLayout) -> DoubleBuffer:
-        """Create a double buffer that this process owns. Raises UnsupportedError on a system without `memfd_create`."""
-        if not hasattr(os, "memfd_create"):
-            raise UnsupportedError("staging memory for weights needs memfd_create, which only Linux has")
-        fd = os.memfd_create("verl_server_double_buffer", os.MFD_CLOEXEC)
-        os.ftruncate(fd, layout.size_bytes)
-        return cls(fd, layout, f"/proc/{os.getpid()}/fd/{fd}")
+        """Create a double buffer that this process owns. Raises the errors of `SharedMemoryFile.create`."""
+        return cls(SharedMemoryFile.create("verl_server_double_buffer", layout.size_bytes), layout)
 
     @classmethod
     def open(cls, path: str, layout: DoubleBufferLayout) -> DoubleBuffer:
         """Map the double buffer of another process on this machine. Raises OSError if this process cannot open it."""
-        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), layout, path)
+        return cls(SharedMemoryFile.open(path, layout.size_bytes), layout)
 
     @property
     def inode(self) -> int:
         """Inode of the memory file. Together with `path` it identifies the double buffer on this machine."""
-        return os.fstat(self._fd).st_ino
+        return self._file.inode
 
     def progress(self, update_number: int) -> ProgressCounters:
         """The progress counters of one update."""
@@ -76,6 +65,4 @@ class DoubleBuffer:
     def close(self) -> None:
         """Release the buckets, the mapping and the file."""
         self.buckets.close()
-        with contextlib.suppress(BufferError):
-            self._memory.close()
-        os.close(self._fd)
+        self._file.close()
