@@ -42,9 +42,9 @@ class RolloutRouter:
         Returns SGLang's reply. `meta_info` also has `weight_versions` (spans of tokens with `version`, `start`, `end`)
         and `attempts` (number of attempts on replicas). Cancelling the call aborts the generation in the server.
 
-        Raises BadInputError; NotReadyError (retryable) when no replica serves the required weights, or the weights
-        changed during the generation; ServerBusyError (retryable) when too many requests are queued; DeadlineError;
-        or the error of the last replica.
+        Raises BadInputError; NotReadyError (retryable) when no replica serves the required weights, the weights changed
+        during the generation, or the result of the same rid has other weights; ServerBusyError (retryable) when too
+        many requests are queued; DeadlineError; or the error of the last replica.
         """
         coroutine = self._dispatcher.generate(
             request,
