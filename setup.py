@@ -52,6 +52,7 @@ setup(
         "dev": [
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "mypy",
             "hypothesis",

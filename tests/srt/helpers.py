@@ -273,16 +273,37 @@ def tree_of(pid: int) -> list[int]:
     return [pid, *(child.pid for child in process.children(recursive=True))]
 
 
+def mapped_inodes() -> set[int]:
+    """Inodes of the files in /dev/shm that any living process has mapped."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                lines = Path(f"/proc/{entry}/maps").read_text(errors="replace").splitlines()
+                found.update(int(line.split()[4]) for line in lines if "/dev/shm/" in line)
+    return found
+
+
 @contextlib.contextmanager
 def no_new_shared_memory(but: str = "/") -> Iterator[None]:
-    """The body leaves no file in /dev/shm. `but`: how names begin that a test's own processes keep."""
+    """The body leaves no file in /dev/shm: every new file belongs to a process that still runs.
 
-    def names() -> set[str]:
-        return {name for name in os.listdir("/dev/shm") if not name.startswith(but)}
+    Other processes of the suite run at the same time. A file that a living process has mapped is not left behind.
+    `but`: prefix of the names that the test's own processes keep.
+    """
 
-    before = names()
+    def files() -> dict[str, int]:
+        """Name and inode of each file."""
+        return {entry.name: entry.inode() for entry in os.scandir("/dev/shm") if not entry.name.startswith(but)}
+
+    def left_behind() -> set[str]:
+        new = {name: inode for name, inode in files().items() if name not in before}
+        mapped = mapped_inodes() if new else set()
+        return {name for name, inode in new.items() if inode not in mapped}
+
+    before = files()
     yield
-    wait_until(lambda: not names() - before, 10.0, f"new in /dev/shm: {names() - before}")
+    wait_until(lambda: not left_behind(), 10.0, f"new in /dev/shm, and no process uses it: {left_behind()}")
 
 
 QWEN = (
