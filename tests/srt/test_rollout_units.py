@@ -1,4 +1,4 @@
-"""Pure parts of a fleet: health of a replica, delays of restarts, parallel sizes, rollout modes."""
+"""Parts of a fleet without servers: health of a replica, delays of restarts, parallel sizes, modes, shared state."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
-from verl_server.config import RecoveryConfig, RolloutMode
-from verl_server.errors import BadInputError, UnsupportedError
+from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode
+from verl_server.errors import BadInputError, ShutDownError, UnsupportedError
+from verl_server.rollout.fleet import Fleet
 from verl_server.rollout.health import Observation, ReplicaState, classify_health, restart_delay_s
 from verl_server.rollout.modes import parse_mode, server_args_for_mode
 from verl_server.rollout.parallel_config import parse_parallel_config, require_devices
+from verl_server.rollout.replica import Replica
+from verl_server.router.targets import RoutingTargets
 
 RECOVERY = RecoveryConfig(
     stall_timeout_s=10.0,
@@ -101,3 +104,66 @@ def test_rollout_modes() -> None:
         parse_mode("shared")
     assert server_args_for_mode(RolloutMode.STANDALONE, {"a": 1}) == {"a": 1}
     assert server_args_for_mode(RolloutMode.COLOCATED, {}) == {"enable_memory_saver": True}
+
+
+class RecordingLauncher:
+    """A launcher without devices. Records the replicas that it forgets."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[str] = []
+
+    def forget_replica(self, name: str) -> None:
+        self.forgotten.append(name)
+
+
+class RecordingServer:
+    """The adapter of a server that only records its shutdown."""
+
+    asynchronous = None
+
+    def __init__(self) -> None:
+        self.was_shut_down = False
+
+    def shutdown(self) -> None:
+        self.was_shut_down = True
+
+
+def make_fleet(launcher: Any) -> Fleet:
+    return Fleet(lambda name: Replica(name, launcher, {}, AdapterConfig()), 0, RoutingTargets([]), lambda event: None)
+
+
+def test_servers_of_a_fleet_are_detached_before_they_end() -> None:
+    """A replica is called `verl_server_{i}`. `stop_replica` also refuses starts and frees the devices."""
+    launcher: Any = RecordingLauncher()
+    fleet = make_fleet(launcher)
+    first, second = fleet.create_replica(), fleet.create_replica()
+    assert [first.name, second.name] == ["verl_server_0", "verl_server_1"]
+    servers: list[Any] = [RecordingServer(), RecordingServer()]
+    for replica, server in zip((first, second), servers, strict=True):
+        fleet.add_server(replica, server)
+        assert (replica.state, replica.adapter) == (ReplicaState.HEALTHY, server)
+    fleet.end_server(first)
+    fleet.stop_replica(second)
+    assert [replica.adapter for replica in (first, second)] == [None, None]
+    assert all(server.was_shut_down for server in servers)
+    assert launcher.forgotten == ["verl_server_1"]
+    with pytest.raises(ShutDownError, match="was stopped"):
+        second.start(lambda replica, adapter: None)
+    fleet.close()
+
+
+def test_weights_of_an_unfinished_load_are_undefined() -> None:
+    """A release that fails restores the earlier state. Only a whole update makes torn weights defined."""
+    launcher: Any = RecordingLauncher()
+    fleet = make_fleet(launcher)
+    fleet.set_released_memory(frozenset({"weights"}))
+    fleet.undo_release(frozenset(), weights_undefined=False)
+    assert (fleet.released_memory, fleet.is_open) == (frozenset(), True)
+    fleet.begin_load()
+    assert fleet.abandon_update()
+    is_open = [fleet.is_open]
+    for whole in (False, True):
+        fleet.finish_update(whole)
+        is_open.append(fleet.is_open)
+    assert is_open == [False, False, True]
+    fleet.close()
