@@ -119,7 +119,7 @@ def test_an_update_with_abort_returns_partial_results(engine: Any, fleet: Any, t
 
 def test_one_server_has_no_pause_mode_wait(fleet: Any) -> None:
     with pytest.raises(BadInputError, match="one server cannot wait"):
-        fleet.adapter.pause_generation("wait")
+        fleet.replicas[0].adapter.pause_generation("wait")
 
 
 def test_an_update_during_a_request_with_an_exact_version_is_an_error(

@@ -98,7 +98,7 @@ def test_colocated(judge: RolloutManager, tiny: Callable[..., Path]) -> None:
             judge.add_replica()
         with pytest.raises(BadInputError, match="released already"):
             judge.release_memory_occupation(tags)
-        with pytest.raises(NotReadyError, match="their memory is released"):
+        with pytest.raises(NotReadyError, match="has released its memory"):
             judge.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
         judge.resume_memory_occupation()
         assert_equals_reference(judge, model)
@@ -110,7 +110,7 @@ def test_colocated_memory_comes_back_in_parts(judge: RolloutManager, tiny: Calla
     pid = server_pid(judge.replicas[0])
     judge.release_memory_occupation()
     judge.resume_memory_occupation(["weights"])
-    with pytest.raises(NotReadyError, match="their memory is released"):
+    with pytest.raises(NotReadyError, match="has released its memory"):
         judge.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
     judge.resume_memory_occupation()
     assert_equals_reference(judge, reference_model(tiny("qwen3")))
