@@ -275,7 +275,7 @@ def tree_of(pid: int) -> list[int]:
 
 def mapped_inodes() -> set[int]:
     """Inodes of the files in /dev/shm that any living process has mapped."""
-    found = set()
+    found: set[int] = set()
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
