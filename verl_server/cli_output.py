@@ -50,7 +50,7 @@ def show_progress(description: str) -> Iterator[None]:
         print(f"{description} ...", file=sys.stderr, flush=True)
         yield
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))  # long paths are cut off last
     with Progress(*columns, console=console, transient=True) as progress:
         progress.add_task(description, total=None)
         yield

@@ -7,10 +7,12 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -55,8 +57,8 @@ def call(url: str, key: str) -> int:
 
 def test_launch_serves_until_sigterm_and_leaves_nothing(tiny: Callable[..., Path], tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
-    scratch = tmp_path / "tmp"
-    scratch.mkdir()
+    # A short path: SGLang creates Unix sockets in it, whose paths have at most 107 characters.
+    scratch = Path(tempfile.mkdtemp(prefix="vs-"))
     process = subprocess.Popen(
         [*COMMAND, "launch", str(tiny("qwen3")), *SMALL_SERVER, "--log-dir", str(tmp_path / "logs")],
         stdout=subprocess.PIPE,
@@ -91,6 +93,7 @@ def test_launch_serves_until_sigterm_and_leaves_nothing(tiny: Callable[..., Path
     assert not shared & set(os.listdir("/dev/shm"))
     assert [path.name for path in scratch.iterdir() if path.name.startswith("verl-server-")] == []
     assert list((tmp_path / "logs").iterdir())
+    shutil.rmtree(scratch)
 
 
 def test_failed_start_prints_the_end_of_the_servers_log(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def tags_to_resume(tags: Sequence[str] | None, released: Collection[str]) -> lis
     Raises BadInputError for unknown tags, for tags that are not released, and when nothing is released.
     """
     requested = sorted(released) if tags is None else _parse_tags(tags)
-    if not released:
+    if not requested:
         raise BadInputError("nothing is released: call release_memory_occupation before resume_memory_occupation")
     not_released = sorted(set(requested).difference(released))
     if not_released:
