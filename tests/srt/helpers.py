@@ -303,7 +303,7 @@ def no_new_shared_memory(but: str = "/") -> Iterator[None]:
 
     before = files()
     yield
-    wait_until(lambda: not left_behind(), 10.0, f"new in /dev/shm, and no process uses it: {left_behind()}")
+    wait_until(lambda: not left_behind(), 30.0, f"new in /dev/shm, and no process uses it: {left_behind()}")
 
 
 QWEN = (

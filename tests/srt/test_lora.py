@@ -117,7 +117,7 @@ def test_adapters_that_do_not_fit_are_refused(engine: VerlEngine, tiny: Callable
             engine.load_lora_adapter("bad", tensors.items(), config)
 
     refused({}, CONFIG, "no tensors")
-    refused({**good, "nonsense": torch.ones(1)}, CONFIG, "'nonsense' is no tensor of an adapter")
+    refused({**good, "nonsense": torch.ones(1)}, CONFIG, "'nonsense' is no tensor of a LoRA adapter")
     refused({**good, first: torch.ones(RANK, 7)}, CONFIG, r"has shape \[4, 7\]")
     refused({name: tensor for name, tensor in good.items() if name != first}, CONFIG, "the adapter lacks")
     refused(good, {**CONFIG, "r": 0}, "needs r")
