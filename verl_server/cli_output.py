@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY
 
@@ -50,7 +50,8 @@ def show_progress(description: str) -> Iterator[None]:
         print(f"{description} ...", file=sys.stderr, flush=True)
         yield
         return
-    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))  # long paths are cut off last
+    elapsed = TimeElapsedColumn(table_column=Column(min_width=7))  # a long path must not hide the time
+    columns = (SpinnerColumn(), elapsed, TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as progress:
         progress.add_task(description, total=None)
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ class ServerActor:
             return ShutDownError("the replica was stopped while it started") if self._stopped.is_set() else None
 
         try:
-            server = launch_sglang_server(server_args, config, {}, check_abort)
+            own_config = replace(config, use_forkserver=False)  # an actor starts one server
+            server = launch_sglang_server(server_args, own_config, {}, check_abort)
         except Exception as error:  # noqa: BLE001 - the process that starts the replica raises it
             return {"error": to_wire(error)}
         with self._lock:
