@@ -120,7 +120,7 @@ def test_adapters_that_do_not_fit_are_refused(engine: VerlEngine, tiny: Callable
     refused({**good, "nonsense": torch.ones(1)}, CONFIG, "'nonsense' is no tensor of a LoRA adapter")
     refused({**good, first: torch.ones(RANK, 7)}, CONFIG, r"has shape \[4, 7\]")
     refused({name: tensor for name, tensor in good.items() if name != first}, CONFIG, "the LoRA adapter lacks")
-    refused(good, {**CONFIG, "r": 0}, "needs r")
+    refused(good, {**CONFIG, "r": 0}, "LoRA rank `r`")
     refused(good, {**CONFIG, "lora_alpha": None}, "needs lora_alpha")
     refused(good, {**CONFIG, "target_modules": ["q_proj"]}, "not among target_modules")
     refused(good, {**CONFIG, "target_modules": [*TARGETS, "k_proj"]}, "no tensors for its target module 'k_proj'")
