@@ -15,7 +15,7 @@ from verl_server.tiny import make_model
 pytestmark = pytest.mark.timeout(900)
 
 STALL_TIMEOUT_S = 2.0
-PROMPT = 14336
+PROMPT = 20480
 """Tokens of the prompt. The prefill takes about a quarter of a minute on two cores."""
 
 

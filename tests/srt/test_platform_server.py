@@ -175,7 +175,7 @@ def test_grammars_constrain_a_random_model(server: Server) -> None:
     assert text.split()[1].isdigit()
 
 
-def _cpu_share(server: Server, windows: int = 5, seconds: float = 1.0) -> float:
+def _cpu_share(server: Server, windows: int = 5, seconds: float = 2.0) -> float:
     """Median share of one core over several windows, so that a disturbance in one window does not count."""
 
     def used() -> float:
