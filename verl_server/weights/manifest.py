@@ -15,6 +15,7 @@ from typing import Any
 
 from verl_server.errors import BadInputError, UnsupportedError, WeightManifestError
 from verl_server.types import TensorSpec
+from verl_server.validation import did_you_mean
 
 CASTABLE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 """Dtypes that are cast to each other when a tensor is pushed, as SGLang does."""
@@ -44,7 +45,7 @@ class Manifest:
         spec = self.tensors.get(name)
         if spec is None:
             raise WeightManifestError(
-                f"the model has no parameter {name!r}{_suggestion(name, self.tensors)}", name=name
+                f"the model has no parameter {name!r}{did_you_mean(name, self.tensors)}", name=name
             )
         if shape != spec.shape:
             raise WeightManifestError(
@@ -61,13 +62,6 @@ class Manifest:
                 got=dtype,
             )
         return spec
-
-
-def _suggestion(name: str, known: Mapping[str, TensorSpec]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def read_manifest(server_args: Mapping[str, Any]) -> Manifest:
