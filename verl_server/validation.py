@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import math
 from collections.abc import Iterable
 
 from verl_server.errors import BadInputError
@@ -13,6 +15,27 @@ def require_whole_number(name: str, value: object, minimum: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise BadInputError(f"{name} must be a whole number of at least {minimum}, got {value!r}")
     return value
+
+
+def require_seconds(name: str, value: object) -> float:
+    """`value` if it is a finite number above 0; a bool is not a number here. Otherwise raise BadInputError."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
+        return value
+    raise BadInputError(f"{name} must be a positive number of seconds, got {value!r}")
+
+
+def require_callable(name: str, value: object, hint: str, *args: object, **kwargs: object) -> None:
+    """Raise BadInputError unless `value` can be called with these arguments. `hint` says what to pass."""
+    if not callable(value):
+        raise BadInputError(f"{name} must be a function, got {type(value).__name__}; {hint}")
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # a function of a C extension may have no signature
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise BadInputError(f"{name} has the wrong parameters {signature}: {error}; {hint}") from None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
