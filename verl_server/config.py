@@ -6,11 +6,15 @@ This module imports neither torch nor ray nor sglang.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl_server.errors import BadInputError
-from verl_server.validation import require_whole_number
+from verl_server.type_checks import check_fields
+from verl_server.validation import did_you_mean, require_http_url
+
+#: Weight transports: the files of `verl_server/weights/transports/` that define a `Receiver`.
+TRANSPORTS = ("buckets", "cuda_ipc", "delta", "disk", "distributed", "distributed_buckets", "shared_memory")
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,7 @@ class Timeouts:
     """Seconds from the request to stop a server until its last process must have ended."""
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is None and item.name == "generation_s":
-                continue
-            if not _is_positive_number(value):
-                raise BadInputError(f"timeouts.{item.name} must be a positive number of seconds, got {value!r}")
+        check_fields(self)
 
 
 class PauseMode(enum.StrEnum):
@@ -99,6 +98,7 @@ class AdapterConfig:
     second server of a process then starts in about 2 s. False: every server is a new program and no forkserver runs."""
 
     def __post_init__(self) -> None:
+        check_fields(self, may_be_zero=("max_retries",))
         if isinstance(self.log_dir, str):
             object.__setattr__(self, "log_dir", Path(self.log_dir))
         if (self.router_ip is None) != (self.router_port is None):
@@ -116,14 +116,18 @@ class RemoteServer:
     admin_api_key: str | None = field(default=None, repr=False)
     """Key for administrative requests, such as weight updates."""
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        require_http_url("RemoteServer.base_url", self.base_url)
+
 
 @dataclass(frozen=True)
 class WeightsConfig:
     """How weights travel from the trainer to the servers."""
 
     transport: str = "auto"
-    """Name of a file of `verl_server/weights/transports/`. "auto": `shared_memory` when all servers run on this machine
-    (`buckets` when the staging memory would exceed `max_staging_bytes`), otherwise `distributed`."""
+    """Name of a weight transport, one of `verl_server.config.TRANSPORTS`. "auto": `shared_memory` when all servers run
+    on this machine (`buckets` when the staging memory would exceed `max_staging_bytes`), otherwise `distributed`."""
     folder: Path | str | None = None
     """Folder that trainer and servers share. Only the transport `disk` uses it."""
     host: str | None = None
@@ -134,8 +138,12 @@ class WeightsConfig:
     to start."""
 
     def __post_init__(self) -> None:
-        if self.max_staging_bytes is not None:
-            require_whole_number("max_staging_bytes", self.max_staging_bytes)
+        check_fields(self)
+        if self.transport not in ("auto", *TRANSPORTS):
+            raise BadInputError(
+                f"WeightsConfig.transport must be one of {['auto', *TRANSPORTS]}, got {self.transport!r}"
+                + did_you_mean(self.transport, TRANSPORTS)
+            )
 
 
 @dataclass(frozen=True)
@@ -158,10 +166,7 @@ class RecoveryConfig:
     """Seconds after which a failure is no longer counted."""
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if not _is_positive_number(value):
-                raise BadInputError(f"recovery.{item.name} must be a positive number, got {value!r}")
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -194,11 +199,4 @@ class RouterConfig:
     per second."""
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if not _is_positive_number(value):
-                raise BadInputError(f"router.{item.name} must be a positive number, got {value!r}")
-
-
-def _is_positive_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        check_fields(self)

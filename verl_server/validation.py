@@ -6,6 +6,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from verl_server.errors import BadInputError
 
@@ -42,3 +43,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown name: the most similar known name, or nothing when none is similar."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def require_http_url(name: str, url: str, example: str = "http://127.0.0.1:30000") -> str:
+    """`url` without a slash at its end. Raises BadInputError unless it is an HTTP URL with a host."""
+    try:
+        parts = urlsplit(url)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is not a number from 0 to 65535
+        is_valid = False
+    if not is_valid:
+        raise BadInputError(f"{name} {url!r} is not an HTTP URL; write for example {example}")
+    return url.rstrip("/")

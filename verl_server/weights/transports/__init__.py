@@ -3,17 +3,15 @@
 `Sender` runs on trainer rank 0 and sends what is staged in the arena. `Stream` runs on all trainer ranks and takes
 tensors as they come. A transport has one of the two. `Receiver` runs in every TP rank of every server (see `base`).
 A new module in this folder with a `Receiver` is a new transport. Its name is the value of
-`WeightsConfig(transport=...)`.
+`WeightsConfig(transport=...)` and is listed in `verl_server.config.TRANSPORTS`.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
-import pkgutil
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from verl_server.config import TRANSPORTS
 from verl_server.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -22,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def transport_names() -> list[str]:
-    """The names of all transports: the modules of this folder that define a `Receiver` which can be created."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if _is_transport(module.name))
+    """The names of all transports."""
+    return list(TRANSPORTS)
 
 
 def is_streamed(transport: str) -> bool:
@@ -49,13 +47,7 @@ def receiver_class(transport: str) -> type[Receiver]:
     return receiver
 
 
-@cache
-def _is_transport(module_name: str) -> bool:
-    receiver = getattr(importlib.import_module(f"{__name__}.{module_name}"), "Receiver", None)
-    return receiver is not None and not inspect.isabstract(receiver)
-
-
 def _module_of(transport: str) -> Any:
-    if transport not in transport_names():
+    if transport not in TRANSPORTS:
         raise BadInputError(f"weight transport {transport!r} does not exist; the transports are {transport_names()}")
     return importlib.import_module(f"{__name__}.{transport}")

@@ -1,0 +1,161 @@
+"""Checks of types by annotation: the fields of a settings dataclass, and the arguments of a constructor.
+
+`verl_server/validation.py` has the checks of single values. Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+import reprlib
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from verl_server.errors import BadInputError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+_NAMES = {
+    bool: "True or False", str: "a string", type(None): "None", Sequence: "a list", Mapping: "a dict", dict: "a dict",
+    Callable: "a function", Path: "a path", os.PathLike: "a path",
+}  # fmt: skip
+
+
+def check_fields(settings: DataclassInstance, *, may_be_zero: Collection[str] = ()) -> None:
+    """Raise BadInputError unless each field of a dataclass has its annotated type and each number is positive.
+
+    Call it in `__post_init__`. `may_be_zero`: names of the fields that may be 0. Values of fields with `repr=False` are
+    not shown, because they can be keys.
+    """
+    hints = _field_types(type(settings))
+    for item in fields(settings):
+        minimum = 0 if item.name in may_be_zero else 1
+        name, value = f"{type(settings).__name__}.{item.name}", getattr(settings, item.name)
+        error = find_type_error(name, value, hints[item.name], minimum=minimum, is_secret=not item.repr)
+        if error is not None:
+            raise error
+
+
+def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a constructor: raises BadInputError for an argument whose type is not the annotated type.
+
+    Not checked: `**arguments`, and arguments whose annotation is imported for type checkers only.
+    """
+    signature = inspect.signature(function)
+    checked = [name for name, item in signature.parameters.items() if item.kind is not item.VAR_KEYWORD]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # a missing argument: the call itself raises Python's own message
+            return function(*args, **kwargs)
+        hints = _argument_types(function)
+        for name in checked:
+            if name in given and name in hints:
+                require_type(name, given[name], hints[name])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def require_type(name: str, value: object, expected: Any) -> None:
+    """Raise BadInputError unless `value` is of the type `expected`, which may be any annotation."""
+    error = find_type_error(name, value, expected, is_secret=name.endswith("key"))
+    if error is not None:
+        raise error
+
+
+def find_type_error(
+    name: str, value: object, expected: Any, *, minimum: int | None = None, is_secret: bool = False
+) -> BadInputError | None:
+    """The error of a value that is not of the type `expected`, or None. Elements of lists and dicts are checked too.
+
+    `minimum`: whole numbers must be at least this, and other numbers positive. None: any number. `is_secret`: the
+    message shows the type of the value only.
+    """
+    fitting = [choice for choice in _choices(expected) if _fits(value, choice, minimum)]
+    if not fitting:
+        wanted = " or ".join(_describe(choice, minimum, name) for choice in _choices(expected))
+        kind = type(value).__name__
+        got = "None" if value is None else f"a value of type {kind}" if is_secret else f"{_SHORT.repr(value)} ({kind})"
+        return BadInputError(f"{name} must be {wanted}, got {got}", argument=name)
+    errors = [_find_element_error(name, value, get_args(choice)) for choice in fitting]
+    return None if None in errors else errors[0]
+
+
+def _find_element_error(name: str, value: object, expected: tuple[Any, ...]) -> BadInputError | None:
+    """The error of the first wrong element of a list or dict. `expected`: the parameters of its annotation."""
+    found: Iterable[BadInputError | None] = ()
+    if isinstance(value, Mapping) and len(expected) == 2:
+        keys = (find_type_error(f"key of {name}", key, expected[0]) for key in value)
+        found = (*keys, *(find_type_error(f"{name}[{key!r}]", item, expected[1]) for key, item in value.items()))
+    elif isinstance(value, Sequence) and len(expected) == 1:
+        found = (find_type_error(f"{name}[{index}]", item, expected[0]) for index, item in enumerate(value))
+    return next((error for error in found if error is not None), None)
+
+
+def _choices(expected: Any) -> tuple[Any, ...]:
+    """The alternatives of an annotation: `int | None` has two."""
+    return get_args(expected) if get_origin(expected) in (Union, types.UnionType) else (expected,)
+
+
+def _class_of(expected: Any) -> Any:
+    """The class of an annotation: `Sequence[int]` is a `Sequence`."""
+    origin = get_origin(expected)
+    return _class_of(get_args(expected)[0]) if origin is Annotated else origin or expected
+
+
+def _fits(value: object, expected: Any, minimum: int | None) -> bool:
+    kind = _class_of(expected)
+    if kind in (int, float):
+        if not isinstance(value, (int, kind)) or isinstance(value, bool):
+            return False
+        return minimum is None or value == minimum or (value > 0 and math.isfinite(value))
+    is_checkable = isinstance(kind, type) and getattr(kind, "_is_runtime_protocol", True)
+    if not is_checkable:  # Any, a type variable, or a protocol that isinstance does not take
+        return True
+    return isinstance(value, kind) and not (kind is Sequence and isinstance(value, (str, bytes)))
+
+
+def _describe(expected: Any, minimum: int | None, name: str) -> str:
+    """An annotation in words. `Annotated` has the words as its second parameter."""
+    kind = _class_of(expected)
+    if get_origin(expected) is Annotated:
+        return str(get_args(expected)[1])
+    if kind is int:
+        return "a whole number" if minimum is None else f"a whole number of at least {minimum}"
+    if kind is float:
+        return ("a number" if minimum is None else "a positive number") + (" of seconds" if name.endswith("_s") else "")
+    if kind is Sequence and get_args(expected):
+        return f"a list of {getattr(get_args(expected)[0], '__name__', 'values')}"
+    own_name = getattr(kind, "__name__", str(kind))
+    return _NAMES.get(kind, f"an {own_name}" if own_name[0] in "AEIOU" else f"a {own_name}")
+
+
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+@functools.cache
+def _argument_types(function: Callable[..., Any]) -> dict[str, Any]:
+    """Annotations of a function by argument, without those whose names are imported for type checkers only."""
+    hints = {}
+    for name, annotation in inspect.get_annotations(function).items():
+        try:
+            hints[name] = eval(annotation, inspect.unwrap(function).__globals__)
+        except NameError:
+            continue
+    return hints
