@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
 from verl_server.errors import BadInputError
@@ -23,6 +23,12 @@ def require_seconds(name: str, value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
         return value
     raise BadInputError(f"{name} must be a positive number of seconds, got {value!r}")
+
+
+def require_list(name: str, value: object, hint: str) -> None:
+    """Raise BadInputError unless `value` is a list or another sequence; a string is none. `hint` says what to pass."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise BadInputError(f"{name} must be a list, got {type(value).__name__}; {hint}")
 
 
 def require_callable(name: str, value: object, hint: str, *args: object, **kwargs: object) -> None:

@@ -15,13 +15,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_server.agent.episode import Episode, Task, Turn
-from verl_server.agent.generate_fn import GenerateFn
+from verl_server.agent.episode import Episode, Task, Turn, validate_episode_arguments
+from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.messages import Message
+from verl_server.trajectory.messages import Message, validate_messages
 from verl_server.trajectory.rendering import ChatRenderer
+from verl_server.validation import require_callable, require_list
 
 TurnCallback = Callable[[Turn | None, Any, Exception | None], Awaitable[None] | None]
 """Called as `callback(turn, info, error)` when a turn ends. Exactly one of `turn` and `error` is None.
@@ -43,8 +44,9 @@ class _Conversation:
 class ChatScheduler:
     """Runs conversations on several servers. Create and use it in one event loop.
 
-    `servers`: one generate function per server. `limits`: limits of each conversation. Raises BadInputError if there is
-    no server.
+    `servers`: list with one generate function per server. `limits`: limits of each conversation. `sampling_params`:
+    SGLang's sampling parameters of every turn. Raises BadInputError if there is no server, and for an argument of a
+    wrong type.
     """
 
     def __init__(
@@ -54,8 +56,12 @@ class ChatScheduler:
         limits: RolloutLimits,
         sampling_params: Mapping[str, Any],
     ) -> None:
+        require_list("servers", servers, "pass a list of generate functions")
         if not servers:
             raise BadInputError("a ChatScheduler needs at least one server")
+        for index, server in enumerate(servers):
+            require_generate_fn(f"servers[{index}]", server)
+        validate_episode_arguments(renderer, limits, sampling_params)
         self._servers, self._renderer = list(servers), renderer
         self._limits, self._sampling_params = limits, dict(sampling_params)
         self._num_requests = [0] * len(self._servers)
@@ -76,9 +82,13 @@ class ChatScheduler:
         """Start a turn after `messages`, which are the new messages only. Returns the id of the conversation at once.
 
         `session_id`: id of the conversation; None starts a new conversation. `callback(turn, info, error)` is called
-        when the turn ends, and may submit the next turn. Raises BadInputError for an unknown conversation, and for a
-        conversation whose last turn is still running.
+        when the turn ends, and may submit the next turn. `sampling_params` override those of the scheduler for this
+        turn. Raises BadInputError for invalid messages, for a callback that does not take these arguments, for an
+        unknown conversation, and for a conversation whose last turn is still running.
         """
+        require_callable("callback", callback, "write `def on_turn(turn, info, error)`", None, None, None)
+        validate_messages(messages)
+        require_sampling_params(sampling_params)
         if session_id is None:
             session_id = uuid.uuid4().hex
             self._conversations[session_id] = self._start_conversation(session_id, messages)

@@ -14,12 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_server.agent.generate_fn import GenerateFn, generate_whole_turn
+from verl_server.agent.generate_fn import (
+    GenerateFn,
+    generate_whole_turn,
+    require_generate_fn,
+    require_sampling_params,
+)
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, to_wire
 from verl_server.router.resumable_generation import version_spans
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.messages import Message, image_sources
+from verl_server.trajectory.messages import Message, image_sources, validate_messages
 from verl_server.trajectory.nodes import ForkReason, Node, Span
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering import ChatRenderer, ParsedToolCall
@@ -28,14 +33,32 @@ from verl_server.types import Json
 
 @dataclass(frozen=True)
 class Task:
-    """A task for an agent."""
+    """A task for an agent.
+
+    Raises BadInputError for an id that is not a string, and for messages that cannot be rendered and recorded; the
+    error names the index of the message.
+    """
 
     id: str
     """Unique name of the task. Recorded sessions are named after it."""
     messages: Sequence[Message]
-    """Messages of the first prompt."""
+    """Messages of the first prompt: dicts with the keys `role` and `content`, of plain JSON values."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """Data for tools and rewards, for example the correct answer. The policy does not see it."""
+    """Data for tools and rewards, for example the correct answer. The policy does not see it, and it is not recorded,
+    so the values can be of any type."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id:
+            hint = f"; pass {str(self.id)!r}" if isinstance(self.id, int) else ""
+            raise BadInputError(f"Task.id must be a string that is not empty, got {self.id!r}{hint}")
+        try:
+            validate_messages(self.messages)
+        except BadInputError as error:
+            raise BadInputError(f"the messages of task {self.id!r} are invalid: {error.message}") from None
+        if not isinstance(self.data, Mapping):
+            raise BadInputError(
+                f'Task.data of task {self.id!r} must be a dict such as {{"answer": 42}}, got {type(self.data).__name__}'
+            )
 
 
 @dataclass(frozen=True)
@@ -53,10 +76,22 @@ class Turn:
     must be parsed from `text`."""
 
 
+def validate_episode_arguments(renderer: object, limits: object, sampling_params: object) -> None:
+    """Raise BadInputError for arguments that an `Episode`, and therefore a runner of episodes, cannot use."""
+    if not isinstance(renderer, ChatRenderer):
+        got = type(renderer).__name__
+        raise BadInputError(f"renderer must be a ChatRenderer, got {got}; pass get_renderer(tokenizer)")
+    if not isinstance(limits, RolloutLimits):
+        got = type(limits).__name__
+        raise BadInputError(f"limits must be RolloutLimits, got {got}; pass RolloutLimits(max_response_tokens=1024)")
+    require_sampling_params(sampling_params)
+
+
 class Episode:
     """One sample of one task, which an agent loop drives with `generate`, `add_messages`, `append_text` and `fork`.
 
-    `record`: a `Recorder`, or a `TrajectoryGraph` that is kept in memory only. `tools`: JSON schemas of the tools.
+    `record`: a `Recorder`, or a `TrajectoryGraph` that is kept in memory only. `sampling_params`: SGLang's sampling
+    parameters of every turn. `tools`: JSON schemas of the tools. Raises BadInputError for arguments of a wrong type.
     """
 
     def __init__(
@@ -69,6 +104,8 @@ class Episode:
         sampling_params: Mapping[str, Any],
         tools: Sequence[Json] = (),
     ) -> None:
+        validate_episode_arguments(renderer, limits, sampling_params)
+        require_generate_fn("generate", generate)
         self.task, self.limits = task, limits
         self._record, self._generate, self._renderer = record, generate, renderer
         self._sampling_params, self._tools = dict(sampling_params), list(tools)
@@ -85,8 +122,13 @@ class Episode:
         """Id of the last node. None before the first prompt."""
         self.stop_reason: str | None = None
         """Why the episode stopped: `done`, `error`, or the name of a limit. None while the episode runs."""
-        self.error: Json | None = None
+        self.exception: Exception | None = None
+        """Exception of a failed episode."""
+
+    @property
+    def error(self) -> Json | None:
         """Exception of a failed episode as JSON (`verl_server.errors.to_wire`)."""
+        return None if self.exception is None else to_wire(self.exception)
 
     @property
     def graph(self) -> TrajectoryGraph:
@@ -99,10 +141,11 @@ class Episode:
         return 0 if self.leaf is None else self.graph.num_tokens(self.leaf) - self._num_prompt_tokens
 
     def add_messages(self, messages: Sequence[Message]) -> None:
-        """Append messages from the environment (user, tool, system). Tool results are truncated to `max_tool_tokens`.
+        """Append messages from the environment (user, tool, system). The first call adds the first prompt.
 
-        Raises EpisodeStopped if the messages do not fit into the limits; the path then ends with the last turn. Raises
-        BadInputError for messages that the renderer refuses.
+        Tool results after the first prompt are truncated to `max_tool_tokens`. Raises EpisodeStopped if messages after
+        the first prompt do not fit into the limits; the path then ends with the last turn. Raises BadInputError for
+        messages that the renderer refuses.
         """
         if self.leaf is None:
             token_ids = self._renderer.render_prompt(messages, self._tools or None)
@@ -133,7 +176,8 @@ class Episode:
         """Let the policy generate a turn, after appending `messages` if given.
 
         `sampling_params` override those of the episode for this turn. `max_new_tokens` is reduced to the tokens that
-        the limits leave. Raises EpisodeStopped at a limit, and the exceptions of the generate function.
+        the limits leave. Raises EpisodeStopped at a limit, BadInputError for messages that the renderer refuses and for
+        a first turn without messages, and the exceptions of the generate function.
         """
         if messages is not None:
             self.add_messages(messages)
@@ -158,9 +202,9 @@ class Episode:
         return self._as_turn(self._add_sampled(reply))
 
     async def _request_turn(self, leaf: int, sampling_params: Mapping[str, Any]) -> Json:
-        params = {**self._sampling_params, **sampling_params}
+        params = require_sampling_params({**self._sampling_params, **sampling_params})
         remaining, _ = self._remaining_tokens()
-        params["max_new_tokens"] = min(int(params.get("max_new_tokens") or remaining), remaining)
+        params["max_new_tokens"] = min(params.get("max_new_tokens") or remaining, remaining)
         images = self._image_data(leaf)
         return await generate_whole_turn(
             self._generate,

@@ -12,7 +12,7 @@ import heapq
 import itertools
 from typing import Any
 
-from verl_server.agent.generate_fn import GenerateFn
+from verl_server.agent.generate_fn import GenerateFn, require_generate_fn
 from verl_server.types import Json
 from verl_server.validation import require_whole_number
 
@@ -21,10 +21,13 @@ class FairScheduler:
     """A `GenerateFn` that admits at most `max_concurrency` requests at a time, fewest finished turns first.
 
     `max_concurrency`: number of requests that the engines process at a time (SGLang's `max_running_requests` times the
-    number of replicas), plus a few requests that start when others end. Create and use it in one event loop.
+    number of replicas), plus a few requests that start when others end. Create and use it in one event loop. Raises
+    BadInputError for a `generate` that is no generate function, and for a `max_concurrency` that is not a whole number
+    of at least 1.
     """
 
     def __init__(self, generate: GenerateFn, max_concurrency: int) -> None:
+        require_generate_fn("generate", generate)
         self._generate = generate
         self._num_free_slots = require_whole_number("max_concurrency", max_concurrency)
         self._num_turns: dict[str, int] = {}

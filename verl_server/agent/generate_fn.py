@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from verl_server.errors import BadInputError
 from verl_server.router.resumable_generation import ResumableGeneration
 from verl_server.types import Json
+from verl_server.validation import require_callable, require_whole_number
 
 if TYPE_CHECKING:
     from verl_server.adapter.client import AsyncHttpServerEngineAdapter
@@ -29,10 +33,18 @@ class GenerateFn(Protocol):
 
 
 def as_generate_fn(adapter: AsyncHttpServerEngineAdapter) -> GenerateFn:
-    """A `GenerateFn` that sends all requests to one server.
+    """A `GenerateFn` that sends all requests to one server, for example `as_generate_fn(engine.adapter.asynchronous)`.
 
-    A generation that a weight update aborts is continued from the tokens that the server has returned.
+    A generation that a weight update aborts is continued from the tokens that the server has returned. After
+    `MAX_ABORTS_PER_TURN` aborts the partial reply is returned. Raises BadInputError for an object that is not an
+    asynchronous adapter.
     """
+    if not inspect.iscoroutinefunction(getattr(adapter, "generate", None)):
+        raise BadInputError(
+            f"as_generate_fn needs an AsyncHttpServerEngineAdapter, got {type(adapter).__name__}; pass "
+            "engine.adapter.asynchronous or AsyncHttpServerEngineAdapter.attach(url). A router needs no conversion: "
+            "pass fleet.router.generate to the runner"
+        )
 
     async def generate(*, rid: str, session_id: str, **request: Any) -> Json:
         del session_id  # there is only one server
@@ -50,6 +62,29 @@ def as_generate_fn(adapter: AsyncHttpServerEngineAdapter) -> GenerateFn:
         return reply
 
     return generate
+
+
+def require_generate_fn(name: str, value: object) -> None:
+    """Raise BadInputError unless `value` can be called as a `GenerateFn`."""
+    hint = "pass fleet.router.generate, or as_generate_fn(engine.adapter.asynchronous) for one server"
+    request: Json = {"input_ids": [], "sampling_params": {}, "return_logprob": True}
+    require_callable(name, value, hint, rid="", session_id="", **request)
+
+
+def require_sampling_params(params: object) -> Json:
+    """A copy of the sampling parameters of an episode. Raise BadInputError if they are not a dict of names and values.
+
+    SGLang checks the values. Only `max_new_tokens` is checked here, because an episode reduces it.
+    """
+    if not isinstance(params, Mapping):
+        got = type(params).__name__
+        raise BadInputError(f'sampling_params must be a dict such as {{"temperature": 1.0}}, got {got}')
+    for key in params:
+        if not isinstance(key, str):
+            raise BadInputError(f"sampling_params has the key {key!r}; keys are strings")
+    if params.get("max_new_tokens") is not None:
+        require_whole_number("sampling_params['max_new_tokens']", params["max_new_tokens"])
+    return dict(params)
 
 
 async def generate_whole_turn(generate: GenerateFn, *, rid: str, session_id: str, **request: Any) -> Json:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_server.errors import BadInputError
-from verl_server.validation import require_whole_number
+from verl_server.validation import require_seconds, require_whole_number
 
 
 @dataclass(frozen=True)
 class RolloutLimits:
     """Limits of one episode over all of its turns. The stop reason of an episode is the name of the limit it reached.
 
-    Raises BadInputError for a limit that is not positive.
+    Raises BadInputError for a limit that is not a whole number of at least 1, and for a `timeout_s` that is not a
+    positive number.
     """
 
     max_response_tokens: int
@@ -22,7 +22,8 @@ class RolloutLimits:
     timeout_s: float | None = None
     """Maximum duration in seconds. A turn that is being generated is abandoned; tools have their own timeout."""
     max_tool_tokens: int = 2048
-    """Maximum number of text tokens of one tool result. A longer result is truncated; the episode goes on."""
+    """Maximum number of text tokens of one tool result, and of one text of `Episode.append_text`. A longer text is
+    truncated; the episode goes on."""
     max_context_tokens: int | None = None
     """Maximum number of tokens of prompt plus response. None: no limit of its own."""
 
@@ -32,8 +33,8 @@ class RolloutLimits:
             if name == "max_context_tokens" and value is None:
                 continue
             require_whole_number(f"RolloutLimits.{name}", value)
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise BadInputError(f"RolloutLimits.timeout_s must be a positive number of seconds, got {self.timeout_s!r}")
+        if self.timeout_s is not None:
+            require_seconds("RolloutLimits.timeout_s", self.timeout_s)
 
 
 class EpisodeStopped(Exception):

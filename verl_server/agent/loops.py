@@ -14,7 +14,8 @@ from verl_server.agent.episode import Episode, Turn
 from verl_server.agent.limits import EpisodeStopped
 from verl_server.agent.tool_parsing import as_tool_call, parse_hermes_tool_calls, parse_json_tool_call
 from verl_server.agent.tools import Tool, ToolCall, ToolRegistry, ToolResult
-from verl_server.errors import BadInputError, to_wire
+from verl_server.errors import BadInputError
+from verl_server.validation import did_you_mean
 
 AgentLoopClass = TypeVar("AgentLoopClass", bound="type[AgentLoop]")
 
@@ -25,7 +26,9 @@ _LOOPS: dict[str, type[AgentLoop]] = {}
 class AgentLoop(ABC):
     """A kind of agent. One instance serves any number of episodes at a time, so it must not store their state.
 
-    `tools`: tools or functions that the policy may call. Raises BadInputError if two tools have the same name.
+    `tools`: list of the tools and functions that the policy may call. Raises BadInputError if it is not a list, if a
+    function cannot be a tool (see `FunctionTool`), and if two tools have the same name. A subclass with a constructor
+    of its own calls `super().__init__(tools)`.
     """
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
@@ -38,25 +41,34 @@ class AgentLoop(ABC):
     async def run_episode(self, episode: Episode) -> str:
         """Call `run` and return the stop reason: `done`, the name of a limit, or `error`.
 
-        The stop reason and the exception of a failed episode are also stored in the episode. Only cancellation is
-        raised.
+        The stop reason and the exception of a failed episode are also stored in the episode. An `Exception` is not
+        raised; cancellation is.
         """
         try:
             await self.run(episode)
         except EpisodeStopped as stopped:
-            stop_reason, error = stopped.stop_reason, None
+            stop_reason, exception = stopped.stop_reason, None
         except Exception as failure:  # noqa: BLE001 - a failure belongs to this sample and must not end the batch
-            stop_reason, error = "error", to_wire(failure)
+            stop_reason, exception = "error", failure
         else:
-            stop_reason, error = "done", None
-        episode.stop_reason, episode.error = stop_reason, error
+            stop_reason, exception = "done", None
+        episode.stop_reason, episode.exception = stop_reason, exception
         return stop_reason
 
 
 def register_agent_loop(name: str) -> Callable[[AgentLoopClass], AgentLoopClass]:
-    """Class decorator that registers an agent loop under a name. Raises BadInputError for a name that is taken."""
+    """Class decorator `@register_agent_loop("name")` that registers an agent loop under a name.
+
+    Raises BadInputError for a name that is not a string or is taken, and for a class that is no agent loop.
+    """
+    if not isinstance(name, str):
+        raise BadInputError(
+            f'the name of an agent loop must be a string, got {name!r}; write @register_agent_loop("name")'
+        )
 
     def register(loop_class: AgentLoopClass) -> AgentLoopClass:
+        if not isinstance(loop_class, type) or not issubclass(loop_class, AgentLoop):
+            raise BadInputError(f"only subclasses of AgentLoop can be registered, got {loop_class!r}")
         if name in _LOOPS and _LOOPS[name] is not loop_class:
             raise BadInputError(f"an agent loop with the name {name!r} is already registered; choose another name")
         _LOOPS[name] = loop_class
@@ -68,7 +80,8 @@ def register_agent_loop(name: str) -> Callable[[AgentLoopClass], AgentLoopClass]
 def get_agent_loop(name: str) -> type[AgentLoop]:
     """The agent loop that is registered under a name. Raises BadInputError for an unknown name."""
     if name not in _LOOPS:
-        raise BadInputError(f"there is no agent loop {name!r}; registered agent loops: {sorted(_LOOPS)}")
+        hint = did_you_mean(name, _LOOPS)
+        raise BadInputError(f"there is no agent loop {name!r}; registered agent loops: {sorted(_LOOPS)}{hint}")
     return _LOOPS[name]
 
 
@@ -82,7 +95,10 @@ class SingleTurnLoop(AgentLoop):
 
 @register_agent_loop("tool_agent")
 class ToolAgentLoop(AgentLoop):
-    """Calls tools until a turn contains no tool call. The calls of one turn are executed concurrently."""
+    """Calls tools until a turn contains no tool call or is cut off (finish reason `length`).
+
+    The calls of one turn are executed concurrently.
+    """
 
     def parse_tool_calls(self, turn: Turn) -> list[ToolCall | ToolResult]:
         """The tool calls of a turn, parsed by the renderer of the model family or from Hermes' markers in the text."""
@@ -99,7 +115,10 @@ class ToolAgentLoop(AgentLoop):
 
 @register_agent_loop("interleaved")
 class InterleavedLoop(AgentLoop):
-    """Executes tool calls within a turn: stops at the end of a call, appends the result, and continues the turn."""
+    """Executes tool calls within a turn: stops at the end of a call, appends the result, and continues the turn.
+
+    A call is `<call>{"name": ..., "arguments": {...}}</call>`. Its result is appended as `<result>...</result>`.
+    """
 
     CALL_START, CALL_END = "<call>", "</call>"
 

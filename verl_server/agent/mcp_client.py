@@ -10,7 +10,8 @@ from mcp import Client, StdioServerParameters
 from mcp.types import Tool as ToolDescription
 
 from verl_server.agent.tools import Tool
-from verl_server.errors import ServerError
+from verl_server.errors import BadInputError, ServerError
+from verl_server.validation import require_seconds
 
 
 class McpToolError(Exception):
@@ -38,8 +39,16 @@ async def mcp_tools(server: StdioServerParameters | str, timeout_s: float = 30.0
 
     `server`: a program, which is started and ended with the context, or a URL (streamable HTTP). `timeout_s`: maximum
     seconds per answer of the server. Parts of a tool result that are not text appear as their type in brackets. After
-    the server has ended, its tools return errors. Raises ServerError if the server repeats a page of its tool list.
+    the server has ended, its tools return errors. Raises BadInputError for a string that is no URL and for a
+    `timeout_s` that is not a positive number, ServerError if the server repeats a page of its tool list, and the
+    exceptions of the package `mcp` if there is no connection.
     """
+    require_seconds("timeout_s", timeout_s)
+    if isinstance(server, str) and not server.startswith(("http://", "https://")):
+        raise BadInputError(
+            f"{server!r} is no URL of an MCP server (http:// or https://); to start a program, pass "
+            'mcp.StdioServerParameters(command="python", args=["server.py"])'
+        )
     async with Client(server, read_timeout_seconds=timeout_s) as client:
         page = await client.list_tools()
         descriptions = list(page.tools)

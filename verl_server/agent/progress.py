@@ -20,7 +20,8 @@ async def with_progress(
 ) -> AsyncIterator[SampleGroup]:
     """Yield the groups of `runner.run(...)` and show a progress bar meanwhile.
 
-    `total`: number of groups that are expected. None shows no total.
+    `total`: number of groups that are expected. None shows no total. `console`: where the bar is shown; None is the
+    standard output. Raises the exceptions of `groups`.
     """
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("groups  {task.description}"), TimeElapsedColumn())
     start, tokens_at_start = time.monotonic(), runner.counters.num_sampled_tokens

@@ -1,32 +1,38 @@
 """`RolloutRunner`: runs an agent on many tasks and yields groups of finished samples. It can resume after a crash.
 
 Each sample has its own file `TASK-INDEX.jsonl` in `run_dir`. A sample whose file records its termination is loaded and
-not generated again. A sample whose file has no termination is replayed up to its last turn, and then continues.
+not generated again. A sample whose file has no termination, or that failed, is replayed up to its last turn, and then
+continues.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_server.agent.common_failure import CommonFailure
 from verl_server.agent.daemon_thread import run_in_daemon_thread
-from verl_server.agent.episode import Episode, Task
-from verl_server.agent.generate_fn import GenerateFn
+from verl_server.agent.episode import Episode, Task, validate_episode_arguments
+from verl_server.agent.generate_fn import GenerateFn, require_generate_fn
 from verl_server.agent.limits import RolloutLimits
 from verl_server.agent.loops import AgentLoop, get_agent_loop
 from verl_server.agent.samples import Sample, SampleGroup
+from verl_server.agent.tools import ToolRegistry
 from verl_server.errors import BadInputError, to_wire
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.recorder import Recorder, load_session, session_file
 from verl_server.trajectory.rendering import ChatRenderer
 from verl_server.types import Json
+from verl_server.validation import require_callable, require_whole_number
 
 RewardFn = Callable[[Sample], float | Awaitable[float]]
-"""Computes the reward of a finished sample. A function that is not a coroutine function runs in a thread."""
+"""Computes the reward of a finished sample, a finite number. A function that is not a coroutine function runs in a
+thread."""
 
 
 @dataclass
@@ -48,9 +54,11 @@ class RunnerCounters:
 class RolloutRunner:
     """Runs one agent loop with one policy on any number of tasks.
 
-    `loop`: an agent loop, or the name of a registered agent loop, which is constructed without tools. `reward`: called
-    with every finished sample; if it raises an exception, the sample fails. `run_dir`: directory of the recorded
-    sessions; None keeps sessions in memory only. `max_concurrency`: maximum number of samples that run at a time.
+    `loop`: an agent loop, or the name of a registered agent loop, which is constructed without tools. `generate`: for
+    example `fleet.router.generate`. `sampling_params`: SGLang's sampling parameters of every turn. `reward`: called
+    with every finished sample that did not fail; if it raises an exception, the sample fails. `run_dir`: directory of
+    the recorded sessions; None keeps sessions in memory only. `max_concurrency`: maximum number of samples that run at
+    a time. Raises BadInputError for an argument of a wrong type or value.
     """
 
     def __init__(
@@ -65,13 +73,20 @@ class RolloutRunner:
         run_dir: Path | str | None = None,
         max_concurrency: int = 256,
     ) -> None:
-        self._loop = get_agent_loop(loop)() if isinstance(loop, str) else loop
+        validate_episode_arguments(renderer, limits, sampling_params)
+        require_generate_fn("generate", generate)
+        if reward is not None:
+            require_callable("reward", reward, "write `def reward(sample: Sample) -> float`", None)
+        if run_dir is not None and (not isinstance(run_dir, (str, Path)) or Path(run_dir).is_file()):
+            raise BadInputError(f"run_dir must be the path of a directory, got {run_dir!r}")
+        require_whole_number("max_concurrency", max_concurrency)
+        self._loop = _as_agent_loop(loop)
         self._generate, self._renderer = generate, renderer
         self._limits, self._sampling_params = limits, dict(sampling_params)
         self._reward, self._run_dir, self._max_concurrency = reward, run_dir, max_concurrency
         self.counters = RunnerCounters()
 
-    async def run(
+    def run(
         self,
         tasks: Iterable[Task],
         n: int = 1,
@@ -83,10 +98,30 @@ class RolloutRunner:
 
         `group_filter` decides which groups are yielded (None: all of them). After `num_groups` groups (None: all of
         them) the remaining samples are cancelled. Pass more tasks than `num_groups` to replace groups that the filter
-        rejects. Raises BadInputError for two tasks with the same id, and the error of a sample that cannot be recorded.
+        rejects.
+
+        A sample whose agent loop or reward raises an exception has the stop reason `error`, and the other samples go
+        on. But if the first samples of the run all fail with the same type of exception at the same place and no sample
+        succeeds, the iterator raises that exception: see `CommonFailure`. It also raises the error of a sample that
+        cannot be recorded. Raises BadInputError at once for an argument of a wrong type or value, for two tasks with
+        the same id, and for a task id that is no file name when `run_dir` is set.
         """
-        slots = asyncio.Semaphore(self._max_concurrency)
-        running = {asyncio.create_task(self._run_group(task, n, slots)) for task in _require_distinct(tasks)}
+        require_whole_number("n", n)
+        if num_groups is not None:
+            require_whole_number("num_groups", num_groups)
+        if group_filter is not None:
+            require_callable("group_filter", group_filter, "write `def keep(group: SampleGroup) -> bool`", None)
+        return self._iterate_groups(self._validate_tasks(tasks, n), n, num_groups, group_filter)
+
+    async def _iterate_groups(
+        self,
+        tasks: Sequence[Task],
+        n: int,
+        num_groups: int | None,
+        group_filter: Callable[[SampleGroup], bool] | None,
+    ) -> AsyncIterator[SampleGroup]:
+        slots, failures = asyncio.Semaphore(self._max_concurrency), CommonFailure(tasks, n)
+        running = {asyncio.create_task(self._run_group(task, n, slots, failures)) for task in tasks}
         num_kept = 0
         try:
             for finished in asyncio.as_completed(list(running)):
@@ -101,8 +136,8 @@ class RolloutRunner:
                 group_task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _run_group(self, task: Task, n: int, slots: asyncio.Semaphore) -> SampleGroup:
-        running = [asyncio.create_task(self._run_sample(task, index, slots)) for index in range(n)]
+    async def _run_group(self, task: Task, n: int, slots: asyncio.Semaphore, failures: CommonFailure) -> SampleGroup:
+        running = [asyncio.create_task(self._run_sample(task, index, slots, failures)) for index in range(n)]
         try:
             return SampleGroup(task, await asyncio.gather(*running))
         except BaseException:  # a sample cannot be recorded, for example: cancel the other samples of the group
@@ -111,55 +146,63 @@ class RolloutRunner:
             await asyncio.gather(*running, return_exceptions=True)
             raise
 
-    async def _run_sample(self, task: Task, index: int, slots: asyncio.Semaphore) -> Sample:
+    async def _run_sample(self, task: Task, index: int, slots: asyncio.Semaphore, failures: CommonFailure) -> Sample:
         async with slots:
             self.counters.num_running_samples += 1
             try:
-                sample = await self._load_or_generate(task, index, f"{task.id}-{index}")
+                sample, exception = await self._load_or_generate(task, index, _session_id(task, index))
             finally:
                 self.counters.num_running_samples -= 1
         self.counters.num_finished_samples += 1
         self.counters.num_failed_samples += sample.stop_reason == "error"
+        failures.record(task, index, exception)
         return sample
 
-    async def _load_or_generate(self, task: Task, index: int, session_id: str) -> Sample:
-        """Load the sample if it is recorded with its termination. Generate or continue it otherwise."""
+    async def _load_or_generate(self, task: Task, index: int, session_id: str) -> tuple[Sample, Exception | None]:
+        """Load the sample if it is recorded with its termination. Generate or continue it otherwise.
+
+        Returns the sample, and the exception of a failed sample.
+        """
         if self._run_dir is None:
             return await self._generate_sample(task, index, TrajectoryGraph(session_id))
         if (recorded := self._load_finished(task, index, session_file(self._run_dir, session_id))) is not None:
-            return recorded
+            return recorded, None
         with Recorder(self._run_dir, session_id) as recorder:
             return await self._generate_sample(task, index, recorder)
 
     def _load_finished(self, task: Task, index: int, path: Path) -> Sample | None:
-        """The recorded sample. None if there is no file, or if the file has no termination."""
+        """The recorded sample. None if there is no file, if the file has no termination, or if the sample failed."""
         graph = load_session(path) if path.exists() else None
         if graph is None or not graph.terminations:
             return None
         termination = next(reversed(graph.terminations.values()))
+        if termination.stop_reason == "error":
+            return None
         rewards = graph.rewards.get(termination.node)
         reward = None if rewards is None else rewards[-1]
         return Sample(task, index, graph, termination.node, termination.stop_reason, termination.error, reward)
 
-    async def _generate_sample(self, task: Task, index: int, record: Recorder | TrajectoryGraph) -> Sample:
+    async def _generate_sample(
+        self, task: Task, index: int, record: Recorder | TrajectoryGraph
+    ) -> tuple[Sample, Exception | None]:
         schemas = self._loop.tools.schemas
         episode = Episode(
             task, record, self._generate_counted, self._renderer, self._limits, self._sampling_params, schemas
         )
         stop_reason = await self._loop.run_episode(episode)
         sample = Sample(task, index, episode.graph, episode.leaf, stop_reason, episode.error)
-        if self._reward is not None and stop_reason != "error":
+        exception = episode.exception
+        if self._reward is not None and exception is None:
             try:
                 reward = await _call_reward(self._reward, sample)
                 if sample.leaf is not None:
                     record.set_rewards(sample.leaf, [reward])
+                sample = dataclasses.replace(sample, reward=reward)
             except Exception as error:  # noqa: BLE001 - a failure of the reward belongs to this sample
-                sample = Sample(task, index, sample.graph, sample.leaf, "error", to_wire(error))
-            else:
-                sample = Sample(task, index, sample.graph, sample.leaf, stop_reason, None, reward)
+                sample, exception = dataclasses.replace(sample, stop_reason="error", error=to_wire(error)), error
         if sample.leaf is not None:  # the termination is written last: a file that contains it is complete
             record.terminate(sample.leaf, sample.stop_reason, sample.error)
-        return sample
+        return sample, exception
 
     async def _generate_counted(self, *, rid: str, session_id: str, **request: Any) -> Json:
         reply = await self._generate(rid=rid, session_id=session_id, **request)
@@ -167,18 +210,47 @@ class RolloutRunner:
         self.counters.num_sampled_tokens += len(reply["output_ids"])
         return reply
 
+    def _validate_tasks(self, tasks: object, n: int) -> list[Task]:
+        """The tasks as a list. Raises BadInputError for a value that is no task and an id that cannot be recorded."""
+        if not isinstance(tasks, Iterable):
+            raise BadInputError(f"tasks must be a list of tasks, got {type(tasks).__name__}; write [task]")
+        tasks_by_id: dict[str, Task] = {}
+        for index, task in enumerate(tasks):
+            if not isinstance(task, Task):
+                got = type(task).__name__
+                raise BadInputError(f"tasks[{index}] must be a Task, got {got}; pass Task(id, messages, data)")
+            if tasks_by_id.setdefault(task.id, task) is not task:
+                raise BadInputError(f"two tasks have the id {task.id!r}; task ids must be unique")
+            if self._run_dir is not None:
+                session_file(self._run_dir, _session_id(task, n - 1))
+        return list(tasks_by_id.values())
+
+
+def _session_id(task: Task, index: int) -> str:
+    return f"{task.id}-{index}"
+
+
+def _as_agent_loop(loop: object) -> AgentLoop:
+    """The agent loop, or a new one for the name of a registered agent loop."""
+    if isinstance(loop, str):
+        return get_agent_loop(loop)()
+    if isinstance(loop, type) and issubclass(loop, AgentLoop):
+        raise BadInputError(f"loop must be an instance of an agent loop, got the class; write {loop.__name__}(tools)")
+    if not isinstance(loop, AgentLoop):
+        raise BadInputError(f"loop must be an AgentLoop or the name of one, got {type(loop).__name__}")
+    if not isinstance(getattr(loop, "tools", None), ToolRegistry):
+        name = type(loop).__name__
+        raise BadInputError(f"the agent loop {name} has no tools; call super().__init__(tools) in {name}.__init__")
+    return loop
+
 
 async def _call_reward(reward: RewardFn, sample: Sample) -> float:
     if inspect.iscoroutinefunction(reward):
-        return float(await reward(sample))
-    value = await run_in_daemon_thread(lambda: reward(sample))
-    return float(await value if inspect.isawaitable(value) else value)
-
-
-def _require_distinct(tasks: Iterable[Task]) -> list[Task]:
-    """Raise BadInputError if two tasks have the same id, because their samples would share files."""
-    tasks_by_id: dict[str, Task] = {}
-    for task in tasks:
-        if tasks_by_id.setdefault(task.id, task) is not task:
-            raise BadInputError(f"two tasks have the id {task.id!r}; task ids must be unique")
-    return list(tasks_by_id.values())
+        value = await reward(sample)
+    else:
+        value = await run_in_daemon_thread(lambda: reward(sample))
+        value = await value if inspect.isawaitable(value) else value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise BadInputError(f"the reward function must return a number, got {value!r:.80}") from None

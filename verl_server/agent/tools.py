@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import traceback
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,10 @@ import pydantic
 from verl_server.agent.daemon_thread import run_in_daemon_thread
 from verl_server.errors import BadInputError
 from verl_server.types import Json
+from verl_server.validation import require_list, require_seconds
+
+EXAMPLE = 'def search(query: str) -> str:\n    """Search the documents."""\n    ...'
+"""A function that can be a tool, for errors."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,11 @@ class Tool(ABC):
     """A tool that a policy may call: a name, a JSON schema as chat templates take it, and a timeout per call."""
 
     def __init__(self, name: str, description: str, parameters: Json, timeout_s: float) -> None:
-        """`parameters`: JSON schema of the arguments. `timeout_s`: maximum seconds per call."""
-        self.name, self.timeout_s = name, timeout_s
+        """`parameters`: JSON schema of the arguments. `timeout_s`: maximum seconds per call.
+
+        Raises BadInputError for a `timeout_s` that is not a positive number.
+        """
+        self.name, self.timeout_s = name, require_seconds(f"timeout_s of tool {name!r}", timeout_s)
         self.schema: Json = {
             "type": "function",
             "function": {"name": name, "description": description, "parameters": parameters},
@@ -61,11 +69,16 @@ class Tool(ABC):
     async def run(self, arguments: Mapping[str, Any]) -> Any:
         """Execute the tool. Returns text, or a value that is converted to JSON text.
 
-        Raises ToolArgumentsError for arguments that do not fit the schema. It may raise any other exception.
+        Raises ToolArgumentsError for arguments that do not fit the schema. It may raise any other exception; `call`
+        converts exceptions to results.
         """
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Execute the tool within its timeout. Exceptions of the tool become results, which the policy can read."""
+        """Execute the tool within its timeout. Exceptions of the tool become results, which the policy can read.
+
+        A NameError or an ImportError in the source of the tool is raised: no arguments of the policy can avoid it, so
+        the episode fails.
+        """
         timeout = asyncio.timeout(self.timeout_s)
         try:
             async with timeout:
@@ -76,9 +89,11 @@ class Tool(ABC):
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             return ToolResult(self.name, "Error: the tool was cancelled", "raised")  # the tool cancelled itself
-        except Exception as error:  # noqa: BLE001 - a tool may raise any exception
+        except Exception as error:
             if timeout.expired():
                 return ToolResult(self.name, f"Error: no result within {self.timeout_s:g} s", "timeout")
+            if _is_mistake_in_source(error):
+                raise
             return ToolResult(self.name, f"Error: {type(error).__name__}: {error}", "raised")
 
 
@@ -86,24 +101,21 @@ class FunctionTool(Tool):
     """A Python function as a tool. Its annotations give the schema, its docstring gives the description.
 
     A function that is not a coroutine function runs in a thread of its own. The thread of a call that exceeds the
-    timeout keeps running, and its result is discarded. Raises BadInputError for parameters that cannot be passed by
-    name.
+    timeout keeps running, and its result is discarded. Raises BadInputError for an object that is neither a function
+    nor a method, for a lambda, for a function without a docstring, and for parameters that have no annotation or
+    cannot be passed by name.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, timeout_s: float = 30.0) -> None:
-        name = name or function.__name__
+        """`name`: name of the tool. None takes the function's name. `timeout_s`: maximum seconds per call."""
+        name, description = _describe(function, name)
         self._function = function
-        annotations = typing.get_type_hints(function)
-        fields: dict[str, Any] = {}
-        for parameter in inspect.signature(function).parameters.values():
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-                raise BadInputError(f"tool {name!r}: parameter {parameter.name!r} cannot be passed by name")
-            default = ... if parameter.default is parameter.empty else parameter.default
-            fields[parameter.name] = (annotations.get(parameter.name, Any), default)
-        config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-        self._arguments_model = pydantic.create_model(name, __config__=config, **fields)
-        schema = self._arguments_model.model_json_schema()
-        super().__init__(name, inspect.getdoc(function) or "", schema, timeout_s)
+        self._arguments_model = _arguments_model(name, function)
+        try:
+            schema = self._arguments_model.model_json_schema()
+        except pydantic.PydanticUserError as error:
+            raise BadInputError(f"tool {name!r}: an annotation has no JSON schema: {error.message}") from error
+        super().__init__(name, description, schema, timeout_s)
 
     async def run(self, arguments: Mapping[str, Any]) -> Any:
         try:
@@ -121,7 +133,10 @@ class ToolRegistry:
     """The tools of an agent by name. Functions are converted to `FunctionTool`."""
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
-        """Raises BadInputError if two tools have the same name."""
+        """Raises BadInputError if `tools` is not a list, for a function that cannot be a tool, and for two tools with
+        the same name.
+        """
+        require_list("tools", tools, f"write tools=[{getattr(tools, '__name__', 'function')}]")
         self._tools: dict[str, Tool] = {}
         for item in tools:
             tool = item if isinstance(item, Tool) else FunctionTool(item)
@@ -135,7 +150,7 @@ class ToolRegistry:
         return [tool.schema for tool in self._tools.values()]
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Execute a tool call. Failures become results."""
+        """Execute a tool call. Failures become results, see `Tool.call`."""
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(sorted(self._tools)) or "none"
@@ -147,13 +162,80 @@ class ToolRegistry:
     async def call_all(self, calls: Sequence[ToolCall | ToolResult]) -> list[ToolResult]:
         """Execute tool calls concurrently. Returns the results in the order of the calls.
 
-        An entry that is already a result (a malformed call) is returned unchanged.
+        An entry that is already a result (a malformed call) is returned unchanged. The exception of a tool with a
+        mistake in its source (see `Tool.call`) is raised after all calls have ended.
         """
 
         async def execute(call: ToolCall | ToolResult) -> ToolResult:
             return call if isinstance(call, ToolResult) else await self.call(call)
 
-        return list(await asyncio.gather(*(execute(call) for call in calls)))
+        results: list[ToolResult] = []
+        for result in await asyncio.gather(*(execute(call) for call in calls), return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+            results.append(result)
+        return results
+
+
+def _describe(function: Callable[..., Any], name: str | None) -> tuple[str, str]:
+    """Name and description of a tool. Raises BadInputError if the function has none."""
+    if not inspect.isroutine(function):
+        got = f"the class {function.__name__}" if isinstance(function, type) else f"{function!r:.80}"
+        raise BadInputError(
+            f"a tool must be a function, a method or a Tool, got {got}; write a function such as\n{EXAMPLE}"
+        )
+    if function.__name__ == "<lambda>":
+        raise BadInputError(
+            f"a lambda cannot be a tool, because it has no name, annotations and docstring; write a function such as\n"
+            f"{EXAMPLE}"
+        )
+    name = name or function.__name__
+    description = inspect.getdoc(function)
+    if not description:
+        raise BadInputError(
+            f"tool {name!r} has no docstring; the policy reads the docstring as the description of the tool. Write it "
+            f"as the first line of the function, for example\n{EXAMPLE}"
+        )
+    return name, description
+
+
+def _arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.BaseModel]:
+    """A model of the function's parameters, which validates arguments and gives the JSON schema.
+
+    Raises BadInputError for a parameter without a usable annotation and for one that cannot be passed by name.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+        annotations = typing.get_type_hints(function)
+    except (NameError, TypeError, ValueError) as error:
+        raise BadInputError(f"tool {name!r}: its parameters and annotations cannot be read: {error}") from error
+    fields: dict[str, Any] = {}
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise BadInputError(f"tool {name!r}: parameter {parameter.name!r} cannot be passed by name")
+        if parameter.name not in annotations:
+            raise BadInputError(
+                f"tool {name!r}: parameter {parameter.name!r} has no annotation; the annotations are the JSON schema "
+                f"that the policy reads. Write `{parameter.name}: str`, or the type that the function needs"
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (annotations[parameter.name], default)
+    config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    try:
+        return pydantic.create_model(name, __config__=config, **fields)
+    except (NameError, pydantic.PydanticUserError) as error:  # a NameError for a parameter that begins with "_"
+        raise BadInputError(f"tool {name!r}: its parameters cannot be a JSON schema: {error}") from error
+
+
+def _is_mistake_in_source(error: Exception) -> bool:
+    """Whether the source of a tool uses an unknown name or a module that cannot be imported.
+
+    Text that a tool executes for the policy (`eval`, `exec`) has no file; a mistake in it is the policy's.
+    """
+    if not isinstance(error, (NameError, ImportError)):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and not frames[-1].filename.startswith("<")
 
 
 def _as_text(value: Any) -> str:

@@ -47,7 +47,7 @@ def to_batch(paths: Sequence[GraphPath], pad_token_id: int) -> TensorDict:
     `prompts` [B, P]; `responses`, `response_mask`, `rollout_log_probs`, `rm_scores`, `weight_versions` [B, R];
     `input_ids`, `attention_mask`, `position_ids` [B, P + R]. Masked positions have log prob 0, score 0 and weight
     version `NO_VERSION` (-1). A reward per token is stored at its token. A reward of a whole node is stored at the
-    last token of the node. Raises BadInputError if there are no paths.
+    last token of the node. Raises BadInputError if there are no paths, and for an unknown node.
     """
     import torch
     from tensordict import TensorDict
@@ -90,7 +90,8 @@ def to_packed(paths: Sequence[GraphPath]) -> dict[str, torch.Tensor]:
     """Convert paths to tensors without padding, one path after the other.
 
     The fields `input_ids`, `position_ids`, `response_mask`, `rollout_log_probs`, `rm_scores` and `weight_versions`
-    have the shape [T]. `cu_seqlens` [B + 1] has the offsets of the paths. Raises BadInputError if there are no paths.
+    have the shape [T]. `cu_seqlens` [B + 1] (int32) has the offsets of the paths. Raises BadInputError if there are no
+    paths, and for an unknown node.
     """
     import torch
 

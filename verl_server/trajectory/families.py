@@ -17,17 +17,19 @@ from renderers.configs import config_from_name
 
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.trajectory.messages import Message, validate_messages
-from verl_server.trajectory.rendering import ChatRenderer, ParsedToolCall
+from verl_server.trajectory.rendering import ChatRenderer, ParsedToolCall, require_tokenizer
 from verl_server.types import Json
 
 
 def get_renderer(tokenizer: Any, family: str | None = None) -> ChatRenderer:
     """The renderer of a known model family, or the generic `ChatRenderer`.
 
-    `family`: name of a family in the package `renderers` ("qwen3", "llama-3", ...). None selects the family by the
-    tokenizer's `name_or_path` if that is the name of a released model, and the generic renderer otherwise. A
-    fine-tuned model may have another template, so its family must be given by name, or the generic renderer checks
-    the template. Raises UnsupportedError.
+    `tokenizer`: a Hugging Face tokenizer, for example `AutoTokenizer.from_pretrained(path)`. `family`: name of a family
+    in the package `renderers` ("qwen3", "llama-3", ...). None selects the family by the tokenizer's `name_or_path` if
+    that is the name of a released model, and the generic renderer otherwise. A fine-tuned model may have another
+    template, so its family must be given by name, or the generic renderer checks the template. Raises BadInputError for
+    an object that is no tokenizer, for example a path, and UnsupportedError for a family that is unknown or does not
+    fit the tokenizer, and for a chat template that `ChatRenderer` cannot use.
     """
     known_family = family or MODEL_RENDERER_MAP.get(str(getattr(tokenizer, "name_or_path", "")))
     return ChatRenderer(tokenizer) if known_family is None else FamilyRenderer(tokenizer, known_family)
@@ -37,10 +39,12 @@ class FamilyRenderer(ChatRenderer):
     """Renders chat messages for one known model family. Thoughts of earlier turns stay in the prompt.
 
     Keeping the thoughts makes the prompt contain exactly the sampled tokens, which are trained on. Raises
-    UnsupportedError if the tokenizer does not belong to the family.
+    BadInputError for an object that is no tokenizer, and UnsupportedError if the family is unknown or the tokenizer
+    does not belong to it.
     """
 
     def __init__(self, tokenizer: Any, family: str) -> None:
+        require_tokenizer(tokenizer)
         self._tokenizer, self._family_name = tokenizer, family
         try:
             self._family: Any = create_renderer(tokenizer, _family_config(family))

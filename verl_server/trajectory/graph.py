@@ -36,7 +36,8 @@ class TrajectoryGraph:
     rewards: dict[int, list[float]] = field(default_factory=dict)
     """Rewards by node id: one value for the node, or one value per token."""
     terminations: dict[int, Termination] = field(default_factory=dict)
-    """Terminations by node id."""
+    """Terminations by node id, in the order in which they were recorded. A later termination replaces an earlier one
+    of the same node."""
     _children: dict[int | None, list[int]] = field(default_factory=dict, init=False)
     _num_tokens: list[int] = field(default_factory=list, init=False)
     """Number of tokens from the root to the end of each node."""
@@ -94,7 +95,10 @@ class TrajectoryGraph:
         self._children.setdefault(node.parent, []).append(node.id)
 
     def set_rewards(self, node: int, values: Sequence[float]) -> None:
-        """Set the rewards of a node: one value for the node, or one value per token. Raises BadInputError."""
+        """Set the rewards of a node: one value for the node, or one value per token.
+
+        Raises BadInputError for an unknown node, for another number of values, and for values that are not finite.
+        """
         num_tokens = len(self.node(node).token_ids)
         if len(values) not in (1, num_tokens):
             raise BadInputError(
@@ -108,6 +112,7 @@ class TrajectoryGraph:
     def terminate(self, node: int, stop_reason: str, error: Json | None = None) -> Termination:
         """Record that an episode stopped at a node, and why. Raises BadInputError for an unknown node."""
         self.node(node)
+        self.terminations.pop(node, None)  # so that the last entry is the last termination
         termination = self.terminations[node] = Termination(node, stop_reason, error)
         return termination
 
@@ -122,7 +127,10 @@ class TrajectoryGraph:
         return self.nodes[node_id]
 
     def children(self, node: int | None) -> list[int]:
-        """Ids of the children of a node in the order in which they were added. None: ids of the roots."""
+        """Ids of the children of a node in the order in which they were added. None: ids of the roots.
+
+        A node that is unknown has no children.
+        """
         return list(self._children.get(node, ()))
 
     @property
@@ -131,28 +139,31 @@ class TrajectoryGraph:
         return [node.id for node in self.nodes if node.id not in self._children]
 
     def num_tokens(self, node: int) -> int:
-        """Number of tokens from the root to the end of the node."""
+        """Number of tokens from the root to the end of the node. Raises BadInputError for an unknown node."""
         self.node(node)
         return self._num_tokens[node]
 
     def num_turns(self, node: int) -> int:
-        """Number of sampled turns from the root to the end of the node."""
+        """Number of sampled turns from the root to the end of the node. Raises BadInputError for an unknown node."""
         self.node(node)
         return self._num_turns[node]
 
     def num_sampled_tokens(self, node: int) -> int:
-        """Number of sampled tokens from the root to the end of the node."""
+        """Number of sampled tokens from the root to the end of the node. Raises BadInputError for an unknown node."""
         return sum(len(item.token_ids) for item in self.path(node) if item.sampled)
 
     def path(self, node: int) -> list[Node]:
-        """The nodes from the root to the node."""
+        """The nodes from the root to the node. Raises BadInputError for an unknown node."""
         nodes = [self.node(node)]
         while (parent := nodes[-1].parent) is not None:
             nodes.append(self.nodes[parent])
         return nodes[::-1]
 
     def token_ids(self, node: int) -> list[int]:
-        """Token ids from the root to the end of the node: the prompt of a turn that follows the node."""
+        """Token ids from the root to the end of the node: the prompt of a turn that follows the node.
+
+        Raises BadInputError for an unknown node.
+        """
         cached_node, token_ids = self._last_token_ids
         missing: list[int] = []
         current: int | None = self.node(node).id
@@ -167,7 +178,7 @@ class TrajectoryGraph:
         return token_ids.copy()
 
     def token_sequence(self, node: int) -> TokenSequence:
-        """The path to the node, token by token."""
+        """The path to the node, token by token. Raises BadInputError for an unknown node."""
         return concatenate_nodes(self.path(node))
 
     def longest_prefix(self, token_ids: Sequence[int]) -> tuple[int | None, int]:

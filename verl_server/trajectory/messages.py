@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from verl_server.errors import BadInputError
+from verl_server.validation import require_list
 
 Message = Mapping[str, Any]
 """A chat message with the keys `role` and `content`, as chat templates take it."""
@@ -15,26 +18,55 @@ ASSISTANT_PLACEHOLDER = "\u2042verl\u2042"
 """Text that stands for an assistant message while a chat template is rendered. No template and no message has it."""
 IMAGE_KEYS = ("image", "image_url", "url", "path", "base64")
 """Keys under which a content part gives its image."""
+EXAMPLE = '[{"role": "user", "content": "What is 19 + 23?"}]'
+"""A list of messages, for errors."""
 
 
 def validate_messages(messages: Sequence[Message]) -> None:
-    """Raise BadInputError if `messages` is empty or contains a message that no chat template accepts."""
+    """Raise BadInputError unless `messages` is a list of messages that can be rendered and recorded.
+
+    The error names the index of the message. A message has one of the `ROLES`, and a content: a string or a list of
+    content parts. Only an assistant message with `tool_calls` needs no content. All values are plain JSON values.
+    """
+    require_list("messages", messages, f"for example {EXAMPLE}")
     if not messages:
-        raise BadInputError("there are no messages: pass at least one message")
+        raise BadInputError(f"there are no messages: pass at least one message, for example {EXAMPLE}")
     for index, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, Mapping) else type(message).__name__
-        if not isinstance(message, Mapping) or not isinstance(role, str) or role not in ROLES:
-            raise BadInputError(f"message {index} has the role {role!r}; valid roles are {sorted(ROLES)}")
-        content = message.get("content")
-        if not (content is None or isinstance(content, (str, list))):
-            raise BadInputError(
-                f"the content of message {index} has the type {type(content).__name__}; expected a string or a list of "
-                "content parts"
-            )
-        if isinstance(content, str) and ASSISTANT_PLACEHOLDER in content:
-            raise BadInputError(
-                f"message {index} contains the reserved placeholder {ASSISTANT_PLACEHOLDER!r}; remove it from the text"
-            )
+        try:
+            _validate_message(message)
+        except BadInputError as error:
+            raise BadInputError(f"message {index}: {error.message}") from None
+
+
+def _validate_message(message: Message) -> None:
+    if not isinstance(message, Mapping):
+        raise BadInputError(f"expected a dict, got {type(message).__name__}; for example {EXAMPLE[1:-1]}")
+    if "role" not in message:
+        raise BadInputError(f"the key 'role' is missing; the message has the keys {sorted(map(str, message))}")
+    role, content = message["role"], message.get("content")
+    if not isinstance(role, str) or role not in ROLES:
+        raise BadInputError(f"the role {role!r} is unknown; valid roles are {sorted(ROLES)}")
+    if content is None and not (role == "assistant" and message.get("tool_calls")):
+        problem = "has the value None" if "content" in message else "is missing"
+        raise BadInputError(
+            f"the key 'content' {problem}; only an assistant message with 'tool_calls' needs no content"
+        )
+    if not (content is None or isinstance(content, (str, list))):
+        raise BadInputError(
+            f"the content has the type {type(content).__name__}; expected a string or a list of content parts"
+        )
+    if isinstance(content, str) and ASSISTANT_PLACEHOLDER in content:
+        raise BadInputError(
+            f"the content contains the reserved placeholder {ASSISTANT_PLACEHOLDER!r}; remove it from the text"
+        )
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(part, Mapping):
+            raise BadInputError(f"content part {number}: expected a dict, got {type(part).__name__}")
+    image_sources(message)
+    try:
+        orjson.dumps(dict(message))
+    except TypeError as error:
+        raise BadInputError(f"a value cannot be recorded as JSON: {error}; pass plain JSON values") from None
 
 
 def image_sources(message: Message) -> list[str]:

@@ -98,7 +98,7 @@ class TokenSequence:
 
     @property
     def prompt_length(self) -> int:
-        """Number of tokens before the first sampled token."""
+        """Number of tokens before the first sampled token. The number of all tokens if none is sampled."""
         return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.loss_mask)
 
 

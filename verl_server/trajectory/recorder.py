@@ -34,8 +34,8 @@ class Recorder:
     def __init__(self, run_dir: Path | str, session_id: str, *, sync: bool = True) -> None:
         """Open the session's file in `run_dir`, or create it. `graph` has the nodes that the file contains.
 
-        Raises ServerBusyError if another process writes the session, and BadInputError for an invalid session id, a
-        damaged file, or a file of another format.
+        Raises ServerBusyError if another `Recorder` has opened the session, BadInputError for an invalid session id, a
+        damaged file, a file of another format, or a file of another session, and OSError if the file cannot be opened.
         """
         path = session_file(run_dir, session_id)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,9 @@ class Recorder:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ServerBusyError(f"another process records the session {session_id!r}") from None
+                raise ServerBusyError(
+                    f"another process records the session {session_id!r}, or another Recorder of this process"
+                ) from None
             self.graph, num_bytes = parse_session(session_id, _read_all(self._fd))
             os.ftruncate(self._fd, num_bytes)
             os.lseek(self._fd, num_bytes, os.SEEK_SET)
@@ -105,14 +107,15 @@ def session_file(run_dir: Path | str, session_id: str) -> Path:
 def load_session(path: Path | str) -> TrajectoryGraph:
     """Load a recorded session. The session may still be written by another process.
 
-    Raises BadInputError for a damaged file or a file of another format.
+    Raises BadInputError for a damaged file, a file of another format, or a file of another session, and
+    FileNotFoundError if there is no file.
     """
     path = Path(path)
     return parse_session(path.name.removesuffix(FILE_SUFFIX), path.read_bytes())[0]
 
 
 def list_sessions(run_dir: Path | str) -> list[Path]:
-    """The files of all sessions that are recorded in `run_dir`, sorted by name."""
+    """The files of all sessions that are recorded in `run_dir`, sorted by name. Empty if there is no such folder."""
     return sorted(Path(run_dir).glob(f"*{FILE_SUFFIX}"))
 
 

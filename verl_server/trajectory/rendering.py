@@ -10,6 +10,7 @@ template when it is constructed. A template without the property is refused with
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,8 @@ PROBE_TURN_ENDS = ("x", "x ", "y\n")
 """Ends of assistant turns after which the tokenizer must keep a token boundary."""
 MAX_CHARACTERS_PER_TOKEN = 16
 """Upper bound of the characters of one token. Nearly all tokens of known vocabularies are shorter."""
+TOKENIZER_METHODS = ("apply_chat_template", "encode", "decode")
+"""Methods of a tokenizer that a renderer calls."""
 TRUNCATION_MARK = " [cut]"
 """Text at the end of a truncated tool result."""
 
@@ -51,14 +54,33 @@ class ParsedToolCall:
     """Reason why the call cannot be parsed. None for a well-formed call."""
 
 
+def require_tokenizer(tokenizer: object) -> None:
+    """Raise BadInputError unless `tokenizer` has the methods of a Hugging Face tokenizer."""
+    if isinstance(tokenizer, (str, os.PathLike)):
+        path = os.fspath(tokenizer)
+        raise BadInputError(
+            f"a renderer needs a tokenizer, got the path or name {path!r}; pass "
+            f"transformers.AutoTokenizer.from_pretrained({path!r})"
+        )
+    missing = [name for name in TOKENIZER_METHODS if not callable(getattr(tokenizer, name, None))]
+    if missing:
+        inner = "; pass its attribute `tokenizer`" if hasattr(tokenizer, "tokenizer") else ""
+        raise BadInputError(
+            f"a renderer needs a Hugging Face tokenizer, but {type(tokenizer).__name__} has no {missing[0]}(){inner}"
+        )
+
+
 class ChatRenderer:
     """Renders chat messages to token ids with the chat template of a Hugging Face tokenizer.
 
-    `tokenizer`: an object with `chat_template`, `apply_chat_template`, `encode` and `decode`. Raises UnsupportedError
-    if there is no chat template, or if the part that the template renders after a turn depends on earlier turns.
+    `tokenizer`: an object with `chat_template`, `apply_chat_template`, `encode` and `decode`. Raises BadInputError for
+    an object that is no tokenizer, and UnsupportedError if there is no chat template, if the part that the template
+    renders after a turn depends on earlier turns, or if the tokenizer joins the end of a turn with the text after it.
+    A template that refuses the conversations with which it is checked raises BadInputError.
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        require_tokenizer(tokenizer)
         self._tokenizer = tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise UnsupportedError("this tokenizer has no chat template; set tokenizer.chat_template")
@@ -83,7 +105,7 @@ class ChatRenderer:
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
         """Token ids of the first prompt of a conversation. `tools`: JSON schemas of the tools.
 
-        Raises BadInputError for messages that the template refuses.
+        Raises BadInputError for messages that are invalid or that the template refuses.
         """
         validate_messages(messages)
         return self.encode(self._apply_template(messages, tools))
@@ -96,7 +118,8 @@ class ChatRenderer:
         They contain `messages`, the header of the next turn, and the end marker of the finished turn if the policy has
         not generated it.
         `turn_ids`: token ids of the finished turn. `preceding_ids`: token ids of the messages before the finished
-        turn, in which a model family may have opened a thought. Raises BadInputError.
+        turn, in which a model family may have opened a thought. Raises BadInputError for messages that are invalid or
+        that the template or the model family refuses after a turn.
         """
         validate_messages(messages)
         token_ids = self.encode(self._render_after_turn(PROBE_HISTORIES[0], messages))

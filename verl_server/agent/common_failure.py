@@ -1,0 +1,61 @@
+"""Recognition of a failure that all samples of a run have in common, for example a mistake in the reward function.
+
+A failure belongs to its sample, and the other samples go on. If all samples fail in the same way, the run would end
+without a usable sample and without an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import TracebackType
+
+from verl_server.agent.episode import Task
+
+NUM_COMPARED_SAMPLES = 8
+"""Number of samples that must fail in the same way. All samples of a run with fewer samples."""
+
+
+class CommonFailure:
+    """Raises the exception of the compared samples of a run if all of them failed with it and no sample succeeded.
+
+    The compared samples are chosen when the run starts: the first sample of each of the first tasks, then the second
+    sample of each task if there are fewer than `NUM_COMPARED_SAMPLES` tasks. The samples that finish first are not
+    compared, because failures finish first: a few prompts that are too long fail before any other sample succeeds.
+    """
+
+    def __init__(self, tasks: Sequence[Task], n: int) -> None:
+        samples = ((task.id, index) for index in range(n) for task in tasks)
+        self._pending = set(itertools.islice(samples, NUM_COMPARED_SAMPLES))
+        """Task ids and indices of the compared samples that have not finished."""
+        self._num_compared = len(self._pending)
+        self._origins: set[tuple[type[Exception], str, int]] = set()
+        """Type, file and line of the exceptions of compared samples."""
+        self._has_success = False
+        """Whether any sample of the run succeeded."""
+
+    def record(self, task: Task, index: int, exception: Exception | None) -> None:
+        """Record a finished sample. `exception`: exception of a failed sample, None for any other sample.
+
+        Raises the exception, with a note, if it is common to all compared samples.
+        """
+        if exception is None:
+            self._has_success = True
+        if self._has_success or exception is None or (task.id, index) not in self._pending:
+            return
+        self._pending.remove((task.id, index))
+        self._origins.add((type(exception), *_place(exception.__traceback__)))
+        if not self._pending and len(self._origins) == 1:
+            exception.add_note(
+                f"The run was stopped: {self._num_compared} samples failed with this exception at this place, and no "
+                "sample succeeded. Correct the cause and run again; turns that are recorded in run_dir are not "
+                "generated again."
+            )
+            raise exception
+
+
+def _place(trace: TracebackType | None) -> tuple[str, int]:
+    """File and line that raised an exception."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return ("", 0) if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
