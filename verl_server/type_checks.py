@@ -47,34 +47,33 @@ def check_fields(settings: DataclassInstance, *, may_be_zero: Collection[str] = 
             raise error
 
 
-def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of a constructor: raises BadInputError for an argument whose type is not the annotated type.
+def check_arguments(*, skip: Collection[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a constructor: raises BadInputError for an argument that is not of its annotated type.
 
-    Not checked: `**arguments`, and arguments whose annotation is imported for type checkers only.
+    Not checked: the arguments in `skip`, `**arguments`, and arguments whose annotation is imported for type checkers
+    only. Values of arguments whose name ends with `key` are not shown.
     """
-    signature = inspect.signature(function)
-    checked = [name for name, item in signature.parameters.items() if item.kind is not item.VAR_KEYWORD]
 
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # a missing argument: the call itself raises Python's own message
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        checked = {name for name, item in signature.parameters.items() if item.kind is not item.VAR_KEYWORD} - {*skip}
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            hints = _argument_types(function)
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError:  # a missing argument: the call below raises Python's own message
+                given = {}
+            for name in [name for name in given if name in checked and name in hints]:
+                error = find_type_error(name, given[name], hints[name], is_secret=name.endswith("key"))
+                if error is not None:
+                    raise error
             return function(*args, **kwargs)
-        hints = _argument_types(function)
-        for name in checked:
-            if name in given and name in hints:
-                require_type(name, given[name], hints[name])
-        return function(*args, **kwargs)
 
-    return call
+        return call
 
-
-def require_type(name: str, value: object, expected: Any) -> None:
-    """Raise BadInputError unless `value` is of the type `expected`, which may be any annotation."""
-    error = find_type_error(name, value, expected, is_secret=name.endswith("key"))
-    if error is not None:
-        raise error
+    return decorate
 
 
 def find_type_error(
@@ -123,8 +122,8 @@ def _fits(value: object, expected: Any, minimum: int | None) -> bool:
         if not isinstance(value, (int, kind)) or isinstance(value, bool):
             return False
         return minimum is None or value == minimum or (value > 0 and math.isfinite(value))
-    is_checkable = isinstance(kind, type) and getattr(kind, "_is_runtime_protocol", True)
-    if not is_checkable:  # Any, a type variable, or a protocol that isinstance does not take
+    is_protocol = getattr(kind, "_is_protocol", False) and not getattr(kind, "_is_runtime_protocol", False)
+    if is_protocol or not isinstance(kind, type):  # isinstance takes no such protocol, and neither Any nor a variable
         return True
     return isinstance(value, kind) and not (kind is Sequence and isinstance(value, (str, bytes)))
 

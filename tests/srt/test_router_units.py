@@ -191,7 +191,7 @@ def test_estimated_result_size_is_close_to_the_measured_size() -> None:
 @pytest.mark.parametrize("field", [item.name for item in dataclasses.fields(RouterConfig)])
 def test_router_settings_are_positive_numbers(field: str) -> None:
     for bad in (0, -1, "2", True):
-        with pytest.raises(BadInputError, match=f"router.{field} must be a positive number"):
+        with pytest.raises(BadInputError, match=f"RouterConfig.{field} must be a (positive|whole) number"):
             RouterConfig(**{field: bad})  # type: ignore[arg-type]
 
 

@@ -17,6 +17,8 @@ from verl_server.config import AdapterConfig
 from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError
 from verl_server.server.exit_status import ExitStatus
 from verl_server.server.supervisor import AbortCheck, ServerPids, Supervisor, never_abort
+from verl_server.type_checks import check_arguments
+from verl_server.validation import require_http_url
 
 
 class AsyncHttpServerEngineAdapter:
@@ -33,6 +35,7 @@ class AsyncHttpServerEngineAdapter:
     DeadlineError after the deadline of `config.timeouts`, ShutDownError after `shutdown`.
     """
 
+    @check_arguments()
     def __init__(
         self,
         model_path: str | os.PathLike[str],
@@ -78,6 +81,7 @@ class AsyncHttpServerEngineAdapter:
         return await asyncio.to_thread(cls, model_path, config=config, env=env, **server_args)
 
     @classmethod
+    @check_arguments()
     def attach(
         cls,
         base_url: str,
@@ -92,7 +96,8 @@ class AsyncHttpServerEngineAdapter:
         `shutdown` leaves it running unless its supervisor is given as `process`.
         """
         self = cls.__new__(cls)
-        self._connect(base_url.rstrip("/"), api_key, admin_api_key, config or AdapterConfig(), process, {})
+        base_url = require_http_url("base_url", base_url)
+        self._connect(base_url, api_key, admin_api_key, config or AdapterConfig(), process, {})
         return self
 
     def _connect(

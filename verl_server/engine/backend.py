@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.errors import VerlServerError
@@ -59,6 +59,7 @@ class FleetBackend(Backend, Protocol):
         """Begin to use the fleet. Raises BadInputError when another `VerlEngine` uses it."""
 
 
+@runtime_checkable
 class RolloutFleet(Protocol):
     """The part of `RolloutManager` that `VerlEngine` needs."""
 

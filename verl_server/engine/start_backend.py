@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_server_args
 from verl_server.config import AdapterConfig, RemoteServer
@@ -15,10 +15,22 @@ from verl_server.errors import BadInputError, ServerDiedError, VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import Placement
 from verl_server.server.ports import PortReservation, join_host_port
+from verl_server.type_checks import find_type_error
 from verl_server.types import Json, parse_weight_version
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+def require_mesh(mesh: object) -> None:
+    """Raise BadInputError unless `mesh` is a DeviceMesh with one dimension."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise BadInputError(
+            "device_mesh_cpu must be a DeviceMesh with one dimension, the trainer ranks of the engine, for example "
+            f'init_device_mesh("cpu", (world_size,)); got {mesh!r}'
+        )
 
 
 def broadcast_function(mesh: DeviceMesh) -> Callable[[Any], Any]:
@@ -45,7 +57,15 @@ class BackendSource:
     """Fleet to use, on rank 0."""
 
     def validate(self) -> VerlServerError | None:
-        """The error of a choice that contradicts itself, otherwise None."""
+        """The error of arguments of a wrong type, or of a choice that contradicts itself. Otherwise None.
+
+        The error is not raised here: `servers` and `fleet` can differ between the ranks, and all ranks must raise it.
+        """
+        error = find_type_error("servers", self.servers, Sequence[RemoteServer]) or find_type_error(
+            "fleet", self.fleet, Annotated[RolloutFleet, "a RolloutManager"] | None
+        )
+        if error is not None:
+            return error
         given = [f"launch_server={self.launch_server}"] if self.launch_server is not None else []
         given += [f"servers ({len(self.servers)} of them)"] if self.servers else []
         given += ["fleet"] if self.fleet is not None else []

@@ -12,11 +12,12 @@ from verl_server.engine.backend import Backend, RolloutFleet
 from verl_server.engine.control import RankControl
 from verl_server.engine.generation import RankGeneration, generation_request
 from verl_server.engine.lora import LoraAdapters
-from verl_server.engine.start_backend import BackendSource, broadcast_function, start_backend
+from verl_server.engine.start_backend import BackendSource, broadcast_function, require_mesh, start_backend
 from verl_server.engine.start_updater import start_weight_updater
-from verl_server.errors import BadInputError, ShutDownError, VerlServerError
+from verl_server.errors import ShutDownError, VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
+from verl_server.type_checks import check_arguments
 from verl_server.types import Json, WeightUpdateResult
 from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
@@ -45,6 +46,7 @@ class VerlEngine:
     call raises PeerError or ServerDiedError.
     """
 
+    @check_arguments(skip=("servers", "fleet"))
     def __init__(
         self,
         device_mesh_cpu: DeviceMesh,
@@ -62,8 +64,7 @@ class VerlEngine:
         env: dict[str, str] | None = None,
         **server_args: Any,
     ) -> None:
-        if device_mesh_cpu.ndim != 1:
-            raise BadInputError(f"device_mesh_cpu must have one dimension, the engine's ranks; got {device_mesh_cpu}")
+        require_mesh(device_mesh_cpu)
         self._timeouts = timeouts = timeouts or Timeouts()
         config = AdapterConfig(
             timeouts, log_dir, router_ip=router_ip, router_port=router_port, use_forkserver=use_forkserver

@@ -31,6 +31,7 @@ from verl_server.router.metrics import router_metrics
 from verl_server.router.process.supervisor import RouterSupervisor
 from verl_server.router.rollout_router import RolloutRouter
 from verl_server.router.targets import InProcessTarget, RoutingTargets, SglangRouterTarget
+from verl_server.type_checks import check_arguments
 from verl_server.types import parse_weight_version
 from verl_server.validation import require_whole_number
 
@@ -60,6 +61,7 @@ class RolloutManager:
     Raises BadInputError, UnsupportedError, StartupError or DeadlineError. All servers are ended then.
     """
 
+    @check_arguments()
     def __init__(
         self,
         replicas: int,

@@ -10,9 +10,12 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
+from verl_server.adapter.json_body import encode_json
 from verl_server.errors import BadInputError, DeadlineError, ServerError, VerlServerError, from_wire
 from verl_server.router.resumable_generation import split_batch
+from verl_server.type_checks import check_arguments
 from verl_server.types import Json
+from verl_server.validation import require_http_url, require_seconds
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.05, 1.0
@@ -29,9 +32,11 @@ class RouterClient:
     server has aborted the lost one when its connection closed. So each call returns exactly one generation.
     """
 
+    @check_arguments()
     def __init__(self, url: str, api_key: str | None, reconnect_timeout_s: float = 60.0) -> None:
         """`reconnect_timeout_s`: seconds without a reachable router before a call raises ServerError."""
-        self._url, self._reconnect_timeout_s = url.rstrip("/"), reconnect_timeout_s
+        self._url = require_http_url("url", url)
+        self._reconnect_timeout_s = require_seconds("reconnect_timeout_s", reconnect_timeout_s)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
@@ -105,7 +110,7 @@ class RouterClient:
     async def _post(self, body: Json) -> Json:
         """Send one request; returns the reply or raises the error that the router reports."""
         async with self._session.post(
-            f"{self._url}/generate", data=orjson.dumps(body), headers={"Content-Type": "application/json"}
+            f"{self._url}/generate", data=encode_json(body), headers={"Content-Type": "application/json"}
         ) as answer:
             raw = await answer.read()
         try:

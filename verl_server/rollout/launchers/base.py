@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
@@ -11,6 +11,7 @@ from verl_server.rollout.parallel_config import ParallelConfig
 from verl_server.server.supervisor import AbortCheck
 
 
+@runtime_checkable
 class Launcher(Protocol):
     """Starts the servers of one fleet, on this machine or others."""
 

@@ -44,6 +44,7 @@ from verl_server.rollout.launchers.ray_server import (
     first_line,
     node_arguments,
 )
+from verl_server.type_checks import check_arguments
 from verl_server.types import Json
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class RayLauncher:
     a network that you trust.
     """
 
+    @check_arguments()
     def __init__(self, address: str | None = None, namespace: str = NAMESPACE) -> None:
         """`address`: address of the cluster; None means "auto". Without effect when Ray is initialized already.
 

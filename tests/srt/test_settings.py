@@ -1,0 +1,110 @@
+"""Settings and arguments of constructors: a wrong value is refused before anything is started. Needs no server."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from typing import Any
+
+import pytest
+
+from verl_server import (
+    AdapterConfig,
+    AsyncHttpServerEngineAdapter,
+    BadInputError,
+    RemoteServer,
+    RolloutManager,
+    RouterClient,
+    RouterConfig,
+    Timeouts,
+    VerlEngine,
+    WeightsConfig,
+)
+from verl_server.config import TRANSPORTS
+from verl_server.engine.start_backend import BackendSource
+from verl_server.weights import transports
+
+ADAPTER = AsyncHttpServerEngineAdapter
+WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+    (WeightsConfig, (), {"transport": "share_memory"}, "got 'share_memory'; did you mean 'shared_memory'?"),
+    (WeightsConfig, (), {"folder": 5}, "WeightsConfig.folder must be a path or a string or None, got 5 (int)"),
+    (
+        WeightsConfig,
+        (),
+        {"max_staging_bytes": 0},
+        "max_staging_bytes must be a whole number of at least 1",
+    ),
+    (AdapterConfig, (30,), {}, "AdapterConfig.timeouts must be a Timeouts, got 30 (int)"),
+    (AdapterConfig, (), {"max_retries": -1}, "AdapterConfig.max_retries must be a whole number of at least 0, got -1"),
+    (AdapterConfig, (), {"use_forkserver": "no"}, "use_forkserver must be True or False, got 'no' (str)"),
+    (Timeouts, (), {"control_s": "3"}, "Timeouts.control_s must be a positive number of seconds, got '3' (str)"),
+    (Timeouts, (), {"start_s": float("inf")}, "Timeouts.start_s must be a positive number of seconds, got inf"),
+    (RemoteServer, ("127.0.0.1:30000",), {}, "RemoteServer.base_url '127.0.0.1:30000' is not an HTTP URL"),
+    (
+        RemoteServer,
+        ("http://a", b"secret"),
+        {},
+        "api_key must be a string or None, got a value of type bytes",
+    ),
+    (RouterClient, ("nowhere", None), {}, "url 'nowhere' is not an HTTP URL"),
+    (RouterClient, ("http://a", b"secret"), {}, "api_key must be a string or None, got a value of type bytes"),
+    (RouterClient, ("http://a", None, "1"), {}, "reconnect_timeout_s must be a number of seconds, got '1' (str)"),
+    (ADAPTER.attach, ("a:1",), {}, "base_url 'a:1' is not an HTTP URL"),
+    (ADAPTER, ("/m",), {"config": 30}, "config must be an AdapterConfig or None, got 30 (int)"),
+    (ADAPTER, ("/m",), {"env": {"A": 1}}, "env['A'] must be a string, got 1 (int)"),
+    (ADAPTER, (5,), {}, "model_path must be a string or a path, got 5 (int)"),
+    (VerlEngine, (None,), {"model_path": "m"}, "device_mesh_cpu must be a DeviceMesh with one dimension"),
+    (VerlEngine, (None,), {"weights": "buckets"}, "weights must be a WeightsConfig or None, got 'buckets' (str)"),
+    (VerlEngine, (None,), {"timeouts": 30}, "timeouts must be a Timeouts or None, got 30 (int)"),
+    (VerlEngine, (None,), {"nnodes": "2"}, "nnodes must be a whole number, got '2' (str)"),
+    (VerlEngine, (None,), {"launch_server": "no"}, "launch_server must be True or False or None, got 'no' (str)"),
+    (RolloutManager, ("2",), {}, "replicas must be a whole number, got '2' (str)"),
+    (RolloutManager, (2,), {"mode": 1}, "mode must be a RolloutMode or a string, got 1 (int)"),
+    (RolloutManager, (2,), {"launcher": "ray"}, "launcher must be a Launcher or None, got 'ray' (str)"),
+    (
+        RolloutManager,
+        (2,),
+        {"recovery": RouterConfig()},
+        "recovery must be a RecoveryConfig or None, got RouterC",
+    ),
+    (RolloutManager, (2,), {"on_event": None}, "on_event must be a function, got None"),
+]
+
+
+@pytest.mark.parametrize(("make", "args", "kwargs", "message"), WRONG)
+def test_wrong_values_are_refused_before_anything_starts(
+    make: Any, args: tuple[Any, ...], kwargs: dict[str, Any], message: str
+) -> None:
+    """The error names the argument, the expected type, the value and its type. The values of keys are not shown."""
+    with pytest.raises(BadInputError, match=re.escape(message)) as caught:
+        make(*args, **kwargs)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (BackendSource(None, ["http://a"], None), r"servers\[0\] must be a RemoteServer, got 'http://a' \(str\)"),  # type: ignore[list-item]
+        (BackendSource(None, "http://a", None), r"servers must be a list of RemoteServer, got 'http://a' \(str\)"),  # type: ignore[arg-type]
+        (BackendSource(None, (), "a fleet"), r"fleet must be a RolloutManager or None, got 'a fleet' \(str\)"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_servers_and_fleets(source: BackendSource, message: str) -> None:
+    """The error is returned, so that all ranks can raise it."""
+    error = source.validate()
+    assert isinstance(error, BadInputError)
+    assert re.search(message, error.message)
+    assert BackendSource(None, [RemoteServer("http://a")], None).validate() is None
+
+
+def test_every_transport_is_listed() -> None:
+    modules = [
+        importlib.import_module(f"{transports.__name__}.{item.name}")
+        for item in pkgutil.iter_modules(transports.__path__)
+    ]
+    receivers = {module.__name__.rpartition(".")[2]: getattr(module, "Receiver", None) for module in modules}
+    assert {name for name, receiver in receivers.items() if receiver and not inspect.isabstract(receiver)} == {
+        *TRANSPORTS
+    }
