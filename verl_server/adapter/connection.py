@@ -8,9 +8,10 @@ from typing import Any
 from verl_server.adapter.http_client import HttpClient
 from verl_server.adapter.model_files import read_model_config
 from verl_server.adapter.sglang import endpoints
-from verl_server.adapter.sglang.capabilities import Capabilities, probe_capabilities
+from verl_server.adapter.sglang.capabilities import Capabilities, probe_capabilities, probe_request_fields
 from verl_server.adapter.sglang.endpoints import Endpoint
 from verl_server.adapter.sglang.replies import prompt_limits, remove_keys, require_success
+from verl_server.adapter.sglang.request_fields import require_known_fields, unlisted_fields
 from verl_server.adapter.sglang.requests import PromptLimits
 from verl_server.errors import NotReadyError
 from verl_server.types import Json
@@ -31,10 +32,14 @@ class ServerConnection:
         """Whether this adapter has paused generation."""
         self.released_memory: frozenset[str] = frozenset()
         """Memory tags that this adapter has released."""
+        self.weights_undefined = False
+        """Whether this adapter has released the weights, and they were not all loaded since."""
         self.requests_in_flight = 0
         """Number of generation calls of this adapter that have not returned."""
+        self._resolved_args: Json | None = None
         self._limits: PromptLimits | None = None
         self._capabilities: Capabilities | None = None
+        self._request_fields: frozenset[str] | None = None
 
     async def call(self, endpoint: Endpoint, body: Json | None = None) -> Any:
         """Send one request and return the decoded reply."""
@@ -58,8 +63,14 @@ class ServerConnection:
     async def get_server_args(self) -> Mapping[str, Any]:
         """The server's arguments. For an attached server they are requested once."""
         if not self.server_args:
-            self.server_args = await self.get_server_info()
+            self.server_args = await self.get_resolved_args()
         return self.server_args
+
+    async def get_resolved_args(self) -> Json:
+        """The server's arguments with the values that SGLang has chosen (`/server_info`). They are requested once."""
+        if self._resolved_args is None:
+            self._resolved_args = await self.get_server_info()
+        return self._resolved_args
 
     async def get_tp_size(self) -> int:
         return int((await self.get_server_args()).get("tp_size") or 1)
@@ -67,9 +78,19 @@ class ServerConnection:
     async def get_limits(self) -> PromptLimits:
         """Limits of the prompts that this server accepts. They are requested once."""
         if self._limits is None:
-            server_info = await self.get_server_info()
+            server_info = await self.get_resolved_args()
             self._limits = prompt_limits(server_info, read_model_config(str(server_info.get("model_path"))))
         return self._limits
+
+    async def require_known_fields(self, fields: Mapping[str, Any]) -> None:
+        """Raise BadInputError for a field of `/generate` that the server does not know.
+
+        The server is asked once, and only when a request has a field that is not in `REQUEST_FIELDS`.
+        """
+        if unlisted := unlisted_fields(fields):
+            if self._request_fields is None:
+                self._request_fields = await probe_request_fields(self.http)
+            require_known_fields(unlisted, self._request_fields)
 
     async def get_capabilities(self) -> Capabilities:
         """Abilities of this version of SGLang. They are probed once."""

@@ -9,9 +9,10 @@ from verl_server.adapter.connection import ServerConnection
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.payloads import abort_payload, pause_payload
 from verl_server.adapter.sglang.replies import convert_weight_versions
+from verl_server.adapter.sglang.request_fields import explain_refusal
 from verl_server.adapter.sglang.requests import generate_payload
 from verl_server.config import PauseMode
-from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
+from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerError
 from verl_server.types import Json
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ async def generate(
 
     Give either `prompt` (text) or `input_ids` (token ids). The reply is SGLang's: `output_ids` and `meta_info`, with
     `output_token_logprobs` as `[logprob, token id, text]`, `finish_reason`, and `weight_version` as an int. Other
-    keyword arguments are fields of SGLang's `GenerateReqInput`.
+    keyword arguments are fields of SGLang's `GenerateReqInput`; a field that the server does not know is refused.
 
     Raises BadInputError for invalid input before it is sent, and NotReadyError while memory is released.
     """
@@ -53,6 +54,7 @@ async def generate(
     }
     connection = adapter.connection
     _require_memory(connection)
+    await connection.require_known_fields(fields)
     body = generate_payload(
         await connection.get_limits(),
         prompt=prompt,
@@ -65,6 +67,8 @@ async def generate(
     connection.requests_in_flight += 1
     try:
         return convert_weight_versions(await connection.call(endpoints.GENERATE, body))
+    except (BadInputError, ServerError) as error:
+        raise explain_refusal(error, sampling_params) from error.__cause__
     finally:
         connection.requests_in_flight -= 1
 
@@ -85,6 +89,7 @@ async def generate_stream(
     """
     connection = adapter.connection
     _require_memory(connection)
+    await connection.require_known_fields(fields)
     body = generate_payload(
         await connection.get_limits(),
         prompt=prompt,
@@ -98,6 +103,8 @@ async def generate_stream(
     try:
         async for event in connection.http.stream(endpoints.GENERATE, body):
             yield convert_weight_versions(event)
+    except (BadInputError, ServerError) as error:
+        raise explain_refusal(error, sampling_params) from error.__cause__
     finally:
         connection.requests_in_flight -= 1
 

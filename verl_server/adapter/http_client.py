@@ -15,8 +15,9 @@ from typing import Any
 import aiohttp
 import orjson
 
+from verl_server.adapter.json_body import encode_json
 from verl_server.adapter.sglang.endpoints import Endpoint, OperationKind
-from verl_server.adapter.sglang.replies import error_from_reply
+from verl_server.adapter.sglang.replies import error_from_reply, key_error
 from verl_server.config import Timeouts
 from verl_server.errors import DeadlineError, ServerDiedError, ServerError, VerlServerError
 
@@ -52,6 +53,7 @@ class HttpClient:
     ) -> None:
         self.base_url = base_url
         self._headers, self._admin_headers = _headers(api_key), _headers(admin_api_key or api_key)
+        self._has_key, self._has_admin_key = bool(api_key), bool(admin_api_key)
         self._deadlines = {
             kind: aiohttp.ClientTimeout(total=total, sock_connect=timeouts.connect_s)
             for kind, total in (
@@ -84,7 +86,7 @@ class HttpClient:
                 await asyncio.sleep(RETRY_PAUSE_S * attempt)
                 continue
             if status >= 400:
-                raise error_from_reply(status, self.base_url + endpoint.path, body)
+                raise self._error(endpoint, status, body)
             return body
         raise AssertionError("unreachable: the last attempt returns or raises")
 
@@ -103,13 +105,20 @@ class HttpClient:
             async with self._request(endpoint, payload) as response:
                 if response.status >= 400:
                     body = _decode(await response.read(), response.content_type)
-                    raise error_from_reply(response.status, url, body)
+                    raise self._error(endpoint, response.status, body)
                 async for event in _events(response.content):
                     if "error" in event:
                         raise error_from_reply(int(event["error"].get("code", 400)), url, event)
                     yield event
         except (aiohttp.ClientError, ConnectionError) as error:
             raise await self._explain_broken_connection(endpoint, error) from error
+
+    def _error(self, endpoint: Endpoint, status: int, body: Any) -> VerlServerError:
+        """The error for a reply whose HTTP status is not a success."""
+        if status == 401:
+            has_key = self._has_admin_key if endpoint.needs_admin_key else self._has_key
+            return key_error(self.base_url, endpoint, has_key)
+        return error_from_reply(status, self.base_url + endpoint.path, body)
 
     def _request(self, endpoint: Endpoint, payload: Any) -> _Request:
         if self._failure is not None:
@@ -124,6 +133,12 @@ class HttpClient:
         if death is not None:
             return death
         url = self.base_url + endpoint.path
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return ServerError(
+                f"nothing answers at {self.base_url} ({error.strerror or error}): check that the server runs, and that "
+                "this is its host and port",
+                url=url,
+            )
         return ServerError(f"the connection to {url} broke ({type(error).__name__}: {error})", url=url)
 
     def open_request(self, endpoint: Endpoint, payload: Any, timeout: aiohttp.ClientTimeout) -> Any:
@@ -131,7 +146,7 @@ class HttpClient:
         return self._session().request(
             endpoint.method,
             self.base_url + endpoint.path,
-            data=None if payload is None else orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY),
+            data=None if payload is None else encode_json(payload),
             headers=self._admin_headers if endpoint.needs_admin_key else self._headers,
             timeout=timeout,
         )
@@ -194,6 +209,8 @@ class _Request:
     async def __aenter__(self) -> aiohttp.ClientResponse:
         try:
             response: aiohttp.ClientResponse = await self._context.__aenter__()
+        except aiohttp.ConnectionTimeoutError as error:
+            raise self._connect_error() from error
         except TimeoutError as error:
             raise self._deadline_error() from error
         self._response = response
@@ -210,6 +227,16 @@ class _Request:
         await self._context.__aexit__(error_type, error, traceback)
         if isinstance(error, TimeoutError) and not isinstance(error, VerlServerError):
             raise self._deadline_error() from error
+
+    def _connect_error(self) -> DeadlineError:
+        seconds = self._timeout.sock_connect
+        return DeadlineError(
+            f"nothing answers at {self._http.base_url}: there was no connection after {seconds:g} s. Check that the "
+            "machine can be reached, and that this is its host and port",
+            operation=self._endpoint.path,
+            seconds=seconds,
+            url=self._url,
+        )
 
     def _deadline_error(self) -> DeadlineError:
         seconds = self._timeout.total or self._timeout.sock_connect

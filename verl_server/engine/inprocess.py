@@ -8,6 +8,7 @@ scheduler fails, SGLang ends this process. `launch_server=True` avoids both limi
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume
 from verl_server.adapter.model_files import read_model_config
 from verl_server.adapter.sglang.replies import prompt_limits
+from verl_server.adapter.sglang.request_fields import explain_refusal, require_known_fields
 from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.config import PauseMode
@@ -71,7 +73,12 @@ class InProcessBackend:
         return self._run(lambda: self._generate(request))
 
     def _generate(self, request: Json) -> Any:
-        reply = self._engine.generate(**self._engine_arguments(request))
+        arguments = self._engine_arguments(request)
+        try:
+            reply = self._engine.generate(**arguments)
+        except (TypeError, ValueError) as error:
+            refusal = BadInputError(f"SGLang refused the request: {error}")
+            raise explain_refusal(refusal, request.get("sampling_params")) from error
         for item in reply if isinstance(reply, list) else [reply]:
             item["meta_info"]["weight_version"] = self.weight_version
         return reply
@@ -81,7 +88,8 @@ class InProcessBackend:
         if self._released_memory:
             raise NotReadyError(f"{sorted(self._released_memory)} is released; call resume_memory_occupation first")
         checked = ("prompt", "sampling_params", "input_ids", "rid")
-        fields = {name: value for name, value in request.items() if name not in checked}
+        fields = {name: value for name, value in request.items() if name not in checked and value is not None}
+        require_known_fields(fields, inspect.signature(self._engine.generate).parameters)
         body = generate_payload(
             self._limits, stream=False, fields=fields, **{name: request.get(name) for name in checked}
         )

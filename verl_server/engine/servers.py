@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
@@ -68,17 +69,24 @@ class HttpServers:
 
     # -- generation -----------------------------------------------------------------------------------
 
+    def _server_for(self, request: Json) -> HttpServerEngineAdapter:
+        """The next server in turn. Requests with the same `session_id` go to the same server, for its prefix cache."""
+        session_id = request.get("session_id")
+        if isinstance(session_id, str):
+            return self._adapters[zlib.crc32(session_id.encode()) % len(self._adapters)]
+        return next(self._round_robin)
+
     def generate(self, **request: Any) -> Any:
-        return next(self._round_robin).generate(**request)
+        return self._server_for(request).generate(**request)
 
     async def async_generate(self, **request: Any) -> Any:
-        return await next(self._round_robin).asynchronous.generate(**request)
+        return await self._server_for(request).asynchronous.generate(**request)
 
     def generate_stream(self, **request: Any) -> Iterator[Json]:
-        return next(self._round_robin).generate_stream(**request)
+        return self._server_for(request).generate_stream(**request)
 
     def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]:
-        return next(self._round_robin).asynchronous.generate_stream(**request)
+        return self._server_for(request).asynchronous.generate_stream(**request)
 
     def flush_cache(self) -> None:
         self._call_all(lambda adapter: adapter.flush_cache())

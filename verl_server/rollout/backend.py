@@ -19,9 +19,7 @@ from verl_server.rollout.memory import FleetMemory
 from verl_server.rollout.modes import capabilities_of
 from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.rollout.updates import FleetUpdates
-from verl_server.router.dispatcher import Dispatcher, gather_all
-from verl_server.router.request_checks import rids_of_batch
-from verl_server.router.resumable_generation import split_batch
+from verl_server.router.dispatcher import Dispatcher
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.update.servers import ReplayFn
 
@@ -158,17 +156,8 @@ class ManagedBackend:
         return self._run(self.route(request))
 
     def route(self, request: Json) -> Coroutine[Any, Any, Any]:
-        """The coroutine of `generate`, for the event loop of the router. Raises BadInputError."""
-        request = dict(request)
-        rid = request.pop("rid", None)
-        requests = split_batch(request)
-        if requests is None:
-            return self._dispatcher.generate(request, rid=rid)
-        rids = rids_of_batch(rid, len(requests))
-        return gather_all(
-            self._dispatcher.generate(prompt_request, rid=prompt_rid)
-            for prompt_request, prompt_rid in zip(requests, rids, strict=True)
-        )
+        """The coroutine of `generate`, for the event loop of the router."""
+        return self._dispatcher.generate_request(request)
 
     def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """Run in the router's event loop. `fail` cancels the call, which then raises the failure."""

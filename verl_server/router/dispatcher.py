@@ -29,11 +29,13 @@ from verl_server.router.replica_pool import ReplicaPool, RoutingRequest
 from verl_server.router.request_checks import (
     estimate_prompt_tokens,
     require_versions,
+    rids_of_batch,
+    take_router_fields,
     validate_id,
     validate_timeout,
 )
 from verl_server.router.result_cache import ResultCache
-from verl_server.router.resumable_generation import ResumableGeneration
+from verl_server.router.resumable_generation import ResumableGeneration, split_batch
 from verl_server.router.routed_replica import RoutedReplica
 from verl_server.router.snapshot import RouterCounters, RouterSnapshot
 from verl_server.types import Json
@@ -80,6 +82,22 @@ class Dispatcher:
         """A replica for a request that is forwarded unchanged. `prompt_tokens` may be an estimate."""
         validate_id(session_id, "session_id")
         return self.pool.lease(RoutingRequest(session_id=session_id, prompt_tokens=prompt_tokens))
+
+    async def generate_request(self, request: Mapping[str, Any], *, keep_orphan: bool = False) -> Any:
+        """The reply to a request with one prompt, or the list of replies to a request with several prompts.
+
+        `request` holds the arguments of `RolloutRouter.generate`: those of the router and those of SGLang.
+        """
+        rid, options, request = take_router_fields(request)
+        options["keep_orphan"] = keep_orphan
+        requests = split_batch(request)
+        if requests is None:
+            return await self.generate(request, rid=rid, **options)
+        rids = rids_of_batch(rid, len(requests))
+        return await gather_all(
+            self.generate(prompt_request, rid=prompt_rid, **options)
+            for prompt_request, prompt_rid in zip(requests, rids, strict=True)
+        )
 
     async def generate(
         self,

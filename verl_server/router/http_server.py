@@ -30,10 +30,9 @@ from verl_server.errors import (
     VerlServerError,
     to_wire,
 )
-from verl_server.router.dispatcher import Dispatcher, gather_all
+from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.metrics import router_metrics
-from verl_server.router.policy import VersionRequirement
-from verl_server.router.request_checks import CHARACTERS_PER_TOKEN, rids_of_batch
+from verl_server.router.request_checks import CHARACTERS_PER_TOKEN
 from verl_server.router.resumable_generation import split_batch
 from verl_server.router.routed_replica import RoutedReplica
 from verl_server.types import Json
@@ -47,8 +46,6 @@ IDLE_CONNECTION_S = 2.0
 OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no API key."""
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
-#: Fields of a `/generate` request that only the router reads.
-ROUTER_FIELDS = ("session_id", "weight_version", "min_weight_version", "timeout_s")
 #: HTTP status for each error class; the first class that matches decides.
 ERROR_STATUSES: tuple[tuple[type[VerlServerError], int], ...] = (
     (BadInputError, 400), (ServerBusyError, 429), (NotReadyError, 503), (DeadlineError, 504), (ShutDownError, 503),
@@ -111,29 +108,13 @@ class RouterHttpServer:
 
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
         body = _parse_object(await request.read())
-        options = {name: body.pop(name, None) for name in ROUTER_FIELDS}
         stream = bool(body.pop("stream", False))
-        rid = body.pop("rid", None)
         if "text" in body:
             body["prompt"] = body.pop("text")
-        generate = functools.partial(
-            self._dispatcher.generate,
-            session_id=options["session_id"] or request.headers.get("x-session-id"),
-            requirement=VersionRequirement(options["weight_version"], options["min_weight_version"]),
-            timeout_s=options["timeout_s"],
-            keep_orphan=True,
-        )
-        bodies = split_batch(body)
-        if bodies is not None:
-            if stream:
-                raise BadInputError("a list of prompts cannot be streamed: send one request for each prompt")
-            rids = rids_of_batch(rid, len(bodies))
-            return _json_response(
-                await gather_all(
-                    generate(prompt_body, rid=prompt_rid) for prompt_body, prompt_rid in zip(bodies, rids, strict=True)
-                )
-            )
-        reply = await generate(body, rid=rid)
+        body["session_id"] = body.get("session_id") or request.headers.get("x-session-id")
+        if stream and split_batch(body) is not None:
+            raise BadInputError("a list of prompts cannot be streamed: send one request for each prompt")
+        reply = await self._dispatcher.generate_request(body, keep_orphan=True)
         if not stream:
             return _json_response(reply)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from verl_server.adapter.sglang.request_fields import ROUTER_FIELDS
 from verl_server.errors import BadInputError, NotReadyError
 from verl_server.router.policy import VersionRequirement
 from verl_server.router.resumable_generation import version_spans
@@ -33,6 +34,17 @@ def validate_timeout(timeout_s: float | None) -> None:
         raise BadInputError(f"timeout_s must be a number of seconds, got {timeout_s!r}")
     if not timeout_s > 0:
         raise BadInputError(f"timeout_s is {timeout_s}: the deadline has passed already")
+
+
+def take_router_fields(request: Mapping[str, Any]) -> tuple[Any, Json, Json]:
+    """Divide a request into its `rid`, the options of `Dispatcher.generate`, and the request to a server.
+
+    Raises BadInputError for a required weight version that is not a whole number.
+    """
+    rest = dict(request)
+    values = {name: rest.pop(name, None) for name in ROUTER_FIELDS}
+    requirement = VersionRequirement(values.pop("weight_version"), values.pop("min_weight_version"))
+    return rest.pop("rid", None), {**values, "requirement": requirement}, rest
 
 
 def rids_of_batch(rid: Any, num_prompts: int) -> list[str | None]:

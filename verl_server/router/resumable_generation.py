@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl_server.adapter.sglang.request_fields import check_sampling_params
+from verl_server.adapter.sglang.requests import require_list
 from verl_server.errors import BadInputError
 from verl_server.types import Json, parse_weight_version
 
@@ -39,7 +41,10 @@ class ResumableGeneration:
         params = self.request.get("sampling_params") or {}
         if not isinstance(params, Mapping):
             raise BadInputError(f"sampling_params must be one dict for one prompt, got {type(params).__name__}")
+        check_sampling_params(params)
         prompt = self.request.get("input_ids")
+        if prompt is not None:
+            require_list("input_ids", prompt)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
             raise BadInputError(
                 "a generation has one prompt, but input_ids is a list of prompts; make one call for each"

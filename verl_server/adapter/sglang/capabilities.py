@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_server.adapter.sglang.endpoints import BEGIN_UPDATE, LOADS, WEIGHTS_CHECKER, Endpoint
+from verl_server.adapter.sglang.endpoints import BEGIN_UPDATE, LOADS, OPENAPI, WEIGHTS_CHECKER, Endpoint
+from verl_server.adapter.sglang.request_fields import REQUEST_FIELDS
 from verl_server.errors import UnsupportedError, VerlServerError
 
 if TYPE_CHECKING:
@@ -47,3 +48,16 @@ async def _route_exists(http: HttpClient, endpoint: Endpoint) -> bool:
         if error.details.get("status") != 405:
             raise
     return True
+
+
+async def probe_request_fields(http: HttpClient) -> frozenset[str]:
+    """The fields of `/generate`, from the server's description of its own routes (OpenAPI).
+
+    The server generates its description at the first request, which takes a second. The fields that all tested versions
+    have are added: a server that was started with DISABLE_OPENAPI_DOC has no description.
+    """
+    try:
+        schemas = (await http.call(OPENAPI))["components"]["schemas"]
+    except UnsupportedError:
+        return REQUEST_FIELDS
+    return REQUEST_FIELDS.union(schemas["GenerateReqInput"]["properties"])

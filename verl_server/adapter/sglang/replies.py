@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from verl_server.adapter.sglang.endpoints import Endpoint
 from verl_server.adapter.sglang.requests import PromptLimits
 from verl_server.errors import (
     BadInputError,
@@ -16,6 +18,8 @@ from verl_server.errors import (
 from verl_server.types import Json, parse_weight_version
 
 MAX_MESSAGE_CHARACTERS = 2000
+#: Field and problem in SGLang's message about a field of a wrong type, a printed list of pydantic's errors.
+_FIELD_PROBLEM = re.compile(r"""'loc': \('body', '(\w+)'[^)]*\), 'msg': (['"])(.*?)\2""")
 
 
 def error_message(body: Any) -> str:
@@ -23,14 +27,20 @@ def error_message(body: Any) -> str:
     if isinstance(body, dict):
         inner = body.get("error", body)
         if isinstance(inner, dict):
-            return str(inner.get("message") or inner.get("detail") or inner)
+            return str(inner.get("message") or inner.get("error_message") or inner.get("detail") or inner)
         return str(inner)
     return str(body).strip() or "(no message)"
 
 
+def _name_fields(message: str) -> str:
+    """SGLang's message about fields of a wrong type as `field: problem`, without the server's source lines."""
+    problems = dict.fromkeys(f"{field}: {problem}" for field, _, problem in _FIELD_PROBLEM.findall(message))
+    return "; ".join(problems) or message
+
+
 def error_from_reply(status: int, url: str, body: Any) -> VerlServerError:
     """The typed error for a reply whose HTTP status is not a success."""
-    message = error_message(body)[:MAX_MESSAGE_CHARACTERS]
+    message = _name_fields(error_message(body))[:MAX_MESSAGE_CHARACTERS]
     details: Json = {"status": status, "url": url, "body": message}
     if isinstance(body, dict) and body.get("success") is False:
         return ServerError(f"{url} reports failure: {message}", **details)
@@ -43,6 +53,20 @@ def error_from_reply(status: int, url: str, body: Any) -> VerlServerError:
     if status == 503:
         return NotReadyError(f"{url} is not ready (503): {message}", **details)
     return ServerError(f"{url} failed ({status}): {message}", **details)
+
+
+def key_error(base_url: str, endpoint: Endpoint, has_key: bool) -> ServerError:
+    """The error for status 401. `has_key`: whether this client was given the key that the endpoint needs."""
+    name = "admin_api_key" if endpoint.needs_admin_key else "api_key"
+    path = endpoint.path
+    problem = f"refused the {name} for {path}" if has_key else f"needs an {name} for {path}, but none was given"
+    return ServerError(
+        f"the server at {base_url} {problem} (401). Pass the {name} that the server was started with, for example "
+        f"RemoteServer({base_url!r}, api_key=..., admin_api_key=...)",
+        status=401,
+        url=base_url + endpoint.path,
+        key=name,
+    )
 
 
 def require_success(reply: Any, url: str) -> Json:

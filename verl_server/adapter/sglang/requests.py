@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from verl_server.adapter.json_body import tolist_hint
+from verl_server.adapter.sglang.request_fields import check_field_types, check_sampling_params
 from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.validation import require_whole_number
 
 #: Number of tokens below which the built-in `max` is faster than numpy.
 _SHORT_PROMPT_TOKENS = 256
-#: Sampling parameters that must be whole numbers, with their smallest value.
-_WHOLE_NUMBERS = {"max_new_tokens": 0, "min_new_tokens": 0, "n": 1}
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,12 @@ def require(condition: bool, message: str) -> None:
     """Raise BadInputError with `message` when `condition` is false."""
     if not condition:
         raise BadInputError(message)
+
+
+def require_list(name: str, value: Any) -> None:
+    """Raise BadInputError unless the token ids `value` are a list or a tuple."""
+    if not isinstance(value, (list, tuple)):
+        raise BadInputError(f"{name} must be a list of token ids, got {type(value).__name__}{tolist_hint(value)}")
 
 
 def is_batch(prompt: Any, input_ids: Any) -> bool:
@@ -60,9 +65,10 @@ def generate_payload(
     num_prompts = _check_input_ids(input_ids, limits) if input_ids is not None else _check_prompts(prompt)
     _check_all_sampling_params(sampling_params, num_prompts, is_batch(prompt, input_ids))
     if rid is not None:
-        rids = [rid] if isinstance(rid, str) else list(rid)
+        rids = rid if isinstance(rid, (list, tuple)) else [rid]
         require(all(isinstance(r, str) and r for r in rids), f"rid must be a non-empty string, got {rid!r}")
     body: Json = {"text": prompt, "input_ids": input_ids, "sampling_params": sampling_params, "rid": rid}
+    check_field_types(fields)
     body.update(fields)
     if stream:
         body["stream"] = True
@@ -71,7 +77,7 @@ def generate_payload(
 
 def _check_input_ids(input_ids: Any, limits: PromptLimits) -> int:
     """Check one prompt or a list of prompts, given as token ids. Returns the number of prompts."""
-    require(isinstance(input_ids, (list, tuple)), f"input_ids must be a list, got {type(input_ids).__name__}")
+    require_list("input_ids", input_ids)
     require(len(input_ids) > 0, "input_ids is empty: a prompt needs at least one token")
     if not is_batch(None, input_ids):
         _check_token_ids(input_ids, "input_ids", limits)
@@ -83,8 +89,7 @@ def _check_input_ids(input_ids: Any, limits: PromptLimits) -> int:
 
 def _check_token_ids(token_ids: Any, name: str, limits: PromptLimits) -> None:
     """Check one prompt. On the hot path: takes about 1 microsecond for a short prompt and 0.3 ms for 32k tokens."""
-    if not isinstance(token_ids, (list, tuple)):
-        raise BadInputError(f"{name} must be a list of token ids, got {type(token_ids).__name__}")
+    require_list(name, token_ids)
     if not token_ids:
         raise BadInputError(f"{name} is empty: a prompt needs at least one token")
     try:
@@ -107,7 +112,7 @@ def _token_id_error(token_ids: Sequence[Any], name: str, error: Exception) -> Ba
     """The error that names the invalid token id. The search runs only after the fast check has failed."""
     for value in token_ids:
         if not isinstance(value, int):
-            return BadInputError(f"{name} must hold whole numbers only, got {value!r}")
+            return BadInputError(f"{name} must hold whole numbers only, got {value!r:.200}{tolist_hint(value)}")
         if value < 0:
             return BadInputError(f"{name} holds the negative token id {value}")
     return BadInputError(f"{name} holds a token id beyond any vocabulary: {error}")
@@ -117,7 +122,9 @@ def _check_prompts(prompt: Any) -> int:
     """Check one prompt or a list of prompts, given as text. Returns the number of prompts."""
     prompts = list(prompt) if isinstance(prompt, (list, tuple)) else [prompt]
     for index, text in enumerate(prompts):
-        require(isinstance(text, str) and text != "", f"prompt[{index}] must be a non-empty string, got {text!r}")
+        if not isinstance(text, str) or text == "":
+            hint = "" if isinstance(text, str) or text is None else "; pass token ids as `input_ids=`"
+            raise BadInputError(f"prompt[{index}] must be a non-empty string, got {text!r:.200}{hint}")
     return len(prompts)
 
 
@@ -128,16 +135,6 @@ def _check_all_sampling_params(sampling_params: Any, num_prompts: int, batch: bo
             f"{len(sampling_params)} sampling_params for {num_prompts} prompts: give a dict, or a list of equal length",
         )
         for index, params in enumerate(sampling_params):
-            _check_sampling_params(params, f"sampling_params[{index}]")
+            check_sampling_params(params, f"sampling_params[{index}]")
     elif sampling_params is not None:
-        _check_sampling_params(sampling_params, "sampling_params")
-
-
-def _check_sampling_params(params: Any, name: str) -> None:
-    if not isinstance(params, Mapping):
-        raise BadInputError(f"{name} must be a dict, got {type(params).__name__}")
-    for key, value in params.items():
-        if not isinstance(key, str):
-            raise BadInputError(f"{name} has the key {key!r}; keys are strings")
-        if key in _WHOLE_NUMBERS and value is not None:
-            require_whole_number(f"{name}[{key!r}]", value, minimum=_WHOLE_NUMBERS[key])
+        check_sampling_params(sampling_params)

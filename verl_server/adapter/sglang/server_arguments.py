@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_server.config import MemoryTag
 from verl_server.errors import BadInputError
+from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
 
 #: Import path of the weight loader that runs inside the server (`weights/loader.py`). It is both an element of the
@@ -44,9 +46,11 @@ def complete_server_args(server_args: Mapping[str, Any]) -> Json:
 def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     """Return a copy of `server_args` that can travel to the server process as JSON.
 
-    Raises BadInputError for a value that is not plain JSON and for a model path that does not exist.
+    Raises BadInputError for a value that is not plain JSON, a model path that does not exist, and a short key.
     """
     args = {**server_args, "model_path": _validate_model_path(server_args.get("model_path"))}
+    for name in SECRET_ARGUMENTS:
+        _validate_key(name, args.get(name))
     for name, value in args.items():
         try:
             json.dumps(value)
@@ -57,6 +61,48 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
                 argument=name,
             ) from error
     return args
+
+
+def require_memory_saver(server_args: Mapping[str, Any]) -> None:
+    """Raise BadInputError when a server with these resolved arguments cannot release its memory.
+
+    On an accelerator SGLang needs `enable_memory_saver`: without it, a release reports success and frees nothing. On a
+    CPU our platform plugin releases the memory.
+    """
+    if server_args.get("device") != "cpu" and not server_args.get("enable_memory_saver"):
+        raise BadInputError(
+            "the server was started without enable_memory_saver, so SGLang cannot release its memory; nothing was "
+            "released. Start the server with enable_memory_saver=True",
+            argument="enable_memory_saver",
+        )
+
+
+def loses_weights(released: Collection[str], server_args: Mapping[str, Any]) -> bool:
+    """Whether a server with these resolved arguments loses its weights when it releases the memory tags `released`."""
+    return MemoryTag.WEIGHTS in released and not server_args.get("enable_weights_cpu_backup")
+
+
+def require_lora(server_args: Mapping[str, Any]) -> None:
+    """Raise BadInputError when a server with these resolved arguments cannot load LoRA adapters."""
+    if not server_args.get("enable_lora"):
+        raise BadInputError(
+            "the server was started without enable_lora, so it cannot load or unload LoRA adapters; nothing was sent. "
+            "Start the server with enable_lora=True, max_lora_rank and lora_target_modules",
+            argument="enable_lora",
+        )
+
+
+def _validate_key(name: str, key: Any) -> None:
+    """Raise BadInputError for a key that the log of the server cannot hide. None and "" ask for a random key."""
+    if key in (None, ""):
+        return
+    if not isinstance(key, str) or len(key) < MIN_SECRET_CHARACTERS:
+        got = f"{len(key)} characters" if isinstance(key, str) else type(key).__name__
+        raise BadInputError(
+            f"{name} must be a string of at least {MIN_SECRET_CHARACTERS} characters, got {got}. Leave it out for a "
+            "random key",
+            argument=name,
+        )
 
 
 def _validate_model_path(model_path: Any) -> str:

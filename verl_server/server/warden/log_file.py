@@ -7,17 +7,19 @@ import contextlib
 import os
 
 TAIL_BYTES = 32 * 1024
+#: Minimum number of characters of a key. Hiding a shorter key would also hide parts of ordinary words in the log.
+MIN_SECRET_CHARACTERS = 8
 
 
 class BoundedLog:
     """A log file of at most about twice `limit_bytes` (with its predecessor `PATH.1`), and its last lines in memory.
 
-    Every occurrence of a string of `secrets` is written as `***`.
+    Every occurrence of a string of `secrets` with at least `MIN_SECRET_CHARACTERS` characters is written as `***`.
     """
 
     def __init__(self, path: str, limit_bytes: int, secrets: list[str]) -> None:
         self._path, self._limit_bytes = path, limit_bytes
-        self._secrets = [secret.encode() for secret in secrets]
+        self._secrets = [secret.encode() for secret in secrets if len(secret) >= MIN_SECRET_CHARACTERS]
         self._partial_line = b""
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
         self._tail: collections.deque[bytes] = collections.deque()

@@ -1,0 +1,159 @@
+"""Names and types of the fields of SGLang's `/generate` and of its `sampling_params`.
+
+SGLang ignores a request field that it does not know, so a misspelled field would have no effect. It refuses an unknown
+sampling parameter, but does not always say which field has a value of a wrong type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from verl_server.errors import BadInputError, VerlServerError
+from verl_server.validation import did_you_mean
+
+#: Fields of SGLang's `GenerateReqInput` (`sglang/srt/managers/io_struct.py`) in both 0.5.15 and 0.5.23, without those
+#: that are arguments of `generate_payload`. A server is asked for its other fields.
+REQUEST_FIELDS = frozenset({
+    "audio_data", "background", "bootstrap_host", "bootstrap_pair_key", "bootstrap_port", "bootstrap_room",
+    "conversation_id", "custom_labels", "custom_logit_processor", "decode_tp_size", "disagg_prefill_dp_rank",
+    "encoder_urls", "external_trace_header", "extra_key", "http_worker_ipc", "image_data", "image_max_dynamic_patch",
+    "images_config", "input_embeds", "log_metrics", "logprob_start_len", "lora_id", "lora_path", "max_dynamic_patch",
+    "min_dynamic_patch", "mm_hashes", "modalities", "multi_item_delimiter_indices", "need_wait_for_mm_inputs",
+    "no_logs", "num_items_assigned", "positional_embed_overrides", "priority", "received_time", "require_reasoning",
+    "return_bytes", "return_entropy", "return_hidden_states", "return_indexer_topk", "return_logprob",
+    "return_prompt_token_ids", "return_routed_experts", "return_text_in_logprobs", "routed_dp_rank",
+    "routed_experts_start_len", "routing_key", "session_id", "session_params", "token_ids_logprob", "top_logprobs_num",
+    "use_audio_in_video", "video_data", "video_max_dynamic_patch",
+})  # fmt: skip
+#: Fields of a generation request that a router reads and does not send to a server. (SGLang has a `session_id` too.)
+ROUTER_FIELDS = ("session_id", "weight_version", "min_weight_version", "timeout_s")
+#: Fields of SGLang's JSON that are no arguments here.
+_RENAMED_FIELDS = {"text": "the argument is called `prompt`", "stream": "an adapter streams with `generate_stream`"}
+
+
+@dataclass(frozen=True)
+class ValueKind:
+    """The values that one field accepts. Every field accepts None, which means SGLang's default."""
+
+    description: str
+    accepts: Callable[[Any], bool]
+
+
+def _is_whole_number(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_finite_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
+def _at_least(minimum: int) -> ValueKind:
+    return ValueKind(
+        f"a whole number of at least {minimum}", lambda value: _is_whole_number(value) and value >= minimum
+    )
+
+
+def _is_text_or_texts(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value))
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset)) and all(map(_is_whole_number, value))
+
+
+_WHOLE_NUMBER = ValueKind("a whole number", _is_whole_number)
+_NUMBER = ValueKind("a finite number", _is_finite_number)
+_FLAG = ValueKind("True or False", lambda value: isinstance(value, bool))
+_TEXT = ValueKind("a string", lambda value: isinstance(value, str))
+_JSON_TEXT = ValueKind("a string with JSON, see json.dumps", lambda value: isinstance(value, str))
+_TEXTS = ValueKind("a string or a list of strings", _is_text_or_texts)
+_TOKEN_IDS = ValueKind("a list of token ids", _is_token_ids)
+_MAPPING = ValueKind("a dict", lambda value: isinstance(value, Mapping))
+_ANY = ValueKind("any value", lambda value: True)
+
+#: Fields of SGLang's `SamplingParams` (`sglang/srt/sampling/sampling_params.py`) in 0.5.15 or 0.5.23. The server checks
+#: the ranges, and parameters that are not listed here.
+SAMPLING_PARAMS: Mapping[str, ValueKind] = {
+    "max_new_tokens": _at_least(0), "min_new_tokens": _at_least(0), "n": _at_least(1), "temperature": _NUMBER,
+    "top_p": _NUMBER, "top_k": _WHOLE_NUMBER, "min_p": _NUMBER, "frequency_penalty": _NUMBER,
+    "presence_penalty": _NUMBER, "repetition_penalty": _NUMBER, "stop": _TEXTS, "stop_regex": _TEXTS,
+    "stop_token_ids": _TOKEN_IDS, "ignore_eos": _FLAG, "no_stop_trim": _FLAG, "skip_special_tokens": _FLAG,
+    "spaces_between_special_tokens": _FLAG, "json_schema": _JSON_TEXT, "structural_tag": _JSON_TEXT, "regex": _TEXT,
+    "ebnf": _TEXT, "logit_bias": _MAPPING, "sampling_seed": _WHOLE_NUMBER, "stream_interval": _WHOLE_NUMBER,
+    "beam_width": _WHOLE_NUMBER, "custom_params": _ANY, "watermark": _ANY,
+}  # fmt: skip
+#: Request fields whose type is checked. A list has one value for each prompt.
+_FIELD_KINDS: Mapping[str, ValueKind] = {
+    "return_logprob": _FLAG, "logprob_start_len": _WHOLE_NUMBER, "top_logprobs_num": _WHOLE_NUMBER,
+    "lora_path": _TEXT, "custom_logit_processor": _TEXT, "session_id": _TEXT,
+}  # fmt: skip
+
+
+def unlisted_fields(fields: Mapping[str, Any]) -> list[str]:
+    """Names of the fields with a value that are not in `REQUEST_FIELDS`."""
+    return [name for name, value in fields.items() if value is not None and name not in REQUEST_FIELDS]
+
+
+def require_known_fields(names: Collection[str], server_fields: Collection[str]) -> None:
+    """Raise BadInputError for a name that is no field of the server, with the reason or the similar field."""
+    for name in names:
+        if name in _RENAMED_FIELDS:
+            raise BadInputError(f"there is no argument {name!r}: {_RENAMED_FIELDS[name]}")
+        if name in server_fields:
+            continue
+        if name in ROUTER_FIELDS:
+            raise BadInputError(
+                f"{name!r} is a field of routers, but this request goes to a server without a router. Leave it out, or "
+                "use a fleet: VerlEngine(fleet=RolloutManager(...)) without stream=True, RolloutManager.router, or "
+                "RouterClient"
+            )
+        if name in SAMPLING_PARAMS:
+            raise BadInputError(f"{name!r} is a sampling parameter: pass it as sampling_params={{{name!r}: ...}}")
+        similar = did_you_mean(name, {*server_fields, *ROUTER_FIELDS, *SAMPLING_PARAMS})
+        raise BadInputError(
+            f"SGLang has no request field {name!r}{similar or '; its fields are those of its class GenerateReqInput'}"
+        )
+
+
+def check_field_types(fields: Mapping[str, Any]) -> None:
+    """Raise BadInputError for a field whose value has a wrong type."""
+    for name, value in fields.items():
+        kind = _FIELD_KINDS.get(name)
+        if kind is None or value is None:
+            continue
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if item is not None and not kind.accepts(item):
+                raise BadInputError(f"{name} must be {kind.description}, or a list of them, got {value!r:.200}")
+
+
+def check_sampling_params(params: Any, name: str = "sampling_params") -> None:
+    """Raise BadInputError unless `params` is a dict and its known parameters have values of the right type."""
+    if not isinstance(params, Mapping):
+        raise BadInputError(f"{name} must be a dict, got {type(params).__name__}")
+    for key, value in params.items():
+        if not isinstance(key, str):
+            raise BadInputError(f"{name} has the key {key!r}; keys are strings")
+        kind = SAMPLING_PARAMS.get(key)
+        if kind is not None and value is not None and not kind.accepts(value):
+            raise BadInputError(f"{name}[{key!r}] must be {kind.description}, got {value!r:.200}")
+
+
+def explain_refusal(error: VerlServerError, sampling_params: Any) -> VerlServerError:
+    """The error for a request that the server refused: names the misspelled sampling parameters, if there are any.
+
+    SGLang 0.5.23 names an unknown parameter in its answer 400. SGLang 0.5.15 answers 500.
+    """
+    is_failure = error.details.get("status") == 500
+    if not is_failure and not isinstance(error, BadInputError):
+        return error
+    all_params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params or {}]
+    unlisted = {key for params in all_params for key in params if key not in SAMPLING_PARAMS}
+    unknown = sorted(key for key in unlisted if is_failure or key in error.message)
+    if not unknown:
+        return error
+    hints = ", ".join(f"{key!r}{did_you_mean(key, SAMPLING_PARAMS)}" for key in unknown)
+    return BadInputError(f"SGLang has no sampling parameter {hints} ({error.message})", **error.details)
