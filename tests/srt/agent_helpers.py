@@ -32,6 +32,7 @@ def add(a: int, b: int = 1) -> int:
 
 
 async def wait_a_minute() -> None:
+    """Exceeds its timeout."""
     await asyncio.sleep(60)
 
 
@@ -41,18 +42,22 @@ def block_forever() -> None:
 
 
 def raise_runtime_error() -> None:
+    """Fails."""
     raise RuntimeError("no")
 
 
 def exit_process() -> None:
+    """Must end only the call."""
     sys.exit(3)
 
 
 def raise_stop_iteration() -> Any:
+    """Raises an exception that asyncio does not raise through a future."""
     return next(iter(()))
 
 
 def return_long_text() -> str:
+    """Returns ten megabytes."""
     return "x" * 10_000_000
 
 
@@ -97,6 +102,14 @@ def make_runner(engine: Any, renderer: ChatRenderer, **overrides: Any) -> Rollou
 
 def make_tasks(count: int) -> list[Task]:
     return [Task(f"t{index}", [{"role": "user", "content": f"add {index}"}]) for index in range(count)]
+
+
+def make_changed_task(task_id: str, messages: list[Any]) -> Task:
+    """A task whose list of messages was changed after the check of its constructor, so that the episode must check."""
+    first_messages = [{"role": "user", "content": "add"}]
+    task = Task(task_id, first_messages)
+    first_messages[:] = messages
+    return task
 
 
 class ForcedToolCallsLoop(ToolAgentLoop):

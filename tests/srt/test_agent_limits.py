@@ -13,6 +13,7 @@ from agent_helpers import (
     ThreeUserMessagesLoop,
     add,
     block_forever,
+    make_changed_task,
     make_episode,
     raise_runtime_error,
     return_long_text,
@@ -71,6 +72,8 @@ def test_limits_stop_an_episode(shared_engine: VerlEngine, renderer: ChatRendere
         {"max_response_tokens": 0},
         {"max_response_tokens": 5, "max_turns": 0},
         {"max_response_tokens": 5, "timeout_s": -1.0},
+        {"max_response_tokens": 5, "timeout_s": "5"},
+        {"max_response_tokens": 5, "timeout_s": float("inf")},
         {"max_response_tokens": 5, "max_context_tokens": 0},
     ):
         with pytest.raises(BadInputError, match="RolloutLimits"):
@@ -110,7 +113,7 @@ def test_max_context_tokens_counts_prompt_and_response(shared_engine: VerlEngine
 def test_failed_episode_has_its_error(
     shared_engine: VerlEngine, renderer: ChatRenderer, messages: Any, expected: str
 ) -> None:
-    episode, _ = make_episode(shared_engine, renderer, TrajectoryGraph("s"), task=Task("t", messages))
+    episode, _ = make_episode(shared_engine, renderer, TrajectoryGraph("s"), task=make_changed_task("t", messages))
     assert asyncio.run(SingleTurnLoop().run_episode(episode)) == "error"
     assert episode.error is not None
     assert expected in episode.error["message"]
@@ -153,7 +156,7 @@ def test_any_task_and_turn_end_with_a_stop_reason(
     limits = RolloutLimits(max_response_tokens=200, max_turns=2, max_tool_tokens=20)
     params = {"max_new_tokens": 4, "ignore_eos": True}
     episode, _ = make_episode(
-        shared_engine, renderer, graph, task=Task("t", messages), limits=limits, sampling_params=params
+        shared_engine, renderer, graph, task=make_changed_task("t", messages), limits=limits, sampling_params=params
     )
     stop_reason = asyncio.run(loop.run_episode(episode))
     assert stop_reason in ("done", "max_turns", "max_response_tokens", "error")

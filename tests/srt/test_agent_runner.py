@@ -16,6 +16,7 @@ from agent_helpers import (
     ForkingLoop,
     RecordingGenerateFn,
     add,
+    make_changed_task,
     make_episode,
     make_runner,
     make_tasks,
@@ -83,13 +84,12 @@ def test_runner_accepts_a_registered_name_and_samples_have_text(
 ) -> None:
     """Public fields of a sample describe its last turn, also for a sample that failed before its first prompt."""
 
-    async def run(tasks: list[Task]) -> Sample:
+    async def run(tasks: list[Task]) -> list[Sample]:
         params = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
         runner = make_runner(shared_engine, renderer, loop="single_turn", sampling_params=params)
-        (group,) = [group async for group in runner.run(tasks)]
-        return group.samples[0]
+        return [group.samples[0] async for group in runner.run(tasks)]
 
-    sample = asyncio.run(run(make_tasks(1)))
+    failed, sample = asyncio.run(run([make_changed_task("empty", []), *make_tasks(1)]))
     assert (sample.stop_reason, sample.num_turns) == ("done", 1)
     assert sample.leaf is not None
     last_node = sample.graph.node(sample.leaf)
@@ -97,7 +97,6 @@ def test_runner_accepts_a_registered_name_and_samples_have_text(
     assert {span.version for span in last_node.spans} == {last_node.spans[0].version}
     assert isinstance(last_node.spans[0].version, int)
 
-    failed = asyncio.run(run([Task("t0", [])]))
     assert (failed.stop_reason, failed.text, failed.num_turns) == ("error", "", 0)
     with pytest.raises(BadInputError, match="has no tokens"):
         _ = failed.path
@@ -159,19 +158,23 @@ def test_a_different_tool_result_begins_a_branch(
 def test_reward_that_is_not_finite_fails_its_sample(
     shared_engine: VerlEngine, renderer: ChatRenderer, tmp_path: Path
 ) -> None:
-    """The recorded sample can be loaded and is not generated again."""
+    """A failed sample is run again with a corrected reward: its turns come from the record. Then it is loaded."""
 
-    async def run(reward: Callable[[Sample], float]) -> Sample:
+    async def run(reward: Callable[[Sample], float]) -> tuple[Sample, int]:
         runner = make_runner(shared_engine, renderer, loop=SingleTurnLoop(), reward=reward, run_dir=tmp_path)
-        (group,) = [group async for group in runner.run(make_tasks(1))]
-        return group.samples[0]
+        samples = {group.task.id: group.samples[0] async for group in runner.run(make_tasks(2))}
+        return samples["t0"], runner.counters.num_turns
 
-    sample = asyncio.run(run(lambda _: float("nan")))
+    sample, num_turns = asyncio.run(run(lambda sample: float("nan" if sample.task.id == "t0" else "1")))
     assert sample.error is not None
     assert "finite" in sample.error["message"]
-    loaded = asyncio.run(run(lambda _: 1.0))
-    assert loaded == dataclasses.replace(sample, task=loaded.task, graph=loaded.graph)
-    assert loaded.graph == sample.graph
+    assert (sample.stop_reason, sample.reward, num_turns) == ("error", None, 2)
+    corrected, num_turns = asyncio.run(run(lambda _: 0.5))
+    assert (corrected.stop_reason, corrected.error, corrected.reward, num_turns) == ("done", None, 0.5, 0)
+    assert corrected.graph.nodes == sample.graph.nodes
+    loaded, num_turns = asyncio.run(run(lambda _: 1.0))
+    assert loaded == dataclasses.replace(corrected, task=loaded.task, graph=loaded.graph)
+    assert (loaded.graph, num_turns) == (corrected.graph, 0)
 
 
 def test_sample_that_cannot_be_recorded_ends_its_group(
@@ -196,6 +199,7 @@ from verl_server.agent import RolloutLimits, RolloutRunner, Task, ToolAgentLoop,
 from verl_server.trajectory import ChatRenderer
 
 def add(a: int, b: int = 1) -> int:
+    "The sum of two numbers."
     return a + b
 
 async def main(url, key, model, run_dir, regex):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent_helpers import (
@@ -20,7 +23,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from verl_server.agent import FunctionTool, ToolCall, ToolRegistry, ToolResult, parse_hermes_tool_calls
+from verl_server.agent import (
+    FunctionTool,
+    ToolAgentLoop,
+    ToolCall,
+    ToolRegistry,
+    ToolResult,
+    parse_hermes_tool_calls,
+)
 from verl_server.errors import BadInputError
 from verl_server.trajectory import ChatRenderer
 
@@ -70,6 +80,103 @@ def test_tools_return_results_and_schemas(tiny: Callable[..., Path]) -> None:
     assert renderer.truncate_content("short", 50) == "short"
     with pytest.raises(BadInputError, match="two tools"):
         ToolRegistry([add, add])
+
+
+def without_annotation(query) -> str:  # type: ignore[no-untyped-def]
+    """Search."""
+    return str(query)
+
+
+def without_docstring(query: str) -> str:
+    return query
+
+
+def with_unknown_annotation(query: Query) -> str:  # type: ignore[name-defined] # noqa: F821
+    """Search."""
+    return str(query)
+
+
+def with_annotation_without_schema(lock: threading.Thread) -> str:
+    """Search."""
+    return str(lock)
+
+
+def with_underscore(_query: str) -> str:
+    """Search."""
+    return _query
+
+
+def with_any_number(*queries: str) -> str:
+    """Search."""
+    return " ".join(queries)
+
+
+class SearchTool:
+    def __call__(self, query: str) -> str:
+        """Search."""
+        return query
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (without_annotation, "'without_annotation': parameter 'query' has no annotation.*Write `query: str`"),
+        (without_docstring, "'without_docstring' has no docstring.*(?s:.)*def search"),
+        (with_unknown_annotation, "name 'Query' is not defined"),
+        (with_annotation_without_schema, "an annotation has no JSON schema"),
+        (with_underscore, "parameter '_query' begins with '_'"),
+        (with_any_number, "parameter 'queries' cannot be passed by name"),
+        (len, "parameter 'obj' cannot be passed by name"),
+        (lambda query: query, "a lambda cannot be a tool(?s:.)*def search"),
+        (functools.partial(add, 1), "a tool must be a function, a method or a Tool, got functools.partial"),
+        (SearchTool, "got the class SearchTool"),
+        (SearchTool(), "a tool must be a function, a method or a Tool"),
+        ("add", "a tool must be a function, a method or a Tool, got 'add'"),
+    ],
+)
+def test_functions_that_cannot_be_tools_are_refused(function: Any, expected: str) -> None:
+    with pytest.raises(BadInputError, match=expected):
+        ToolAgentLoop([function])
+
+
+@pytest.mark.parametrize("tools", [add, FunctionTool(add), "add", {"add": add}, None])
+def test_tools_must_be_a_list(tools: Any) -> None:
+    with pytest.raises(BadInputError, match="tools must be a list, got"):
+        ToolAgentLoop(tools)
+
+
+def test_tools_need_a_positive_timeout() -> None:
+    for timeout_s in (0, -1.0, float("nan"), "5"):
+        with pytest.raises(BadInputError, match="timeout_s of tool 'add' must be a positive number of seconds"):
+            FunctionTool(add, timeout_s=timeout_s)  # type: ignore[arg-type]
+
+
+def use_unknown_name() -> str:
+    """A tool with a mistake in its source."""
+    return unknown_name  # type: ignore[name-defined, no-any-return] # noqa: F821
+
+
+def evaluate(expression: str) -> str:
+    """Evaluate an expression of the policy."""
+    return str(eval(expression))
+
+
+def test_mistake_in_the_source_of_a_tool_is_raised() -> None:
+    """The policy cannot avoid it. A mistake in the policy's own code is a result, and other calls end first."""
+    finished = []
+
+    async def finish_later() -> str:
+        """Finishes after the failing call."""
+        await asyncio.sleep(0.05)
+        finished.append(True)
+        return "done"
+
+    tools = ToolRegistry([use_unknown_name, evaluate, finish_later])
+    with pytest.raises(NameError, match="unknown_name"):
+        asyncio.run(tools.call_all([ToolCall("use_unknown_name", {}), ToolCall("finish_later", {})]))
+    assert finished == [True]
+    result = asyncio.run(tools.call(ToolCall("evaluate", {"expression": "unknown_name + 1"})))
+    assert (result.error_type, result.content) == ("raised", "Error: NameError: name 'unknown_name' is not defined")
 
 
 @settings(max_examples=200, deadline=None)

@@ -12,6 +12,7 @@ import pytest
 from mcp import StdioServerParameters
 
 from verl_server.agent import Tool, ToolCall, ToolRegistry, ToolResult, mcp_tools
+from verl_server.errors import BadInputError
 
 SERVER_PROGRAM = """
 import os, time
@@ -76,3 +77,14 @@ def test_tools_of_an_mcp_server(program: StdioServerParameters) -> None:
     assert result_after_kill.error_type in ("raised", "timeout")
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_command_as_text_and_bad_timeouts_are_refused(program: StdioServerParameters) -> None:
+    async def connect(server: StdioServerParameters | str, timeout_s: float = 1.0) -> None:
+        async with mcp_tools(server, timeout_s):
+            raise AssertionError("connected")
+
+    with pytest.raises(BadInputError, match=r"'python server.py' is no URL.*StdioServerParameters"):
+        asyncio.run(connect("python server.py"))
+    with pytest.raises(BadInputError, match="timeout_s must be a positive number of seconds"):
+        asyncio.run(connect(program, timeout_s=0.0))

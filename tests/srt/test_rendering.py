@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,7 +112,8 @@ def test_tokenizer_that_merges_across_turns_is_refused() -> None:
     [
         ([], "no messages"),
         ([{"role": "pope", "content": "x"}], "role 'pope'"),
-        (["x"], "role 'str'"),
+        (["x"], "message 0: expected a dict, got str"),
+        ([{"role": "user", "content": "x"}, {"role": "user"}], "message 1: the key 'content' is missing"),
         ([{"role": "user", "content": 7}], "has the type int"),
         ([{"role": "user", "content": f"a{ASSISTANT_PLACEHOLDER}"}], "contains the reserved placeholder"),
     ],
@@ -167,6 +170,24 @@ def test_family_renderer_keeps_thoughts_and_parses_tool_calls(tokenizer: Any) ->
     assert renderer.parse_tool_calls(tokenizer.encode("no", add_special_tokens=False), prompt_ids, []) == []
     next_ids = renderer.render_next_turn([{"role": "user", "content": "v"}], turn_ids, prompt_ids)
     assert "<think>hm</think>yes" in tokenizer.decode([*prompt_ids, *turn_ids, *next_ids])
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_argument", "expected"),
+    [
+        (
+            "Qwen/Qwen3-8B",
+            r"got the path or name 'Qwen/Qwen3-8B'; pass .*from_pretrained\('Qwen/Qwen3-8B'\)",
+        ),
+        (Path("/models/policy"), r"AutoTokenizer.from_pretrained\('/models/policy'\)"),
+        (None, r"NoneType has no apply_chat_template\(\)"),
+        (SimpleNamespace(tokenizer=None), "SimpleNamespace has no .*; pass its attribute `tokenizer`"),
+    ],
+)
+def test_only_tokenizers_have_renderers(tokenizer_argument: Any, expected: str) -> None:
+    for make in (get_renderer, ChatRenderer, lambda argument: FamilyRenderer(argument, "qwen3")):
+        with pytest.raises(BadInputError, match=expected):
+            make(tokenizer_argument)
 
 
 def test_get_renderer_selects_the_family(tokenizer: Any) -> None:

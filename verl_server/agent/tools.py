@@ -102,8 +102,8 @@ class FunctionTool(Tool):
 
     A function that is not a coroutine function runs in a thread of its own. The thread of a call that exceeds the
     timeout keeps running, and its result is discarded. Raises BadInputError for an object that is neither a function
-    nor a method, for a lambda, for a function without a docstring, and for parameters that have no annotation or
-    cannot be passed by name.
+    nor a method, for a lambda, for a function without a docstring, and for parameters that have no annotation, begin
+    with `_` or cannot be passed by name.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, timeout_s: float = 30.0) -> None:
@@ -213,6 +213,8 @@ def _arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.B
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise BadInputError(f"tool {name!r}: parameter {parameter.name!r} cannot be passed by name")
+        if parameter.name.startswith("_"):
+            raise BadInputError(f"tool {name!r}: parameter {parameter.name!r} begins with '_'; rename it")
         if parameter.name not in annotations:
             raise BadInputError(
                 f"tool {name!r}: parameter {parameter.name!r} has no annotation; the annotations are the JSON schema "
@@ -223,7 +225,7 @@ def _arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.B
     config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     try:
         return pydantic.create_model(name, __config__=config, **fields)
-    except (NameError, pydantic.PydanticUserError) as error:  # a NameError for a parameter that begins with "_"
+    except pydantic.PydanticUserError as error:
         raise BadInputError(f"tool {name!r}: its parameters cannot be a JSON schema: {error}") from error
 
 

@@ -1,0 +1,330 @@
+"""Mistakes of callers: tasks and runners refuse wrong arguments, and a failure of all samples ends the run.
+
+No test of this file needs a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_helpers import add, make_tasks
+from helpers import QWEN, chat_tokenizer
+
+from verl_server.agent import (
+    AgentLoop,
+    ChatScheduler,
+    Episode,
+    FairScheduler,
+    RolloutLimits,
+    RolloutRunner,
+    Sample,
+    SampleGroup,
+    SingleTurnLoop,
+    Task,
+    ToolAgentLoop,
+    ToolCall,
+    as_generate_fn,
+    register_agent_loop,
+)
+from verl_server.errors import BadInputError
+from verl_server.trajectory import ASSISTANT_PLACEHOLDER, ChatRenderer
+
+USER_MESSAGE = {"role": "user", "content": "x"}
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    tokenizer = chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    tokenizer.chat_template = QWEN
+    return ChatRenderer(tokenizer)
+
+
+async def never_called(*, rid: str, session_id: str, **request: Any) -> Any:
+    raise AssertionError("no loop of this file generates a turn")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((3, [USER_MESSAGE]), "Task.id must be a string that is not empty, got 3; pass '3'"),
+        (("", [USER_MESSAGE]), "Task.id must be a string"),
+        (("t", "What is 19 + 23?"), r"messages of task 't' are invalid: messages must be a list, got str.*\"role\""),
+        (("t", USER_MESSAGE), "messages must be a list, got dict"),
+        (("t", None), "messages must be a list, got NoneType"),
+        (("t", []), "there are no messages"),
+        (("t", [USER_MESSAGE, "x"]), "message 1: expected a dict, got str"),
+        (("t", [USER_MESSAGE, {"content": "x"}]), "message 1: the key 'role' is missing"),
+        (("t", [USER_MESSAGE, {"role": "pope", "content": "x"}]), "message 1: the role 'pope' is unknown; valid roles"),
+        (("t", [{"role": "user"}]), "message 0: the key 'content' is missing"),
+        (("t", [{"role": "user", "content": None}]), "message 0: the key 'content' has the value None"),
+        (("t", [{"role": "assistant"}]), "message 0: the key 'content' is missing"),
+        (("t", [{"role": "user", "content": 7}]), "message 0: the content has the type int"),
+        (("t", [{"role": "user", "content": ["x"]}]), "message 0: content part 0: expected a dict, got str"),
+        (("t", [{"role": "user", "content": [{"type": "image"}]}]), "message 0: an image part needs one of the keys"),
+        (("t", [{**USER_MESSAGE, "tags": {"a"}}]), "message 0: a value cannot be recorded as JSON"),
+        (("t", [{"role": "user", "content": "\ud800"}]), "message 0: a value cannot be recorded as JSON"),
+        (("t", [{"role": "user", "content": ASSISTANT_PLACEHOLDER}]), "message 0: .* reserved placeholder"),
+        (("t", [USER_MESSAGE], 42), "Task.data of task 't' must be a dict"),
+    ],
+)
+def test_invalid_tasks_are_refused(arguments: tuple[Any, ...], expected: str) -> None:
+    with pytest.raises(BadInputError, match=expected):
+        Task(*arguments)
+
+
+def test_valid_tasks_are_accepted() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image", "image": "a.png"}]}
+    task = Task("a/b c", (USER_MESSAGE, call, {"role": "tool", "content": ""}, parts), {"answer": {1, 2}})
+    assert len(task.messages) == 4
+
+
+class LoopWithoutTools(AgentLoop):
+    def __init__(self) -> None:
+        """Does not call the constructor of AgentLoop."""
+
+    async def run(self, episode: Episode) -> None:
+        raise AssertionError
+
+
+async def generate_without_session(*, rid: str, input_ids: list[int], sampling_params: Any) -> Any:
+    raise AssertionError
+
+
+def make_runner(renderer: ChatRenderer, /, **overrides: Any) -> RolloutRunner:
+    """A runner that is valid, except for the overrides."""
+    arguments: dict[str, Any] = {
+        "loop": SingleTurnLoop(),
+        "generate": never_called,
+        "renderer": renderer,
+        "limits": RolloutLimits(max_response_tokens=10),
+        "sampling_params": {},
+        **overrides,
+    }
+    return RolloutRunner(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"loop": ToolAgentLoop}, r"got the class; write ToolAgentLoop\(tools\)"),
+        ({"loop": add}, "loop must be an AgentLoop or the name of one, got function"),
+        ({"loop": "tool_agnt"}, "there is no agent loop 'tool_agnt'.*did you mean 'tool_agent'"),
+        ({"loop": LoopWithoutTools()}, r"call super\(\).__init__\(tools\) in LoopWithoutTools.__init__"),
+        ({"generate": object()}, "generate must be a function, got object; pass fleet.router.generate"),
+        ({"generate": generate_without_session}, "generate has the wrong parameters .*'session_id'"),
+        ({"generate": add}, "generate has the wrong parameters .*; pass fleet.router.generate"),
+        ({"renderer": "Qwen/Qwen3-8B"}, r"renderer must be a ChatRenderer, got str; pass get_renderer\(tokenizer\)"),
+        ({"limits": {"max_response_tokens": 5}}, "limits must be RolloutLimits, got dict"),
+        ({"limits": 100}, "limits must be RolloutLimits, got int"),
+        ({"sampling_params": [("temperature", 1.0)]}, "sampling_params must be a dict"),
+        ({"sampling_params": {1: 2}}, "sampling_params has the key 1"),
+        ({"sampling_params": {"max_new_tokens": -5}}, r"sampling_params\['max_new_tokens'\] must be a whole number"),
+        ({"sampling_params": {"max_new_tokens": 0}}, r"sampling_params\['max_new_tokens'\] must be a whole number"),
+        ({"reward": 1.0}, "reward must be a function, got float"),
+        ({"reward": lambda sample, answer: 0.0}, "reward has the wrong parameters .*'answer'"),
+        ({"reward": lambda: 0.0}, "reward has the wrong parameters"),
+        ({"run_dir": 7}, "run_dir must be the path of a directory, got 7"),
+        ({"run_dir": __file__}, "run_dir must be the path of a directory"),
+        ({"max_concurrency": 0}, "max_concurrency must be a whole number of at least 1, got 0"),
+        ({"max_concurrency": "8"}, "max_concurrency must be a whole number"),
+    ],
+)
+def test_runner_refuses_wrong_arguments(renderer: ChatRenderer, overrides: dict[str, Any], expected: str) -> None:
+    with pytest.raises(BadInputError, match=expected):
+        make_runner(renderer, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"n": 0}, "n must be a whole number of at least 1, got 0"),
+        ({"n": -1}, "n must be a whole number of at least 1, got -1"),
+        ({"n": 1.5}, "n must be a whole number"),
+        ({"num_groups": 0}, "num_groups must be a whole number"),
+        ({"group_filter": "all"}, "group_filter must be a function, got str"),
+        ({"group_filter": lambda group, reward: True}, "group_filter has the wrong parameters"),
+        ({"tasks": make_tasks(1)[0]}, r"tasks must be a list of tasks, got Task; write \[task\]"),
+        ({"tasks": [{"id": "t", "messages": []}]}, r"tasks\[0\] must be a Task, got dict"),
+        ({"tasks": "t"}, r"tasks\[0\] must be a Task, got str"),
+        ({"tasks": [*make_tasks(1), Task("a/b", [USER_MESSAGE])]}, "the id of a recorded session .*'a/b-0'"),
+    ],
+)
+def test_run_refuses_wrong_arguments_at_once(
+    renderer: ChatRenderer, tmp_path: Path, arguments: dict[str, Any], expected: str
+) -> None:
+    """The call itself raises the error, before the first group is requested, and no file is written."""
+    runner = make_runner(renderer, run_dir=tmp_path)
+    with pytest.raises(BadInputError, match=expected):
+        runner.run(**{"tasks": make_tasks(1), **arguments})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_constructors_refuse_wrong_arguments(renderer: ChatRenderer) -> None:
+    limits = RolloutLimits(max_response_tokens=10)
+    servers: Any = never_called
+    for call, expected in (
+        (lambda: ChatScheduler(servers, renderer, limits, {}), "servers must be a list, got function"),
+        (lambda: ChatScheduler([add], renderer, limits, {}), r"servers\[0\] has the wrong parameters"),  # type: ignore[list-item]
+        (lambda: ChatScheduler([servers], renderer, 3, {}), "limits must be RolloutLimits, got int"),  # type: ignore[arg-type]
+        (lambda: FairScheduler(object(), 1), "generate must be a function, got object"),  # type: ignore[arg-type]
+        (lambda: as_generate_fn(object()), r"needs an AsyncHttpServerEngineAdapter, got object.*engine.adapter"),  # type: ignore[arg-type]
+        (lambda: register_agent_loop(SingleTurnLoop), r'write @register_agent_loop\("name"\)'),  # type: ignore[arg-type]
+        (lambda: register_agent_loop("x")(add), "only subclasses of AgentLoop"),  # type: ignore[type-var]
+    ):
+        with pytest.raises(BadInputError, match=expected):
+            call()
+
+
+def test_chat_scheduler_refuses_wrong_turns(renderer: ChatRenderer) -> None:
+    """A refused `submit` starts no conversation."""
+
+    def on_turn(turn: Any, info: Any, error: Any) -> None:
+        raise AssertionError
+
+    async def run() -> None:
+        scheduler = ChatScheduler([never_called], renderer, RolloutLimits(max_response_tokens=10), {})
+        submit: Any = scheduler.submit
+        with pytest.raises(BadInputError, match="message 0: the role 'pope'"):
+            submit(on_turn, [{"role": "pope", "content": "x"}], session_id=None)
+        with pytest.raises(BadInputError, match="callback has the wrong parameters"):
+            submit(lambda turn: None, [USER_MESSAGE])
+        with pytest.raises(BadInputError, match="max_new_tokens"):
+            submit(on_turn, [USER_MESSAGE], max_new_tokens=0)
+        await scheduler.join()
+
+    asyncio.run(run())
+
+
+class ReturningLoop(AgentLoop):
+    """Ends at once. The sample fails in its reward only."""
+
+    async def run(self, episode: Episode) -> None:
+        return
+
+
+class CallingLoop(ToolAgentLoop):
+    """Calls its tool once."""
+
+    async def run(self, episode: Episode) -> None:
+        await self.tools.call_all([ToolCall("search", {"query": "x"})])
+
+
+def search(query: str) -> str:
+    """Search the documents."""
+    return documents[query]  # type: ignore[name-defined, no-any-return] # noqa: F821
+
+
+async def search_index(query: str) -> str:
+    """Search the documents."""
+    import no_such_module  # type: ignore[import-not-found]
+
+    return str(no_such_module.search(query))
+
+
+search_index.__name__ = "search"
+
+
+def raise_key_error(sample: Sample) -> float:
+    return float(sample.task.data["answer"])
+
+
+async def return_nothing(sample: Sample) -> float:
+    return None  # type: ignore[return-value]
+
+
+def collect_groups(runner: RolloutRunner, tasks: list[Task], n: int) -> tuple[list[SampleGroup], Exception | None]:
+    """The groups that a run yields, and the exception that ends it."""
+    groups: list[SampleGroup] = []
+
+    async def run() -> None:
+        async for group in runner.run(tasks, n):
+            groups.append(group)
+
+    try:
+        asyncio.run(run())
+    except Exception as error:  # noqa: BLE001 - the exception of the samples is examined
+        return groups, error
+    return groups, None
+
+
+@pytest.mark.parametrize(
+    ("loop", "reward", "expected_type", "expected"),
+    [
+        (ReturningLoop(), raise_key_error, KeyError, "in raise_key_error"),
+        (ReturningLoop(), return_nothing, BadInputError, "the reward function must return a number, got None"),
+        (CallingLoop([search]), None, NameError, "in search"),
+        (CallingLoop([search_index]), None, ImportError, "in search"),
+        (SingleTurnLoop(), None, BadInputError, "the chat template refuses these messages"),
+    ],
+    ids=["reward raises", "reward returns None", "unknown name in tool", "unknown module in tool", "template raises"],
+)
+@pytest.mark.parametrize(("num_tasks", "n"), [(20, 2), (1, 3), (1, 1)])
+def test_mistake_common_to_all_samples_ends_the_run(
+    tmp_path_factory: pytest.TempPathFactory,
+    loop: AgentLoop,
+    reward: Any,
+    expected_type: type[Exception],
+    expected: str,
+    num_tasks: int,
+    n: int,
+) -> None:
+    """The exception of the samples is raised with its own traceback and a note about the run."""
+    tokenizer = chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    tokenizer.chat_template = QWEN
+    renderer = ChatRenderer(tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('no') }}"  # every prompt of a run fails
+    groups, error = collect_groups(make_runner(renderer, loop=loop, reward=reward), make_tasks(num_tasks), n)
+    assert isinstance(error, expected_type)
+    num_failed = min(8, num_tasks * n)
+    text = "".join(traceback.format_exception(error))
+    assert expected in text
+    assert f"The run was stopped: {num_failed} samples failed with this exception at this place" in text
+    assert all(sample.stop_reason == "error" for group in groups for sample in group.samples)
+    assert len(groups) < num_tasks
+
+
+def raise_first(sample: Sample) -> float:
+    raise ValueError("first place")
+
+
+def raise_second(sample: Sample) -> float:
+    raise ValueError("second place")
+
+
+@pytest.mark.parametrize(
+    ("reward", "num_failed"),
+    [
+        (lambda sample: raise_first(sample) if sample.task.id != "t7" else 1.0, 11),
+        (lambda sample: raise_first(sample) if sample.task.id == "t7" else raise_second(sample), 12),
+    ],
+    ids=["one sample succeeds", "two places"],
+)
+def test_other_failures_do_not_end_the_run(
+    renderer: ChatRenderer, reward: Callable[[Sample], float], num_failed: int
+) -> None:
+    """Failures belong to their samples if they are not common to the compared samples, here those of t0 to t7."""
+    runner = make_runner(renderer, loop=ReturningLoop(), reward=reward)
+    groups, error = collect_groups(runner, make_tasks(12), 1)
+    assert error is None
+    assert len(groups) == 12
+    assert runner.counters.num_failed_samples == num_failed
+
+
+def test_failures_that_finish_first_do_not_end_the_run(renderer: ChatRenderer) -> None:
+    """All ten samples of the first task fail at once in the same way, before any other sample finishes."""
+
+    async def reward(sample: Sample) -> float:
+        if sample.task.id == "t0":
+            raise ValueError("this task is invalid")
+        await asyncio.sleep(0.05)
+        return 1.0
+
+    groups, error = collect_groups(make_runner(renderer, loop=ReturningLoop(), reward=reward), make_tasks(3), 10)
+    assert error is None
+    assert [group.samples[0].stop_reason for group in groups] == ["error", "done", "done"]
