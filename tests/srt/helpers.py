@@ -9,6 +9,7 @@ import queue
 import runpy
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from tqdm import tqdm
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine
 from verl_server.rollout.status import ReplicaView
@@ -29,6 +31,10 @@ PROMPTS = [[1, 2, 3, 4, 5], [200, 17, 64], list(range(40, 75))]
 NEW_TOKENS = 12
 GREEDY = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 MARK = "VERL_SERVER_TEST_MARK"
+
+# The lock of progress bars is a named semaphore by default. A trainer rank that a test kills would leave the semaphore
+# in /dev/shm, where other tests would find it.
+tqdm.set_lock(threading.RLock())
 
 
 def reference_model(folder: Path | str) -> Any:
@@ -285,16 +291,15 @@ def mapped_inodes() -> set[int]:
 
 
 @contextlib.contextmanager
-def no_new_shared_memory(but: str = "/") -> Iterator[None]:
+def no_new_shared_memory() -> Iterator[None]:
     """The body leaves no file in /dev/shm: every new file belongs to a process that still runs.
 
     Other processes of the suite run at the same time. A file that a living process has mapped is not left behind.
-    `but`: prefix of the names that the test's own processes keep.
     """
 
     def files() -> dict[str, int]:
         """Name and inode of each file."""
-        return {entry.name: entry.inode() for entry in os.scandir("/dev/shm") if not entry.name.startswith(but)}
+        return {entry.name: entry.inode() for entry in os.scandir("/dev/shm")}
 
     def left_behind() -> set[str]:
         new = {name: inode for name, inode in files().items() if name not in before}

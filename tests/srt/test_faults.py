@@ -98,7 +98,7 @@ def test_a_trainer_killed_at_each_step(
             process.kill()
             killed.set()
 
-    with no_new_shared_memory(but="sem."), Interceptor(server.base_url, kill) as front:
+    with no_new_shared_memory(), Interceptor(server.base_url, kill) as front:
         arguments = (str(tiny("qwen3")), tmp_path, transport, remote_server_of(server, front.url))
         process = processes().Process(target=push_once, args=arguments)
         process.start()
@@ -209,7 +209,7 @@ def _is_zombie(pid: int) -> bool:
 def test_a_trainer_rank_killed_at_each_step(
     step: str, transport: str, server: Any, two_ranks: Ranks, one_rank: DeviceMesh, tiny: Callable[..., Path]
 ) -> None:
-    with no_new_shared_memory(but="sem."):  # progress bars of the ranks use semaphores
+    with no_new_shared_memory():
         raised, _ = two_ranks.run(
             _rank_with_a_dying_peer, str(tiny("qwen3")), remote_server_of(server), step, transport, dying=1
         )

@@ -177,4 +177,4 @@ def test_log_probabilities_are_after_temperature_and_before_top_k(
         assert abs(entry[0] - float(expected[position, token])) < 1e-4
         assert token in expected[position].topk(5).indices, "the token was sampled among the top 5"
     top_5_mass = expected.topk(5).values.exp().sum(-1)
-    assert float(top_5_mass.max()) < 0.99, "log probabilities after top-k would be visibly larger"
+    assert float(top_5_mass.min()) < 0.9, "log probabilities after top-k would be visibly larger"
