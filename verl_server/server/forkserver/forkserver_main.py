@@ -167,9 +167,11 @@ def _end_when_socket_closes(commands: socket.socket, enabled: bool) -> None:
 def _import_sglang() -> None:
     """Import what a server imports, and check that this process can fork. Exits with an error when it cannot."""
     server_main.load()
+    gc.disable()  # as in `load`
     for name in LATE_MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.enable()
 
     from sglang.srt.platforms import current_platform
 
