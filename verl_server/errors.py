@@ -11,7 +11,7 @@
     │   └── ServerBusyError      retryable: the server is running requests, or its queue is full
     ├── DeadlineError            an operation did not finish before its deadline
     ├── PeerError                another trainer rank failed, ended, or did not make the same call
-    ├── TornWeightsError         an update failed part-way; retryable as an update of all tensors
+    ├── TornWeightsError         the served weights are not whole; retryable as an update of all tensors
     └── ShutDownError            the engine, adapter, fleet or router was already shut down
 
 `error.retryable` is True when the same call can succeed later without a change of its arguments.
@@ -58,10 +58,11 @@ class BadInputError(VerlServerError, ValueError):
 
 
 class WeightManifestError(BadInputError):
-    """A tensor does not fit the served model: an unknown name, another shape or dtype, or a missing tensor.
+    """A tensor cannot be loaded: an unknown name, another shape or dtype, or values that `check_finite` refuses.
 
     Raised before generation is paused where the whole update is known then. `details`: `name`, `expected` and `got`
-    (shapes as lists, dtypes as text). To do: send the tensors by their Hugging Face names, with their full shapes.
+    (shapes as lists, dtypes as text). To do: send the tensors by their Hugging Face names, with their full shapes; for
+    values that are not finite, look for the training step that made them.
     """
 
 
@@ -133,8 +134,9 @@ class PeerError(VerlServerError):
 
 
 class TornWeightsError(VerlServerError):
-    """The served weights are partly new and partly old, because an update failed part-way. Generation stays paused.
+    """The served weights are not whole: an update failed part-way, or their memory was released and resumed.
 
+    The engine refuses to generate. After a failed update, generation also stays paused on the servers.
     `details`: `cause` (type of the error that stopped the update) and that error's own details. To do: send an update
     of all tensors, which repairs the weights. `retryable` is true only for such an update, without an explicit old
     `weight_version`: an update of some tensors is refused while the weights are torn.

@@ -32,7 +32,7 @@ from helpers import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import RolloutManager, VerlEngine
-from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ShutDownError
+from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ShutDownError, TornWeightsError
 from verl_server.rollout.health import ReplicaState
 
 pytestmark = pytest.mark.timeout(900)
@@ -160,6 +160,10 @@ def test_released_weights_are_not_served_before_they_are_pushed(
     engine.resume_memory_occupation()
     with pytest.raises(NotReadyError, match="no replica serves"):
         asyncio.run(fleet.router.generate(input_ids=[3], sampling_params=GREEDY))
+    with pytest.raises(TornWeightsError, match=r"released.*: push all tensors"):
+        engine.generate(input_ids=[3])
+    with pytest.raises(TornWeightsError, match="push all of them"):
+        engine.update_weights_from_tensor([("model.norm.weight", torch.ones(64))])
     engine.update_weights_from_tensor(model.state_dict().items())
     for replica in fleet.replicas:
         assert_equals_reference(replica.adapter, model)

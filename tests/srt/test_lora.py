@@ -13,6 +13,7 @@ import torch
 from helpers import (
     GREEDY,
     PROMPTS,
+    adapter_of,
     assert_equals_reference,
     change_weights,
     greedy_with_logprobs,
@@ -127,8 +128,9 @@ def test_adapters_that_do_not_fit_are_refused(engine: VerlEngine, tiny: Callable
     wide = {
         name: torch.ones(16, t.shape[1]) if "lora_A" in name else torch.ones(t.shape[0], 16) for name, t in good.items()
     }
-    with pytest.raises(VerlServerError, match="rank"):
+    with pytest.raises(VerlServerError, match="rank") as caught:
         engine.load_lora_adapter("wide", wide.items(), {**CONFIG, "r": 16})
+    assert "loaded_adapters" not in caught.value.message, "the message is SGLang's text, not its JSON"
     assert issubclass(WeightManifestError, BadInputError)
 
     def failing_tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -138,6 +140,20 @@ def test_adapters_that_do_not_fit_are_refused(engine: VerlEngine, tiny: Callable
     with pytest.raises(PeerError, match="the disk is gone"):
         engine.load_lora_adapter("bad", failing_tensors(), CONFIG)
     assert_equals_reference(engine, model)
+
+
+def test_a_server_without_enable_lora_gets_no_request(shared_engine: VerlEngine, tiny: Callable[..., Path]) -> None:
+    adapter = adapter_of(shared_engine)
+    message = "started without enable_lora.*Start the server with enable_lora=True"
+    calls: list[Callable[[], None]] = [
+        lambda: shared_engine.load_lora_adapter("a", adapter_for(reference_model(tiny("qwen3")), 1).items(), CONFIG),
+        lambda: adapter.load_lora_adapter("a", {}, CONFIG),
+        lambda: adapter.unload_lora_adapter("a"),
+    ]
+    for call in calls:
+        with pytest.raises(BadInputError, match=message) as caught:
+            call()
+        assert caught.value.details == {"argument": "enable_lora"}
 
 
 @pytest.mark.timeout(600)

@@ -223,6 +223,9 @@ def _in_process(rank: int, world: int, folder: str) -> list[Any]:
         engine.release_memory_occupation()
         assert _raised(lambda: engine.generate(input_ids=[1]))[0] == "NotReadyError"
         engine.resume_memory_occupation()
+        assert _raised(lambda: engine.generate(input_ids=[1]))[0] == "TornWeightsError"
+        norm = [("model.norm.weight", torch.ones(64))]
+        assert _raised(lambda: engine.update_weights_from_tensor(norm))[0] == "TornWeightsError"
         engine.update_weights_from_tensor(old.items())
         reply = asyncio.run(engine.async_generate(input_ids=PROMPTS[0], sampling_params=GREEDY))
         assert reply["meta_info"]["weight_version"] == engine.weight_version == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,20 @@ from helpers import (
     change_weights,
     reference_model,
     remote_server_of,
+    wait_until,
 )
 from interceptor import Interceptor
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, WeightsConfig
 from verl_server.config import PauseMode
-from verl_server.errors import BadInputError, VerlServerError, WeightManifestError
+from verl_server.errors import (
+    BadInputError,
+    ServerBusyError,
+    TornWeightsError,
+    VerlServerError,
+    WeightManifestError,
+)
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import ServerInfo, TensorSpec
@@ -91,6 +99,35 @@ def test_every_server_loads_the_weights(
         assert {reply["meta_info"]["weight_version"] for reply in replies} == {20}
     assert first.num_bytes == size
     assert not list(tmp_path.iterdir()), "no file is left in the folder"
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "buckets"])
+def test_released_weights_are_torn_until_all_are_pushed(
+    transport: str, servers: list[Any], one_rank: DeviceMesh, tiny: Callable[..., Path]
+) -> None:
+    """Also when only one of the servers has released its weights, because requests run on the other."""
+    model = reference_model(tiny("qwen3"))
+    weights = dict(model.state_dict())
+    norm = {"model.norm.weight": weights["model.norm.weight"]}
+    long = {"max_new_tokens": 900, "ignore_eos": True}
+    with engine_for(servers, one_rank, tiny("qwen3"), transport=transport) as engine:
+        engine.update_weights_from_tensor(weights.items())
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(servers[0].generate, input_ids=[1], sampling_params=long)
+            wait_until(lambda: servers[0].get_loads()["loads"][0]["num_running_reqs"], 30.0, "the request does not run")
+            with pytest.raises(ServerBusyError, match="1 requests run"):
+                engine.release_memory_occupation(["weights"])
+            assert len(running.result()["output_ids"]) == 900
+        engine.resume_memory_occupation()
+        for some in (norm.items(), iter(norm.items())):
+            with pytest.raises(TornWeightsError, match="push all of them"):
+                engine.update_weights_from_tensor(some)
+            with pytest.raises(TornWeightsError, match="released and resumed"):
+                engine.generate(input_ids=[1])
+        engine.update_weights_from_tensor(weights.items())
+        for one in servers:
+            assert_equals_reference(one, model)
+        assert engine.update_weights_from_tensor(norm.items()).num_missing == len(weights) - 1
 
 
 def with_weights(weights: dict[str, torch.Tensor], model: Any) -> Any:

@@ -134,6 +134,12 @@ def test_released_memory_returns_to_the_machine_and_can_be_resumed(large: Path, 
         engine.release_memory_occupation(["kv_cache"])
         asleep = resident()
         engine.resume_memory_occupation(["weights"])
+        norm = [("model.norm.weight", torch.ones(768))]
+        for some in (norm, iter(norm)):
+            with pytest.raises(TornWeightsError, match=r"push all of them.*released and resumed"):
+                engine.update_weights_from_tensor(some)
+        with pytest.raises(TornWeightsError, match=r"released and resumed: push all tensors"):
+            engine.generate(input_ids=[1], sampling_params=GREEDY)
         change_weights(model, seed=4, scale=0.02)
         engine.update_weights_from_tensor(model.state_dict().items())  # still without KV cache, as trainers do
         engine.resume_memory_occupation(["kv_cache"])
@@ -144,6 +150,10 @@ def test_released_memory_returns_to_the_machine_and_can_be_resumed(large: Path, 
             engine.resume_memory_occupation()
             engine.update_weights_from_tensor(model.state_dict().items())
         assert_equals_reference(engine, model, tolerance=1e-4)
+        engine.release_memory_occupation(["weights"])
+        engine.resume_memory_occupation()
+        adapter_of(engine).update_weights_from_disk(str(large))
+        assert_equals_reference(engine, reference_model(large), tolerance=1e-4)
         print(
             f"weights {weights >> 20} MiB, KV up to {kv_cache >> 20} MiB: awake {awake >> 20}, "
             f"fell by {fell >> 20}, asleep {asleep >> 20}, again {resident() >> 20}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.payloads import load_lora_payload
+from verl_server.adapter.sglang.server_arguments import require_lora
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +26,19 @@ async def load_lora_adapter(
 ) -> None:
     """Load a LoRA adapter. `tensors` have PEFT's names; `config` is PEFT's `adapter_config.json`.
 
-    Every TP rank compares SHA-256 sums of the tensors that it received. Raises BadInputError when the server refuses:
-    no `enable_lora`, a LoRA rank above `max_lora_rank`, or a name that is loaded already.
+    Every TP rank compares SHA-256 sums of the tensors that it received. Raises BadInputError for a server without
+    `enable_lora`, and ServerError when the server refuses: a LoRA rank above `max_lora_rank`, or a name that is loaded
+    already.
     """
+    require_lora(await adapter.connection.get_resolved_args())
     body = load_lora_payload(name, tensors, config, await adapter.connection.get_tp_size())
     await adapter.connection.call_weights(endpoints.LOAD_LORA, body)
 
 
 async def unload_lora_adapter(adapter: AsyncHttpServerEngineAdapter, name: str) -> None:
-    """Unload a LoRA adapter. New requests for it are refused at once; returns when its running requests have ended."""
+    """Unload a LoRA adapter. New requests for it are refused at once; returns when its running requests have ended.
+
+    Raises BadInputError for a server without `enable_lora`, and ServerError for a name that is not loaded.
+    """
+    require_lora(await adapter.connection.get_resolved_args())
     await adapter.connection.call_weights(endpoints.UNLOAD_LORA, {"lora_name": name})

@@ -10,6 +10,7 @@ from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.payloads import pause_payload
 from verl_server.adapter.sglang.replies import count_requests
+from verl_server.adapter.sglang.server_arguments import loses_weights, require_memory_saver
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, ServerBusyError, ServerError
 
@@ -23,21 +24,24 @@ async def release_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags:
     `tags` are values of `MemoryTag`; None releases all. Generation is paused first, so requests that other clients send
     meanwhile wait in the server. Released weights are undefined after the resume: they must be sent again.
 
-    Raises ServerBusyError while requests run, because SGLang itself would end. Raises BadInputError for unknown tags
-    and for tags that are released already.
+    Raises ServerBusyError while requests run, because SGLang itself would end. Raises BadInputError for unknown tags,
+    for tags that are released already, and for a server on an accelerator without `enable_memory_saver`.
     """
     connection = adapter.connection
     requested = tags_to_release(tags, connection.released_memory)
+    server_args = await connection.get_resolved_args()
+    require_memory_saver(server_args)
     if not connection.released_memory:
         await _require_idle(connection)
         await connection.call(endpoints.PAUSE, pause_payload(PauseMode.RETRACT))
-    before = connection.released_memory
+    before, undefined_before = connection.released_memory, connection.weights_undefined
     connection.released_memory = before.union(requested)
+    connection.weights_undefined = undefined_before or loses_weights(requested, server_args)
     try:
         await connection.call(endpoints.RELEASE_MEMORY, {"tags": requested})
     except (ServerError, BadInputError) as error:
         if "status" in error.details:  # The server answered and released nothing: restore the state before the call.
-            connection.released_memory = before
+            connection.released_memory, connection.weights_undefined = before, undefined_before
             if not before and not connection.paused:
                 await connection.call(endpoints.CONTINUE, {})
         raise

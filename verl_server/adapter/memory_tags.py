@@ -40,6 +40,18 @@ def tags_to_resume(tags: Sequence[str] | None, released: Collection[str]) -> lis
     return requested
 
 
+def undefined_weights_reason(
+    undefined: bool, released: Collection[str], cause: str = "their memory was released and resumed"
+) -> str | None:
+    """The reason of `UpdatableServers.undefined_weights`: None unless the weights are undefined and in memory.
+
+    `undefined`: not all weights were loaded since the `cause`. `released` are the tags that are released now.
+    """
+    if not undefined or MemoryTag.WEIGHTS in released:
+        return None
+    return f"the weights of the servers are undefined, because {cause}"
+
+
 def _parse_tags(tags: Sequence[str] | None) -> list[str]:
     """Memory tags as plain strings."""
     if tags is None:

@@ -127,11 +127,13 @@ async def update_weights_from_disk(
     flush_cache: bool = True,
     weight_version: int | None = None,
 ) -> Json:
-    """Load a checkpoint folder that the server can read."""
+    """Load a checkpoint folder that the server can read. It must have all weights if the weights were released."""
     body = update_from_disk_payload(
         model_path, load_format=load_format, flush_cache=flush_cache, weight_version=weight_version
     )
-    return await adapter.connection.call_weights(endpoints.UPDATE_FROM_DISK, body)
+    reply = await adapter.connection.call_weights(endpoints.UPDATE_FROM_DISK, body)
+    adapter.connection.weights_undefined = False
+    return reply
 
 
 async def update_weight_version(

@@ -14,12 +14,17 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume
+from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume, undefined_weights_reason
 from verl_server.adapter.model_files import read_model_config
 from verl_server.adapter.sglang.replies import prompt_limits
 from verl_server.adapter.sglang.request_fields import explain_refusal, require_known_fields
-from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
-from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
+from verl_server.adapter.sglang.requests import generate_payload
+from verl_server.adapter.sglang.server_arguments import (
+    WEIGHT_LOADER,
+    loses_weights,
+    require_lora,
+    require_memory_saver,
+)
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, NotReadyError, ServerError, ShutDownError, StartupError, VerlServerError
 from verl_server.server.warden.process_tree import list_descendants
@@ -42,13 +47,17 @@ class InProcessBackend:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="verl-server-engine")
         self.members = [ServerInfo("the engine", int(server_args.get("tp_size") or 1))]
         self._released_memory: set[str] = set()
+        self._weights_undefined = False
+        """Whether the weights were released, and not all pushed since."""
         self._failure: VerlServerError | None = None
         self.weight_version = parse_weight_version(server_args.get("weight_version"))
         # Without this variable, SGLang's `Engine` on the nodes after the first never returns from its constructor.
         os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
         self._engine = self._executor.submit(_make_engine, dict(server_args)).result()
         self._has_update_sessions = hasattr(self._engine, "begin_weight_update")
-        self._limits = self._run(lambda: _read_limits(self._engine, str(server_args["model_path"])))
+        self._server_info: Json = self._run(self._engine.get_server_info)
+        """Arguments of the engine with the values that SGLang has chosen."""
+        self._limits = prompt_limits(self._server_info, read_model_config(str(server_args["model_path"])))
 
     def _run(self, call: Callable[[], R]) -> R:
         return self._executor.submit(self._call, call).result()
@@ -119,6 +128,10 @@ class InProcessBackend:
     def resume(self) -> None:
         """Nothing to resume: `pause` does nothing."""
 
+    @property
+    def undefined_weights(self) -> str | None:
+        return undefined_weights_reason(self._weights_undefined, self._released_memory)
+
     def begin_weight_update(self) -> None:
         if self._has_update_sessions:
             self._run(lambda: _require_success(self._engine.begin_weight_update()))
@@ -138,22 +151,27 @@ class InProcessBackend:
             self._run(lambda: _require_success(self._engine.end_weight_update()))
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
-        """Nothing to record: the engine is not replaced, so no other engine has to load the version later."""
+        """Record that released weights are defined again. The engine is not replaced, so nothing is replayed."""
+        self._weights_undefined = self._weights_undefined and not whole
 
     # -- adapters and memory --------------------------------------------------------------------------
 
     def load_lora_adapter(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
+        require_lora(self._server_info)
         self._run(
             lambda: _require_lora_success(self._engine.load_lora_adapter_from_tensors(name, dict(tensors), config))
         )
 
     def unload_lora_adapter(self, name: str) -> None:
+        require_lora(self._server_info)
         self._run(lambda: _require_lora_success(self._engine.unload_lora_adapter(name)))
 
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
         requested = tags_to_release(tags, self._released_memory)
+        require_memory_saver(self._server_info)
         self._run(lambda: self._engine.release_memory_occupation(tags=requested))
         self._released_memory.update(requested)
+        self._weights_undefined = self._weights_undefined or loses_weights(requested, self._server_info)
 
     def resume_memory_occupation(self, tags: Sequence[str] | None) -> None:
         requested = tags_to_resume(tags, self._released_memory)
@@ -190,10 +208,6 @@ def _make_engine(server_args: Json) -> Any:
         raise BadInputError(f"SGLang does not accept these server arguments: {error}") from error
     except (RuntimeError, ValueError, OSError) as error:
         raise StartupError(f"the in-process engine did not start: {type(error).__name__}: {error}") from error
-
-
-def _read_limits(engine: Any, model_path: str) -> PromptLimits:
-    return prompt_limits(engine.get_server_info(), read_model_config(model_path))
 
 
 def _require_lora_success(reply: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume, undefined_weights_reason
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.config import AdapterConfig, PauseMode, RemoteServer
 from verl_server.errors import BadInputError, VerlServerError
@@ -97,6 +98,11 @@ class HttpServers:
     def members(self) -> Sequence[ServerInfo]:
         return self._members
 
+    @property
+    def undefined_weights(self) -> str | None:
+        connections = [adapter.asynchronous.connection for adapter in self._adapters]
+        return undefined_weights_reason(any(c.weights_undefined for c in connections), self.released_memory)
+
     def pause(self, mode: PauseMode) -> None:
         """Pause all servers. A server with released memory is not paused: it runs no requests."""
         self._call_all(lambda adapter: adapter.released_memory or adapter.pause_generation(mode))
@@ -123,7 +129,10 @@ class HttpServers:
         self._call_all(lambda adapter: adapter.end_weight_update())
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
-        """Nothing to record: the servers are not replaced, so no other server has to load the version later."""
+        """Record that released weights are defined again. The servers are not replaced, so nothing is replayed."""
+        if whole:
+            for adapter in self._adapters:
+                adapter.asynchronous.connection.weights_undefined = False
 
     # -- adapters and memory --------------------------------------------------------------------------
 
@@ -134,14 +143,23 @@ class HttpServers:
         self._call_all(lambda adapter: adapter.unload_lora_adapter(name))
 
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
-        self._call_all(lambda adapter: adapter.release_memory_occupation(tags))
+        requested = tags_to_release(tags, self.released_memory)
+        self._call_all(lambda adapter: adapter.release_memory_occupation(requested))
 
     def resume_memory_occupation(self, tags: Sequence[str] | None) -> None:
-        self._call_all(lambda adapter: adapter.resume_memory_occupation(tags))
+        """Resume those of the tags that each server has released: a release may have failed on some servers."""
+        requested = frozenset(tags_to_resume(tags, self.released_memory))
+
+        def resume(adapter: HttpServerEngineAdapter) -> None:
+            if released := adapter.released_memory & requested:
+                adapter.resume_memory_occupation(sorted(released))
+
+        self._call_all(resume)
 
     @property
     def released_memory(self) -> frozenset[str]:
-        return self.adapter.released_memory
+        """Memory tags that at least one server has released."""
+        return frozenset[str]().union(*(adapter.released_memory for adapter in self._adapters))
 
     # -- end ------------------------------------------------------------------------------------------
 

@@ -176,8 +176,9 @@ class VerlEngine:
 
         `load_format`: None or "auto", kept for the historical signature. `weight_version`: above the current version;
         None: the next number. `verify`: compare checksums of the staged tensors with those that every TP rank has read,
-        and check that a whole update has written every parameter. `check_finite`: refuse NaN and infinity.
-        `pause_mode`: what happens to running requests; `in_place` keeps the old KV cache: it needs `flush_cache=False`.
+        and check that a whole update has written every parameter. `check_finite`: refuse NaN and infinity, also those
+        of the cast. `pause_mode`: what happens to running requests; `in_place` keeps the KV cache of the old weights
+        and needs `flush_cache=False`.
 
         Raises WeightManifestError or BadInputError before the servers are involved (they keep serving the old weights),
         TornWeightsError when the update failed half-way (push all weights again), PeerError, ServerDiedError.
@@ -226,14 +227,14 @@ class VerlEngine:
     # -- control ------------------------------------------------------------------------------------
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Release memory of the servers. `tags`: values of `MemoryTag`; None: all.
+        """Release memory of the servers. `tags`: values of `MemoryTag`; None: all. Generation is then refused.
 
-        Raises ServerBusyError while requests run. Generation is refused until the memory is resumed.
+        Raises ServerBusyError while requests run, BadInputError for a server on a GPU without `enable_memory_saver`.
         """
         self._control.run("release_memory", lambda backend: backend.release_memory_occupation(tags))
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Take released memory back. None: all of it. The content of weights is undefined afterwards: push them."""
+        """Take released memory back. None: all of it. Weights are then torn until all of them are pushed."""
         self._control.run("resume_memory", lambda backend: backend.resume_memory_occupation(tags))
 
     def flush_cache(self) -> None:
@@ -270,7 +271,7 @@ class VerlEngine:
         """The reason why this rank cannot take part in a call, or None. All ranks then raise it."""
         if self._weights is None:
             return ShutDownError("the engine was shut down")
-        return None if allow_torn else self._weights.torn
+        return None if allow_torn else self._weights.find_torn()
 
     def _on_failure(self, error: VerlServerError) -> None:
         """A rank or a server has ended: calls in flight fail now, before their deadline."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.event_loop_thread import EventLoopThread
+from verl_server.adapter.memory_tags import undefined_weights_reason
 from verl_server.config import PauseMode, RolloutMode
 from verl_server.engine.lora import names_in_lora_paths
 from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
@@ -199,6 +200,11 @@ class ManagedBackend:
     @property
     def members(self) -> Sequence[ServerInfo]:
         return self._updates.members
+
+    @property
+    def undefined_weights(self) -> str | None:
+        cause = "their memory was released, or the update of an earlier VerlEngine failed half-way"
+        return undefined_weights_reason(self._fleet.weights_undefined, self._fleet.released_memory, cause)
 
     def pause(self, mode: PauseMode) -> None:
         self._updates.pause(mode)

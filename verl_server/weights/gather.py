@@ -6,8 +6,11 @@ collective and without a full copy anywhere. Otherwise the caller gathers one te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from verl_server.errors import WeightManifestError
 
 if TYPE_CHECKING:
     import torch
@@ -42,11 +45,39 @@ def local_slices(tensor: DTensor, writer_ranks: frozenset[int]) -> tuple[slice, 
     `writer_ranks`: global ranks that write the same staging memory. Returns None for placements other than plain Shard
     and Replicate, and for a mesh that contains other ranks than `writer_ranks`.
     """
+    if not set(tensor.device_mesh.mesh.flatten().tolist()) <= writer_ranks:
+        return None
+    return _own_slices(tensor)
+
+
+def require_own_shard(name: str, tensor: DTensor) -> None:
+    """Raise WeightManifestError if this rank's shard does not have the shape that the tensor's placements give it.
+
+    `DTensor.from_local` does not check that. A copy of a shard that is too short would be broadcast.
+    """
+    slices = _own_slices(tensor)
+    if slices is None:
+        return
+    expected, got = [part.stop - part.start for part in slices], list(tensor.to_local().shape)
+    if got != expected and (math.prod(expected) or math.prod(got)):
+        raise WeightManifestError(
+            f"the shard of {name!r} on this rank has shape {got}, but shape {list(tensor.shape)} and placements "
+            f"{tuple(tensor.placements)} give this rank a shard of shape {expected}. Make the tensor with "
+            "distribute_tensor, or pass to DTensor.from_local a shard as torch.chunk makes it, with shape= and stride=",
+            name=name,
+            expected=expected,
+            got=got,
+        )
+
+
+def _own_slices(tensor: DTensor) -> tuple[slice, ...] | None:
+    """The part of the full tensor that this rank's shard is.
+
+    Returns None for placements other than plain Shard and Replicate, and on a rank outside of the tensor's mesh.
+    """
     from torch.distributed.tensor import Replicate, Shard
 
     mesh = tensor.device_mesh
-    if not set(mesh.mesh.flatten().tolist()) <= writer_ranks:
-        return None
     shard_dims: list[int | None] = []
     for placement in tensor.placements:
         if type(placement) is Shard:

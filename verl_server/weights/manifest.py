@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_server.errors import BadInputError, UnsupportedError, WeightManifestError
 from verl_server.types import TensorSpec
-from verl_server.validation import did_you_mean
+from verl_server.weights.unknown_names import explain_unknown_name
 
 CASTABLE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 """Dtypes that are cast to each other when a tensor is pushed, as SGLang does."""
@@ -45,7 +45,7 @@ class Manifest:
         spec = self.tensors.get(name)
         if spec is None:
             raise WeightManifestError(
-                f"the model has no parameter {name!r}{did_you_mean(name, self.tensors)}", name=name
+                f"the model has no parameter {name!r}{explain_unknown_name(name, self.tensors)}", name=name
             )
         if shape != spec.shape:
             raise WeightManifestError(

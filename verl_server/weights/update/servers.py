@@ -21,6 +21,12 @@ class UpdatableServers(Protocol):
     def members(self) -> Sequence[ServerInfo]:
         """The servers that take part in the next attempt at an update. Raises ServerDiedError if there is none."""
 
+    @property
+    def undefined_weights(self) -> str | None:
+        """Why the members' weights are undefined, or None. Not None from a resume of released weights until an update
+        of all tensors is published. None while the weights are released: then no update is possible.
+        """
+
     def pause(self, mode: PauseMode) -> None:
         """Pause generation on every member. `mode` says what happens to running requests."""
 

@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import DeadlineError, PeerError
-from verl_server.weights.gather import copy_if_elsewhere, copy_shard, is_first_replica, local_slices
+from verl_server.weights.gather import (
+    copy_if_elsewhere,
+    copy_shard,
+    is_first_replica,
+    local_slices,
+    require_own_shard,
+)
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.names import is_fused, unfuse
 from verl_server.weights.update.tensor_source import require_finite, require_new_name, validated_pairs
@@ -67,12 +73,14 @@ class ShardWriter:
             whole = self._gather(tensor) if isinstance(tensor, DTensor) else tensor
             return [written for part in unfuse(name, whole) for written in self._write_tensor(*part)]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if self._manifest.check(name, tuple(tensor.shape), dtype) is None:
+        spec = self._manifest.check(name, tuple(tensor.shape), dtype)
+        if spec is None:
             return []
         target = self._staging_tensor(name)
         if self._check_finite:
-            require_finite(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+            require_finite(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor, spec.dtype)
         if isinstance(tensor, DTensor):
+            require_own_shard(name, tensor)
             self.has_shards = True
             self._write_shard(tensor, target)
         elif self._writes_whole_tensors and target is not None:

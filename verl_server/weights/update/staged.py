@@ -113,7 +113,7 @@ class StagedUpdater(WeightUpdater):
         try:
             with self._sender_lock:
                 self._arena.write_table(ordered_names)
-                result, attempt = commit(servers, sender, names, validated, self.torn is not None, publish)
+                result, attempt = commit(servers, sender, names, validated, self.find_torn() is not None, publish)
         except TornWeightsError as error:
             return outcome_message(validated, error, update_id=None, verify=validated.verify)
         return outcome_message(validated, result=result, update_id=attempt.id, verify=validated.verify)

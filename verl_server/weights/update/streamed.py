@@ -221,7 +221,7 @@ class StreamedUpdater(WeightUpdater):
             self.require_whole_if_torn(names)
         assert self.ranks.servers is not None
         session = ServerSession(self.ranks.servers, validated)
-        session.pause_and_begin(weights_are_torn=self.torn is not None)
+        session.pause_and_begin(weights_are_torn=self.find_torn() is not None)
         opened = OpenedUpdate(
             validated, uuid.uuid4().hex, self._update_number + 1, session.members, opened_at=time.monotonic()
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, WeightManifestError
 from verl_server.types import Json, TensorSpec
+from verl_server.weights.gather import require_own_shard
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.names import unfuse_spec
 from verl_server.weights.update.contributions import contribution_of
@@ -66,14 +67,19 @@ def _check_all(
     for given_name, tensor in pairs:
         spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         specs = {given_name: spec} if given_name in manifest.tensors else unfuse_spec(given_name, spec)
+        served_dtype = spec.dtype
         for name, part in specs.items():
-            if manifest.check(name, part.shape, part.dtype) is None:
+            served = manifest.check(name, part.shape, part.dtype)
+            if served is None:
                 continue
             require_new_name(name, seen)
             names.append(name)
+            served_dtype = served.dtype
+        if isinstance(tensor, DTensor):
+            require_own_shard(given_name, tensor)
+            has_shards = True
         if check_finite:
-            require_finite(given_name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-        has_shards = has_shards or isinstance(tensor, DTensor)
+            require_finite(given_name, tensor.to_local() if isinstance(tensor, DTensor) else tensor, served_dtype)
     return names, has_shards
 
 
@@ -104,8 +110,11 @@ def require_new_name(name: str, seen: set[str]) -> None:
     seen.add(name)
 
 
-def require_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise WeightManifestError if the tensor, or this rank's shard of it, contains NaN or infinity."""
+def require_finite(name: str, tensor: torch.Tensor, served_dtype: str) -> None:
+    """Raise WeightManifestError if the tensor, or this rank's shard of it, contains NaN or infinity.
+
+    Values that become infinite in the server's dtype `served_dtype` are refused as well.
+    """
     import torch
 
     if tensor.is_floating_point() and tensor.numel():
@@ -114,4 +123,17 @@ def require_finite(name: str, tensor: torch.Tensor) -> None:
             values = values.to(torch.bfloat16)
         minimum, maximum = torch.aminmax(values)  # one pass over the memory; NaN propagates to both
         if not bool(torch.isfinite(minimum) & torch.isfinite(maximum)):
-            raise WeightManifestError(f"{name!r} has values that are not finite", name=name)
+            raise WeightManifestError(
+                f"{name!r} has values that are not finite (NaN or infinity) in the trainer. Look for the training step "
+                "that made them: loss, gradients, learning rate. check_finite=False pushes them as they are",
+                name=name,
+            )
+        extremes = torch.stack([minimum, maximum])
+        if not bool(torch.isfinite(extremes.to(getattr(torch, served_dtype))).all()):
+            raise WeightManifestError(
+                f"{name!r} has values from {float(minimum):g} to {float(maximum):g}, some of which become infinite in "
+                f"{served_dtype}, the dtype of the server. Start the server with another dtype, for example "
+                "dtype='bfloat16'. check_finite=False pushes the infinite values",
+                name=name,
+                expected=served_dtype,
+            )

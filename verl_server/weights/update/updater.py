@@ -50,7 +50,7 @@ class WeightUpdater(ABC):
         self.weight_version = weight_version
         """Version of the weights that the servers last held whole. A torn update does not change it."""
         self.torn: TornWeightsError | None = None
-        """Why the served weights are partly new and partly old. None if they are whole."""
+        """Why an update left the served weights partly new and partly old, or None. See also `find_torn`."""
         self.released_memory: frozenset[str] = frozenset()
         """Parts of the servers' memory that are released. Set by the engine."""
 
@@ -110,15 +110,28 @@ class WeightUpdater(ABC):
         }
         check_lora_adapter(specs, config, self.manifest)
 
+    def find_torn(self) -> TornWeightsError | None:
+        """Why the served weights are not whole, or None: an update failed part-way, or the weights were released.
+
+        Only rank 0 knows that weights were released, because it asks the servers.
+        """
+        servers = self.ranks.servers
+        reason = None if self.torn is not None or servers is None else servers.undefined_weights
+        if reason is None:
+            return self.torn
+        return TornWeightsError(f"{reason}: push all tensors with update_weights_from_tensor")
+
     # -- for the subclasses -------------------------------------------------------------------------
 
     def require_whole_if_torn(self, names: Iterable[str]) -> None:
         """Raise TornWeightsError if the served weights are torn and an update of `names` would leave them torn."""
         missing = sorted(self.manifest.tensors.keys() - set(names))
-        if missing and self.torn is not None:
+        torn = self.find_torn()
+        if missing and torn is not None:
             raise TornWeightsError(
                 f"the served weights are torn and this update lacks {len(missing)} parameters, for example "
-                f"{missing[0]!r}: push all of them"
+                f"{missing[0]!r}: push all of them. Cause: {torn.message}",
+                **torn.details,
             )
 
     def adopt_outcome(self, outcome: Json) -> None:

@@ -1,0 +1,139 @@
+"""Checks of pushed tensors without a server: names, values, shards; and arguments that a server must have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from verl_server import errors
+from verl_server.adapter.memory_tags import undefined_weights_reason
+from verl_server.adapter.sglang.server_arguments import loses_weights, require_memory_saver
+from verl_server.ranks.coordinator import RankCoordinator
+from verl_server.types import TensorSpec
+from verl_server.weights.manifest import Manifest
+from verl_server.weights.update.shard_writer import ShardWriter
+from verl_server.weights.update.tensor_source import TensorSource
+
+NOT_FINITE = r"'x' has values that are not finite \(NaN or infinity\).*check_finite=False"
+ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
+SPECS = {
+    name: TensorSpec((2, 2), "float32")
+    for name in [
+        *(f"{ATTENTION}{part}_proj.weight" for part in "qkvo"),
+        *(f"{MLP}{part}_proj.weight" for part in ("gate", "up", "down")),
+    ]
+}
+
+
+def writer_for(staged: torch.Tensor, spec: TensorSpec, check_finite: bool = False) -> ShardWriter:
+    """The writer of the only trainer rank, for a model with the tensor `x`."""
+    return ShardWriter(
+        lambda _: staged,
+        Manifest({"x": spec}),
+        frozenset({0}),
+        RankCoordinator(0, 1, {}, 1.0),
+        gather_timeout_s=1.0,
+        check_finite=check_finite,
+        writes_whole_tensors=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), NOT_FINITE),
+        (float("inf"), NOT_FINITE),
+        (float("-inf"), NOT_FINITE),
+        (70000.0, r"'x' has values from 1 to 70144, some of which become infinite in float16.*dtype='bfloat16'"),
+        (-70000.0, r"'x' has values from -70144 to 1, some of which become infinite in float16.*dtype='bfloat16'"),
+    ],
+)
+def test_values_that_are_not_finite_are_refused(value: float, message: str) -> None:
+    """In a dict and in a generator. Also values that become infinite in the dtype of the server."""
+    tensor, staged = torch.ones(3, 4, dtype=torch.bfloat16), torch.zeros(3, 4, dtype=torch.float16)
+    spec = TensorSpec((3, 4), "float16")
+    writer_for(staged, spec, check_finite=True).write([("x", tensor)])
+    tensor[1, 2] = value
+    with pytest.raises(errors.WeightManifestError, match=message):
+        TensorSource([("x", tensor)], Manifest({"x": spec}), check_finite=True)
+    with pytest.raises(errors.WeightManifestError, match=message):
+        writer_for(staged, spec, check_finite=True).write(iter([("x", tensor)]))
+    assert bool((staged == 1).all()), "the tensor was not staged"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            f"{ATTENTION}qkv_proj.weight",
+            "Hugging Face names: '{0}q_proj.weight', '{0}k_proj.weight', '{0}v_proj.weight'",
+        ),
+        (f"{MLP}gate_up_proj.weight", "Face names: '{1}gate_proj.weight', '{1}up_proj.weight'"),
+        (f"module.{ATTENTION}q_proj.weight", "'module.' (DistributedDataParallel), {2}: '{0}q_proj.weight'"),
+        (f"_orig_mod.{MLP}up_proj.weight", "'_orig_mod.' (torch.compile), {2}: '{1}up_proj.weight'"),
+        (
+            "module.model.layers.0._fsdp_wrapped_module.mlp._fsdp_wrapped_module.up_proj.weight",
+            "'module.' (DistributedDataParallel) and '_fsdp_wrapped_module.' (FullyShardedDataParallel), {2}: "
+            "'{1}up_proj.weight'",
+        ),
+        (f"module.{ATTENTION}qkv_proj.weight", "'module.' (DistributedDataParallel), {2}: '{0}qkv_proj.weight'"),
+        (f"{ATTENTION}q_proj.wieght", "; did you mean '{0}q_proj.weight'?"),
+        ("module.nothing_similar", "no parameter 'module.nothing_similar'"),
+    ],
+)
+def test_an_unknown_tensor_name_is_explained(name: str, message: str) -> None:
+    with pytest.raises(errors.WeightManifestError) as caught:
+        Manifest(SPECS).check(name, (2, 2), "float32")
+    removal = "which a wrapper of the module adds. Remove it from the names"
+    assert caught.value.message.startswith(f"the model has no parameter {name!r}")
+    assert caught.value.message.endswith(message.format(ATTENTION, MLP, removal))
+
+
+@pytest.mark.parametrize("rows", [1, 0, 3])
+def test_a_shard_of_another_shape_than_its_placement_is_refused(rows: int, one_rank: DeviceMesh) -> None:
+    """A copy would broadcast a shard of shape (1, 2) into the part (3, 2) of the full tensor."""
+    spec, staged = TensorSpec((3, 2), "float32"), torch.zeros(3, 2)
+    shard = DTensor.from_local(torch.ones(rows, 2), one_rank, [Shard(0)], shape=staged.shape, stride=(2, 1))
+    if rows == 3:
+        assert TensorSource([("x", shard)], Manifest({"x": spec}), check_finite=False).is_checked
+        assert writer_for(staged, spec).write([("x", shard)]) == ["x"]
+        assert bool((staged == 1).all())
+        return
+    message = rf"the shard of 'x' on this rank has shape \[{rows}, 2\].*a shard of shape \[3, 2\]"
+    with pytest.raises(errors.WeightManifestError, match=message):
+        TensorSource([("x", shard)], Manifest({"x": spec}), check_finite=False)
+    with pytest.raises(errors.WeightManifestError, match=message):
+        writer_for(staged, spec).write(iter([("x", shard)]))
+    assert not staged.any()
+
+
+@pytest.mark.parametrize(
+    ("server_args", "allowed"),
+    [
+        ({"device": "cuda", "enable_memory_saver": False}, False),
+        ({"device": "cuda"}, False),
+        ({"device": "cuda", "enable_memory_saver": True}, True),
+        ({"device": "cpu", "enable_memory_saver": False}, True),
+    ],
+)
+def test_a_gpu_releases_memory_only_with_the_memory_saver(server_args: dict[str, Any], allowed: bool) -> None:
+    if allowed:
+        require_memory_saver(server_args)
+        return
+    with pytest.raises(errors.BadInputError, match="enable_memory_saver=True") as caught:
+        require_memory_saver(server_args)
+    assert caught.value.details == {"argument": "enable_memory_saver"}
+
+
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_a_release_without_a_copy_loses_the_weights(has_copy: bool) -> None:
+    args = {"enable_weights_cpu_backup": has_copy}
+    loses = loses_weights(["kv_cache", "weights"], args)
+    assert loses is not has_copy
+    assert not loses_weights(["kv_cache"], args)
+    assert (undefined_weights_reason(loses, []) is not None) is loses
+    assert undefined_weights_reason(loses, ["weights"]) is None, "no update is possible while they are released"

@@ -1,0 +1,50 @@
+"""Explanations of tensor names that the model does not have. Pure functions.
+
+The common mistakes are names of a wrapped module, and names that SGLang uses inside the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from verl_server.validation import did_you_mean
+
+WRAPPER_PREFIXES = {
+    "module": "DistributedDataParallel",
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel",
+    "_checkpoint_wrapped_module": "checkpoint_wrapper",
+}
+"""Components that wrappers add to parameter names, and the wrapper that adds each of them."""
+SERVER_FUSED_NAMES = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Components of SGLang's parameter names, and the checkpoint's components that SGLang fuses into each of them."""
+
+
+def explain_unknown_name(name: str, known: Collection[str]) -> str:
+    """The end of an error message about the unknown tensor `name`: its cause and cure, or the most similar name.
+
+    `known`: the names that the model accepts. Empty if nothing is similar.
+    """
+    components = name.split(".")
+    prefixes = [component for component in dict.fromkeys(components) if component in WRAPPER_PREFIXES]
+    plain_name = ".".join(component for component in components if component not in WRAPPER_PREFIXES)
+    parts = _checkpoint_names(plain_name, known)
+    if prefixes and (plain_name in known or parts):
+        wrappers = " and ".join(f"{prefix + '.'!r} ({WRAPPER_PREFIXES[prefix]})" for prefix in prefixes)
+        return f": it contains {wrappers}, which a wrapper of the module adds. Remove it from the names: {plain_name!r}"
+    if parts:
+        return (
+            ": SGLang makes this tensor inside the server from tensors of the checkpoint. Push them by their Hugging "
+            f"Face names: {', '.join(map(repr, parts))}"
+        )
+    return did_you_mean(name, known)
+
+
+def _checkpoint_names(name: str, known: Collection[str]) -> list[str]:
+    """The known names of the tensors that SGLang fuses into the tensor `name`. Empty for another tensor."""
+    components = name.split(".")
+    for fused, parts in SERVER_FUSED_NAMES.items():
+        if fused in components:
+            names = [".".join(part if component == fused else component for component in components) for part in parts]
+            return names if set(names) <= set(known) else []
+    return []
