@@ -18,19 +18,18 @@ import typer
 from rich.console import Console
 
 from verl_server import cli_arguments as options
-from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY, LOOPBACK, REPLICA_API_KEY, check_url, take_key
+from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY, LOOPBACK, REPLICA_API_KEY, take_key
 from verl_server.cli_output import print_line, print_replicas, print_server, show_progress
-from verl_server.errors import BadInputError, ServerError, VerlServerError
+from verl_server.errors import BadInputError, NotReadyError, VerlServerError
+from verl_server.validation import require_http_url
 
 if TYPE_CHECKING:
     from verl_server.adapter import HttpServerEngineAdapter
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
-STATUS_TIMEOUT_S = 10.0
 
 app = typer.Typer(
     name="verl-server",
-    help="Rollout engine for RL post-training: supervised SGLang servers, a router, and weight updates.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # its tracebacks can show the values of local variables, which include keys
@@ -52,7 +51,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 @app.callback()
 def _root(verbose: Verbose = False) -> None:
-    """Rollout engine for RL post-training: supervised SGLang servers, a router, and weight updates."""
+    """Rollout engine for RL post-training: supervised SGLang servers, a router, and weight updates.
+
+    Exit codes: 0 success, 1 the command failed, 2 wrong arguments. The reason is printed to standard error.
+    """
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -109,6 +111,8 @@ def router(
 ) -> None:
     """Start a router in front of servers that already run.
 
+    Servers that do not answer are logged, and receive requests as soon as they answer.
+
     The router serves `/generate` and the OpenAI paths and distributes the requests over the servers.
 
     Keys are read from the environment: VERL_SERVER_API_KEY is the key that clients send to the router,
@@ -125,7 +129,7 @@ def router(
     example = "http://127.0.0.1:30000"
     if not replica:
         raise BadInputError(f"a router needs at least one server; add --replica URL, for example --replica {example}")
-    urls = [check_url(url, f"--replica {example}") for url in replica]
+    urls = [require_http_url("--replica", url, f"--replica {example}") for url in replica]
     generated_keys = options.missing_keys([API_KEY], shown=sys.stdout.isatty())
     key = take_key(API_KEY)
     replica_key = os.environ.pop(REPLICA_API_KEY, "") or key
@@ -152,6 +156,8 @@ def status(
 ) -> None:
     """Show the replicas behind a router.
 
+    Exit code 0 when at least one replica accepts requests, 1 when none does or no router answers.
+
     The key is read from the environment variable VERL_SERVER_API_KEY.
 
     Examples:
@@ -160,32 +166,19 @@ def status(
     """
     import json
 
-    rows = _fetch_replicas(check_url(url, "http://127.0.0.1:8000"))
+    from verl_server.router.process.fetch_replicas import fetch_replicas
+
+    url = require_http_url("URL", url, "http://127.0.0.1:8000")
+    rows = fetch_replicas(url, os.environ.get(API_KEY, ""), f"set {API_KEY} to the router's key")
     if as_json:
         print(json.dumps(rows))
-        return
-    print_replicas(rows)
-
-
-def _fetch_replicas(url: str) -> list[dict[str, Any]]:
-    """The rows of a router's `/replicas`. Raises ServerError."""
-    import requests
-
-    headers = {"Authorization": f"Bearer {os.environ.get(API_KEY, '')}"}
-    try:
-        response = requests.get(f"{url}/replicas", headers=headers, timeout=STATUS_TIMEOUT_S)
-    except requests.ConnectionError as error:
-        raise ServerError(f"nothing answers at {url}; check the URL and that the router runs", url=url) from error
-    except requests.RequestException as error:
-        raise ServerError(f"the request to {url} failed: {error}", url=url) from error
-    if response.status_code == 401:
-        raise ServerError(f"the router at {url} refused the key (401); set {API_KEY} to the router's key", url=url)
-    if response.status_code == 404:
-        raise ServerError(f"{url} is not a router (404 for /replicas); pass the URL that `verl-server router` printed")
-    if response.status_code != 200:
-        raise ServerError(f"the router at {url} replied with status {response.status_code}: {response.text[:200]}")
-    rows: list[dict[str, Any]] = response.json()
-    return rows
+    else:
+        print_replicas(rows)
+    if not any(row["admitted"] for row in rows):
+        raise NotReadyError(
+            f"none of the {len(rows)} replicas of {url} accepts requests; check that their servers run, that the "
+            "router's machine reaches them, and that the router has their API key. The log of the router has the reason"
+        )
 
 
 @app.command()

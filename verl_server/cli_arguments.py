@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 
@@ -135,18 +134,6 @@ def _parse_value(name: str, text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def check_url(url: str, example: str) -> str:
-    """Return `url` without a slash at its end. Raises BadInputError unless it is an HTTP URL with a host."""
-    try:
-        parts = urlsplit(url)
-        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is not a number from 0 to 65535
-        is_valid = False
-    if not is_valid:
-        raise BadInputError(f"{url!r} is not an HTTP URL; write for example {example}")
-    return url.rstrip("/")
 
 
 def missing_keys(variables: Sequence[str], *, shown: bool) -> list[str]:

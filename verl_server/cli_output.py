@@ -16,6 +16,8 @@ from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY
 if TYPE_CHECKING:
     from verl_server.adapter import HttpServerEngineAdapter
 
+PIPE_WIDTH = 10_000
+
 
 def print_server(adapter: HttpServerEngineAdapter, server_args: Mapping[str, Any], generated_keys: list[str]) -> None:
     """Print the URL of a ready server, the generated keys, and an example request."""
@@ -33,13 +35,18 @@ def print_server(adapter: HttpServerEngineAdapter, server_args: Mapping[str, Any
 
 
 def print_replicas(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of a router's replicas, from the rows of its `/replicas`."""
-    table = Table("replica", "accepts requests", "weight version", "running requests", "tokens in flight")
+    """Print a table of a router's replicas, from the rows of its `/replicas`. URLs are never cut off."""
+    table = Table(
+        Column("replica", overflow="fold"), "accepts requests", "weight version", "running requests", "tokens in flight"
+    )
     for row in rows:
         accepts = "suspect" if row["suspect"] else "yes" if row["admitted"] else "no"
         counts = (str(row[key]) for key in ("weight_version", "running_requests", "tokens_in_flight"))
         table.add_row(row["name"], accepts, *counts)
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH  # the table uses only the width that it needs
+    console.print(table)
 
 
 @contextlib.contextmanager

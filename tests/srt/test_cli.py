@@ -228,6 +228,29 @@ def test_mistakes_are_explained(args: list[str], code: int, expected: str) -> No
     assert "Traceback" not in done.stderr
 
 
+def test_a_router_and_its_status_report_an_unreachable_replica() -> None:
+    """The router logs the URL and the reason at its start. The status shows the whole URL in a pipe and fails."""
+    replica = f"http://127.0.0.1:1/{'a-long-path-' * 10}end"
+    command = [*COMMAND, "router", "--replica", replica]
+    env = environment(**KEYS)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as router:
+        try:
+            assert router.stdout is not None
+            url = router.stdout.readline().removeprefix("Ready: ").strip()
+            table, rows = run("status", url, **KEYS), run("status", url, "--json", **KEYS)
+            router.terminate()
+            _, logged = router.communicate(timeout=30)
+        finally:
+            router.kill()
+    assert f"replica {replica} receives no requests until it answers: nothing answers" in logged
+    assert logged.count(replica) <= 2, "the reason is logged once"
+    for done in (table, rows):
+        assert done.returncode == 1
+        assert f"none of the 1 replicas of {url} accepts requests" in done.stderr
+    assert replica in table.stdout
+    assert [(row["name"], row["admitted"]) for row in json.loads(rows.stdout)] == [(replica, False)]
+
+
 def test_the_router_names_a_port_that_is_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -48,6 +48,8 @@ class StaticReplicas:
         self._probes: list[asyncio.Task[None]] = []
         self._answered_at: dict[str, float] = {}
         """Time of each server's last answer (`time.monotonic`)."""
+        self._unusable: set[str] = set()
+        """Servers whose last probe failed. The reason is logged once."""
         self._stop = asyncio.Event()
 
     def metrics(self) -> str:
@@ -80,9 +82,11 @@ class StaticReplicas:
             version = parse_weight_version(info.get("weight_version"))
             pool.update_replica(name, admitted=True, will_serve=True, weight_version=version)
             self._answered_at[name] = time.monotonic()
+            self._unusable.discard(name)
         except Exception as error:  # noqa: BLE001 - any failure means that no usable server answers at this address
-            if pool.get_replica(name).admitted:
-                logger.warning("replica %s does not answer: %s", name, error)
+            if name not in self._unusable:
+                logger.warning("replica %s receives no requests until it answers: %s", name, error)
+            self._unusable.add(name)
             silent_s = time.monotonic() - self._answered_at.get(name, 0.0)
             pool.update_replica(name, admitted=False, will_serve=silent_s < RETURN_TIMEOUT_S)
 

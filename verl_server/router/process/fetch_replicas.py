@@ -1,0 +1,29 @@
+"""The request of `verl-server status` to a router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import requests
+
+from verl_server.errors import ServerError
+
+TIMEOUT_S = 10.0
+
+
+def fetch_replicas(url: str, api_key: str, key_hint: str) -> list[dict[str, Any]]:
+    """The rows of a router's `/replicas`. Raises ServerError; `key_hint` says what to do when the key is refused."""
+    try:
+        response = requests.get(f"{url}/replicas", headers={"Authorization": f"Bearer {api_key}"}, timeout=TIMEOUT_S)
+    except requests.ConnectionError as error:
+        raise ServerError(f"nothing answers at {url}; check the URL and that the router runs", url=url) from error
+    except requests.RequestException as error:
+        raise ServerError(f"the request to {url} failed: {error}", url=url) from error
+    if response.status_code == 401:
+        raise ServerError(f"the router at {url} refused the key (401); {key_hint}", url=url)
+    if response.status_code == 404:
+        raise ServerError(f"{url} is not a router (404 for /replicas); pass the URL that `verl-server router` printed")
+    if response.status_code != 200:
+        raise ServerError(f"the router at {url} replied with status {response.status_code}: {response.text[:200]}")
+    rows: list[dict[str, Any]] = response.json()
+    return rows
