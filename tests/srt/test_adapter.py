@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,10 +25,10 @@ from helpers import (
     reference_model,
 )
 
-from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, PauseMode
+from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, PauseMode, Timeouts
 from verl_server.adapter.sglang.replies import convert_weight_versions
 from verl_server.config import AdapterConfig
-from verl_server.errors import BadInputError, NotReadyError, PeerError, ServerError, UnsupportedError
+from verl_server.errors import BadInputError, DeadlineError, NotReadyError, PeerError, ServerError, UnsupportedError
 from verl_server.types import Json, parse_weight_version
 
 LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
@@ -126,12 +128,48 @@ def test_an_attached_adapter_knows_no_processes(adapter: HttpServerEngineAdapter
             _ = attached.pids
 
 
-def test_wrong_key_is_a_typed_error(adapter: HttpServerEngineAdapter) -> None:
+@pytest.mark.parametrize(
+    ("keys", "call", "message"),
+    [
+        ({"api_key": "wrong"}, "get_model_info", r"refused the api_key for /model_info \(401\)"),
+        ({}, "get_model_info", r"needs an api_key for /model_info, but none was given \(401\)"),
+        ({"admin_api_key": "wrong"}, "flush_cache", r"refused the admin_api_key for /flush_cache \(401\)"),
+        ({"api_key": "wrong"}, "flush_cache", r"needs an admin_api_key for /flush_cache, but none was given \(401\)"),
+    ],
+)
+def test_wrong_key_is_a_typed_error(
+    adapter: HttpServerEngineAdapter, keys: dict[str, str], call: str, message: str
+) -> None:
+    """The error names the key, the server and the request."""
     with (
-        HttpServerEngineAdapter.attach(adapter.base_url, api_key="wrong") as without_key,
-        pytest.raises(ServerError, match="401"),
+        HttpServerEngineAdapter.attach(adapter.base_url, **keys) as attached,
+        pytest.raises(ServerError, match=f"{adapter.base_url} {message}"),
     ):
-        without_key.get_model_info()
+        getattr(attached, call)()
+
+
+def test_address_without_a_server() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with (
+        HttpServerEngineAdapter.attach(url, config=AdapterConfig(max_retries=0)) as attached,
+        pytest.raises(ServerError, match=f"nothing answers at {url} .*check that the server runs"),
+    ):
+        attached.ping()
+
+
+def test_address_that_accepts_no_connection() -> None:
+    """The backlog of a listening socket is full, so that further connections are not completed."""
+    config = AdapterConfig(Timeouts(connect_s=0.2), max_retries=0)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listening, contextlib.ExitStack() as stack:
+        address = listening.getsockname()
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        url = f"http://127.0.0.1:{address[1]}"
+        attached = stack.enter_context(HttpServerEngineAdapter.attach(url, config=config))
+        with pytest.raises(DeadlineError, match=rf"nothing answers at {url}: .*after 0\.2 s"):
+            attached.ping()
 
 
 def _start(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import GREEDY, PROMPTS, reference_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import Timeouts, VerlEngine
+from verl_server.adapter.sglang.request_fields import REQUEST_FIELDS
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, PeerError, WeightManifestError
 
@@ -58,6 +60,32 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "rid": ""}, "rid"),
     ({"input_ids": [1], "lora_path": "nothing"}, "(?i)lora"),
     ({"input_ids": [1], "logprob_start_len": 77, "return_logprob": True}, "logprob_start_len"),
+    ({"input_ids": torch.tensor([1, 2])}, r"input_ids must be a list.*Tensor.*\.tolist\(\)"),
+    ({"input_ids": np.array([1, 2])}, r"input_ids must be a list.*ndarray.*\.tolist\(\)"),
+    ({"input_ids": [torch.tensor(1), torch.tensor(2)]}, r"input_ids\[0\].*Tensor.*\.tolist\(\)"),
+    ({"input_ids": [1, torch.tensor(2)]}, r"input_ids\[1\].*Tensor.*\.tolist\(\)"),
+    ({"input_ids": [torch.tensor([1, 2])]}, r"whole numbers only, got tensor\(\[1, 2\]\).*\.tolist\(\)"),
+    ({"prompt": [1, 2, 3]}, "pass token ids as `input_ids=`"),
+    ({"prompt": torch.tensor([1])}, "pass token ids as `input_ids=`"),
+    ({"input_ids": [1], "rid": 5}, "rid must be a non-empty string"),
+    ({"input_ids": [1], "return_logprobs": True}, "no request field 'return_logprobs'; did you mean 'return_logprob'"),
+    ({"input_ids": [1], "no_such": 1}, "no request field 'no_such'.*GenerateReqInput"),
+    ({"input_ids": [1], "temperature": 1.0}, r"sampling_params=\{'temperature': \.\.\.\}"),
+    ({"input_ids": [1], "text": "a"}, "the argument is called `prompt`"),
+    ({"input_ids": [1], "weight_version": 0}, "'weight_version' is a field of routers.*RolloutManager"),
+    ({"input_ids": [1], "min_weight_version": 0}, "'min_weight_version' is a field of routers.*RolloutManager"),
+    ({"input_ids": [1], "timeout_s": 5.0}, "'timeout_s' is a field of routers.*RolloutManager"),
+    ({"input_ids": [1], "return_logprob": "yes"}, "return_logprob must be True or False"),
+    ({"input_ids": [1], "priority": "high"}, r"\(400\): priority: Input should be a valid integer[^/]*$"),
+    ({"input_ids": [1], "image_data": {1, 2}}, "image_data cannot be sent as JSON"),
+    ({"input_ids": [1], "sampling_params": {"max_tokens": 4}}, "'max_tokens'; did you mean 'max_new_tokens'"),
+    ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, r"\['temperature'\] must be a finite number"),
+    ({"input_ids": [1], "sampling_params": {"temperature": float("nan")}}, r"\['temperature'\] must be a finite"),
+    ({"input_ids": [1], "sampling_params": {"top_k": 0.5}}, r"\['top_k'\] must be a whole number"),
+    ({"input_ids": [1], "sampling_params": {"ignore_eos": 1}}, r"\['ignore_eos'\] must be True or False"),
+    ({"input_ids": [1], "sampling_params": {"stop": 5}}, r"\['stop'\] must be a string or a list"),
+    ({"input_ids": [1], "sampling_params": {"stop_token_ids": [0.5]}}, r"\['stop_token_ids'\] must be a list"),
+    ({"input_ids": [1], "sampling_params": {"json_schema": {"type": "object"}}}, r"\['json_schema'\].*json\.dumps"),
 ]
 
 
@@ -65,6 +93,27 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
 def test_generate_refuses(untouched: Any, request_: dict[str, Any], cause: str) -> None:
     with pytest.raises(BadInputError, match=cause):
         untouched.generate(**request_)
+
+
+@pytest.mark.parametrize(
+    ("request_", "cause"),
+    [
+        ({"return_logprobs": True}, "did you mean 'return_logprob'"),
+        ({"min_weight_version": 0}, "is a field of routers"),
+        ({"sampling_params": {"max_tokens": 4}}, "did you mean 'max_new_tokens'"),
+    ],
+)
+def test_stream_refuses(shared_engine: VerlEngine, request_: dict[str, Any], cause: str) -> None:
+    with pytest.raises(BadInputError, match=cause):
+        next(shared_engine.generate(input_ids=[1], stream=True, **request_))
+
+
+def test_fields_of_the_server_that_are_not_listed_here_are_accepted(shared_engine: VerlEngine) -> None:
+    """The server says which fields it has, so that fields of later versions of SGLang can be used."""
+    expected = shared_engine.generate(input_ids=[1, 2], sampling_params=GREEDY)["output_ids"]
+    assert "cache_salt" not in REQUEST_FIELDS
+    for fields in ({"cache_salt": "salt"}, {"session_id": "session"}):
+        assert shared_engine.generate(input_ids=[1, 2], sampling_params=GREEDY, **fields)["output_ids"] == expected
 
 
 def _weights(engine_folder: Any) -> dict[str, torch.Tensor]:
@@ -148,6 +197,8 @@ def test_constructors_refuse(one_rank: DeviceMesh, tiny: Callable[..., Any]) -> 
         ({"model_path": folder, "router_ip": "127.0.0.1"}, "router_port"),
         ({"model_path": folder, "attention_backend": {1, 2}}, "attention_backend"),
         ({"model_path": "/no/such/folder"}, "/no/such/folder"),
+        ({"model_path": folder, "api_key": "x"}, "api_key must be a string of at least 8 characters"),
+        ({"model_path": folder, "admin_api_key": 12345678}, "admin_api_key must be a string"),
         ({}, "model_path"),
     ]
     for arguments, cause in refused:

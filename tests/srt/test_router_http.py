@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import GREEDY, PROMPTS, all_at_once, wait_until
 
-from verl_server import HttpServerEngineAdapter, RouterConfig
+from verl_server import HttpServerEngineAdapter, RouterClient, RouterConfig
+from verl_server.engine.servers import HttpServers
+from verl_server.errors import BadInputError
 from verl_server.router.dispatcher import Dispatcher
+from verl_server.types import ServerInfo
 
 KEY = "callers-key"
 ENDLESS = {"max_new_tokens": 2000, "ignore_eos": True}
@@ -127,6 +131,11 @@ def test_metrics_health_and_replicas(url: str) -> None:
         ({"input_ids": [1], "timeout_s": "soon"}, 400, "timeout_s"),
         ({"input_ids": [[1], [2]], "rid": "one id"}, 400, "2 prompts need a list of 2 request ids"),
         ({"input_ids": [[1], [2]], "stream": True}, 400, "cannot be streamed"),
+        ({"input_ids": [1], "return_logprobs": True}, 400, "did you mean 'return_logprob'"),
+        ({"input_ids": [1], "min_weight_verison": 0}, 400, "did you mean 'min_weight_version'"),
+        ({"input_ids": [1], "sampling_params": {"max_tokens": 4}}, 400, "did you mean 'max_new_tokens'"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": "ten"}}, 400, "['max_new_tokens'] must be a whole"),
+        ({"input_ids": [1], "sampling_params": {"max_tokens": 4, "max_new_tokens": 99}}, 400, "'max_tokens'"),
         ({"input_ids": [1], "weight_version": 77}, 503, "no replica serves weight version 77"),
         ({"input_ids": [1], "sampling_params": ENDLESS, "timeout_s": 0.2}, 504, "0.2 s"),
     ],
@@ -135,6 +144,28 @@ def test_invalid_requests(body: Any, status: int, message: str, url: str) -> Non
     got, reply = call(f"{url}/generate", body)
     assert (got, message in reply["error"]["message"]) == (status, True), reply
     assert call(f"{url}/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})[0] == 200
+
+
+def test_client_refuses_values_that_are_not_json(url: str) -> None:
+    async def generate(**request: Any) -> Any:
+        async with RouterClient(url, KEY) as client:
+            return await client.generate(sampling_params={"max_new_tokens": 1}, **request)
+
+    with pytest.raises(BadInputError, match=r"input_ids\[1\].*Tensor.*\.tolist\(\)"):
+        asyncio.run(generate(input_ids=[1, torch.tensor(2)]))
+    with pytest.raises(BadInputError, match="did you mean 'return_logprob'"):
+        asyncio.run(generate(input_ids=[1], return_logprobs=True))
+    assert asyncio.run(generate(input_ids=[1, 2]))["output_ids"]
+
+
+def test_session_stays_on_one_of_several_servers(servers: list[Any]) -> None:
+    """Also without a router: the second request finds its prompt in the prefix cache of the session's server."""
+    members = [ServerInfo(one.base_url, 1) for one in servers]
+    engine = HttpServers(servers, members)
+    for session in ("first", "second"):
+        prompt = [*session.encode(), *range(100, 160)]
+        replies = [engine.generate(input_ids=prompt, sampling_params=GREEDY, session_id=session) for _ in range(2)]
+        assert replies[1]["meta_info"]["cached_tokens"] >= len(prompt) - 20
 
 
 def test_status_shows_the_replicas(url: str, servers: list[Any]) -> None:

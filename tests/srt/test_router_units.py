@@ -7,6 +7,7 @@ import random
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -148,6 +149,13 @@ def test_generation_has_one_prompt_and_one_sample() -> None:
         ResumableGeneration({"input_ids": [1], "sampling_params": {"n": 2}})
     with pytest.raises(BadInputError, match="sampling_params must be one dict"):
         ResumableGeneration({"input_ids": [1], "sampling_params": [{}]})
+
+
+def test_generation_refuses_wrong_types_before_it_waits_for_a_replica() -> None:
+    with pytest.raises(BadInputError, match=r"ndarray.*\.tolist\(\)"):
+        ResumableGeneration({"input_ids": np.array([1, 2])})
+    with pytest.raises(BadInputError, match=r"\['max_new_tokens'\] must be a whole number"):
+        ResumableGeneration({"input_ids": [1], "sampling_params": {"max_new_tokens": "ten"}})
 
 
 def finished_generation(output_tokens: int) -> ResumableGeneration:
