@@ -1,10 +1,12 @@
-"""Shared servers: starting one costs most of a test's time, so tests that can share one do."""
+"""The forkserver of the whole suite, and fixtures with servers that several tests use."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
-# Set once and for the whole session: a server is only forked when its environment equals that of the forkserver.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-
 from fleet_helpers import RECOVERY, RESTART_S, ROUTER, healthy, states
 from helpers import (
     Ranks,
@@ -30,9 +26,33 @@ from helpers import (
     trainer_ranks,
     wait_until,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, RolloutManager, VerlEngine
+from verl_server.server.forkserver.shared_forkserver import prepare_forkserver
+from verl_server.server.forkserver.socket_folder import FOLDER_VARIABLE
 from verl_server.tiny import make_model
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all processes of the suite share one forkserver. With workers, pytest's main process owns it.
+
+    A server is forked only when its environment equals the environment of the forkserver. So the variables are set
+    once, and in the same way in the main process and in its workers.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    here = str(Path(__file__).parent)
+    python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, *(path for path in python_path if path != here)]))
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
+        del os.environ[name]
+    if FOLDER_VARIABLE in os.environ:
+        return
+    folder = tempfile.mkdtemp(prefix="verl-server-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ[FOLDER_VARIABLE] = folder
+    if config.getoption("numprocesses"):
+        prepare_forkserver()
 
 
 @pytest.fixture(scope="session")

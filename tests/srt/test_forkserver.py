@@ -22,12 +22,21 @@ from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, ServerDiedError
 from verl_server.server.environment import inherited_environment
 from verl_server.server.forkserver import forkserver as forkserver_module
-from verl_server.server.forkserver.forkserver import ForkedWarden, Forkserver
+from verl_server.server.forkserver.forkserver import ForkedWarden, Forkserver, OwnForkserver
 from verl_server.server.forkserver.shared_forkserver import LATE_VARIABLES, SharedForkserver, forkserver_pid
+from verl_server.server.forkserver.socket_folder import FOLDER_VARIABLE
 from verl_server.server.process import ServerProcess
 from verl_server.server.supervisor import never_abort
 
 READY_S = 250.0
+
+
+@pytest.fixture(autouse=True)
+def folder_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> str:
+    """These tests kill and replace forkservers: they do not use the forkserver of the suite."""
+    folder = os.environ[FOLDER_VARIABLE]
+    monkeypatch.delenv(FOLDER_VARIABLE)
+    return folder
 
 
 def start(tiny: Callable[..., Path], **changed: Any) -> HttpServerEngineAdapter:
@@ -114,12 +123,14 @@ def test_a_killed_or_hanging_forkserver_is_replaced(tiny: Callable[..., Path], m
     try:
         first = shared.prepare(environment)
         assert first is not None
+        assert first.pid is not None
         os.kill(first.pid, signal.SIGKILL)
         with no_new_shared_memory():
             assert_spawns(first)
         second = shared.prepare(environment)
         assert second is not None
         assert second is not first
+        assert second.pid is not None
         assert second.wait_ready(READY_S, never_abort)
         monkeypatch.setattr(forkserver_module, "FORK_TIMEOUT_S", 1.0)  # to make the test short
         os.kill(second.pid, signal.SIGSTOP)
@@ -135,7 +146,7 @@ def test_the_forkserver_is_replaced_when_the_environment_changes(monkeypatch: py
     try:
         first = shared.prepare(inherited_environment())
         assert first is not None
-        for name in LATE_VARIABLES:
+        for name in LATE_VARIABLES - {FOLDER_VARIABLE}:
             monkeypatch.setenv(name, "changed")
         assert shared.prepare(inherited_environment()) is first
         monkeypatch.setenv("SGLANG_ANYTHING", "1")
@@ -168,6 +179,57 @@ def test_a_fork_of_the_trainer_leaves_the_forkserver_alone() -> None:
         assert not forkserver.has_ended
     finally:
         shared.close()
+
+
+def test_processes_with_the_same_folder_share_a_forkserver(
+    folder_of_the_suite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that connects to the forkserver of another process ends its connection, not the forkserver."""
+    monkeypatch.setenv(FOLDER_VARIABLE, folder_of_the_suite)
+    owner, other = SharedForkserver(), SharedForkserver()
+    try:
+        for shared in (owner, other, other):
+            forkserver = shared.prepare(inherited_environment())
+            assert forkserver is not None
+            assert forkserver.wait_ready(READY_S, never_abort)
+            warden = forkserver.start_warden()
+            assert isinstance(warden, ForkedWarden)
+            assert psutil.Process(warden.pid).ppid() == forkserver.pid
+            warden.stdin.close()
+            warden.wait(10.0)
+            if shared is other:
+                assert type(forkserver) is Forkserver
+                assert forkserver.pid == owner.pid
+                shared.close()
+    finally:
+        owner.close()
+        other.close()
+
+
+def test_a_process_outlives_the_forkserver_of_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts its own forkserver, at the same socket, when the owner of the shared forkserver has ended."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    owner, other = SharedForkserver(), SharedForkserver()
+    try:
+        assert isinstance(owner.prepare(inherited_environment()), OwnForkserver)
+        shared = other.prepare(inherited_environment())
+        assert shared is not None
+        assert not isinstance(shared, OwnForkserver)
+        owner.close()
+        assert not shared.wait_ready(READY_S, never_abort)
+        assert isinstance(other.prepare(inherited_environment()), OwnForkserver)
+        assert type(owner.prepare(inherited_environment())) is Forkserver
+    finally:
+        owner.close()
+        other.close()
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, message in ((tmp_path / "missing", "create the folder first"), (tmp_path, "with the mode 0700")):
+        tmp_path.chmod(0o755)
+        monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+        with pytest.raises(BadInputError, match=message):
+            SharedForkserver().prepare(inherited_environment())
 
 
 TRAINER = """

@@ -27,7 +27,7 @@ from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, St
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import inherited_environment, no_proxy_environment
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
-from verl_server.server.server_main import EXIT_BAD_ARGUMENT
+from verl_server.server.server_main import EXIT_BAD_ARGUMENT, REFUSAL
 from verl_server.server.supervisor import AbortCheck, ServerPids, never_abort
 from verl_server.server.warden.shared_memory_files import SHM_DIR, remove_shared_memory
 
@@ -202,9 +202,10 @@ class ServerProcess(ExitNotifier):
     def _startup_error(self) -> VerlServerError:
         """The error for a server that has ended before it was ready."""
         assert self.exit is not None
-        is_bad_argument = self.exit.code == EXIT_BAD_ARGUMENT
-        error_type = BadInputError if is_bad_argument else StartupError
-        return error_type(
+        refusals = [line for line in self.exit.log_tail.splitlines() if line.startswith(REFUSAL)]
+        if self.exit.code == EXIT_BAD_ARGUMENT and refusals:
+            return BadInputError(f"the server did not start: {refusals[-1]}", log_path=str(self.log_path))
+        return StartupError(
             f"the server did not start ({self.exit.describe()})",
             exit_code=self.exit.code,
             log_tail=_last_lines(self.exit.log_tail),

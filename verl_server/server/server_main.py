@@ -13,11 +13,14 @@ import os
 import platform
 import signal
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
 #: Exit code when SGLang does not know a server argument or refuses its value.
 EXIT_BAD_ARGUMENT = 64
+#: Begin of the log line with the reason of that exit.
+REFUSAL = "SGLang refuses the server arguments: "
 #: Libraries of GPU kernels that SGLang imports where they are installed. Nothing uses them without an accelerator, and
 #: their imports (with CUTLASS) take a tenth of the time of all imports.
 GPU_LIBRARIES = ("flashinfer",)
@@ -56,9 +59,25 @@ def serve(server_args: dict[str, Any]) -> None:
     try:
         parsed = ServerArgs(**server_args)
     except TypeError as error:
-        print(f"SGLang does not take these server arguments: {error}", flush=True)
+        print(REFUSAL + explain_refusal(server_args, error), flush=True)
         sys.exit(EXIT_BAD_ARGUMENT)
     run_server(parsed)
+
+
+def explain_refusal(server_args: Mapping[str, Any], error: TypeError) -> str:
+    """In one line, why SGLang's `ServerArgs` raised `error` for `server_args`. Imports SGLang."""
+    import inspect
+    from importlib.metadata import version
+
+    from sglang.srt.server_args import ServerArgs
+
+    from verl_server.validation import did_you_mean
+
+    known = inspect.signature(ServerArgs).parameters
+    unknown = [f"{name!r}{did_you_mean(name, known)}" for name in server_args if name not in known]
+    if not unknown:
+        return " ".join(str(error).split())
+    return f"SGLang {version('sglang')} has no argument {', no argument '.join(unknown)}"
 
 
 def read_arguments() -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 A forkserver has imported SGLang. A server that it forks starts in about 2 s; a server that is started as a new program
 takes 15 s and more on two cores, most of it for imports. `shared_forkserver.py` decides when a server is forked.
+
+`Forkserver` is a connection to a forkserver that another process owns. `OwnForkserver` starts and ends its process.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from verl_server.server.supervisor import AbortCheck
 
 logger = logging.getLogger(__name__)
 
+FORKSERVER_MODULE = "verl_server.server.forkserver.forkserver_main"
 POLL_S = 0.05
 FORK_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 5.0
@@ -52,47 +55,33 @@ class ForkedWarden:
 
 
 class Forkserver:
-    """One forkserver process, which lives until `close` or until this process ends. Thread-safe.
+    """A connection to a forkserver process. The process lives until its owner closes it or ends. Thread-safe."""
 
-    `environment` is the complete environment of the process. The process is started in the folder `/`. Relative entries
-    of `PYTHONPATH` are left out: a spawned server would resolve them in its own empty folder.
-    """
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, commands: socket.socket) -> None:
         self._lock = threading.Lock()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        self._commands, remote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "verl_server.server.forkserver.forkserver_main", str(os.getpid())],
-                stdin=remote_end.fileno(),
-                stdout=self._log,
-                stderr=self._log,
-                env=_with_absolute_python_path(environment),
-                cwd="/",
-                start_new_session=True,
-            )
-        except BaseException:
-            self._commands.close()
-            self._log.close()
-            raise
-        finally:
-            remote_end.close()
+        self._commands = commands
         self._is_ready: bool | None = None
         """Whether the process can fork servers. None: the process has not reported yet."""
+        self._pid: int | None = None
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pid(self) -> int | None:
+        """Process id of the forkserver. None: the process has not reported yet."""
+        return self._pid
 
     @property
     def has_ended(self) -> bool:
-        return self._process.poll() is not None
+        """Whether the process has ended or the connection is closed."""
+        try:
+            readable, *_ = select.select([self._commands], [], [], 0)
+            return bool(readable) and not self._commands.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):
+            return True
 
     @property
     def cannot_work(self) -> bool:
         """Whether the process ended with an error of its own. A new process in the same environment would end, too."""
-        return self._process.poll() is not None and self._process.returncode > 0
+        return False
 
     def wait_ready(self, timeout_s: float, check_abort: AbortCheck) -> bool:
         """Wait until the process can fork servers. Returns False when it has ended; the log then contains the reason.
@@ -105,9 +94,14 @@ class Forkserver:
                 raise error
             with self._lock:
                 if self._is_ready is None and self._has_message():
-                    self._is_ready = self._receive() == READY
-                    if not self._is_ready:
-                        self._log_failure()
+                    message, _, pid = self._receive().partition(b" ")
+                    self._is_ready = message == READY
+                    if self._is_ready:
+                        self._pid = int(pid)
+                    else:
+                        logger.warning(
+                            "servers are started without a forkserver, which ended: %s", self._describe_end()
+                        )
             if time.monotonic() > deadline:
                 raise DeadlineError(f"the forkserver was not ready after {timeout_s:g} s", operation="start")
         return self._is_ready
@@ -124,14 +118,8 @@ class Forkserver:
         except OSError:
             return b""
 
-    def _log_failure(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_TIMEOUT_S)
-        output = ""
-        with contextlib.suppress(ValueError):  # closed by another thread
-            self._log.seek(0)
-            output = self._log.read()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
-        logger.warning("servers are started without a forkserver, which ended: %s", output or "it was killed")
+    def _describe_end(self) -> str:
+        return "another process owned it"
 
     def start_warden(self) -> WardenProcess:
         """A forked warden, which forks its server. A spawned warden when the forkserver does not answer."""
@@ -162,10 +150,68 @@ class Forkserver:
         return warden
 
     def close(self) -> None:
-        """End the process. Its servers go on. Safe to call twice."""
+        """Close the connection. The servers that the process has forked go on. Safe to call twice."""
         with contextlib.suppress(OSError):
             self._commands.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold the socket open
         self._commands.close()
+
+    def disown(self) -> None:
+        """In a fork of this process: close the descriptors without ending the process or its connection."""
+        self._commands.close()
+
+
+class OwnForkserver(Forkserver):
+    """A forkserver process that this process has started. It ends in `close`, or when this process ends.
+
+    `environment` is the complete environment of the process. The process is started in the folder `/`. Relative entries
+    of `PYTHONPATH` are left out: a spawned server would resolve them in its own empty folder. `listener`: a socket at
+    which the forkserver accepts the connections of other processes.
+    """
+
+    def __init__(self, environment: Mapping[str, str], listener: socket.socket | None = None) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        commands, remote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(commands)
+        listener_fds = () if listener is None else (listener.fileno(),)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", FORKSERVER_MODULE, str(os.getpid()), *map(str, listener_fds)],
+                stdin=remote_end.fileno(),
+                stdout=self._log,
+                stderr=self._log,
+                env=_with_absolute_python_path(environment),
+                cwd="/",
+                start_new_session=True,
+                pass_fds=listener_fds,
+            )
+        except BaseException:
+            self._commands.close()
+            self._log.close()
+            raise
+        finally:
+            remote_end.close()
+        self._pid = self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def cannot_work(self) -> bool:
+        return self._process.poll() is not None and self._process.returncode > 0
+
+    def _describe_end(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_TIMEOUT_S)
+        output = ""
+        with contextlib.suppress(ValueError):  # closed by another thread
+            self._log.seek(0)
+            output = self._log.read()[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
+        return output or "it was killed"
+
+    def close(self) -> None:
+        """End the process. Its servers go on. Safe to call twice."""
+        super().close()
         if self._is_ready:  # before, the process may not see that the socket is closed
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_TIMEOUT_S)
@@ -176,8 +222,7 @@ class Forkserver:
         self._log.close()
 
     def disown(self) -> None:
-        """In a fork of the owner: close the descriptors without ending the process."""
-        self._commands.close()
+        super().disown()
         self._log.close()
 
 

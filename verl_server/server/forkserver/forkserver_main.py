@@ -6,6 +6,9 @@ Each server has a warden of its own, which outlives the forkserver. Standard inp
 brings three descriptors: the warden's standard input, output and error. The answer is the warden's pid with a pidfd.
 The forkserver ends when the socket is closed, when the trainer ends, whose pid is the first command line argument, and
 when it has had no server for `IDLE_TIMEOUT_S`: the memory of the imports, 1.1 GB, is then its own.
+
+The second command line argument, if there is one, is the descriptor of a listening socket. Other processes of the same
+user connect to it (`socket_folder.py`) and send the same requests.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -31,6 +35,8 @@ from verl_server.server import server_main
 from verl_server.server.warden import warden
 
 READY, FORK = b"ready", b"fork"
+#: `struct ucred` of unix(7): process id, user id and group id of the other end of a socket.
+CREDENTIALS = struct.Struct("3i")
 #: Modules that a server imports after it has forked its workers. A version of SGLang may not have all of them.
 LATE_MODULES = (
     "sglang.srt.entrypoints.http_server",
@@ -187,41 +193,87 @@ def _import_sglang() -> None:
     gc.freeze()
 
 
-def main() -> None:
-    initial_env = dict(os.environ)
-    commands, trainer = socket.socket(fileno=0), os.pidfd_open(int(sys.argv[1]))
-    _end_when_socket_closes(commands, True)
-    if select.select([commands.fileno(), trainer], [], [], 0)[0]:
-        return  # the socket was closed, or the trainer ended, before the kernel was asked to watch the socket
-    _import_sglang()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the wardens
-    _end_when_socket_closes(commands, False)
-    commands.send(READY)
-    wardens: set[int] = set()
-    """Pidfds of the wardens that live."""
-    while True:
-        idle_timeout_s = None if wardens else IDLE_TIMEOUT_S
-        readable, *_ = select.select([commands.fileno(), trainer, *wardens], [], [], idle_timeout_s)
-        if trainer in readable:
-            os._exit(0)  # a fork of the trainer may still hold the other end of the socket
-        for pidfd in wardens.intersection(readable):
-            wardens.remove(pidfd)
-            os.close(pidfd)
-        if not readable:
-            os._exit(0)
-        if commands.fileno() not in readable:
-            continue
-        request, descriptors, *_ = socket.recv_fds(commands, len(FORK), 3)
+class Requests:
+    """The sockets and pidfds that a forkserver watches, from the end of the imports on."""
+
+    def __init__(self, owner: socket.socket, owner_pidfd: int, listener: socket.socket | None, env: Mapping[str, str]):
+        self._owner, self._owner_pidfd, self._listener, self._initial_env = owner, owner_pidfd, listener, env
+        self._connections: set[socket.socket] = {owner}
+        self._wardens: set[int] = set()
+        """Pidfds of the wardens that live."""
+
+    def serve(self) -> None:
+        """Fork wardens until the owner closes its socket or ends, or until the forkserver has had no use for long."""
+        self._owner.send(self._ready_message())
+        while True:
+            in_use = bool(self._wardens) or len(self._connections) > 1
+            watched: list[socket.socket | int] = [*self._connections, *self._wardens, self._owner_pidfd]
+            if self._listener is not None:
+                watched.append(self._listener)
+            readable: list[Any]
+            readable, *_ = select.select(watched, [], [], None if in_use else IDLE_TIMEOUT_S)
+            if self._owner_pidfd in readable or not readable:
+                return  # a fork of the owner may still hold the other end of the socket
+            for pidfd in self._wardens.intersection(readable):
+                self._wardens.remove(pidfd)
+                os.close(pidfd)
+            if self._listener is not None and self._listener in readable:
+                self._accept(self._listener)
+            for connection in self._connections.intersection(readable):
+                if not self._answer(connection):
+                    if connection is self._owner:
+                        return
+                    self._connections.remove(connection)
+                    connection.close()
+
+    def _ready_message(self) -> bytes:
+        return b"%s %d" % (READY, os.getpid())
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Accept a connection of a process of the same user."""
+        connection, _ = listener.accept()
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        if CREDENTIALS.unpack(credentials)[1] != os.getuid():
+            connection.close()
+            return
+        with contextlib.suppress(OSError):
+            connection.send(self._ready_message())
+        self._connections.add(connection)
+
+    def _answer(self, connection: socket.socket) -> bool:
+        """Answer one request. Returns False when the other end has closed the connection."""
+        try:
+            request, descriptors, *_ = socket.recv_fds(connection, len(FORK), 3)
+        except OSError:
+            return False
         if request != FORK:
-            os._exit(0)  # the trainer has closed the socket
+            return False
         pid = os.fork()
         if pid == 0:
-            _run_and_exit(lambda received=descriptors: _run_warden(received, initial_env))  # type: ignore[misc]
+            _run_and_exit(lambda: _run_warden(descriptors, self._initial_env))
         for fd in descriptors:
             os.close(fd)
         pidfd = os.pidfd_open(pid)
-        wardens.add(pidfd)
-        socket.send_fds(commands, [str(pid).encode()], [pidfd])
+        self._wardens.add(pidfd)
+        try:
+            socket.send_fds(connection, [str(pid).encode()], [pidfd])
+        except OSError:
+            return False
+        return True
+
+
+def main() -> None:
+    initial_env = dict(os.environ)
+    owner, owner_pidfd = socket.socket(fileno=0), os.pidfd_open(int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[2])) if len(sys.argv) > 2 else None
+    _end_when_socket_closes(owner, True)
+    if select.select([0, owner_pidfd], [], [], 0)[0]:
+        return  # the socket was closed, or the owner ended, before the kernel was asked to watch the socket
+    _import_sglang()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the wardens
+    _end_when_socket_closes(owner, False)
+    Requests(owner, owner_pidfd, listener, initial_env).serve()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 The first server of a process starts the forkserver and waits for its imports, which costs as much as importing in the
 server. Every later server is forked in about 2 s. The forkserver costs about 79 MB of memory of its own while
 servers run: the memory of the imports, 1.1 GB, is shared with them. It ends with this process, and after five minutes
-without a server. `AdapterConfig(use_forkserver=False)` starts no forkserver.
+without a server. `AdapterConfig(use_forkserver=False)` starts no forkserver. Processes with the same
+`VERL_SERVER_FORKSERVER_DIR` share their forkservers (`socket_folder.py`).
 
 A server is forked only when it sees what a server that is started as a new program would see. Otherwise it is spawned:
 
@@ -19,6 +20,8 @@ process has changed what a new program inherits: resource limits, processor affi
 from __future__ import annotations
 
 import atexit
+import hashlib
+import json
 import logging
 import os
 import sys
@@ -30,7 +33,8 @@ from pathlib import Path
 from verl_server.errors import DeadlineError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import inherited_environment
-from verl_server.server.forkserver.forkserver import Forkserver
+from verl_server.server.forkserver import socket_folder
+from verl_server.server.forkserver.forkserver import Forkserver, OwnForkserver
 from verl_server.server.process import WardenFactory, spawn_warden
 from verl_server.server.supervisor import AbortCheck
 
@@ -42,6 +46,7 @@ FORKABLE_MAIN_MODULE = "verl_server.server.server_main"
 #: change others all the time.
 LATE_VARIABLES = frozenset({
     "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "no_proxy", "NO_PROXY", "PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST",
+    socket_folder.FOLDER_VARIABLE,
 })  # fmt: skip
 #: Variables that select another SGLang platform or other SGLang plugins. Their code may not survive a fork.
 PLATFORM_VARIABLES = ("SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_USE_CPU_ENGINE")
@@ -61,7 +66,7 @@ class InheritedState:
     environment: Mapping[str, str] = field(repr=False)
     """Environment variables without `LATE_VARIABLES`."""
     attributes: tuple[str, ...]
-    """Resource limits, control group, priority and the `INHERITED_FIELDS` of `/proc/thread-self/status`."""
+    """Resource limits, control group, namespaces, priority and `INHERITED_FIELDS` of `/proc/thread-self/status`."""
 
     @classmethod
     def of_server(cls, environment: Mapping[str, str]) -> InheritedState:
@@ -73,9 +78,16 @@ class InheritedState:
             (
                 *(line for line in status if line.partition(":")[0] in INHERITED_FIELDS),
                 *files,
+                *(os.readlink(entry) for entry in sorted(Path("/proc/self/ns").glob("*"))),
                 str(os.getpriority(os.PRIO_PROCESS, 0)),
             ),
         )
+
+    def fingerprint(self) -> str:
+        """A hash of the state, of the Python executable and of this package's folder."""
+        code = (sys.executable, str(Path(__file__).parents[2]))
+        text = json.dumps([sorted(self.environment.items()), self.attributes, code])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def describe_difference(self, other: InheritedState) -> str:
         """Names of the variables that differ (their values may be secret), or the attributes that differ."""
@@ -125,7 +137,7 @@ class SharedForkserver:
             logger.info("the forkserver is replaced: %s", state.describe_difference(self._state))
             self._forget(forkserver)
         if self._forkserver is None and state != self._failed_state:
-            self._forkserver, self._state = Forkserver(environment), state
+            self._forkserver, self._state = _connect_or_start(environment, state), state
         return self._forkserver
 
     def _forget(self, forkserver: Forkserver) -> None:
@@ -156,7 +168,7 @@ class SharedForkserver:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running forkserver, or None."""
+        """Process id of the forkserver, or None when there is none."""
         with self._lock:
             return None if self._forkserver is None or self._forkserver.has_ended else self._forkserver.pid
 
@@ -172,6 +184,17 @@ class SharedForkserver:
         if self._forkserver is not None:
             self._forkserver.disown()
         self._forkserver, self._waiting_starts = None, 0
+
+
+def _connect_or_start(environment: Mapping[str, str], state: InheritedState) -> Forkserver:
+    path = socket_folder.socket_path(state.fingerprint())
+    if path is None:
+        return OwnForkserver(environment)
+    with socket_folder.lock(path):
+        if (connection := socket_folder.connect(path)) is not None:
+            return Forkserver(connection)
+        with socket_folder.listen(path) as listener:
+            return OwnForkserver(environment, listener)
 
 
 _shared = SharedForkserver()
