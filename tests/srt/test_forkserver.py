@@ -31,12 +31,10 @@ from verl_server.server.supervisor import never_abort
 READY_S = 250.0
 
 
-@pytest.fixture(autouse=True)
-def folder_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> str:
-    """These tests kill and replace forkservers: they do not use the forkserver of the suite."""
-    folder = os.environ[FOLDER_VARIABLE]
+@pytest.fixture
+def private_forkservers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that kill and replace forkservers: they do not use the forkserver of the suite."""
     monkeypatch.delenv(FOLDER_VARIABLE)
-    return folder
 
 
 def start(tiny: Callable[..., Path], **changed: Any) -> HttpServerEngineAdapter:
@@ -60,9 +58,13 @@ def tree(adapter: HttpServerEngineAdapter) -> tuple[psutil.Process, list[psutil.
     return warden, warden.children(recursive=True)
 
 
-def test_a_forked_server_equals_a_spawned_one(tiny: Callable[..., Path]) -> None:
+def test_a_forked_server_equals_a_spawned_one(
+    tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with no_new_shared_memory():
-        spawned = start(tiny, config=AdapterConfig(use_forkserver=False))
+        spawned = start(tiny, config=AdapterConfig(log_dir="logs", use_forkserver=False))
+        assert list((tmp_path / "logs").iterdir()) == [process_of(spawned).log_path], "relative to the caller's folder"
         one, two = start(tiny), start(tiny)
         try:
             assert answer(one) == answer(two) == answer(spawned)
@@ -103,11 +105,14 @@ def test_a_killed_warden_of_a_forked_server(tiny: Callable[..., Path]) -> None:
 
 
 def test_an_unknown_argument_of_a_forked_server_is_an_error(tiny: Callable[..., Path]) -> None:
-    with pytest.raises(BadInputError, match="did not start"):
-        start(tiny, no_such_argument=1)
+    expected = "did not start: .*no argument 'max_total_token'; did you mean 'max_total_tokens'"
+    with pytest.raises(BadInputError, match=expected) as caught:
+        start(tiny, max_total_token=1)
+    assert "\n" not in str(caught.value), "without the warnings in the server's log"
 
 
-def test_a_killed_or_hanging_forkserver_is_replaced(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("private_forkservers")
+def test_a_killed_or_hanging_forkserver_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that needs the lost forkserver is spawned; a later server is forked by a new forkserver."""
     shared = SharedForkserver()
     environment = inherited_environment()
@@ -140,6 +145,7 @@ def test_a_killed_or_hanging_forkserver_is_replaced(tiny: Callable[..., Path], m
         shared.close()
 
 
+@pytest.mark.usefixtures("private_forkservers")
 def test_the_forkserver_is_replaced_when_the_environment_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of a variable or a resource limit replaces the forkserver. A change of `LATE_VARIABLES` does not."""
     shared = SharedForkserver()
@@ -165,6 +171,7 @@ def test_the_forkserver_is_replaced_when_the_environment_changes(monkeypatch: py
         shared.close()
 
 
+@pytest.mark.usefixtures("private_forkservers")
 def test_a_fork_of_the_trainer_leaves_the_forkserver_alone() -> None:
     shared = SharedForkserver()
     try:
@@ -181,11 +188,8 @@ def test_a_fork_of_the_trainer_leaves_the_forkserver_alone() -> None:
         shared.close()
 
 
-def test_processes_with_the_same_folder_share_a_forkserver(
-    folder_of_the_suite: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_with_the_same_folder_share_a_forkserver() -> None:
     """A process that connects to the forkserver of another process ends its connection, not the forkserver."""
-    monkeypatch.setenv(FOLDER_VARIABLE, folder_of_the_suite)
     owner, other = SharedForkserver(), SharedForkserver()
     try:
         for shared in (owner, other, other):
@@ -245,6 +249,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.usefixtures("private_forkservers")
 @pytest.mark.parametrize("working", [False, True], ids=["while it imports", "at work"])
 def test_a_killed_trainer_leaves_nothing(tiny: Callable[..., Path], working: bool) -> None:
     mark = uuid.uuid4().hex

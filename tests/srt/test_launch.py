@@ -55,13 +55,12 @@ def test_a_port_that_another_program_takes_is_replaced(tiny: Callable[..., Path]
             listener.close()
 
 
-@pytest.mark.parametrize("use_forkserver", [True, False], ids=["forked", "spawned"])
 def test_a_relative_log_folder_is_relative_to_the_caller(
-    use_forkserver: bool, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warden of a forked server has another working directory."""
+    """The warden of a forked server has another working directory. For a spawned server: `test_forkserver.py`."""
     monkeypatch.chdir(tmp_path)
-    config = AdapterConfig(log_dir="logs", use_forkserver=use_forkserver)
+    config = AdapterConfig(log_dir="logs")
     server = launch_sglang_server({"model_path": str(tiny("qwen3")), "max_total_tokens": 4096}, config, {})
     server.process.stop()
     (log,) = (tmp_path / "logs").iterdir()

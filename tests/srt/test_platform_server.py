@@ -100,14 +100,15 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
 
     The first server has a tiny model and no arguments but model and port; its float32 rounding stays below the bound of
     the test. The second server is for all other tests. Its model is large enough to measure memory. Its only argument
-    is the number of ranks, and its BLAS uses one thread, so that its workers are forked.
+    is the number of ranks. The BLAS of both servers uses one thread, so that their workers are forked. Spawned workers:
+    `test_in_process_engine_behaves_as_a_server`.
     """
     folder = tmp_path_factory.mktemp("platform")
     sizes: dict[str, Any] = {"hidden_size": 512, "layers": 8, "heads": 8, "kv_heads": 4, "intermediate_size": 2048}
     small = make_model(folder / "small")
     large = make_model(folder / "large", tie_word_embeddings=True, **sizes)
     with all_at_once(
-        lambda: launch(small, folder / "small.log"),
+        lambda: launch(small, folder / "small.log", OPENBLAS_NUM_THREADS="1"),
         lambda: launch(large, folder / "large.log", "--tp", "2", OPENBLAS_NUM_THREADS="1"),
     ) as started:
         yield started
