@@ -124,6 +124,8 @@ def make_runner(renderer: ChatRenderer, /, **overrides: Any) -> RolloutRunner:
         ({"limits": 100}, "limits must be RolloutLimits, got int"),
         ({"sampling_params": [("temperature", 1.0)]}, "sampling_params must be a dict"),
         ({"sampling_params": {1: 2}}, "sampling_params has the key 1"),
+        ({"sampling_params": {"temperature": "1"}}, r"sampling_params\['temperature'\] must be a finite number"),
+        ({"sampling_params": {"n": 4}}, r"sampling_params\['n'\] must be 1 for agents, got 4.*run\(tasks, n=...\)"),
         ({"sampling_params": {"max_new_tokens": -5}}, r"sampling_params\['max_new_tokens'\] must be a whole number"),
         ({"sampling_params": {"max_new_tokens": 0}}, r"sampling_params\['max_new_tokens'\] must be a whole number"),
         ({"reward": 1.0}, "reward must be a function, got float"),

@@ -106,6 +106,11 @@ def with_underscore(_query: str) -> str:
     return _query
 
 
+def with_name_of_pydantic(model_config: str) -> str:
+    """Search."""
+    return model_config
+
+
 def with_any_number(*queries: str) -> str:
     """Search."""
     return " ".join(queries)
@@ -124,7 +129,8 @@ class SearchTool:
         (without_docstring, "'without_docstring' has no docstring.*(?s:.)*def search"),
         (with_unknown_annotation, "name 'Query' is not defined"),
         (with_annotation_without_schema, "an annotation has no JSON schema"),
-        (with_underscore, "parameter '_query' begins with '_'"),
+        (with_underscore, "a parameter cannot have the name '_query'; rename it"),
+        (with_name_of_pydantic, "a parameter cannot have the name 'model_config'; rename it"),
         (with_any_number, "parameter 'queries' cannot be passed by name"),
         (len, "parameter 'obj' cannot be passed by name"),
         (lambda query: query, "a lambda cannot be a tool(?s:.)*def search"),

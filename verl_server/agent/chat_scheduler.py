@@ -101,7 +101,10 @@ class ChatScheduler:
         return session_id
 
     def finish(self, session_id: str) -> Episode:
-        """Remove a conversation and return its episode. Raises BadInputError like `submit`."""
+        """Remove a conversation and return its episode.
+
+        Raises BadInputError for an unknown conversation, and for a conversation whose last turn is still running.
+        """
         self._require_idle(session_id)
         return self._conversations.pop(session_id).episode
 

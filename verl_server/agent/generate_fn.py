@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from verl_server.adapter.sglang.request_fields import check_sampling_params
 from verl_server.errors import BadInputError
 from verl_server.router.resumable_generation import ResumableGeneration
 from verl_server.types import Json
@@ -71,20 +71,21 @@ def require_generate_fn(name: str, value: object) -> None:
     require_callable(name, value, hint, rid="", session_id="", **request)
 
 
-def require_sampling_params(params: object) -> Json:
-    """A copy of the sampling parameters of an episode. Raise BadInputError if they are not a dict of names and values.
+def require_sampling_params(params: Any) -> Json:
+    """A copy of the sampling parameters of an episode. Raise BadInputError if a known parameter has a wrong value.
 
-    SGLang checks the values. Only `max_new_tokens` is checked here, because an episode reduces it.
+    The server checks the names and the ranges.
     """
-    if not isinstance(params, Mapping):
-        got = type(params).__name__
-        raise BadInputError(f'sampling_params must be a dict such as {{"temperature": 1.0}}, got {got}')
-    for key in params:
-        if not isinstance(key, str):
-            raise BadInputError(f"sampling_params has the key {key!r}; keys are strings")
-    if params.get("max_new_tokens") is not None:
-        require_whole_number("sampling_params['max_new_tokens']", params["max_new_tokens"])
-    return dict(params)
+    check_sampling_params(params)
+    checked: Json = dict(params)
+    if checked.get("max_new_tokens") is not None:
+        require_whole_number("sampling_params['max_new_tokens']", checked["max_new_tokens"])
+    if checked.get("n") not in (None, 1):
+        raise BadInputError(
+            f"sampling_params['n'] must be 1 for agents, got {checked['n']}; for several samples of each task, call "
+            "RolloutRunner.run(tasks, n=...)"
+        )
+    return checked
 
 
 async def generate_whole_turn(generate: GenerateFn, *, rid: str, session_id: str, **request: Any) -> Json:

@@ -36,14 +36,14 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """Text of the last turn that the policy generated. Empty if there is no turn."""
+        """Text of the last turn on the sample's path, without special tokens. Empty if there is no turn."""
         nodes = [] if self.leaf is None else self.graph.path(self.leaf)
         turns = [node for node in nodes if node.sampled]
         return str((turns[-1].message or {}).get("content", "")) if turns else ""
 
     @property
     def num_turns(self) -> int:
-        """Number of turns that the policy generated."""
+        """Number of turns that the policy generated on the sample's path."""
         return 0 if self.leaf is None else self.graph.num_turns(self.leaf)
 
 

@@ -14,7 +14,8 @@ from verl_server.trajectory.rendering import ParsedToolCall
 def parse_hermes_tool_calls(text: str) -> list[ToolCall | ToolResult]:
     """Tool calls in the format of Hermes' and Qwen's chat templates.
 
-    The format is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+    The format is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A call that cannot be parsed is a
+    `ToolResult` with the error type `malformed`.
     """
     return [parse_json_tool_call(part.partition("</tool_call>")[0]) for part in text.split("<tool_call>")[1:]]
 

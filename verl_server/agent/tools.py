@@ -102,8 +102,8 @@ class FunctionTool(Tool):
 
     A function that is not a coroutine function runs in a thread of its own. The thread of a call that exceeds the
     timeout keeps running, and its result is discarded. Raises BadInputError for an object that is neither a function
-    nor a method, for a lambda, for a function without a docstring, and for parameters that have no annotation, begin
-    with `_` or cannot be passed by name.
+    nor a method, for a lambda, for a function without a docstring, and for parameters that have no annotation, have a
+    name that begins with `_`, or cannot be passed by name.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, timeout_s: float = 30.0) -> None:
@@ -213,8 +213,6 @@ def _arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.B
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise BadInputError(f"tool {name!r}: parameter {parameter.name!r} cannot be passed by name")
-        if parameter.name.startswith("_"):
-            raise BadInputError(f"tool {name!r}: parameter {parameter.name!r} begins with '_'; rename it")
         if parameter.name not in annotations:
             raise BadInputError(
                 f"tool {name!r}: parameter {parameter.name!r} has no annotation; the annotations are the JSON schema "
@@ -224,9 +222,12 @@ def _arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.B
         fields[parameter.name] = (annotations[parameter.name], default)
     config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     try:
-        return pydantic.create_model(name, __config__=config, **fields)
-    except pydantic.PydanticUserError as error:
+        model: type[pydantic.BaseModel] = pydantic.create_model(name, __config__=config, **fields)
+    except (ValueError, pydantic.PydanticUserError) as error:
         raise BadInputError(f"tool {name!r}: its parameters cannot be a JSON schema: {error}") from error
+    for parameter_name in fields.keys() - model.model_fields.keys():  # pydantic takes them for settings of the model
+        raise BadInputError(f"tool {name!r}: a parameter cannot have the name {parameter_name!r}; rename it")
+    return model
 
 
 def _is_mistake_in_source(error: Exception) -> bool:
