@@ -32,7 +32,14 @@ from helpers import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import RolloutManager, VerlEngine
-from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ShutDownError, TornWeightsError
+from verl_server.errors import (
+    BadInputError,
+    DeadlineError,
+    NotReadyError,
+    ServerBusyError,
+    ShutDownError,
+    TornWeightsError,
+)
 from verl_server.rollout.health import ReplicaState
 
 pytestmark = pytest.mark.timeout(900)
@@ -223,6 +230,20 @@ def test_a_fleet_has_one_engine_at_a_time(
     assert engine.generate(input_ids=[1, 2], sampling_params=GREEDY)["meta_info"]["weight_version"] == (
         engine.weight_version
     )
+
+
+def test_engine_of_a_fleet_takes_the_fields_of_the_router(engine: Any) -> None:
+    """A stream goes to one replica without the router, so it refuses these fields."""
+    version = engine.weight_version
+    request = {"input_ids": [1, 2], "sampling_params": GREEDY, "session_id": "conversation"}
+    assert engine.generate(**request, min_weight_version=version)["meta_info"]["weight_version"] == version
+    for field in ("weight_version", "min_weight_version"):
+        with pytest.raises(NotReadyError, match=f"no replica serves weight version {version + 9}"):
+            engine.generate(**request, **{field: version + 9})
+    with pytest.raises(DeadlineError, match=r"within 0\.1 s"):
+        engine.generate(input_ids=[1, 2], sampling_params=LONG, timeout_s=0.1)
+    with pytest.raises(BadInputError, match="'timeout_s' is a field of routers"):
+        next(engine.generate(input_ids=[1, 2], sampling_params=LONG, timeout_s=0.1, stream=True))
 
 
 def test_status_is_a_copy_and_replicas_are_views(fleet: Any, engine: Any) -> None:

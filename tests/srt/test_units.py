@@ -320,6 +320,14 @@ def test_log_is_bounded_and_keeps_the_tail(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 250_000
 
 
+def test_log_hides_no_short_secret(tmp_path: Path) -> None:
+    """Otherwise a key of one letter would replace this letter in the whole log."""
+    log = BoundedLog(str(tmp_path / "log"), limit_bytes=100_000, secrets=["a", "seven77", "eight888"])
+    log.write(b"a seven77 eight888\n")
+    log.close()
+    assert log.tail() == "a seven77 ***\n"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [1, 2, 7])
 def test_coverage_names_unwritten_parameters_and_restores_them(dtype: torch.dtype, width: int) -> None:
