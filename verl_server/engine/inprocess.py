@@ -27,6 +27,7 @@ from verl_server.adapter.sglang.server_arguments import (
 )
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, NotReadyError, ServerError, ShutDownError, StartupError, VerlServerError
+from verl_server.server.server_main import REFUSAL, explain_bad_argument
 from verl_server.server.warden.process_tree import list_descendants
 from verl_server.server.warden.shared_memory_files import find_shared_memory, remove_shared_memory
 from verl_server.types import Json, ServerInfo, parse_weight_version
@@ -205,7 +206,7 @@ def _make_engine(server_args: Json) -> Any:
     try:
         return sglang.Engine(**{**server_args, "custom_weight_loader": [*loaders, WEIGHT_LOADER]})
     except TypeError as error:
-        raise BadInputError(f"SGLang does not accept these server arguments: {error}") from error
+        raise BadInputError(f"{REFUSAL}{explain_bad_argument(server_args, error)}") from error
     except (RuntimeError, ValueError, OSError) as error:
         raise StartupError(f"the in-process engine did not start: {type(error).__name__}: {error}") from error
 

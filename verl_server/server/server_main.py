@@ -59,12 +59,12 @@ def serve(server_args: dict[str, Any]) -> None:
     try:
         parsed = ServerArgs(**server_args)
     except TypeError as error:
-        print(REFUSAL + explain_refusal(server_args, error), flush=True)
+        print(REFUSAL + explain_bad_argument(server_args, error), flush=True)
         sys.exit(EXIT_BAD_ARGUMENT)
     run_server(parsed)
 
 
-def explain_refusal(server_args: Mapping[str, Any], error: TypeError) -> str:
+def explain_bad_argument(server_args: Mapping[str, Any], error: TypeError) -> str:
     """In one line, why SGLang's `ServerArgs` raised `error` for `server_args`. Imports SGLang."""
     import inspect
     from importlib.metadata import version
