@@ -118,6 +118,8 @@ def test_released_weights_are_torn_until_all_are_pushed(
             with pytest.raises(ServerBusyError, match="1 requests run"):
                 engine.release_memory_occupation(["weights"])
             assert len(running.result()["output_ids"]) == 900
+        with pytest.raises(BadInputError, match=r"released: call resume_memory_occupation"):
+            engine.update_weights_from_tensor(weights.items())
         engine.resume_memory_occupation()
         for some in (norm.items(), iter(norm.items())):
             with pytest.raises(TornWeightsError, match="push all of them"):

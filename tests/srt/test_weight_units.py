@@ -65,6 +65,14 @@ def test_values_that_are_not_finite_are_refused(value: float, message: str) -> N
     assert bool((staged == 1).all()), "the tensor was not staged"
 
 
+def test_float8_values_are_checked_without_a_cast() -> None:
+    tensor, spec = torch.ones(3, 4).to(torch.float8_e4m3fn), TensorSpec((3, 4), "float8_e4m3fn")
+    assert TensorSource([("x", tensor)], Manifest({"x": spec}), check_finite=True).is_checked
+    tensor.view(torch.uint8)[1, 2] = 0x7F  # NaN
+    with pytest.raises(errors.WeightManifestError, match=NOT_FINITE):
+        TensorSource([("x", tensor)], Manifest({"x": spec}), check_finite=True)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

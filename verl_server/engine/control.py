@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from verl_server.engine.backend import Backend
-from verl_server.errors import VerlServerError
+from verl_server.errors import VerlServerError, from_wire, to_wire
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.types import Json
 from verl_server.weights.update.updater import WeightUpdater
@@ -29,13 +29,23 @@ class RankControl:
         self._get_refusal, self._timeout_s = get_refusal, timeout_s
 
     def run(self, operation: str, action: Callable[[Backend], None]) -> None:
-        """Run `action` on rank 0, and record on all ranks which memory is released afterwards."""
+        """Run `action` on rank 0, and record on all ranks which memory is released afterwards, also when it failed.
 
-        def act(_: list[Json]) -> list[str]:
+        A release that fails may have released the memory of some of the servers.
+        """
+        error: VerlServerError | None = None
+
+        def act(_: list[Json]) -> Json:
+            nonlocal error
             backend = self._get_backend()
-            action(backend)
-            return sorted(backend.released_memory)
+            try:
+                action(backend)
+            except VerlServerError as failure:
+                error = failure
+            return {"released": sorted(backend.released_memory), "error": None if error is None else to_wire(error)}
 
         call_id, refusal = self._group.next_call_id(operation), self._get_refusal(True)
-        released = self._group.agree(call_id, act, error=refusal, action_timeout_s=self._timeout_s)
-        self._get_updater().released_memory = frozenset(released)
+        outcome = self._group.agree(call_id, act, error=refusal, action_timeout_s=self._timeout_s)
+        self._get_updater().released_memory = frozenset(outcome["released"])
+        if outcome["error"] is not None:
+            raise error or from_wire(outcome["error"])

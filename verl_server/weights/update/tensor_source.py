@@ -128,8 +128,10 @@ def require_finite(name: str, tensor: torch.Tensor, served_dtype: str) -> None:
                 "that made them: loss, gradients, learning rate. check_finite=False pushes them as they are",
                 name=name,
             )
-        extremes = torch.stack([minimum, maximum])
-        if not bool(torch.isfinite(extremes.to(getattr(torch, served_dtype))).all()):
+        cast_dtype = getattr(torch, served_dtype)
+        if tensor.dtype == cast_dtype:
+            return
+        if not bool(torch.isfinite(torch.stack([minimum, maximum]).to(cast_dtype)).all()):
             raise WeightManifestError(
                 f"{name!r} has values from {float(minimum):g} to {float(maximum):g}, some of which become infinite in "
                 f"{served_dtype}, the dtype of the server. Start the server with another dtype, for example "
