@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from verl_server.adapter.model_files import ModelFacts, read_facts
+from verl_server.adapter.sglang.tensor_parallel import tp_choices
 from verl_server.doctor import Level, accelerator, checkpoint, leftovers, limits, memory, model, network, packages
 from verl_server.doctor import ranks as rank_checks
 from verl_server.doctor import weights as weight_checks
@@ -20,9 +22,7 @@ from verl_server.doctor.finding import Finding
 from verl_server.doctor.hardware import Gpu, Hardware, parse_gpus, visible
 
 GIB = 2**30
-LAYOUT = model.ModelFacts(
-    "Qwen3ForCausalLM", layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, context=2048
-)
+LAYOUT = ModelFacts("Qwen3ForCausalLM", layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, context=2048)
 
 
 def run_doctor(*args: str) -> tuple[int, dict[str, Any]]:
@@ -217,12 +217,12 @@ def levels(found: list[Finding]) -> list[Level]:
 def test_ranks() -> None:
     assert levels(rank_checks.check_ranks(LAYOUT, 1, on_cpu=False)) == [Level.OK]
     assert "each on 2 ranks" in rank_checks.check_ranks(LAYOUT, 4, on_cpu=False)[0].detail
-    assert rank_checks.tp_choices(LAYOUT, 3, on_cpu=False) == [2, 4]
+    assert tp_choices(LAYOUT, 3, on_cpu=False) == [2, 4]
     assert levels(rank_checks.check_ranks(LAYOUT, 4, on_cpu=True)) == [Level.FAIL]
-    assert rank_checks.tp_choices(LAYOUT, 4, on_cpu=True) == [2]
-    experts = model.ModelFacts("A", heads=8, kv_heads=8, moe_intermediate=96, experts=4, experts_per_token=8)
+    assert tp_choices(LAYOUT, 4, on_cpu=True) == [2]
+    experts = ModelFacts("A", heads=8, kv_heads=8, moe_intermediate=96, experts=4, experts_per_token=8)
     assert levels(rank_checks.check_ranks(experts, 1, on_cpu=False)) == [Level.FAIL]
-    latent = model.ModelFacts("A", heads=8, kv_heads=3, latent=48)
+    latent = ModelFacts("A", heads=8, kv_heads=3, latent=48)
     assert levels(rank_checks.check_ranks(latent, 8, on_cpu=True)) == [Level.OK]
     too_many = rank_checks.check_devices(4, accelerator="cuda", devices=2, cores=64)
     assert too_many is not None
@@ -238,9 +238,9 @@ def test_facts_of_every_family(tiny: Callable[..., Path]) -> None:
     assert model.known_to_sglang(moe.architecture)
     assert not model.known_to_sglang("NobodysForCausalLM")
     assert model.known_to_transformers("qwen3_moe")
-    vision = model.read_facts({"architectures": ["A"], "text_config": {"num_attention_heads": 8, "hidden_size": 64}})
+    vision = read_facts({"architectures": ["A"], "text_config": {"num_attention_heads": 8, "hidden_size": 64}})
     assert (vision.heads, vision.kv_heads, vision.head_dim) == (8, 8, 8)
-    unknown = model.check_architecture(model.ModelFacts("NobodysForCausalLM"), in_sglang=False, in_transformers=False)
+    unknown = model.check_architecture(ModelFacts("NobodysForCausalLM"), in_sglang=False, in_transformers=False)
     assert unknown.level is Level.FAIL
 
 
@@ -287,8 +287,8 @@ def test_whether_weights_fit() -> None:
     assert fit(4 * GIB, free=16 * GIB, on_cpu=True) is Level.OK
     assert weight_checks.kv_bytes_per_token(LAYOUT, 1, 2) == 2 * 2 * 2 * 16 * 2
     assert weight_checks.kv_bytes_per_token(LAYOUT, 4, 2) == 2 * 2 * 1 * 16 * 2
-    assert weight_checks.serving_item_bytes(model.ModelFacts("A", dtype="float32"), "auto", on_cpu=False) == 2
-    assert weight_checks.serving_item_bytes(model.ModelFacts("A", dtype="float32"), "auto", on_cpu=True) == 4
+    assert weight_checks.serving_item_bytes(ModelFacts("A", dtype="float32"), "auto", on_cpu=False) == 2
+    assert weight_checks.serving_item_bytes(ModelFacts("A", dtype="float32"), "auto", on_cpu=True) == 4
 
 
 def test_every_problem_comes_with_symptom_and_fix() -> None:

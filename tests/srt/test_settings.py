@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import json
 import pkgutil
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from verl_server import (
     VerlEngine,
     WeightsConfig,
 )
+from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import TRANSPORTS
 from verl_server.engine.start_backend import BackendSource
 from verl_server.weights import transports
@@ -55,6 +59,9 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (ADAPTER, ("/m",), {"config": 30}, "config must be an AdapterConfig or None, got 30 (int)"),
     (ADAPTER, ("/m",), {"env": {"A": 1}}, "env['A'] must be a string, got 1 (int)"),
     (ADAPTER, (5,), {}, "model_path must be a string or a path, got 5 (int)"),
+    (ADAPTER, ("/tmp",), {"max_total_tokens": -5}, "max_total_tokens must be a whole number of at least 1, got -5"),
+    (ADAPTER, ("/tmp",), {"port": 70000}, "server argument port must be at most 65535, got 70000"),
+    (ADAPTER, ("/tmp",), {"mem_fraction_static": 1.5}, "mem_fraction_static must be a number between 0 and 1, got 1.5"),
     (VerlEngine, (None,), {"model_path": "m"}, "device_mesh_cpu must be a DeviceMesh with one dimension"),
     (VerlEngine, (None,), {"weights": "buckets"}, "weights must be a WeightsConfig or None, got 'buckets' (str)"),
     (VerlEngine, (None,), {"timeouts": 30}, "timeouts must be a Timeouts or None, got 30 (int)"),
@@ -108,3 +115,30 @@ def test_every_transport_is_listed() -> None:
     assert {name for name, receiver in receivers.items() if receiver and not inspect.isabstract(receiver)} == {
         *TRANSPORTS
     }
+
+
+@pytest.fixture
+def four_heads(tmp_path: Path) -> Path:
+    """The `config.json` of a model with 4 attention heads and 2 KV heads."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 100}))
+    return file
+
+
+@pytest.mark.parametrize("start", [ADAPTER, functools.partial(RolloutManager, 1)], ids=["adapter", "fleet"])
+def test_a_tp_size_that_the_model_cannot_have(start: Any, four_heads: Path) -> None:
+    """It is refused from the model's `config.json`, before a process is started."""
+    with pytest.raises(BadInputError, match=r"tp_size=3 cannot divide 4 attention heads.*; use tp_size=2\."):
+        start(model_path=str(four_heads.parent), tp_size=3)
+
+
+def test_models_and_arguments_for_which_the_number_of_ranks_is_not_checked(four_heads: Path) -> None:
+    arguments = {"model_path": str(four_heads.parent), "tp_size": 8}
+    with pytest.raises(BadInputError, match="tp_size=8 cannot divide 4 attention heads"):
+        require_divisible_model(arguments)
+    require_divisible_model({**arguments, "tp_size": 4})  # a GPU replicates KV heads
+    require_divisible_model({**arguments, "enable_dp_attention": True})
+    four_heads.write_text("{")
+    require_divisible_model(arguments)
+    four_heads.unlink()
+    require_divisible_model(arguments)

@@ -5,17 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from verl_server.adapter.model_files import ModelFacts, read_facts
 from verl_server.doctor.finding import Finding, fail, ok, warn
 from verl_server.doctor.hardware import Hardware
 from verl_server.doctor.memory import available_memory
-from verl_server.doctor.model import (
-    ModelFacts,
-    check_architecture,
-    check_tokenizer,
-    known_to_sglang,
-    known_to_transformers,
-    read_facts,
-)
+from verl_server.doctor.model import check_architecture, check_tokenizer, known_to_sglang, known_to_transformers
 from verl_server.doctor.ranks import check_devices, check_ranks
 from verl_server.doctor.weights import (
     check_files,

@@ -4,70 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from verl_server.adapter.model_files import ModelFacts
 from verl_server.doctor.finding import Finding, fail, ok, warn
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
-EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """The values of a `config.json` that the checks use. Sizes are numbers of elements; 0 if the file has no value."""
-
-    architecture: str
-    model_type: str = ""
-    dtype: str = "bfloat16"
-    layers: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    latent: int = 0
-    """Elements per token and layer that multi-head latent attention caches instead of keys and values."""
-    intermediate: int = 0
-    moe_intermediate: int = 0
-    experts: int = 0
-    experts_per_token: int = 0
-    vocab: int = 0
-    context: int = 0
-    quantized: bool = False
-    own_code: bool = False
-    """Whether the folder contains its own modelling code (`auto_map`)."""
-
-
-def read_facts(config: Mapping[str, Any]) -> ModelFacts:
-    """Read the values of the language model from a Hugging Face config."""
-    text: Mapping[str, Any] = config.get("text_config") or config
-
-    def number(*names: str) -> int:
-        return next((int(text[name]) for name in names if isinstance(text.get(name), (int, float))), 0)
-
-    heads = number("num_attention_heads", "n_head")
-    hidden = number("hidden_size", "n_embd")
-    rank = number("kv_lora_rank")
-    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
-    return ModelFacts(
-        architecture=(config.get("architectures") or [""])[0],
-        model_type=str(config.get("model_type", "")),
-        dtype=str(dtype or "bfloat16").removeprefix("torch."),
-        layers=number("num_hidden_layers", "n_layer"),
-        heads=heads,
-        kv_heads=number("num_key_value_heads") or heads,
-        head_dim=number("head_dim") or (hidden // heads if heads else 0),
-        latent=rank + number("qk_rope_head_dim") if rank else 0,
-        intermediate=number("intermediate_size", "n_inner"),
-        moe_intermediate=number("moe_intermediate_size"),
-        experts=number(*EXPERT_KEYS),
-        experts_per_token=number("num_experts_per_tok", "num_experts_per_token"),
-        vocab=number("vocab_size"),
-        context=number("max_position_embeddings", "n_positions"),
-        quantized=bool(config.get("quantization_config")),
-        own_code="auto_map" in config,
-    )
 
 
 def check_architecture(facts: ModelFacts, *, in_sglang: bool | None, in_transformers: bool) -> Finding:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from verl_server.adapter.model_files import ModelFacts
+from verl_server.adapter.sglang.tensor_parallel import indivisible_sizes, tp_choices
 from verl_server.doctor.finding import Finding, fail, ok, warn
-from verl_server.doctor.model import ModelFacts
 
 
 def check_ranks(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[Finding]:
     """Check whether the model can be split over `tp` ranks. SGLang pads the vocabulary, so it is not checked."""
     title = f"Tensor parallel {tp}"
-    indivisible = _indivisible(facts, tp, on_cpu=on_cpu)
+    indivisible = indivisible_sizes(facts, tp, on_cpu=on_cpu)
     found = []
     if indivisible:
         found.append(
@@ -31,30 +32,6 @@ def check_ranks(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[Finding]:
             )
         )
     return found or [ok(title, _describe_sizes(facts, tp))]
-
-
-def tp_choices(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[int]:
-    """The nearest lower and the nearest higher number of ranks that divide the model. One rank always does."""
-    fitting = [n for n in range(1, max(facts.heads, 1) + 1) if not _indivisible(facts, n, on_cpu=on_cpu)]
-    lower, higher = [n for n in fitting if n < tp], [n for n in fitting if n > tp]
-    return lower[-1:] + higher[:1]
-
-
-def _indivisible(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[str]:
-    """The sizes of the model that `tp` ranks cannot divide.
-
-    On a CPU, SGLang pads a model (`configs/update_config.py`). This works for the intermediate size. For attention
-    heads it fails when the weights are loaded, also for KV heads, which a GPU would replicate.
-    """
-    sizes = {"attention heads": facts.heads}
-    if not on_cpu:
-        sizes["intermediate elements"] = facts.intermediate
-        sizes["intermediate elements of an expert"] = facts.moe_intermediate
-    indivisible = [f"{count} {name}" for name, count in sizes.items() if count % tp]
-    if facts.kv_heads and not facts.latent and facts.kv_heads % tp and (on_cpu or tp % facts.kv_heads):
-        reason = "a CPU does not replicate them" if on_cpu else "and cannot replicate them evenly"
-        indivisible.append(f"{facts.kv_heads} KV heads ({reason})")
-    return indivisible
 
 
 def _describe_sizes(facts: ModelFacts, tp: int) -> str:

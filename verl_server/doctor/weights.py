@@ -8,9 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from verl_server.adapter.model_files import ModelFacts
 from verl_server.doctor.finding import Finding, fail, gib, ok, warn
 from verl_server.doctor.memory import SERVER_BYTES
-from verl_server.doctor.model import ModelFacts
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 FLOATS = {"F64", "F32", "F16", "BF16"}

@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_server_args
+from verl_server.adapter.sglang.server_arguments import (
+    complete_server_args,
+    validate_launch_args,
+    validate_server_args,
+)
 from verl_server.config import AdapterConfig, RemoteServer
 from verl_server.engine.backend import Backend, RolloutFleet
 from verl_server.engine.servers import connect_servers, launch_one_server
@@ -128,7 +132,7 @@ def _make_backend(
     if source.launch_server is False:
         from verl_server.engine.inprocess import InProcessBackend
 
-        return InProcessBackend(args)
+        return InProcessBackend(validate_launch_args(args))
     backend = launch_one_server(args, config, env, check_abort=lambda: group.failure)
     process = backend.adapter.process
     assert process is not None

@@ -9,10 +9,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import MemoryTag
 from verl_server.errors import BadInputError
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
+from verl_server.validation import require_whole_number
 
 #: Import path of the weight loader that runs inside the server (`weights/loader.py`). It is both an element of the
 #: server argument `custom_weight_loader` and the `load_format` of our weight updates.
@@ -20,6 +22,13 @@ WEIGHT_LOADER = "verl_server.weights.loader.load"
 #: Server arguments that hold keys.
 SECRET_ARGUMENTS = ("api_key", "admin_api_key")
 DEFAULT_HOST = "127.0.0.1"
+MAX_PORT = 65535
+#: Smallest values of server arguments. SGLang does not check them: its server fails later with another error.
+WHOLE_NUMBERS = {
+    "tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1, "nnodes": 1, "node_rank": 0, "base_gpu_id": 0,
+    "context_length": 1, "max_total_tokens": 1, "max_running_requests": 1, "max_prefill_tokens": 1, "page_size": 1,
+    "max_lora_rank": 1, "max_loras_per_batch": 1, "port": 0,
+}  # fmt: skip
 #: Label of the checkpoint's weights. SGLang's own default is "default", which is no number.
 FIRST_WEIGHT_VERSION = "0"
 
@@ -31,7 +40,7 @@ def complete_server_args(server_args: Mapping[str, Any]) -> Json:
     appended to `custom_weight_loader`. Names must be fields of SGLang's `ServerArgs`; command-line short forms such
     as `tp` are not translated. Raises BadInputError.
     """
-    args = validate_server_args(server_args)
+    args = validate_launch_args(server_args)
     args["host"] = args.get("host") or DEFAULT_HOST
     for name in SECRET_ARGUMENTS:
         args[name] = args.get(name) or secrets.token_urlsafe(32)
@@ -43,10 +52,18 @@ def complete_server_args(server_args: Mapping[str, Any]) -> Json:
     return args
 
 
+def validate_launch_args(server_args: Mapping[str, Any]) -> Json:
+    """`validate_server_args` for a server that will be started. Also refuses a `tp_size` that the model cannot have."""
+    args = validate_server_args(server_args)
+    require_divisible_model(args)
+    return args
+
+
 def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     """Return a copy of `server_args` that can travel to the server process as JSON.
 
-    Raises BadInputError for a value that is not plain JSON, a model path that does not exist, and a short key.
+    Raises BadInputError for a value that is not plain JSON, a model path that does not exist, a short key, and a number
+    that no server can have.
     """
     args = {**server_args, "model_path": _validate_model_path(server_args.get("model_path"))}
     for name in SECRET_ARGUMENTS:
@@ -60,6 +77,7 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
                 f"got {type(value).__name__}: {error}",
                 argument=name,
             ) from error
+    _validate_numbers(args)
     return args
 
 
@@ -103,6 +121,17 @@ def _validate_key(name: str, key: Any) -> None:
             "random key",
             argument=name,
         )
+
+
+def _validate_numbers(args: Mapping[str, Any]) -> None:
+    for name, minimum in WHOLE_NUMBERS.items():
+        if args.get(name) is not None:
+            require_whole_number(f"server argument {name}", args[name], minimum)
+    if (args.get("port") or 0) > MAX_PORT:
+        raise BadInputError(f"server argument port must be at most {MAX_PORT}, got {args['port']}")
+    fraction = args.get("mem_fraction_static")
+    if fraction is not None and (type(fraction) not in (int, float) or not 0 < fraction < 1):
+        raise BadInputError(f"server argument mem_fraction_static must be a number between 0 and 1, got {fraction!r}")
 
 
 def _validate_model_path(model_path: Any) -> str:
