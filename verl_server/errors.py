@@ -93,8 +93,8 @@ class ServerDiedError(VerlServerError):
 class ServerError(VerlServerError):
     """The server replied with an error that has no class of its own.
 
-    `details`: `status` (of HTTP), `url`, `body` (the server's own message), `key` ("api_key" or "admin_api_key", the key
-    that the server refused). To do: read the message.
+    `details`: `status` (of HTTP), `url`, `body` (the server's own message), `key` (name of the key that the
+    server refused). To do: read the message.
     """
 
 

@@ -138,7 +138,7 @@ def test_an_attached_adapter_knows_no_processes(adapter: HttpServerEngineAdapter
     ],
 )
 def test_wrong_key_is_a_typed_error(
-    adapter: HttpServerEngineAdapter, keys: dict[str, str], call: str, message: str
+    adapter: HttpServerEngineAdapter, keys: dict[str, Any], call: str, message: str
 ) -> None:
     """The error names the key, the server and the request."""
     with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import time
@@ -220,11 +221,12 @@ def _in_process(rank: int, world: int, folder: str) -> list[Any]:
         engine.update_weights_from_tensor(model.state_dict().items())
         second = assert_equals_reference(engine, model)
         assert _raised(lambda: engine.generate(input_ids=[9999]))[0] == "BadInputError"
-        for fields, similar in (
+        mistakes: list[tuple[dict[str, Any], str]] = [
             ({"return_logprobs": True}, "return_logprob"),
             ({"sampling_params": {"max_tokens": 4}}, "max_new_tokens"),
-        ):
-            kind, message = _raised(lambda fields=fields: engine.generate(input_ids=[1], **fields))
+        ]
+        for fields, similar in mistakes:
+            kind, message = _raised(functools.partial(engine.generate, input_ids=[1], **fields))
             assert (kind, f"did you mean '{similar}'" in message) == ("BadInputError", True), message
         engine.release_memory_occupation()
         assert _raised(lambda: engine.generate(input_ids=[1]))[0] == "NotReadyError"
