@@ -70,7 +70,7 @@ class UnsupportedError(VerlServerError):
     """This machine or this version of the engine does not support the operation.
 
     `details`: `status`, `url` and `body` when the server has no such endpoint. To do: follow the message, which names
-    what is missing; `verl-server doctor` lists the tested versions.
+    what is missing; `verl-server doctor` lists the supported versions.
     """
 
 

@@ -60,7 +60,10 @@ def test_an_indivisible_number_of_ranks_fails_and_names_the_fix(tiny: Callable[.
     ],
 )
 def test_sglang_versions(version: str | None, level: Level) -> None:
-    assert packages.check_sglang(version).level is level
+    found = packages.check_sglang(version)
+    assert found.level is level
+    if version is not None:
+        assert "tested: 0.5.23; supported, with probed capabilities: 0.5.15 to 0.5.23" in found.detail
 
 
 def test_packages_against_the_requirements_of_sglang() -> None:
@@ -158,6 +161,7 @@ def test_orphans_differ_from_children_of_a_launcher() -> None:
 
     orphaned = leftovers.check_orphans(tree("bash"))
     assert (orphaned.level, orphaned.fix) == (Level.WARN, "kill -9 40")
+    assert "whose launcher has ended, because their parent is now bash (PID 1): 40" in orphaned.detail
     assert leftovers.check_orphans(tree("python3")).level is Level.OK
     assert any(process.pid == 1 for process in leftovers.processes())
 
@@ -170,7 +174,27 @@ def test_leftover_files(tmp_path: Path) -> None:
     assert set(leftovers.leftovers(tmp_path)) == {"sglang_loads_x.shm", "torch_999999999_1"}
     found = leftovers.check_leftovers({"torch_1": GIB, "torch_2": GIB})
     assert (found.level, found.fix) == (Level.WARN, "rm /dev/shm/torch_1 /dev/shm/torch_2")
+    assert "no inspected process maps them or has them open" in found.detail
+    uncertain = leftovers.check_leftovers({"torch_1": GIB}, uninspected=3)
+    assert "3 processes could not be inspected" in uncertain.detail
+    assert "fuser -v /dev/shm/torch_1" in uncertain.fix
+    assert not uncertain.fix.startswith("rm")
+    assert leftovers.check_leftovers({"torch_1": GIB}, in_container=True).fix.startswith("If no other container")
     assert leftovers.check_leftovers({}).level is Level.OK
+
+
+def test_an_open_file_is_not_a_leftover_file() -> None:
+    """A process can map it later, so it must not be removed."""
+    path = Path(f"/dev/shm/torch_999999999_{os.getpid()}")
+    try:
+        with path.open("wb") as opened:
+            opened.write(b"x")
+            opened.flush()
+            os.utime(path, (time.time() - 3600,) * 2)
+            assert path.name not in leftovers.leftovers()
+        assert path.name in leftovers.leftovers()
+    finally:
+        path.unlink()
 
 
 def test_limits() -> None:

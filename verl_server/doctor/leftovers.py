@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,10 @@ from verl_server.server.warden.shared_memory_files import SHM_DIR, SHM_NAMES, fi
 MAX_NAMES = 8
 #: Seconds since the last write. A younger file can belong to a program that has not mapped it yet.
 LEFTOVER_AGE_S = 600.0
+#: Seconds after which an orphan must still live. The processes of a server that is being stopped end within this time.
+ORPHAN_RECHECK_S = 1.0
+#: `/proc/self/ns/pid` of a process that sees all processes of the machine (PROC_PID_INIT_INO of the kernel).
+INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 #: Programs that become the parent of orphaned processes, at any depth of the process tree.
 INIT_PROGRAMS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "s6-svscan")
 #: Programs that start servers. As PID 1 of a container they are the launcher, so their children are not orphans.
@@ -35,54 +41,81 @@ class Process:
 
 
 def check_orphans(processes: list[Process]) -> Finding:
-    """Check for SGLang processes whose launcher has ended. Such processes hold memory until a user ends them."""
+    """Check for SGLang processes whose launcher has ended. Such processes hold memory until a user ends them.
+
+    SGLang's launcher starts these processes as its children. The kernel makes them children of an init program when the
+    launcher has ended; from then on no process sends them requests.
+    """
     names = {process.pid: process.name for process in processes}
-    orphans = [
-        process.pid
-        for process in processes
-        if process.name.startswith("sglang::") and _is_init(process.parent, names.get(process.parent, ""))
-    ]
+    orphans = _orphans(processes)
     if not orphans:
         return ok("Orphaned servers", "none")
-    pids = " ".join(map(str, orphans))
+    pids = " ".join(str(process.pid) for process in orphans)
+    parents = sorted({f"{names.get(process.parent, '')} (PID {process.parent})" for process in orphans})
     return warn(
         "Orphaned servers",
-        f"{len(orphans)} sglang:: processes whose launcher has ended: {pids}",
+        f"{len(orphans)} sglang:: processes whose launcher has ended, because their parent is now "
+        f"{', '.join(parents)}: {pids}",
         symptom="memory stays in use although no server runs; the next start ends with CUDA out of memory",
         fix=f"kill -9 {pids}",
     )
+
+
+def _orphans(processes: list[Process]) -> list[Process]:
+    names = {process.pid: process.name for process in processes}
+    return [
+        process
+        for process in processes
+        if process.name.startswith("sglang::") and _is_init(process.parent, names.get(process.parent, ""))
+    ]
 
 
 def _is_init(pid: int, name: str) -> bool:
     return name in INIT_PROGRAMS or (pid == 1 and not name.startswith(LAUNCHERS))
 
 
-def check_leftovers(files: dict[str, int]) -> Finding:
-    """Check for files in shared memory that no running process uses. `files` maps names to bytes."""
+def check_leftovers(files: dict[str, int], *, uninspected: int = 0, in_container: bool = False) -> Finding:
+    """Check for files in shared memory that no process uses. `files` maps names to bytes.
+
+    `uninspected`: number of processes that may use the files and could not be inspected. `in_container`: whether
+    processes of the machine may be invisible to this process.
+    """
     if not files:
         return ok("Leftover files", "none in /dev/shm")
     names = sorted(files, key=lambda name: -files[name])
-    limited = f"; the fix names the {MAX_NAMES} largest" if len(names) > MAX_NAMES else ""
-    return warn(
-        "Leftover files",
-        f"{len(names)} in /dev/shm that no process uses, {gib(sum(files.values()))}{limited}",
-        symptom="free memory shrinks with every run, until an error says: No space left on device",
-        fix=f"rm {' '.join(SHM_DIR + name for name in names[:MAX_NAMES])}",
+    paths = " ".join(SHM_DIR + name for name in names[:MAX_NAMES])
+    detail = (
+        f"{len(names)} in /dev/shm, {gib(sum(files.values()))}: not written for {LEFTOVER_AGE_S / 60:.0f} minutes, and "
+        "no inspected process maps them or has them open"
+        + (f"; {uninspected} processes could not be inspected" if uninspected else "")
+        + (f"; the fix names the {MAX_NAMES} largest" if len(names) > MAX_NAMES else "")
     )
+    fix = f"rm {paths}"
+    if uninspected:
+        fix = f"Find out as root whether a process uses them (fuser -v {paths}). If no process does, remove them."
+    elif in_container:
+        fix = f"If no other container shares this /dev/shm (--ipc=host): {fix}"
+    symptom = "free memory shrinks with every run, until an error says: No space left on device"
+    return warn("Leftover files", detail, symptom=symptom, fix=fix)
 
 
 def processes() -> list[Process]:
-    """All processes that this user can see."""
+    """All processes that this user can see and that have not ended."""
     found = []
-    for process in psutil.process_iter(["pid", "ppid", "name", "cmdline"]):
+    for process in psutil.process_iter(["pid", "ppid", "name", "cmdline", "status"]):
         info = process.info
+        if info["status"] == psutil.STATUS_ZOMBIE:
+            continue
         title = (info["cmdline"] or [info["name"] or ""])[0].split(" ")[0]
         found.append(Process(info["pid"], info["ppid"] or 0, title.rpartition("/")[2]))
     return found
 
 
 def leftovers(folder: Path = Path(SHM_DIR)) -> dict[str, int]:
-    """Files of this user that torch, SGLang or multiprocessing created and that no process has mapped, with bytes."""
+    """Files of this user that torch, SGLang or multiprocessing created and that no process uses, with bytes.
+
+    A process uses a file that it maps or has open.
+    """
     old: dict[str, int] = {}
     for path in folder.iterdir() if folder.is_dir() else []:
         try:
@@ -93,8 +126,27 @@ def leftovers(folder: Path = Path(SHM_DIR)) -> dict[str, int]:
         if mine and SHM_NAMES.match(path.name) and time.time() - status.st_mtime > LEFTOVER_AGE_S:
             old[path.name] = status.st_blocks * 512
     pids = set(psutil.pids())
-    used = find_shared_memory(sorted(pids)) if old else set()
+    used = find_shared_memory(sorted(pids)) | find_open_files(pids)[0] if old else set()
     return {name: size for name, size in old.items() if name not in used and not _owner_is_running(name, pids)}
+
+
+def find_open_files(pids: Iterable[int]) -> tuple[set[str], int]:
+    """Names of the files in `/dev/shm` that these processes have open, and the number of processes that could not be
+    inspected although they may open files of this user.
+    """
+    found: set[str] = set()
+    uninspected = 0
+    for pid in pids:
+        try:
+            for entry in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(FileNotFoundError):
+                    found.add(os.readlink(f"/proc/{pid}/fd/{entry}"))
+        except PermissionError:
+            with contextlib.suppress(OSError):
+                uninspected += os.stat(f"/proc/{pid}").st_uid == os.getuid()
+        except OSError:  # the process has ended
+            continue
+    return {path.removeprefix(SHM_DIR) for path in found if path.startswith(SHM_DIR)}, uninspected
 
 
 def _owner_is_running(name: str, pids: set[int]) -> bool:
@@ -104,5 +156,12 @@ def _owner_is_running(name: str, pids: set[int]) -> bool:
 
 
 def examine() -> list[Finding]:
-    """Check for leftover files and processes."""
-    return [check_leftovers(leftovers()), check_orphans(processes())]
+    """Check for leftover files and processes. Takes a second longer when there are orphans."""
+    files, found = leftovers(), processes()
+    if _orphans(found):
+        time.sleep(ORPHAN_RECHECK_S)
+        first_pids = {process.pid for process in found}
+        found = [process for process in processes() if process.pid in first_pids]
+    in_container = os.readlink("/proc/self/ns/pid") != INITIAL_PID_NAMESPACE
+    uninspected = find_open_files(psutil.pids())[1] if files else 0
+    return [check_leftovers(files, uninspected=uninspected, in_container=in_container), check_orphans(found)]

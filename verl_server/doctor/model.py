@@ -38,7 +38,7 @@ def check_architecture(facts: ModelFacts, *, in_sglang: bool | None, in_transfor
         title,
         f"neither SGLang nor transformers supports {facts.architecture}",
         symptom=symptom,
-        fix="Upgrade SGLang to the newest tested version (see the SGLang line above), or choose another model.",
+        fix="Upgrade SGLang to the newest supported version (see the SGLang line above), or choose another model.",
     )
 
 

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from verl_server.adapter.sglang.capabilities import TESTED_VERSIONS
+from verl_server.adapter.sglang.capabilities import SUPPORTED_VERSIONS, TESTED_VERSION
 from verl_server.doctor.finding import Finding, fail, ok, warn
 
 MINIMUM_PYTHON = (3, 11)
@@ -32,8 +32,9 @@ def check_python(version: tuple[int, ...]) -> Finding:
 
 
 def check_sglang(installed: str | None) -> Finding:
-    """Check that SGLang is installed in a tested version."""
-    lowest, highest = TESTED_VERSIONS
+    """Check that SGLang is installed in a supported version."""
+    lowest, highest = SUPPORTED_VERSIONS
+    versions = f"tested: {TESTED_VERSION}; supported, with probed capabilities: {lowest} to {highest}"
     fix = f"pip install 'sglang>={lowest},<={highest}'"
     if installed is None:
         return fail(
@@ -43,10 +44,10 @@ def check_sglang(installed: str | None) -> Finding:
             fix=fix,
         )
     if Version(lowest).release <= Version(installed).release <= Version(highest).release:
-        return ok("SGLang", f"{installed} (tested: {lowest} to {highest})")
+        return ok("SGLang", f"{installed} ({versions})")
     return warn(
         "SGLang",
-        f"{installed} is outside the tested range {lowest} to {highest}",
+        f"{installed} is not a supported version ({versions})",
         symptom="weight updates fail with status 404 or 400, or SGLang refuses server arguments",
         fix=fix,
     )

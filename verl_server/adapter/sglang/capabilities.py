@@ -13,8 +13,10 @@ from verl_server.errors import UnsupportedError, VerlServerError
 if TYPE_CHECKING:
     from verl_server.adapter.http_client import HttpClient
 
-#: Versions that our tests have run with. `verl-server doctor` warns about other versions, which may work too.
-TESTED_VERSIONS = ("0.5.15", "0.5.23")
+#: Lowest and highest supported version. `verl-server doctor` warns about other versions, which may work too.
+SUPPORTED_VERSIONS = ("0.5.15", "0.5.23")
+#: The version that CI runs all tests with. The differences of the other supported versions are probed.
+TESTED_VERSION = "0.5.23"
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ async def _route_exists(http: HttpClient, endpoint: Endpoint) -> bool:
 async def probe_request_fields(http: HttpClient) -> frozenset[str]:
     """The fields of `/generate`, from the server's description of its own routes (OpenAPI).
 
-    The server generates its description at the first request, which takes a second. The fields that all tested versions
+    The server generates its description at the first request, which takes a second. The fields that 0.5.15 and 0.5.23
     have are added: a server that was started with DISABLE_OPENAPI_DOC has no description.
     """
     try:
