@@ -115,6 +115,7 @@ def test_tokenizer_that_merges_across_turns_is_refused() -> None:
         (["x"], "message 0: expected a dict, got str"),
         ([{"role": "user", "content": "x"}, {"role": "user"}], "message 1: the key 'content' is missing"),
         ([{"role": "user", "content": 7}], "has the type int"),
+        ([{"role": "tool", "content": "\ud800"}], "message 0: a value cannot be recorded as JSON.*surrogates"),
         ([{"role": "user", "content": f"a{ASSISTANT_PLACEHOLDER}"}], "contains the reserved placeholder"),
     ],
 )

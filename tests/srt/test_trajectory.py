@@ -105,6 +105,17 @@ def test_second_child_needs_a_fork_reason() -> None:
         graph.set_rewards(0, [1.0, 2.0, 3.0])
 
 
+def test_last_termination_is_the_last_entry(tmp_path: Path) -> None:
+    """Also when the same node was terminated before, as in a failed sample that was run again."""
+    with Recorder(tmp_path, "s") as recorder:
+        for parent, token in ((None, 1), (0, 2)):
+            recorder.add_node(parent, [token], sampled=False)
+        for node, stop_reason in ((1, "error"), (0, "error"), (1, "done")):
+            recorder.terminate(node, stop_reason)
+    terminations = list(load_session(session_file(tmp_path, "s")).terminations.values())
+    assert [(termination.node, termination.stop_reason) for termination in terminations] == [(0, "error"), (1, "done")]
+
+
 def test_divergences_have_exact_positions() -> None:
     graph = TrajectoryGraph("s")
     graph.add_node(None, [1, 2], sampled=False)
