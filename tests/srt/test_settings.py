@@ -17,6 +17,7 @@ from verl_server import (
     AdapterConfig,
     AsyncHttpServerEngineAdapter,
     BadInputError,
+    LocalLauncher,
     RemoteServer,
     RolloutManager,
     RouterClient,
@@ -25,9 +26,12 @@ from verl_server import (
     VerlEngine,
     WeightsConfig,
 )
+from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import TRANSPORTS
 from verl_server.engine.start_backend import BackendSource
+from verl_server.ranks.placement import compute_placement
+from verl_server.rollout.parallel_config import ParallelConfig
 from verl_server.weights import transports
 
 ADAPTER = AsyncHttpServerEngineAdapter
@@ -76,6 +80,14 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         {"recovery": RouterConfig()},
         "recovery must be a RecoveryConfig or None, got RouterC",
     ),
+    (LocalLauncher().reserve, (ParallelConfig(nnodes=2), 1), {}, "nnodes=2, but LocalLauncher starts servers on this"),
+    (
+        compute_placement,
+        (0, 3, 2, {}),
+        {},
+        "the 3 trainer ranks of device_mesh_cpu cannot be divided evenly",
+    ),
+    (compute_placement, (0, 2, 2, {"tp_size": 3}), {}, "tp_size=3 cannot be divided evenly among nnodes=2 nodes"),
     (RolloutManager, (2,), {"on_event": None}, "on_event must be a function, got None"),
 ]
 
@@ -88,6 +100,14 @@ def test_wrong_values_are_refused_before_anything_starts(
     with pytest.raises(BadInputError, match=re.escape(message)) as caught:
         make(*args, **kwargs)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("prompts", [{"prompt": ["a", "b"], "input_ids": None}, {"prompt": None, "input_ids": [[1]]}])
+def test_a_stream_takes_one_prompt(prompts: Any) -> None:
+    arguments: Any = {"sampling_params": None, "rid": None, "fields": {}}
+    assert generate_payload(PromptLimits(), **prompts, **arguments, stream=False)
+    with pytest.raises(BadInputError, match="a stream takes one prompt, got a list"):
+        generate_payload(PromptLimits(), **prompts, **arguments, stream=True)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ async def generate(
     Give either `prompt` (text) or `input_ids` (token ids). The reply is SGLang's: `output_ids` and `meta_info`, with
     `output_token_logprobs` as `[logprob, token id, text]`, `finish_reason`, and `weight_version` as an int. Other
     keyword arguments are fields of SGLang's `GenerateReqInput`; a field that the server does not know is refused.
+    `rid`: request id, a string; with a list of prompts, a list with one id for each prompt. From one string, SGLang
+    makes the ids `RID_0`, `RID_1` and so on.
 
     Raises BadInputError for invalid input before it is sent, and NotReadyError while memory is released.
     """
@@ -82,7 +84,7 @@ async def generate_stream(
     rid: str | None = None,
     **fields: Any,
 ) -> AsyncGenerator[Json, None]:
-    """Generate for one prompt and yield replies, each with all tokens so far.
+    """Generate for one prompt and yield replies, each with all tokens so far. A list of prompts is refused.
 
     Other keyword arguments are those of `generate`. Closing the iterator, for example by leaving the `async for`,
     aborts the request on the server. Raises the errors of `generate`.

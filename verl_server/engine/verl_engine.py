@@ -113,9 +113,9 @@ class VerlEngine:
         """Generate for one prompt (returns a dict) or many prompts (returns a list of dicts).
 
         The request of rank 0 counts. The reply is SGLang's: `output_ids`, and `meta_info` with `output_token_logprobs`
-        as `[logprob, token id, text]`, `finish_reason` and `weight_version` (an int). `stream=True` returns an iterator
-        of growing replies, for one prompt. `rid`: request id; many prompts take a list with one id for each. `fields`:
-        further fields of SGLang's request; with a fleet, also those of `RolloutRouter.generate`.
+        as `[logprob, token id, text]`, `finish_reason` and `weight_version` (an int). `stream=True` needs one prompt
+        and returns an iterator of growing replies. `rid`: request id; many prompts need a list with one id for each.
+        `fields`: further fields of SGLang's request; with a fleet, also those of `RolloutRouter.generate`.
 
         Raises BadInputError, NotReadyError (memory is released), TornWeightsError, ServerDiedError, PeerError.
         """

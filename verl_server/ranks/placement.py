@@ -34,10 +34,15 @@ def compute_placement(rank: int, mesh_size: int, nnodes: int, server_args: Mappi
     """
     require_whole_number("nnodes", nnodes)
     if mesh_size % nnodes:
-        raise BadInputError(f"{mesh_size} trainer ranks cannot be divided evenly among {nnodes} nodes")
+        raise BadInputError(
+            f"the {mesh_size} trainer ranks of device_mesh_cpu cannot be divided evenly among nnodes={nnodes} nodes; "
+            f"nnodes is the number of machines that one server spans: use 1, or another divisor of {mesh_size}"
+        )
     tp_size = require_whole_number("tp_size", server_args.get("tp_size", mesh_size))
     if tp_size % nnodes:
-        raise BadInputError(f"tp_size {tp_size} cannot be divided evenly among {nnodes} nodes")
+        raise BadInputError(
+            f"tp_size={tp_size} cannot be divided evenly among nnodes={nnodes} nodes; use a multiple of {nnodes}"
+        )
     trainer_ranks_per_node = mesh_size // nnodes
     return Placement(
         node_rank=rank // trainer_ranks_per_node,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from verl_server.adapter.event_loop_thread import EventLoopThread
-from verl_server.adapter.sglang.server_arguments import validate_launch_args
+from verl_server.adapter.sglang.server_arguments import validate_server_args
+from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode, RouterConfig
 from verl_server.errors import BadInputError, NotReadyError
 from verl_server.rollout.backend import FleetLoras, ManagedBackend
@@ -77,10 +78,11 @@ class RolloutManager:
     ) -> None:
         require_whole_number("replicas", replicas)
         self.mode = parse_mode(mode)
-        args = {**server_args_for_mode(self.mode, validate_launch_args(server_args)), "port": None}
+        args = {**server_args_for_mode(self.mode, validate_server_args(server_args)), "port": None}
         parallel_config = parse_parallel_config(args, takes_weights=capabilities_of(self.mode).takes_weights)
         self._launcher = launcher = launcher or LocalLauncher()
         launcher.reserve(parallel_config, replicas)
+        require_divisible_model(args)
         config = config or AdapterConfig()
         server_config = dataclasses.replace(config, router_ip=None, router_port=None)
 

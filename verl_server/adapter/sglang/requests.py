@@ -62,6 +62,9 @@ def generate_payload(
     Raises BadInputError before anything is sent.
     """
     require((prompt is None) != (input_ids is None), "give either `prompt` or `input_ids`, not both or none")
+    require(
+        not (stream and is_batch(prompt, input_ids)), "a stream takes one prompt, got a list: make one call per prompt"
+    )
     num_prompts = _check_input_ids(input_ids, limits) if input_ids is not None else _check_prompts(prompt)
     _check_all_sampling_params(sampling_params, num_prompts, is_batch(prompt, input_ids))
     if rid is not None:

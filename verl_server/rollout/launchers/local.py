@@ -8,6 +8,7 @@ from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
+from verl_server.errors import BadInputError
 from verl_server.rollout.parallel_config import ParallelConfig, require_devices
 from verl_server.server.supervisor import AbortCheck
 
@@ -28,6 +29,11 @@ class LocalLauncher:
         self._devices = 1
 
     def reserve(self, parallel_config: ParallelConfig, replicas: int) -> None:
+        if parallel_config.nnodes > 1:
+            raise BadInputError(
+                f"nnodes={parallel_config.nnodes}, but LocalLauncher starts servers on this machine only; "
+                "use launcher=RayLauncher(), or leave nnodes out"
+            )
         self._devices = parallel_config.devices
         require_devices(parallel_config, replicas, count_accelerators())
 
