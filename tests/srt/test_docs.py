@@ -36,12 +36,13 @@ from verl_server import (
 from verl_server.agent import RolloutLimits
 from verl_server.cli import app
 from verl_server.cli_arguments import parse_server_args
+from verl_server.config import TRANSPORTS
 from verl_server.rollout.fleet import Fleet
 from verl_server.rollout.metrics import fleet_metrics
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.metrics import router_metrics
 from verl_server.router.targets import RoutingTargets
-from verl_server.weights.transports import is_streamed, transport_names
+from verl_server.weights.transports import is_streamed
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -325,9 +326,9 @@ def _subclasses(kind: type[VerlServerError]) -> Iterator[type[VerlServerError]]:
 
 
 def test_the_pages_name_the_streaming_transports() -> None:
-    streamed = {name for name in transport_names() if is_streamed(name)}
+    streamed = {name for name in TRANSPORTS if is_streamed(name)}
     transports = (ROOT / "docs" / "transports.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)` \|", transports, re.MULTILINE)) == set(transport_names())
+    assert set(re.findall(r"^\| `(\w+)` \|", transports, re.MULTILINE)) == set(TRANSPORTS)
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     decision = (ROOT / "docs" / "decisions" / "whole-model-arena.md").read_text()
     for text, sentence in (

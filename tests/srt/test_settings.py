@@ -72,6 +72,13 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (VerlEngine, (None,), {"nnodes": "2"}, "nnodes must be a whole number, got '2' (str)"),
     (VerlEngine, (None,), {"launch_server": "no"}, "launch_server must be True or False or None, got 'no' (str)"),
     (RolloutManager, ("2",), {}, "replicas must be a whole number, got '2' (str)"),
+    (RolloutManager, (2,), {"mode": "hybird"}, "'colocated'], got 'hybird'; did you mean 'hybrid'?"),
+    (
+        RolloutManager,
+        (2,),
+        {"model_path": "m", "timeout": Timeouts()},
+        "'timeout' is not meant for SGLang, check the spelling",
+    ),
     (RolloutManager, (2,), {"mode": 1}, "mode must be a RolloutMode or a string, got 1 (int)"),
     (RolloutManager, (2,), {"launcher": "ray"}, "launcher must be a Launcher or None, got 'ray' (str)"),
     (

@@ -22,7 +22,7 @@ from interceptor import Interceptor
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, WeightsConfig
-from verl_server.config import PauseMode
+from verl_server.config import TRANSPORTS, PauseMode
 from verl_server.errors import (
     BadInputError,
     ServerBusyError,
@@ -36,7 +36,7 @@ from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import plan_arena
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.transports import is_streamed, sender_class, transport_names
+from verl_server.weights.transports import is_streamed, sender_class
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
@@ -192,7 +192,7 @@ def test_the_message_for_the_loader_does_not_grow_with_the_model() -> None:
             sender.close()
             settings.arena.close()
 
-    for transport in transport_names():
+    for transport in TRANSPORTS:
         if is_streamed(transport):  # the message contains the layout of the double buffers, which is a few numbers
             continue
         assert abs(message_length(10_000, transport) - message_length(10, transport)) < 32

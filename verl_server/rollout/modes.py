@@ -8,6 +8,7 @@ from typing import Any
 
 from verl_server.config import RolloutMode
 from verl_server.errors import BadInputError
+from verl_server.validation import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ def parse_mode(mode: RolloutMode | str) -> RolloutMode:
     try:
         return RolloutMode(mode)
     except ValueError:
-        raise BadInputError(f"mode must be one of {[str(known) for known in RolloutMode]}, got {mode!r}") from None
+        known = [str(mode) for mode in RolloutMode]
+        raise BadInputError(f"mode must be one of {known}, got {mode!r}{did_you_mean(mode, known)}") from None
 
 
 def server_args_for_mode(mode: RolloutMode, server_args: Mapping[str, Any]) -> dict[str, Any]:

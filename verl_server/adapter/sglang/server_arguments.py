@@ -74,7 +74,7 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
         except (TypeError, ValueError) as error:
             raise BadInputError(
                 f"server argument {name!r} must be a plain JSON value to travel to the server process, "
-                f"got {type(value).__name__}: {error}",
+                f"got {type(value).__name__}: {error}. If {name!r} is not meant for SGLang, check the spelling",
                 argument=name,
             ) from error
     _validate_numbers(args)

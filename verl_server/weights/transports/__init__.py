@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from verl_server.weights.transports.buckets import Stream
 
 
-def transport_names() -> list[str]:
-    """The names of all transports."""
-    return list(TRANSPORTS)
-
-
 def is_streamed(transport: str) -> bool:
     """Whether the transport takes tensors as they come, instead of from the arena. Its trainer end is a `Stream`."""
     return hasattr(_module_of(transport), "Stream")
@@ -49,5 +44,5 @@ def receiver_class(transport: str) -> type[Receiver]:
 
 def _module_of(transport: str) -> Any:
     if transport not in TRANSPORTS:
-        raise BadInputError(f"weight transport {transport!r} does not exist; the transports are {transport_names()}")
+        raise BadInputError(f"weight transport {transport!r} does not exist; the transports are {list(TRANSPORTS)}")
     return importlib.import_module(f"{__name__}.{transport}")
