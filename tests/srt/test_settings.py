@@ -77,7 +77,7 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         RolloutManager,
         (2,),
         {"model_path": "m", "timeout": Timeouts()},
-        "'timeout' is not meant for SGLang, check the spelling",
+        "'timeout' is not meant for SGLang, check the",
     ),
     (RolloutManager, (2,), {"mode": 1}, "mode must be a RolloutMode or a string, got 1 (int)"),
     (RolloutManager, (2,), {"launcher": "ray"}, "launcher must be a Launcher or None, got 'ray' (str)"),

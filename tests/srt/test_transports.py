@@ -22,7 +22,8 @@ from interceptor import Interceptor
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, WeightsConfig
-from verl_server.config import TRANSPORTS, PauseMode
+from verl_server.config import TRANSPORTS as ALL_TRANSPORTS
+from verl_server.config import PauseMode
 from verl_server.errors import (
     BadInputError,
     ServerBusyError,
@@ -192,7 +193,7 @@ def test_the_message_for_the_loader_does_not_grow_with_the_model() -> None:
             sender.close()
             settings.arena.close()
 
-    for transport in TRANSPORTS:
+    for transport in ALL_TRANSPORTS:
         if is_streamed(transport):  # the message contains the layout of the double buffers, which is a few numbers
             continue
         assert abs(message_length(10_000, transport) - message_length(10, transport)) < 32
