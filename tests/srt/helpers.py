@@ -117,9 +117,15 @@ def _rank_main(rank: int, world: int, port: int, bodies: Any, results: Any) -> N
 
 
 def processes() -> Any:
-    """A context whose processes are forked from one that has imported everything: a second instead of ten."""
+    """A context whose processes are forked from a process that has imported what trainers use."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["helpers", "verl_server.engine.verl_engine", "transformers.models.auto"])
+    context.set_forkserver_preload([
+        "helpers",
+        "verl_server.engine.verl_engine",
+        "transformers.models.auto",
+        "transformers.models.qwen2.modeling_qwen2",
+        "transformers.models.qwen3.modeling_qwen3",
+    ])  # fmt: skip
     return context
 
 

@@ -45,7 +45,7 @@ FORKABLE_MAIN_MODULE = "verl_server.server.server_main"
 #: values at its start. torch sets TORCHINDUCTOR_CACHE_DIR when a trainer imports transformers; the shell and pytest
 #: change others all the time.
 LATE_VARIABLES = frozenset({
-    "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PWD", "OLDPWD", "SHLVL", "_", "PYTEST_CURRENT_TEST",
+    "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES", "PYTEST_CURRENT_TEST",
     "http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY",
     socket_folder.FOLDER_VARIABLE,
 })  # fmt: skip
