@@ -95,11 +95,15 @@ def find_type_error(
 
 
 def _find_element_error(name: str, value: object, expected: tuple[Any, ...]) -> BadInputError | None:
-    """The error of the first wrong element of a list or dict. `expected`: the parameters of its annotation."""
+    """The error of the first wrong element of a list or dict. `expected`: the parameters of its annotation.
+
+    Values of a dict are not shown, because they can be keys: environment variables, for example.
+    """
     found: Iterable[BadInputError | None] = ()
     if isinstance(value, Mapping) and len(expected) == 2:
         keys = (find_type_error(f"key of {name}", key, expected[0]) for key in value)
-        found = (*keys, *(find_type_error(f"{name}[{key!r}]", item, expected[1]) for key, item in value.items()))
+        items = (find_type_error(f"{name}[{key!r}]", item, expected[1], is_secret=True) for key, item in value.items())
+        found = (*keys, *items)
     elif isinstance(value, Sequence) and len(expected) == 1:
         found = (find_type_error(f"{name}[{index}]", item, expected[0]) for index, item in enumerate(value))
     return next((error for error in found if error is not None), None)
@@ -154,7 +158,7 @@ def _argument_types(function: Callable[..., Any]) -> dict[str, Any]:
     hints = {}
     for name, annotation in inspect.get_annotations(function).items():
         try:
-            hints[name] = eval(annotation, inspect.unwrap(function).__globals__)
+            hints[name] = eval(annotation, inspect.unwrap(function).__globals__)  # a string: PEP 563
         except NameError:
             continue
     return hints

@@ -112,6 +112,8 @@ def test_failed_start_prints_the_end_of_the_servers_log(tmp_path: Path) -> None:
         (["--api-key", "secret"], API_KEY),
         (["--admin_api_key=secret"], ADMIN_API_KEY),
         (["--port=70000"], "65535"),
+        (["--tp", "3"], "tp_size=3 cannot divide 4 attention heads"),
+        (["--max-total-tokens=-5"], "max_total_tokens must be a whole number of at least 1, got -5"),
         (["stray"], "stray"),
     ],
 )

@@ -61,7 +61,7 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (RouterClient, ("http://a", None, "1"), {}, "reconnect_timeout_s must be a number of seconds, got '1' (str)"),
     (ADAPTER.attach, ("a:1",), {}, "base_url 'a:1' is not an HTTP URL"),
     (ADAPTER, ("/m",), {"config": 30}, "config must be an AdapterConfig or None, got 30 (int)"),
-    (ADAPTER, ("/m",), {"env": {"A": 1}}, "env['A'] must be a string, got 1 (int)"),
+    (ADAPTER, ("/m",), {"env": {"A": b"secret"}}, "env['A'] must be a string, got a value of type bytes"),
     (ADAPTER, (5,), {}, "model_path must be a string or a path, got 5 (int)"),
     (ADAPTER, ("/tmp",), {"max_total_tokens": -5}, "max_total_tokens must be a whole number of at least 1, got -5"),
     (ADAPTER, ("/tmp",), {"port": 70000}, "server argument port must be at most 65535, got 70000"),
