@@ -55,6 +55,18 @@ def pytest_configure(config: pytest.Config) -> None:
         prepare_forkserver()
 
 
+#: The files that take longest. The workers begin with these files, so that all workers end at about the same time.
+LONG_FILES = (
+    "test_ray.py", "test_examples.py", "test_faults.py", "test_platform_server.py", "test_fleet.py", "test_ranks.py",
+    "test_forkserver.py", "test_docs.py", "test_weight_updates.py", "test_long_prefill.py", "test_fleet_engine.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny("qwen3", **sizes)`: the folder of a tiny model, made once."""

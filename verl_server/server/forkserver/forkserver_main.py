@@ -40,6 +40,7 @@ CREDENTIALS = struct.Struct("3i")
 #: Modules that a server imports after it has forked its workers. A version of SGLang may not have all of them.
 LATE_MODULES = (
     "sglang.srt.entrypoints.http_server",
+    "sglang.srt.entrypoints.openai.serving_responses",
     "sglang.srt.models.registry",
     "sglang.srt.constrained.xgrammar_backend",
 )

@@ -63,7 +63,8 @@ SURVEY_INTERVAL_S = 30.0
 #: Seconds after which the creator of a file in shared memory has mapped it.
 SHM_MAPPING_DELAY_S = 0.1
 MAX_SELECT_S = 0.5
-KILL_POLL_S = 0.01
+#: Seconds between two looks at a tree that is being killed: at first, and at most. Each look reads all of `/proc`.
+KILL_POLL_S, MAX_KILL_POLL_S = 0.01, 0.1
 READ_BYTES = 65536
 
 TRAINER_GONE = "trainer gone"
@@ -243,8 +244,10 @@ class Warden:
     def _kill_tree(self) -> None:
         """Kill the tree with SIGKILL. Helpers that remove shared memory are killed after a grace period."""
         grace_end = time.monotonic() + CLEANUP_HELPER_GRACE_S
+        poll_s = KILL_POLL_S
         while self._kill_once(spare_helpers=time.monotonic() < grace_end):
-            time.sleep(KILL_POLL_S)
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, MAX_KILL_POLL_S)
 
     def _kill_once(self, spare_helpers: bool) -> bool:
         """Send SIGKILL to every process of the tree. Returns False when no process was left."""
