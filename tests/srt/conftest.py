@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # With tiny models, a second OpenMP thread mostly spins in barriers: it doubles the CPU time of a generation.
-    os.environ.setdefault("OMP_THREAD_LIMIT", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     here = str(Path(__file__).parent)
     python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, *(path for path in python_path if path != here)]))

@@ -465,6 +465,17 @@ def test_openmp_threads_of_a_server_sleep_soon(monkeypatch: pytest.MonkeyPatch) 
     assert inherited_environment()["GOMP_SPINCOUNT"] == "7"
 
 
+@pytest.mark.parametrize("launcher", ["TORCHELASTIC_RUN_ID", "RAY_RAYLET_PID"])
+def test_a_server_has_the_users_number_of_threads(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun and Ray set OMP_NUM_THREADS=1 for their workers. Servers do not inherit this value."""
+    for name in ("TORCHELASTIC_RUN_ID", "RAY_RAYLET_PID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert inherited_environment()["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setenv(launcher, "1")
+    assert "OMP_NUM_THREADS" not in inherited_environment()
+
+
 def test_whole_numbers() -> None:
     assert require_whole_number("replicas", 1) == 1
     assert require_whole_number("weight_version", 0, minimum=0) == 0
