@@ -22,9 +22,8 @@ def inherited_environment() -> dict[str, str]:
 
     Servers do not inherit `RENDEZVOUS_VARIABLES`, nor the OMP_NUM_THREADS of a worker of torchrun or Ray.
     """
-    left_out = RENDEZVOUS_VARIABLES
-    if any(name in os.environ for name in WORKER_VARIABLES):
-        left_out += ("OMP_NUM_THREADS",)
+    is_worker = any(name in os.environ for name in WORKER_VARIABLES)
+    left_out = (*RENDEZVOUS_VARIABLES, "OMP_NUM_THREADS") if is_worker else RENDEZVOUS_VARIABLES
     user_cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(left_out)},
