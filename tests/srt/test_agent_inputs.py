@@ -267,7 +267,8 @@ def collect_groups(runner: RolloutRunner, tasks: list[Task], n: int) -> tuple[li
     ids=["reward raises", "reward returns None", "unknown name in tool", "unknown module in tool", "template raises"],
 )
 @pytest.mark.parametrize(("num_tasks", "n"), [(20, 2), (1, 3), (1, 1)])
-def test_mistake_common_to_all_samples_ends_the_run(
+def test_mistake_common_to_all_samples_is_logged(
+    caplog: pytest.LogCaptureFixture,
     tmp_path_factory: pytest.TempPathFactory,
     loop: AgentLoop,
     reward: Any,
@@ -276,19 +277,21 @@ def test_mistake_common_to_all_samples_ends_the_run(
     num_tasks: int,
     n: int,
 ) -> None:
-    """The exception of the samples is raised with its own traceback and a note about the run."""
+    """The exception of the samples is logged once, with its traceback. The run goes on."""
     tokenizer = chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     tokenizer.chat_template = QWEN
     renderer = ChatRenderer(tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no') }}"  # every prompt of a run fails
     groups, error = collect_groups(make_runner(renderer, loop=loop, reward=reward), make_tasks(num_tasks), n)
-    assert isinstance(error, expected_type)
-    num_failed = min(8, num_tasks * n)
-    text = "".join(traceback.format_exception(error))
-    assert expected in text
-    assert f"The run was stopped: {num_failed} samples failed with this exception at this place" in text
+    assert error is None
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    logged = record.exc_info[1]
+    assert isinstance(logged, expected_type)
+    assert expected in "".join(traceback.format_exception(logged))
+    assert f"the first {min(8, num_tasks * n)} samples that were compared failed" in record.getMessage()
+    assert len(groups) == num_tasks
     assert all(sample.stop_reason == "error" for group in groups for sample in group.samples)
-    assert len(groups) < num_tasks
 
 
 def raise_first(sample: Sample) -> float:
@@ -307,18 +310,19 @@ def raise_second(sample: Sample) -> float:
     ],
     ids=["one sample succeeds", "two places"],
 )
-def test_other_failures_do_not_end_the_run(
-    renderer: ChatRenderer, reward: Callable[[Sample], float], num_failed: int
+def test_other_failures_are_not_logged(
+    renderer: ChatRenderer, reward: Callable[[Sample], float], num_failed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Failures belong to their samples if they are not common to the compared samples, here those of t0 to t7."""
     runner = make_runner(renderer, loop=ReturningLoop(), reward=reward)
     groups, error = collect_groups(runner, make_tasks(12), 1)
     assert error is None
+    assert not caplog.records
     assert len(groups) == 12
     assert runner.counters.num_failed_samples == num_failed
 
 
-def test_failures_that_finish_first_do_not_end_the_run(renderer: ChatRenderer) -> None:
+def test_failures_that_finish_first_are_not_logged(renderer: ChatRenderer, caplog: pytest.LogCaptureFixture) -> None:
     """All ten samples of the first task fail at once in the same way, before any other sample finishes."""
 
     async def reward(sample: Sample) -> float:
@@ -329,4 +333,5 @@ def test_failures_that_finish_first_do_not_end_the_run(renderer: ChatRenderer) -
 
     groups, error = collect_groups(make_runner(renderer, loop=ReturningLoop(), reward=reward), make_tasks(3), 10)
     assert error is None
+    assert not caplog.records
     assert [group.samples[0].stop_reason for group in groups] == ["error", "done", "done"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import runpy
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -183,6 +184,40 @@ def test_mistake_in_the_source_of_a_tool_is_raised() -> None:
     assert finished == [True]
     result = asyncio.run(tools.call(ToolCall("evaluate", {"expression": "unknown_name + 1"})))
     assert (result.error_type, result.content) == ("raised", "Error: NameError: name 'unknown_name' is not defined")
+
+
+def test_a_synchronous_decorator_around_a_coroutine_function_is_awaited() -> None:
+    async def greet(name: str) -> str:
+        """Greet."""
+        return f"hello {name}"
+
+    @functools.wraps(greet)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return greet(*args, **kwargs)
+
+    result = asyncio.run(ToolRegistry([wrapper]).call(ToolCall("greet", {"name": "you"})))
+    assert (result.error_type, result.content) == (None, "hello you")
+
+
+class UnknownColumnError(NameError):
+    """As of libraries for tables: the policy has named a column that does not exist."""
+
+
+def query(column: str) -> str:
+    """Query a column of a table."""
+    raise UnknownColumnError(column)
+
+
+def run_program(path: str) -> str:
+    """Run a Python file of the policy."""
+    return str(runpy.run_path(path))
+
+
+def test_mistake_of_the_policy_in_a_file_is_a_result(tmp_path: Path) -> None:
+    (tmp_path / "solution.py").write_text("print(unknown_name)")
+    tools = ToolRegistry([query, run_program])
+    for call in (ToolCall("query", {"column": "age"}), ToolCall("run_program", {"path": f"{tmp_path}/solution.py"})):
+        assert asyncio.run(tools.call(call)).error_type == "raised"
 
 
 @settings(max_examples=200, deadline=None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -14,7 +17,7 @@ from verl_server.adapter.memory_tags import undefined_weights_reason
 from verl_server.adapter.sglang.server_arguments import loses_weights, require_memory_saver
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.types import TensorSpec
-from verl_server.weights.manifest import Manifest
+from verl_server.weights.manifest import Manifest, read_manifest
 from verl_server.weights.update.shard_writer import ShardWriter
 from verl_server.weights.update.tensor_source import TensorSource
 
@@ -145,3 +148,23 @@ def test_a_release_without_a_copy_loses_the_weights(has_copy: bool) -> None:
     assert not loses_weights(["kv_cache"], args)
     assert (undefined_weights_reason(loses, []) is not None) is loses
     assert undefined_weights_reason(loses, ["weights"]) is None, "no update is possible while they are released"
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_tensors_that_the_server_does_not_load_need_not_be_pushed(tmp_path: Path, speculative: bool) -> None:
+    """A checkpoint has a tied output head, a table of rotary embeddings and a layer for multi-token prediction."""
+    config = {"model_type": "glm4_moe", "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    loaded = {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"}
+    mtp = "model.layers.2.eh_proj.weight"
+    others = {"lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}
+    save_file({name: torch.zeros(2) for name in {*loaded, *others, mtp}}, tmp_path / "model.safetensors")
+    arguments: dict[str, Any] = {"model_path": tmp_path}
+    if speculative:
+        arguments["speculative_algorithm"] = "EAGLE"
+        loaded.add(mtp)
+    else:
+        others.add(mtp)
+    manifest = read_manifest(arguments)
+    assert (set(manifest.tensors), set(manifest.ignored)) == (loaded, others)
+    assert manifest.check("lm_head.weight", (2,), "float32") is None

@@ -7,17 +7,22 @@ without a usable sample and without an error.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from types import TracebackType
 
 from verl_server.agent.episode import Task
+
+logger = logging.getLogger(__name__)
 
 NUM_COMPARED_SAMPLES = 8
 """Number of samples that must fail in the same way. All samples of a run with fewer samples."""
 
 
 class CommonFailure:
-    """Raises the exception of the compared samples of a run if all of them failed with it and no sample succeeded.
+    """Logs the exception of the compared samples of a run if all of them failed with it and no sample succeeded.
+
+    The run goes on: an untrained policy, or tasks that are sorted by length, can fail in the same way at the beginning.
 
     The compared samples are chosen when the run starts: the first sample of each of the first tasks, then the second
     sample of each task if there are fewer than `NUM_COMPARED_SAMPLES` tasks. The samples that finish first are not
@@ -35,10 +40,7 @@ class CommonFailure:
         """Whether any sample of the run succeeded."""
 
     def record(self, task: Task, index: int, exception: Exception | None) -> None:
-        """Record a finished sample. `exception`: exception of a failed sample, None for any other sample.
-
-        Raises the exception, with a note, if it is common to all compared samples.
-        """
+        """Record a finished sample. `exception`: exception of a failed sample, None for any other sample."""
         if exception is None:
             self._has_success = True
         if self._has_success or exception is None or (task.id, index) not in self._pending:
@@ -46,12 +48,13 @@ class CommonFailure:
         self._pending.remove((task.id, index))
         self._origins.add((type(exception), *_place(exception.__traceback__)))
         if not self._pending and len(self._origins) == 1:
-            exception.add_note(
-                f"The run was stopped: {self._num_compared} samples failed with this exception at this place, and no "
-                "sample succeeded. Correct the cause and run again; turns that are recorded in run_dir are not "
-                "generated again."
+            logger.error(
+                "the first %d samples that were compared failed with the same exception at the same place, and no "
+                "other sample has succeeded yet; if the cause is a mistake in the reward, a tool or the chat template, "
+                "stop the run, correct the mistake and run again",
+                self._num_compared,
+                exc_info=exception,
             )
-            raise exception
 
 
 def _place(trace: TracebackType | None) -> tuple[str, int]:

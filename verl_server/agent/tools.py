@@ -65,6 +65,9 @@ class Tool(ABC):
             "function": {"name": name, "description": description, "parameters": parameters},
         }
 
+    source_file: str | None = None
+    """Path of the file that defines the tool, if the tool is a function."""
+
     @abstractmethod
     async def run(self, arguments: Mapping[str, Any]) -> Any:
         """Execute the tool. Returns text, or a value that is converted to JSON text.
@@ -76,8 +79,8 @@ class Tool(ABC):
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Execute the tool within its timeout. Exceptions of the tool become results, which the policy can read.
 
-        A NameError or an ImportError in the source of the tool is raised: no arguments of the policy can avoid it, so
-        the episode fails.
+        A NameError or an ImportError in the source file of the tool is raised: no arguments of the policy can avoid it,
+        so the episode fails.
         """
         timeout = asyncio.timeout(self.timeout_s)
         try:
@@ -92,7 +95,7 @@ class Tool(ABC):
         except Exception as error:
             if timeout.expired():
                 return ToolResult(self.name, f"Error: no result within {self.timeout_s:g} s", "timeout")
-            if _is_mistake_in_source(error):
+            if _is_mistake_in_source(error, self.source_file):
                 raise
             return ToolResult(self.name, f"Error: {type(error).__name__}: {error}", "raised")
 
@@ -116,6 +119,7 @@ class FunctionTool(Tool):
         except pydantic.PydanticUserError as error:
             raise BadInputError(f"tool {name!r}: an annotation has no JSON schema: {error.message}") from error
         super().__init__(name, description, schema, timeout_s)
+        self.source_file = _source_file(function)
 
     async def run(self, arguments: Mapping[str, Any]) -> Any:
         try:
@@ -126,7 +130,8 @@ class FunctionTool(Tool):
         values = {name: getattr(validated, name) for name in type(validated).model_fields}
         if inspect.iscoroutinefunction(self._function):
             return await self._function(**values)
-        return await run_in_daemon_thread(lambda: self._function(**values))
+        result = await run_in_daemon_thread(lambda: self._function(**values))
+        return await result if inspect.isawaitable(result) else result  # of a decorator around a coroutine function
 
 
 class ToolRegistry:
@@ -230,15 +235,22 @@ def _arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.B
     return model
 
 
-def _is_mistake_in_source(error: Exception) -> bool:
-    """Whether the source of a tool uses an unknown name or a module that cannot be imported.
+def _is_mistake_in_source(error: Exception, source_file: str | None) -> bool:
+    """Whether the source file of a tool uses an unknown name or a module that cannot be imported.
 
-    Text that a tool executes for the policy (`eval`, `exec`) has no file; a mistake in it is the policy's.
+    A subclass of these exceptions, or an exception from another file, can be the answer to the policy's arguments: an
+    unknown column of a table, for example, or code that the tool executes for the policy.
     """
-    if not isinstance(error, (NameError, ImportError)):
+    if type(error) not in (NameError, UnboundLocalError, ImportError, ModuleNotFoundError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and not frames[-1].filename.startswith("<")
+    return bool(frames) and frames[-1].filename == source_file
+
+
+def _source_file(function: Callable[..., Any]) -> str | None:
+    """The file that defines a function or a method, also behind decorators."""
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return None if code is None else code.co_filename
 
 
 def _as_text(value: Any) -> str:

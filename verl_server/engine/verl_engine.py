@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -61,7 +61,7 @@ class VerlEngine:
         router_ip: str | None = None,
         router_port: int | None = None,
         use_forkserver: bool = True,
-        env: dict[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
         **server_args: Any,
     ) -> None:
         require_mesh(device_mesh_cpu)

@@ -125,6 +125,13 @@ class RouterClient:
         if answer.status == 200:
             return reply
         error = reply.get("error", {})
+        if not isinstance(error, dict):
+            raise ServerError(
+                f"{self._url} answered {answer.status}: {str(error)[:200]}; this is not the format of errors of "
+                "`verl-server router`: check that the URL is the router's",
+                url=self._url,
+                status=answer.status,
+            )
         raise from_wire(
             {
                 "type": error.get("type", "ServerError"),

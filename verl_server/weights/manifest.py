@@ -7,6 +7,7 @@ comes from the architecture, built on torch's meta device. This runs in the trai
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ SAFETENSORS_DTYPES = {
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
+DECODER_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Manifest:
     tensors: Mapping[str, TensorSpec]
     """Full shape and dtype of each tensor, by Hugging Face parameter name."""
     ignored: frozenset[str] = frozenset()
-    """Names that trainers send and the model derives from other tensors (tied output heads)."""
+    """Names that may be pushed and are left out, because the server does not load them (see `_is_not_loaded`)."""
 
     def check(self, name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec | None:
         """The spec that a pushed tensor must have, or None if the tensor is to be left out.
@@ -95,9 +97,28 @@ def read_manifest(server_args: Mapping[str, Any]) -> Manifest:
             name: TensorSpec(spec.shape, served if spec.dtype in CASTABLE_DTYPES else spec.dtype)
             for name, spec in tensors.items()
         }
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    ignored = frozenset({"lm_head.weight"} - tensors.keys()) if tied else frozenset()
-    return Manifest(tensors, ignored)
+    ignored = {name for name in (*tensors, "lm_head.weight") if _is_not_loaded(name, config, server_args)}
+    return Manifest({name: tensors[name] for name in tensors if name not in ignored}, frozenset(ignored))
+
+
+def _is_not_loaded(name: str, config: Any, server_args: Mapping[str, Any]) -> bool:
+    """Whether SGLang's loaders skip a tensor of the checkpoint: trainers often do not have it.
+
+    These are tied output heads, tables of rotary embeddings, and the layers for multi-token prediction (MTP), which
+    follow the last decoder layer, of a server without speculative decoding.
+    """
+    if name == "lm_head.weight":
+        return bool(getattr(config, "tie_word_embeddings", False))
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    layer = DECODER_LAYER.match(name)
+    text_config = config.get_text_config()
+    return (
+        layer is not None
+        and bool(getattr(text_config, "num_nextn_predict_layers", 0))
+        and not server_args.get("speculative_algorithm")
+        and int(layer[1]) >= text_config.num_hidden_layers
+    )
 
 
 def _served_dtype(argument: str, config: Any) -> str | None:
