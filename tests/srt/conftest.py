@@ -69,6 +69,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def same_environment() -> Iterator[None]:
+    """Undo changes of environment variables: ray and sglang set some when a test imports them.
+
+    Servers of later files would not fit the forkserver of the suite, and would import SGLang again.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny("qwen3", **sizes)`: the folder of a tiny model, made once."""

@@ -22,8 +22,14 @@ from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, ServerDiedError
 from verl_server.server.environment import inherited_environment
 from verl_server.server.forkserver import forkserver as forkserver_module
+from verl_server.server.forkserver import socket_folder
 from verl_server.server.forkserver.forkserver import ForkedWarden, Forkserver, OwnForkserver
-from verl_server.server.forkserver.shared_forkserver import LATE_VARIABLES, SharedForkserver, forkserver_pid
+from verl_server.server.forkserver.shared_forkserver import (
+    LATE_VARIABLES,
+    InheritedState,
+    SharedForkserver,
+    forkserver_pid,
+)
 from verl_server.server.forkserver.socket_folder import FOLDER_VARIABLE
 from verl_server.server.process import ServerProcess
 from verl_server.server.supervisor import never_abort
@@ -226,6 +232,20 @@ def test_a_process_outlives_the_forkserver_of_another_process(tmp_path: Path, mo
     finally:
         owner.close()
         other.close()
+
+
+def test_a_process_that_cannot_find_the_shared_forkserver_in_time_spawns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process, which hangs, holds the lock under which forkservers are found and started."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(socket_folder, "LOCK_TIMEOUT_S", 0.2)  # to make the test short
+    shared, environment = SharedForkserver(), inherited_environment()
+    name = InheritedState.of_server(environment).fingerprint()
+    with socket_folder.lock(tmp_path / name):
+        assert shared.prepare(environment) is None
+    assert "the forkserver cannot be started" in caplog.text
+    assert [entry.name for entry in tmp_path.iterdir()] == [f"{name}.lock"]
 
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@
 Each server has a warden of its own, which outlives the forkserver. Standard input is a socket of packets. A request
 brings three descriptors: the warden's standard input, output and error. The answer is the warden's pid with a pidfd.
 The forkserver ends when the socket is closed, when the trainer ends, whose pid is the first command line argument, and
-when it has had no server for `IDLE_TIMEOUT_S`: the memory of the imports, 1.1 GB, is then its own.
+when for `IDLE_TIMEOUT_S` it has had no server and no connection of another process: the memory of the imports, 1.1 GB,
+is then its own.
 
 The second command line argument, if there is one, is the descriptor of a listening socket. Other processes of the same
 user connect to it (`socket_folder.py`) and send the same requests.
@@ -46,7 +47,7 @@ LATE_MODULES = (
 )
 WAIT_POLL_S = 0.01
 IDLE_TIMEOUT_S = 300.0
-"""Seconds without any server after which the forkserver ends."""
+"""Seconds without a server and without a connection of another process after which the forkserver ends."""
 
 
 class ForkedServer:

@@ -11,6 +11,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from verl_server.errors import BadInputError
 
 FOLDER_VARIABLE = "VERL_SERVER_FORKSERVER_DIR"
 BACKLOG = 64
+#: Seconds to wait for the kernel's part of a connection, and for another process that looks for the same forkserver.
+CONNECT_TIMEOUT_S = 5.0
+LOCK_TIMEOUT_S = 10.0
+LOCK_POLL_S = 0.02
 
 
 def socket_path(name: str) -> Path | None:
@@ -39,13 +44,20 @@ def socket_path(name: str) -> Path | None:
 
 
 def connect(path: Path) -> socket.socket | None:
-    """A connection to the forkserver that listens at `path`, or None when there is none."""
+    """A connection to the forkserver that listens at `path`, or None when there is none.
+
+    Raises OSError for any other failure, for example when too many connections wait until the forkserver is ready.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(CONNECT_TIMEOUT_S)
     try:
         connection.connect(str(path))
-    except OSError:
+    except (FileNotFoundError, ConnectionRefusedError):
         connection.close()
         return None
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
@@ -64,7 +76,15 @@ def listen(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Let one process at a time look for the forkserver at `path` and start it."""
+    """Let one process at a time look for the forkserver at `path` and start it. Raises OSError after a timeout."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
     with path.with_suffix(".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(LOCK_POLL_S)
         yield
