@@ -1,4 +1,4 @@
-"""Mistakes of callers: tasks and runners refuse wrong arguments, and a failure of all samples ends the run.
+"""Mistakes of callers: tasks and runners refuse wrong arguments, and a failure of all samples is logged.
 
 No test of this file needs a server.
 """
@@ -184,7 +184,7 @@ def test_other_constructors_refuse_wrong_arguments(renderer: ChatRenderer) -> No
 
 
 def test_chat_scheduler_refuses_wrong_turns(renderer: ChatRenderer) -> None:
-    """A refused `submit` starts no conversation."""
+    """A refused `submit` starts no turn."""
 
     def on_turn(turn: Any, info: Any, error: Any) -> None:
         raise AssertionError

@@ -85,7 +85,8 @@ class ServerConnection:
     async def require_known_fields(self, fields: Mapping[str, Any]) -> None:
         """Raise BadInputError for a field of `/generate` that the server does not know.
 
-        The server is asked once, and only when a request has a field that is not in `REQUEST_FIELDS`.
+        The server is asked only when a request has a field that is not in `REQUEST_FIELDS`. The answer is kept;
+        requests that are sent at the same time may each ask.
         """
         if unlisted := unlisted_fields(fields):
             if self._request_fields is None:

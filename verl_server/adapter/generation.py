@@ -40,8 +40,8 @@ async def generate(
     Give either `prompt` (text) or `input_ids` (token ids). The reply is SGLang's: `output_ids` and `meta_info`, with
     `output_token_logprobs` as `[logprob, token id, text]`, `finish_reason`, and `weight_version` as an int. Other
     keyword arguments are fields of SGLang's `GenerateReqInput`; a field that the server does not know is refused.
-    `rid`: request id, a string; with a list of prompts, a list with one id for each prompt. From one string, SGLang
-    makes the ids `RID_0`, `RID_1` and so on.
+    `rid`: request id, a string; with a list of prompts, a list with one id for each prompt. If a list of
+    prompts has one string, SGLang appends `_0`, `_1` and so on to it.
 
     Raises BadInputError for invalid input before it is sent, and NotReadyError while memory is released.
     """

@@ -127,7 +127,10 @@ async def update_weights_from_disk(
     flush_cache: bool = True,
     weight_version: int | None = None,
 ) -> Json:
-    """Load a checkpoint folder that the server can read. It must have all weights if the weights were released."""
+    """Load a checkpoint folder that the server can read.
+
+    The folder must contain all weights if the server's weights were released.
+    """
     body = update_from_disk_payload(
         model_path, load_format=load_format, flush_cache=flush_cache, weight_version=weight_version
     )

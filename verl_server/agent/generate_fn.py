@@ -78,8 +78,8 @@ def require_sampling_params(params: Any) -> Json:
     """
     check_sampling_params(params)
     checked: Json = dict(params)
-    if checked.get("max_new_tokens") is not None:
-        require_whole_number("sampling_params['max_new_tokens']", checked["max_new_tokens"])
+    if (tokens := checked.get("max_new_tokens")) is not None and tokens < 1:
+        raise BadInputError(f"sampling_params['max_new_tokens'] must be a whole number of at least 1, got {tokens}")
     if checked.get("n") not in (None, 1):
         raise BadInputError(
             f"sampling_params['n'] must be 1 for agents, got {checked['n']}; for several samples of each task, call "

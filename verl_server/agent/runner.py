@@ -101,10 +101,10 @@ class RolloutRunner:
         rejects.
 
         A sample whose agent loop or reward raises an exception has the stop reason `error`, and the other samples go
-        on. If the first sample of each of the first 8 tasks fails with the same type of exception at the same place in
-        the source, and no sample has succeeded, the iterator raises this exception. A run of fewer than 8 tasks also
-        compares the second samples, and so on, up to 8 samples or all samples. The iterator also raises the error of a
-        sample that cannot be recorded.
+        on. If the first sample of each of the first 8 tasks fails with the same type of exception at the same line,
+        and no sample has succeeded, this exception is logged once. A run of fewer than 8 tasks also compares the second
+        samples, and so on, up to 8 samples or all samples. The iterator raises only the error of a sample that cannot
+        be recorded.
 
         Raises BadInputError at once for an argument of a wrong type or value, for two tasks with the same id, and for a
         task id that is no file name when `run_dir` is set.

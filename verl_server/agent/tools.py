@@ -79,8 +79,8 @@ class Tool(ABC):
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Execute the tool within its timeout. Exceptions of the tool become results, which the policy can read.
 
-        A NameError or an ImportError in the source file of the tool is raised: no arguments of the policy can avoid it,
-        so the episode fails.
+        A NameError or an ImportError in the source file of the tool is raised, and the episode fails: it is a mistake
+        in the tool, not in the call.
         """
         timeout = asyncio.timeout(self.timeout_s)
         try:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_server.adapter.sglang.request_fields import check_sampling_params
-from verl_server.adapter.sglang.requests import require_list
+from verl_server.adapter.sglang.requests import require_token_ids
 from verl_server.errors import BadInputError
 from verl_server.types import Json, parse_weight_version
 
@@ -44,7 +44,7 @@ class ResumableGeneration:
         check_sampling_params(params)
         prompt = self.request.get("input_ids")
         if prompt is not None:
-            require_list("input_ids", prompt)
+            require_token_ids("input_ids", prompt)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
             raise BadInputError(
                 "a generation has one prompt, but input_ids is a list of prompts; make one call for each"

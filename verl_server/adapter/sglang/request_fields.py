@@ -145,14 +145,17 @@ def check_sampling_params(params: Any, name: str = "sampling_params") -> None:
 def explain_refusal(error: VerlServerError, sampling_params: Any) -> VerlServerError:
     """The error for a request that the server refused: names the misspelled sampling parameters, if there are any.
 
-    SGLang 0.5.23 names an unknown parameter in its answer 400. SGLang 0.5.15 answers 500.
+    SGLang 0.5.23 names an unknown parameter in its answer 400. SGLang 0.5.15 answers 500, as for failures of its own:
+    then only parameters that are similar to a known parameter are taken for misspelled.
     """
     is_failure = error.details.get("status") == 500
     if not is_failure and not isinstance(error, BadInputError):
         return error
     all_params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params or {}]
     unlisted = {key for params in all_params for key in params if key not in SAMPLING_PARAMS}
-    unknown = sorted(key for key in unlisted if is_failure or key in error.message)
+    unknown = sorted(
+        key for key in unlisted if (did_you_mean(key, SAMPLING_PARAMS) if is_failure else key in error.message)
+    )
     if not unknown:
         return error
     hints = ", ".join(f"{key!r}{did_you_mean(key, SAMPLING_PARAMS)}" for key in unknown)

@@ -34,7 +34,7 @@ def require(condition: bool, message: str) -> None:
         raise BadInputError(message)
 
 
-def require_list(name: str, value: Any) -> None:
+def require_token_ids(name: str, value: Any) -> None:
     """Raise BadInputError unless the token ids `value` are a list or a tuple."""
     if not isinstance(value, (list, tuple)):
         raise BadInputError(f"{name} must be a list of token ids, got {type(value).__name__}{tolist_hint(value)}")
@@ -80,7 +80,7 @@ def generate_payload(
 
 def _check_input_ids(input_ids: Any, limits: PromptLimits) -> int:
     """Check one prompt or a list of prompts, given as token ids. Returns the number of prompts."""
-    require_list("input_ids", input_ids)
+    require_token_ids("input_ids", input_ids)
     require(len(input_ids) > 0, "input_ids is empty: a prompt needs at least one token")
     if not is_batch(None, input_ids):
         _check_token_ids(input_ids, "input_ids", limits)
@@ -92,7 +92,7 @@ def _check_input_ids(input_ids: Any, limits: PromptLimits) -> int:
 
 def _check_token_ids(token_ids: Any, name: str, limits: PromptLimits) -> None:
     """Check one prompt. On the hot path: takes about 1 microsecond for a short prompt and 0.3 ms for 32k tokens."""
-    require_list(name, token_ids)
+    require_token_ids(name, token_ids)
     if not token_ids:
         raise BadInputError(f"{name} is empty: a prompt needs at least one token")
     try:

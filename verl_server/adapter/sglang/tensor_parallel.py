@@ -22,8 +22,8 @@ def require_divisible_model(server_args: Mapping[str, Any]) -> None:
     Reads the model's `config.json` only. A model whose configuration is not on this machine is not checked.
     """
     tp = server_args.get("tp_size") or 1
-    pads_heads = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
-    if tp == 1 or pads_heads or any(server_args.get(name) for name in UNCHECKED_WITH):
+    is_cpu_engine = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"  # SGLang's own, which has other rules
+    if tp == 1 or is_cpu_engine or any(server_args.get(name) for name in UNCHECKED_WITH):
         return
     try:
         facts = read_facts(read_model_config(str(server_args["model_path"])))
@@ -47,8 +47,8 @@ def tp_choices(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[int]:
 def indivisible_sizes(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[str]:
     """The sizes of the model that `tp` ranks cannot divide.
 
-    On a CPU, SGLang pads a model (`configs/update_config.py`). This works for the intermediate size. For attention
-    heads it fails when the weights are loaded, also for KV heads, which a GPU would replicate.
+    On our platform for CPUs, SGLang pads a model (`configs/update_config.py`). This works for the intermediate size.
+    For attention heads it fails when the weights are loaded, also for KV heads, which a GPU would replicate.
     """
     indivisible = _indivisible_heads(facts, tp, on_cpu=on_cpu)
     if not on_cpu:

@@ -25,5 +25,9 @@ def fetch_replicas(url: str, api_key: str, key_hint: str) -> list[dict[str, Any]
         raise ServerError(f"{url} is not a router (404 for /replicas); pass the URL that `verl-server router` printed")
     if response.status_code != 200:
         raise ServerError(f"the router at {url} replied with status {response.status_code}: {response.text[:200]}")
-    rows: list[dict[str, Any]] = response.json()
+    try:
+        rows: list[dict[str, Any]] = response.json()
+    except requests.JSONDecodeError as error:
+        message = f"{url} is not a router (/replicas is not JSON); pass the URL that `verl-server router` printed"
+        raise ServerError(message, url=url) from error
     return rows
