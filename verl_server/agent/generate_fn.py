@@ -10,7 +10,7 @@ from verl_server.adapter.sglang.request_fields import check_sampling_params
 from verl_server.errors import BadInputError
 from verl_server.router.resumable_generation import ResumableGeneration
 from verl_server.types import Json
-from verl_server.validation import require_callable, require_whole_number
+from verl_server.validation import require_callable
 
 if TYPE_CHECKING:
     from verl_server.adapter.client import AsyncHttpServerEngineAdapter
