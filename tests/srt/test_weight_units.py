@@ -150,21 +150,37 @@ def test_a_release_without_a_copy_loses_the_weights(has_copy: bool) -> None:
     assert undefined_weights_reason(loses, ["weights"]) is None, "no update is possible while they are released"
 
 
-@pytest.mark.parametrize("speculative", [False, True])
-def test_tensors_that_the_server_does_not_load_need_not_be_pushed(tmp_path: Path, speculative: bool) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "serves_mtp"),
+    [
+        ({}, False),
+        ({"speculative_algorithm": "EAGLE"}, True),
+        ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "another/model"}, False),
+        ({"speculative_algorithm": "NGRAM"}, False),
+    ],
+)
+def test_tensors_that_trainers_lack_need_not_be_pushed(
+    tmp_path: Path, arguments: dict[str, Any], serves_mtp: bool
+) -> None:
     """A checkpoint has a tied output head, a table of rotary embeddings and a layer for multi-token prediction."""
-    config = {"model_type": "glm4_moe", "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    loaded = {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"}
-    mtp = "model.layers.2.eh_proj.weight"
-    others = {"lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}
-    save_file({name: torch.zeros(2) for name in {*loaded, *others, mtp}}, tmp_path / "model.safetensors")
-    arguments: dict[str, Any] = {"model_path": tmp_path}
-    if speculative:
-        arguments["speculative_algorithm"] = "EAGLE"
-        loaded.add(mtp)
-    else:
-        others.add(mtp)
-    manifest = read_manifest(arguments)
-    assert (set(manifest.tensors), set(manifest.ignored)) == (loaded, others)
-    assert manifest.check("lm_head.weight", (2,), "float32") is None
+    config = {"model_type": "glm4_moe", "num_hidden_layers": 2, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    required = {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "visual.layers.7.weight"}
+    mtp = {"model.layers.2.eh_proj.weight", "mtp.layers.0.self_attn.q_proj.weight"}
+    optional = {"lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}
+    save_file({name: torch.zeros(2) for name in {*required, *optional, *mtp}}, tmp_path / "model.safetensors")
+    manifest = read_manifest({"model_path": tmp_path, **arguments})
+    assert manifest.required == (required | mtp if serves_mtp else required)
+    assert manifest.tensors.keys() == required | optional | mtp, "the server may load all that its checkpoint has"
+    assert not manifest.ignored
+    assert manifest.is_whole(required | mtp)
+    assert not manifest.is_whole(required - {"visual.layers.7.weight"} | mtp | optional)
+
+
+def test_a_tied_output_head_that_no_checkpoint_has_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "tie_word_embeddings": True}))
+    save_file({"model.embed_tokens.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    manifest = read_manifest({"model_path": tmp_path})
+    tensors = {"model.embed_tokens.weight": torch.zeros(2, 2), "lm_head.weight": torch.full((2, 2), torch.nan)}
+    source = TensorSource(list(tensors.items()), manifest, check_finite=True)
+    assert source.contribution["names"] == ["model.embed_tokens.weight"]

@@ -202,8 +202,10 @@ def _agree_on_manifest(coordinator: RankCoordinator, server_args: Mapping[str, A
     def describe(_: list[Json]) -> Json:
         manifest = read_manifest(server_args)
         tensors = {name: [list(spec.shape), spec.dtype] for name, spec in manifest.tensors.items()}
-        return {"tensors": tensors, "ignored": sorted(manifest.ignored)}
+        return {
+            "tensors": tensors, "optional": sorted(manifest.optional), "ignored": sorted(manifest.ignored)
+        }  # fmt: skip
 
     wire = coordinator.agree(coordinator.next_call_id("manifest"), describe, action_timeout_s=120.0)
     tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in wire["tensors"].items()}
-    return Manifest(tensors, frozenset(wire["ignored"]))
+    return Manifest(tensors, frozenset(wire["optional"]), frozenset(wire["ignored"]))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from verl_server.errors import BadInputError, UnsupportedError, WeightManifestEr
 from verl_server.types import TensorSpec
 from verl_server.weights.unknown_names import explain_unknown_name
 
+OUTPUT_HEAD = "lm_head.weight"
 CASTABLE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 """Dtypes that are cast to each other when a tensor is pushed, as SGLang does."""
 SAFETENSORS_DTYPES = {
@@ -25,7 +27,11 @@ SAFETENSORS_DTYPES = {
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-DECODER_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
+DECODER_LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
+MTP_PREFIX = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
+"""How the names of layers for multi-token prediction (MTP) begin, where they are not numbered as decoder layers."""
+OWN_MTP_ALGORITHMS = frozenset({"EAGLE", "NEXTN"})
+"""Speculative decoding whose draft model is, by default, made of the model's own MTP layers."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,23 @@ class Manifest:
 
     tensors: Mapping[str, TensorSpec]
     """Full shape and dtype of each tensor, by Hugging Face parameter name."""
+    optional: frozenset[str] = frozenset()
+    """Names in `tensors` that an update of the whole model need not have (see `_is_optional`)."""
     ignored: frozenset[str] = frozenset()
-    """Names that may be pushed and are left out, because the server does not load them (see `_is_not_loaded`)."""
+    """Names that are not in `tensors`, may be pushed and are left out: a tied output head that no checkpoint has."""
+
+    @cached_property
+    def required(self) -> frozenset[str]:
+        """The names that an update of the whole model must have."""
+        return frozenset(self.tensors.keys() - self.optional)
+
+    def is_whole(self, names: Iterable[str]) -> bool:
+        """Whether an update of the tensors `names` is an update of the whole model."""
+        return self.num_missing(names) == 0
+
+    def num_missing(self, names: Iterable[str]) -> int:
+        """Number of required tensors that an update of the tensors `names` lacks."""
+        return len(self.required.difference(names))
 
     def check(self, name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec | None:
         """The spec that a pushed tensor must have, or None if the tensor is to be left out.
@@ -97,27 +118,41 @@ def read_manifest(server_args: Mapping[str, Any]) -> Manifest:
             name: TensorSpec(spec.shape, served if spec.dtype in CASTABLE_DTYPES else spec.dtype)
             for name, spec in tensors.items()
         }
-    ignored = {name for name in (*tensors, "lm_head.weight") if _is_not_loaded(name, config, server_args)}
-    return Manifest({name: tensors[name] for name in tensors if name not in ignored}, frozenset(ignored))
+    optional = _optional_names(tensors, config, server_args)
+    ties_output_head = bool(getattr(config, "tie_word_embeddings", False))
+    return Manifest(tensors, optional, frozenset({OUTPUT_HEAD} - tensors.keys() if ties_output_head else ()))
 
 
-def _is_not_loaded(name: str, config: Any, server_args: Mapping[str, Any]) -> bool:
-    """Whether SGLang's loaders skip a tensor of the checkpoint: trainers often do not have it.
+def _optional_names(names: Iterable[str], config: Any, server_args: Mapping[str, Any]) -> frozenset[str]:
+    """The tensors of a checkpoint that most of SGLang's loaders skip, so that trainers often do not have them.
 
-    These are tied output heads, tables of rotary embeddings, and the layers for multi-token prediction (MTP), which
-    follow the last decoder layer, of a server without speculative decoding.
+    These are tied output heads, tables of rotary embeddings, and the layers for multi-token prediction (MTP) of a
+    server whose speculative decoding does not use them. A few of SGLang's models load such tensors. Therefore the
+    tensors are sent if they are pushed. If they are not pushed and the server needs them, the update fails, because the
+    server reports parameters that were not written.
     """
-    if name == "lm_head.weight":
-        return bool(getattr(config, "tie_word_embeddings", False))
-    if name.endswith("rotary_emb.inv_freq"):
-        return True
-    layer = DECODER_LAYER.match(name)
-    text_config = config.get_text_config()
-    return (
-        layer is not None
-        and bool(getattr(text_config, "num_nextn_predict_layers", 0))
-        and not server_args.get("speculative_algorithm")
-        and int(layer[1]) >= text_config.num_hidden_layers
+    try:
+        text_config = config.get_text_config()
+    except ValueError as error:  # the configuration of a model with several text models, such as speech models
+        raise BadInputError(f"cannot read the text model of {config.architectures}: {error}") from error
+    num_layers = getattr(text_config, "num_hidden_layers", None)
+    ties_output_head = bool(getattr(config, "tie_word_embeddings", False))
+    draft_model = server_args.get("speculative_draft_model_path") or server_args["model_path"]
+    algorithm = str(server_args.get("speculative_algorithm") or "").upper()
+    serves_mtp = algorithm in OWN_MTP_ALGORITHMS and str(draft_model) == str(server_args["model_path"])
+
+    def is_mtp(name: str) -> bool:
+        layer = DECODER_LAYER.match(name)
+        return bool(MTP_PREFIX.match(name)) or (
+            layer is not None and num_layers is not None and int(layer[1]) >= num_layers
+        )
+
+    return frozenset(
+        name
+        for name in names
+        if (name == OUTPUT_HEAD and ties_output_head)
+        or name.endswith("rotary_emb.inv_freq")
+        or (is_mtp(name) and not serves_mtp)
     )
 
 

@@ -100,11 +100,12 @@ class BufferFiller:
         self._role.double_buffer.progress(self._update_number).fail(message)
 
     def report_error(
-        self, update_id: str, names: Sequence[str], num_model_tensors: int, timeout_s: float
+        self, update_id: str, names: Sequence[str], is_whole: bool, timeout_s: float
     ) -> VerlServerError | None:
         """On the leader: what is wrong with the reports of the TP ranks that this double buffer serves, or None.
 
-        `names`: the tensors in the order in which they were written. `timeout_s`: seconds to wait for the checksums.
+        `names`: the tensors in the order in which they were written. `is_whole`: they are the whole model. `timeout_s`:
+        seconds to wait for the checksums.
         """
         if not self._role.is_lead_writer:
             return None
@@ -116,7 +117,7 @@ class BufferFiller:
         }
         try:
             checksums = [] if self._checksums is None else _checksums_of(self._checksums, timeout_s)
-            verify_reports(reports, attempt, checksums, num_model_tensors)
+            verify_reports(reports, attempt, checksums, is_whole=is_whole)
         except VerlServerError as error:
             return error
         return None

@@ -46,6 +46,8 @@ class StagedUpdate:
     """Names of the tensors, in the order of the layout."""
     checksums: Sequence[int]
     """Checksum of each staged tensor. Empty without verification."""
+    num_missing: int
+    """Number of tensors of the model that the update lacks. If 0, it must write every parameter of the servers."""
 
     def new_attempt(self) -> UpdateAttempt:
         """An attempt at this update, on the servers that take part now."""
@@ -57,13 +59,16 @@ def commit(
     sender: Sender,
     names: Sequence[str],
     validated: ValidatedUpdate,
-    weights_are_torn: bool,
     publish: Callable[[Sequence[int]], None],
+    *,
+    num_missing: int,
+    weights_are_torn: bool,
 ) -> tuple[Json, UpdateAttempt]:
     """Make the servers load the tensors `names`, which are staged in the sender's arena.
 
     `publish` is called with the checksums of `names`, in the order of the layout, when all servers have verified the
-    update and before generation continues. `weights_are_torn`: the servers held torn weights before the update.
+    update and before generation continues. `num_missing`: number of tensors of the model that the update lacks.
+    `weights_are_torn`: the servers held torn weights before the update.
 
     Returns the result as JSON and the successful attempt. Raises TornWeightsError when a server may hold a part of the
     update. Generation continues only with whole weights: after a success, or when nothing was loaded and the weights
@@ -71,7 +76,7 @@ def commit(
     """
     ordered_names = sender.layout.in_order(names)
     checksums = staged_checksums(sender.arena, ordered_names) if validated.verify else []
-    update = StagedUpdate(servers, sender, validated, ordered_names, checksums)
+    update = StagedUpdate(servers, sender, validated, ordered_names, checksums, num_missing)
     attempt = update.new_attempt()
     started = time.monotonic()
     try:
@@ -123,7 +128,7 @@ def replay(
     """
     names = sender.layout.in_order(list(published_checksums))
     expected = [published_checksums[name] for name in names]
-    update = StagedUpdate(servers, sender, validated, names, expected)
+    update = StagedUpdate(servers, sender, validated, names, expected, num_missing=0)
     attempt = UpdateAttempt(uuid.uuid4().hex, names, verify=True, members=servers.members)
     with prepare(update, attempt):
         servers.pause(validated.pause_mode)
@@ -166,7 +171,7 @@ def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
     try:
         with load_then_end(servers, messages, validated) as loading:
             sender.deliver(attempt, is_loading=lambda: not loading.done())
-        verify_reports(sender.reports(attempt), attempt, update.checksums, len(sender.layout.slots))
+        verify_reports(sender.reports(attempt), attempt, update.checksums, is_whole=update.num_missing == 0)
     except (ServerDiedError, ShutDownError):
         raise  # no server is left whose weights could be torn
     except VerlServerError as error:
@@ -202,12 +207,13 @@ def verify_reports(
     reports: Mapping[str, ReceivedReport | None],
     attempt: UpdateAttempt,
     checksums: Sequence[int],
-    num_model_tensors: int,
+    *,
+    is_whole: bool,
 ) -> None:
     """Check that every TP rank has loaded this attempt and has read what was staged. Raises VerlServerError.
 
-    `reports`: report of each TP rank by its label. `checksums`: checksum of each staged tensor. `num_model_tensors`:
-    number of tensors of the whole model.
+    `reports`: report of each TP rank by its label. `checksums`: checksum of each staged tensor. `is_whole`: this is
+    an update of the whole model.
     """
     for label, received in reports.items():
         if received is None:
@@ -221,7 +227,7 @@ def verify_reports(
             raise VerlServerError(f"{label} took {report.num_tensors} of the update's {len(attempt.names)} tensors")
         if attempt.verify:
             _verify_checksums(label, received, attempt, checksums)
-            _verify_coverage(label, received, attempt, num_model_tensors)
+            _verify_coverage(label, received, is_whole)
 
 
 def _verify_checksums(label: str, received: ReceivedReport, attempt: UpdateAttempt, checksums: Sequence[int]) -> None:
@@ -235,12 +241,13 @@ def _verify_checksums(label: str, received: ReceivedReport, attempt: UpdateAttem
         )
 
 
-def _verify_coverage(label: str, received: ReceivedReport, attempt: UpdateAttempt, num_model_tensors: int) -> None:
+def _verify_coverage(label: str, received: ReceivedReport, is_whole: bool) -> None:
     report = received.report
-    if report.num_unwritten and len(attempt.names) == num_model_tensors:
+    if report.num_unwritten and is_whole:
         raise VerlServerError(
-            f"{label} did not write {report.num_unwritten} of its parameters in an update of all tensors, for "
-            f"example {report.unwritten[0]!r}: its model class ignores some names (verify=False skips this check)"
+            f"{label} did not write {report.num_unwritten} of its parameters in an update of the whole model, for "
+            f"example {report.unwritten[0]!r}: the update lacks their tensors, or the model class of the server "
+            "ignores them (verify=False skips this check)"
         )
 
 
@@ -250,7 +257,7 @@ def _result_of(update: StagedUpdate, load_s: float) -> Json:
         weight_version=update.validated.weight_version,
         num_tensors=len(update.names),
         num_bytes=sum(tensor_bytes(slots[name].spec) for name in update.names),
-        num_missing=len(slots) - len(update.names),
+        num_missing=update.num_missing,
         transport=update.sender.name,
         staging_bytes=update.sender.layout.size_bytes,
         sent_bytes=update.sender.sent_bytes,

@@ -70,7 +70,10 @@ class ShardWriter:
         from torch.distributed.tensor import DTensor
 
         if is_fused(name) and name not in self._manifest.tensors:
-            whole = self._gather(tensor) if isinstance(tensor, DTensor) else tensor
+            whole = tensor
+            if isinstance(tensor, DTensor):
+                require_own_shard(name, tensor)
+                whole = self._gather(tensor)
             return [written for part in unfuse(name, whole) for written in self._write_tensor(*part)]
         dtype = str(tensor.dtype).removeprefix("torch.")
         spec = self._manifest.check(name, tuple(tensor.shape), dtype)

@@ -113,7 +113,15 @@ class StagedUpdater(WeightUpdater):
         try:
             with self._sender_lock:
                 self._arena.write_table(ordered_names)
-                result, attempt = commit(servers, sender, names, validated, self.find_torn() is not None, publish)
+                result, attempt = commit(
+                    servers,
+                    sender,
+                    names,
+                    validated,
+                    publish,
+                    num_missing=self.manifest.num_missing(names),
+                    weights_are_torn=self.find_torn() is not None,
+                )
         except TornWeightsError as error:
             return outcome_message(validated, error, update_id=None, verify=validated.verify)
         return outcome_message(validated, result=result, update_id=attempt.id, verify=validated.verify)
@@ -134,8 +142,8 @@ class StagedUpdater(WeightUpdater):
             self._published_checksums.update(zip(ordered_names, checksums, strict=True))
         else:
             self._published_checksums.clear()
-        can_replay = self._published_checksums.keys() == self._layout.slots.keys()
-        is_whole = len(ordered_names) == len(self._layout.slots)
+        can_replay = self.manifest.is_whole(self._published_checksums)
+        is_whole = self.manifest.is_whole(ordered_names)
         servers.published(validated.weight_version, is_whole, self._replay_of(validated) if can_replay else None)
 
     def _replay_of(self, validated: ValidatedUpdate) -> ReplayFn:
@@ -172,7 +180,9 @@ class StagedUpdater(WeightUpdater):
         attempt = UpdateAttempt(update_id, self._layout.in_order(names), verify, self.ranks.servers.members)
         checksums = staged_checksums(self._arena, attempt.names) if verify else []
         try:
-            verify_reports(self._sender.reports(attempt), attempt, checksums, len(self._layout.slots))
+            verify_reports(
+                self._sender.reports(attempt), attempt, checksums, is_whole=self.manifest.is_whole(attempt.names)
+            )
         except VerlServerError as error:
             return error
         return None

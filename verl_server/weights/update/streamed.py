@@ -139,8 +139,8 @@ class StreamedUpdater(WeightUpdater):
         self._raise_if_torn(end_outcome)
         report_error = None
         if self._filler is not None:
-            num_model_tensors = len(self.manifest.tensors)
-            report_error = self._filler.report_error(opened.update_id, names, num_model_tensors, self.ranks.timeout_s)
+            is_whole = self.manifest.is_whole(names)
+            report_error = self._filler.report_error(opened.update_id, names, is_whole, self.ranks.timeout_s)
         outcome = self.coordinator.agree(
             f"{call_id}/confirm",
             lambda contributions: self._confirm(contributions, opened, names),
@@ -272,7 +272,7 @@ class StreamedUpdater(WeightUpdater):
                 if contribution["error"] is not None:
                     raise from_wire(contribution["error"])
             self.require_whole_if_torn(names)
-            self._session.publish_and_resume(whole=len(names) == len(specs))
+            self._session.publish_and_resume(whole=self.manifest.is_whole(names))
         except (ServerDiedError, ShutDownError):
             raise
         except VerlServerError as error:
@@ -281,7 +281,7 @@ class StreamedUpdater(WeightUpdater):
             weight_version=validated.weight_version,
             num_tensors=len(names),
             num_bytes=sum(tensor_bytes(specs[name]) for name in names),
-            num_missing=len(specs) - len(names),
+            num_missing=self.manifest.num_missing(names),
             transport=self._transport,
             staging_bytes=len(self._descriptions) * NUM_BUCKETS * self._layout.bucket_bytes,
             sent_bytes=0,

@@ -67,7 +67,7 @@ def _check_all(
     for given_name, tensor in pairs:
         spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         specs = {given_name: spec} if given_name in manifest.tensors else unfuse_spec(given_name, spec)
-        served_dtype = spec.dtype
+        served_dtype = None
         for name, part in specs.items():
             served = manifest.check(name, part.shape, part.dtype)
             if served is None:
@@ -75,6 +75,8 @@ def _check_all(
             require_new_name(name, seen)
             names.append(name)
             served_dtype = served.dtype
+        if served_dtype is None:  # the tensor is left out
+            continue
         if isinstance(tensor, DTensor):
             require_own_shard(given_name, tensor)
             has_shards = True

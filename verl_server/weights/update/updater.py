@@ -125,7 +125,7 @@ class WeightUpdater(ABC):
 
     def require_whole_if_torn(self, names: Iterable[str]) -> None:
         """Raise TornWeightsError if the served weights are torn and an update of `names` would leave them torn."""
-        missing = sorted(self.manifest.tensors.keys() - set(names))
+        missing = sorted(self.manifest.required - set(names))
         torn = self.find_torn()
         if missing and torn is not None:
             raise TornWeightsError(
