@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from agent_helpers import add, make_tasks
 from helpers import QWEN, chat_tokenizer
@@ -69,6 +70,14 @@ async def never_called(*, rid: str, session_id: str, **request: Any) -> Any:
         (("t", [{**USER_MESSAGE, "tags": {"a"}}]), "message 0: a value cannot be recorded as JSON"),
         (("t", [{"role": "user", "content": "\ud800"}]), "message 0: a value cannot be recorded as JSON"),
         (("t", [{"role": "user", "content": ASSISTANT_PLACEHOLDER}]), "message 0: .* reserved placeholder"),
+        (("t", np.array([USER_MESSAGE])), r"messages must be a list, got ndarray.*convert it with \.tolist\(\)"),
+        (("t", [{"role": "user", "content": np.array(["x"])}]), r"has the type ndarray.*convert it with \.tolist\(\)"),
+        (("t", [{**USER_MESSAGE, "n": np.int64(1)}]), r"numpy.int64; pass plain JSON values.*with \.tolist\(\)"),
+        (
+            ("t", [{"role": "assistant", "content": None, "reasoning_content": "x"}]),
+            'also one with .reasoning_content., write "content": ""',
+        ),
+        ((np.int64(3), [USER_MESSAGE]), "Task.id must be a string that is not empty.*pass '3'"),
         (("t", [USER_MESSAGE], 42), "Task.data of task 't' must be a dict"),
     ],
 )
@@ -80,7 +89,9 @@ def test_invalid_tasks_are_refused(arguments: tuple[Any, ...], expected: str) ->
 def test_valid_tasks_are_accepted() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
     parts = {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image", "image": "a.png"}]}
-    task = Task("a/b c", (USER_MESSAGE, call, {"role": "tool", "content": ""}, parts), {"answer": {1, 2}})
+    text = {"role": np.str_("user"), "content": np.str_("x")}
+    answer = {"answer": {1, 2}, "number": np.int64(3)}
+    task = Task("a/b c", (text, call, {"role": "tool", "content": ""}, parts), answer)
     assert len(task.messages) == 4
 
 

@@ -8,8 +8,9 @@ import runpy
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 import pytest
 from agent_helpers import (
     add,
@@ -22,6 +23,7 @@ from agent_helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 from transformers import AutoTokenizer
 
 from verl_server.agent import (
@@ -118,9 +120,41 @@ def with_any_number(*queries: str) -> str:
 
 
 class SearchTool:
+    """An index of documents."""
+
     def __call__(self, query: str) -> str:
         """Search."""
         return query
+
+    def find(self, query: str) -> str:
+        """Find a document."""
+        return query
+
+
+class AsyncSearchTool:
+    """An index of documents on another machine."""
+
+    async def __call__(self, query: str) -> str:
+        return f"remote {query}"
+
+
+def with_annotated_parameters(
+    limit: Annotated[int, Field(ge=1)],
+    query: Annotated[str, "What to search for."] = "x",
+    page: Annotated[int, "not this text", Field(description="Number of the page.")] = 0,
+) -> str:
+    """Search."""
+    return query * limit
+
+
+def with_result_for_type_checkers(query: str) -> Thread:  # type: ignore[name-defined] # noqa: F821
+    """Search."""
+    return query
+
+
+def search_in(index: threading.Thread, query: str, limit: int = 1) -> str:
+    """Search an index."""
+    return f"{index.name} {query} {limit}"
 
 
 @pytest.mark.parametrize(
@@ -128,22 +162,69 @@ class SearchTool:
     [
         (without_annotation, "'without_annotation': parameter 'query' has no annotation.*Write `query: str`"),
         (without_docstring, "'without_docstring' has no docstring.*(?s:.)*def search"),
-        (with_unknown_annotation, "name 'Query' is not defined"),
+        (with_unknown_annotation, "name 'Query' is not defined. Import their types at run time"),
         (with_annotation_without_schema, "an annotation has no JSON schema"),
         (with_underscore, "a parameter cannot have the name '_query'; rename it"),
         (with_name_of_pydantic, "a parameter cannot have the name 'model_config'; rename it"),
         (with_any_number, "parameter 'queries' cannot be passed by name"),
         (len, "parameter 'obj' cannot be passed by name"),
         (lambda query: query, "a lambda cannot be a tool(?s:.)*def search"),
-        (functools.partial(add, 1), "a tool must be a function, a method or a Tool, got functools.partial"),
+        (functools.partial(add, 1), r"got functools.partial.*, which has no name; pass FunctionTool\(..., name="),
         (SearchTool, "got the class SearchTool"),
-        (SearchTool(), "a tool must be a function, a method or a Tool"),
+        (SearchTool(), r"got <.*SearchTool object.*, which has no name; pass FunctionTool\(..., name="),
+        (SearchTool.find, r"method of the class SearchTool; pass the method of an object, .* SearchTool\(\).find"),
         ("add", "a tool must be a function, a method or a Tool, got 'add'"),
     ],
 )
 def test_functions_that_cannot_be_tools_are_refused(function: Any, expected: str) -> None:
     with pytest.raises(BadInputError, match=expected):
         ToolAgentLoop([function])
+
+
+def test_annotated_parameters_have_bounds_and_descriptions() -> None:
+    tool = FunctionTool(with_annotated_parameters)
+    limit, query, page = tool.schema["function"]["parameters"]["properties"].values()
+    assert limit["minimum"] == 1
+    assert (query["description"], page["description"]) == ("What to search for.", "Number of the page.")
+    assert asyncio.run(tool.call({"limit": 0})).error_type == "bad_arguments"
+
+
+@pytest.mark.parametrize(
+    ("function", "description", "parameters", "expected"),
+    [
+        (with_result_for_type_checkers, "Search.", ["query"], "x"),
+        (SearchTool(), "Search.", ["query"], "x"),
+        (SearchTool().find, "Find a document.", ["query"], "x"),
+        (AsyncSearchTool(), "An index of documents on another machine.", ["query"], "remote x"),
+        (
+            functools.partial(search_in, threading.Thread(name="index")),
+            "Search an index.",
+            ["query", "limit"],
+            "index x 1",
+        ),
+        (
+            functools.partial(search_in, index=threading.Thread(name="b"), limit=3),
+            "Search an index.",
+            ["query"],
+            "b x 3",
+        ),
+    ],
+)
+def test_functions_that_can_be_tools(function: Any, description: str, parameters: list[str], expected: str) -> None:
+    """Only annotations of parameters that the policy sets are needed. Parameters of a partial are hidden."""
+    tool = FunctionTool(function, name="tool")
+    schema = tool.schema["function"]
+    assert (schema["name"], schema["description"]) == ("tool", description)
+    assert list(schema["parameters"]["properties"]) == parameters
+    assert asyncio.run(tool.call({"query": "x"})).content == expected
+
+
+def test_numbers_of_numpy_in_a_result_are_json() -> None:
+    def measure() -> dict[str, Any]:
+        """Measure."""
+        return {"length": np.float64(2.5)}
+
+    assert asyncio.run(FunctionTool(measure).call({})).content == '{"length":2.5}'
 
 
 @pytest.mark.parametrize("tools", [add, FunctionTool(add), "add", {"add": add}, None])

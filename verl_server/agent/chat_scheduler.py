@@ -87,11 +87,12 @@ class ChatScheduler:
         unknown conversation, and for a conversation whose last turn is still running.
         """
         require_callable("callback", callback, "write `def on_turn(turn, info, error)`", None, None, None)
-        validate_messages(messages)
         require_sampling_params(sampling_params)
         if session_id is None:
             session_id = uuid.uuid4().hex
-            self._conversations[session_id] = self._start_conversation(session_id, messages)
+            self._conversations[session_id] = self._start_conversation(session_id, messages)  # validates the messages
+        else:
+            validate_messages(messages)
         conversation = self._require_idle(session_id)
         conversation.has_running_turn = True
         self._num_requests[conversation.server] += 1

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from verl_server.agent.generate_fn import (
@@ -49,7 +50,7 @@ class Task:
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
-            hint = f"; pass {str(self.id)!r}" if isinstance(self.id, int) else ""
+            hint = f"; pass {str(self.id)!r}" if isinstance(self.id, Integral) else ""
             raise BadInputError(f"Task.id must be a string that is not empty, got {self.id!r}{hint}")
         try:
             validate_messages(self.messages)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,10 @@ import orjson
 import pydantic
 
 from verl_server.agent.daemon_thread import run_in_daemon_thread
+from verl_server.agent.tool_schema import find_inner_function, make_arguments_model, read_description, require_function
 from verl_server.errors import BadInputError
 from verl_server.types import Json
 from verl_server.validation import require_list, require_seconds
-
-EXAMPLE = 'def search(query: str) -> str:\n    """Search the documents."""\n    ...'
-"""A function that can be a tool, for errors."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +101,22 @@ class FunctionTool(Tool):
     """A Python function as a tool. Its annotations give the schema, its docstring gives the description.
 
     A function that is not a coroutine function runs in a thread of its own. The thread of a call that exceeds the
-    timeout keeps running, and its result is discarded. Raises BadInputError for an object that is neither a function
-    nor a method, for a lambda, for a function without a docstring, and for parameters that have no annotation, have a
+    timeout keeps running, and its result is discarded. `Annotated[int, Field(ge=1)]` gives a parameter bounds, and
+    `Annotated[str, "text"]` a description.
+
+    A `functools.partial` and an object with `__call__` need a `name`. Keyword arguments of the partial are not shown to
+    the policy. Raises BadInputError for any other object that is neither a function nor a method, for a lambda, for a
+    function without a docstring, for a method without its object, and for parameters that have no annotation, have a
     name that begins with `_`, or cannot be passed by name.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, timeout_s: float = 30.0) -> None:
         """`name`: name of the tool. None takes the function's name. `timeout_s`: maximum seconds per call."""
-        name, description = _describe(function, name)
+        function = require_function(function, name)
+        name = name or str(function.__name__)
+        description = read_description(name, function)
         self._function = function
-        self._arguments_model = _arguments_model(name, function)
+        self._arguments_model = make_arguments_model(name, function)
         try:
             schema = self._arguments_model.model_json_schema()
         except pydantic.PydanticUserError as error:
@@ -182,59 +185,6 @@ class ToolRegistry:
         return results
 
 
-def _describe(function: Callable[..., Any], name: str | None) -> tuple[str, str]:
-    """Name and description of a tool. Raises BadInputError if the function has none."""
-    if not inspect.isroutine(function):
-        got = f"the class {function.__name__}" if isinstance(function, type) else f"{function!r:.80}"
-        raise BadInputError(
-            f"a tool must be a function, a method or a Tool, got {got}; write a function such as\n{EXAMPLE}"
-        )
-    if function.__name__ == "<lambda>":
-        raise BadInputError(
-            f"a lambda cannot be a tool, because it has no name, annotations and docstring; write a function such as\n"
-            f"{EXAMPLE}"
-        )
-    name = name or function.__name__
-    description = inspect.getdoc(function)
-    if not description:
-        raise BadInputError(
-            f"tool {name!r} has no docstring; the policy reads the docstring as the description of the tool. Write it "
-            f"as the first line of the function, for example\n{EXAMPLE}"
-        )
-    return name, description
-
-
-def _arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.BaseModel]:
-    """A model of the function's parameters, which validates arguments and gives the JSON schema.
-
-    Raises BadInputError for a parameter without a usable annotation and for one that cannot be passed by name.
-    """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-        annotations = typing.get_type_hints(function)
-    except (NameError, TypeError, ValueError) as error:
-        raise BadInputError(f"tool {name!r}: its parameters and annotations cannot be read: {error}") from error
-    fields: dict[str, Any] = {}
-    for parameter in parameters:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise BadInputError(f"tool {name!r}: parameter {parameter.name!r} cannot be passed by name")
-        if parameter.name not in annotations:
-            raise BadInputError(
-                f"tool {name!r}: parameter {parameter.name!r} has no annotation; the annotations are the JSON schema "
-                f"that the policy reads. Write `{parameter.name}: str`, or the type that the function needs"
-            )
-        default = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (annotations[parameter.name], default)
-    config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    try:
-        model: type[pydantic.BaseModel] = pydantic.create_model(name, __config__=config, **fields)
-    except (ValueError, pydantic.PydanticUserError) as error:
-        raise BadInputError(f"tool {name!r}: its parameters cannot be a JSON schema: {error}") from error
-    for parameter_name in fields.keys() - model.model_fields.keys():  # pydantic takes them for settings of the model
-        raise BadInputError(f"tool {name!r}: a parameter cannot have the name {parameter_name!r}; rename it")
-    return model
-
-
 def _is_mistake_in_source(error: Exception, source_file: str | None) -> bool:
     """Whether the source file of a tool uses an unknown name or a module that cannot be imported.
 
@@ -248,7 +198,8 @@ def _is_mistake_in_source(error: Exception, source_file: str | None) -> bool:
 
 
 def _source_file(function: Callable[..., Any]) -> str | None:
-    """The file that defines a function or a method, also behind decorators."""
+    """The file that defines a function or a method, also behind decorators and in a `functools.partial`."""
+    function = find_inner_function(function)
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return None if code is None else code.co_filename
 
@@ -257,6 +208,6 @@ def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     try:
-        return orjson.dumps(value).decode()
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
     except TypeError:
         return str(value)

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from verl_server.adapter.json_body import tolist_hint
 from verl_server.errors import BadInputError
 from verl_server.validation import require_list
 
@@ -28,7 +29,7 @@ def validate_messages(messages: Sequence[Message]) -> None:
     The error names the index of the message. A message has one of the `ROLES`, and a content: a string or a list of
     content parts. Only an assistant message with `tool_calls` needs no content. All values are plain JSON values.
     """
-    require_list("messages", messages, f"for example {EXAMPLE}")
+    require_list("messages", messages, f"for example {EXAMPLE}{tolist_hint(messages)}")
     if not messages:
         raise BadInputError(f"there are no messages: pass at least one message, for example {EXAMPLE}")
     for index, message in enumerate(messages):
@@ -49,11 +50,13 @@ def _validate_message(message: Message) -> None:
     if content is None and not (role == "assistant" and message.get("tool_calls")):
         problem = "has the value None" if "content" in message else "is missing"
         raise BadInputError(
-            f"the key 'content' {problem}; only an assistant message with 'tool_calls' needs no content"
+            f"the key 'content' {problem}; only an assistant message with 'tool_calls' needs no content. For an empty "
+            'message, also one with \'reasoning_content\', write "content": ""'
         )
     if not (content is None or isinstance(content, (str, list))):
         raise BadInputError(
             f"the content has the type {type(content).__name__}; expected a string or a list of content parts"
+            f"{tolist_hint(content)}"
         )
     if isinstance(content, str) and ASSISTANT_PLACEHOLDER in content:
         raise BadInputError(
@@ -66,7 +69,10 @@ def _validate_message(message: Message) -> None:
     try:
         orjson.dumps(dict(message))
     except TypeError as error:
-        raise BadInputError(f"a value cannot be recorded as JSON: {error}; pass plain JSON values") from None
+        raise BadInputError(
+            f"a value cannot be recorded as JSON: {error}; pass plain JSON values. Convert values of numpy and torch "
+            "with .tolist()"
+        ) from None
 
 
 def image_sources(message: Message) -> list[str]:
