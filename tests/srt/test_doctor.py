@@ -171,7 +171,8 @@ def test_leftover_files(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x" * 100)
         os.utime(tmp_path / name, (time.time() - 3600,) * 2)
     (tmp_path / "torch_999999999_2").write_bytes(b"young")
-    assert set(leftovers.leftovers(tmp_path)) == {"sglang_loads_x.shm", "torch_999999999_1"}
+    files, _ = leftovers.leftovers(tmp_path)
+    assert set(files) == {"sglang_loads_x.shm", "torch_999999999_1"}
     found = leftovers.check_leftovers({"torch_1": GIB, "torch_2": GIB})
     assert (found.level, found.fix) == (Level.WARN, "rm /dev/shm/torch_1 /dev/shm/torch_2")
     assert "no inspected process maps them or has them open" in found.detail
@@ -181,6 +182,7 @@ def test_leftover_files(tmp_path: Path) -> None:
     assert not uncertain.fix.startswith("rm")
     assert leftovers.check_leftovers({"torch_1": GIB}, in_container=True).fix.startswith("If no other container")
     assert leftovers.check_leftovers({}).level is Level.OK
+    assert leftovers.is_in_container(f"{tmp_path}/missing"), "a container may deny access to the link"
 
 
 def test_an_open_file_is_not_a_leftover_file() -> None:
@@ -191,8 +193,8 @@ def test_an_open_file_is_not_a_leftover_file() -> None:
             opened.write(b"x")
             opened.flush()
             os.utime(path, (time.time() - 3600,) * 2)
-            assert path.name not in leftovers.leftovers()
-        assert path.name in leftovers.leftovers()
+            assert path.name not in leftovers.leftovers()[0]
+        assert path.name in leftovers.leftovers()[0]
     finally:
         path.unlink()
 

@@ -111,10 +111,11 @@ def processes() -> list[Process]:
     return found
 
 
-def leftovers(folder: Path = Path(SHM_DIR)) -> dict[str, int]:
+def leftovers(folder: Path = Path(SHM_DIR)) -> tuple[dict[str, int], int]:
     """Files of this user that torch, SGLang or multiprocessing created and that no process uses, with bytes.
 
-    A process uses a file that it maps or has open.
+    A process uses a file that it maps or has open. The second result is the number of processes that may use the files
+    and could not be inspected.
     """
     old: dict[str, int] = {}
     for path in folder.iterdir() if folder.is_dir() else []:
@@ -126,8 +127,10 @@ def leftovers(folder: Path = Path(SHM_DIR)) -> dict[str, int]:
         if mine and SHM_NAMES.match(path.name) and time.time() - status.st_mtime > LEFTOVER_AGE_S:
             old[path.name] = status.st_blocks * 512
     pids = set(psutil.pids())
-    used = find_shared_memory(sorted(pids)) | find_open_files(pids)[0] if old else set()
-    return {name: size for name, size in old.items() if name not in used and not _owner_is_running(name, pids)}
+    opened, uninspected = find_open_files(pids) if old else (set(), 0)
+    used = find_shared_memory(sorted(pids)) | opened if old else set()
+    files = {name: size for name, size in old.items() if name not in used and not _owner_is_running(name, pids)}
+    return files, uninspected
 
 
 def find_open_files(pids: Iterable[int]) -> tuple[set[str], int]:
@@ -155,13 +158,19 @@ def _owner_is_running(name: str, pids: set[int]) -> bool:
     return owner is not None and int(owner[1]) in pids
 
 
+def is_in_container(namespace: str = "/proc/self/ns/pid") -> bool:
+    """Whether processes of the machine may be invisible to this process. True when the kernel does not tell it."""
+    try:
+        return os.readlink(namespace) != INITIAL_PID_NAMESPACE
+    except OSError:  # a container without access to the link
+        return True
+
+
 def examine() -> list[Finding]:
     """Check for leftover files and processes. Takes a second longer when there are orphans."""
-    files, found = leftovers(), processes()
+    (files, uninspected), found = leftovers(), processes()
     if _orphans(found):
         time.sleep(ORPHAN_RECHECK_S)
         first_pids = {process.pid for process in found}
         found = [process for process in processes() if process.pid in first_pids]
-    in_container = os.readlink("/proc/self/ns/pid") != INITIAL_PID_NAMESPACE
-    uninspected = find_open_files(psutil.pids())[1] if files else 0
-    return [check_leftovers(files, uninspected=uninspected, in_container=in_container), check_orphans(found)]
+    return [check_leftovers(files, uninspected=uninspected, in_container=is_in_container()), check_orphans(found)]
