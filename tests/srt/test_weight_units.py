@@ -91,7 +91,12 @@ def test_float8_values_are_checked_without_a_cast() -> None:
             "'module.' (DistributedDataParallel) and '_fsdp_wrapped_module.' (FullyShardedDataParallel), {2}: "
             "'{1}up_proj.weight'",
         ),
-        (f"module.{ATTENTION}qkv_proj.weight", "'module.' (DistributedDataParallel), {2}: '{0}qkv_proj.weight'"),
+        (
+            f"module.{ATTENTION}qkv_proj.weight",
+            "'module.' (DistributedDataParallel), which a wrapper of the module adds, and SGLang makes this tensor "
+            "inside the server from tensors of the checkpoint. Push them by their Hugging Face names: "
+            "'{0}q_proj.weight', '{0}k_proj.weight', '{0}v_proj.weight'",
+        ),
         (f"{ATTENTION}q_proj.wieght", "; did you mean '{0}q_proj.weight'?"),
         ("module.nothing_similar", "no parameter 'module.nothing_similar'"),
     ],

@@ -29,13 +29,14 @@ def explain_unknown_name(name: str, known: Collection[str]) -> str:
     prefixes = [component for component in dict.fromkeys(components) if component in WRAPPER_PREFIXES]
     plain_name = ".".join(component for component in components if component not in WRAPPER_PREFIXES)
     parts = _checkpoint_names(plain_name, known)
-    if prefixes and (plain_name in known or parts):
-        wrappers = " and ".join(f"{prefix + '.'!r} ({WRAPPER_PREFIXES[prefix]})" for prefix in prefixes)
-        return f": it contains {wrappers}, which a wrapper of the module adds. Remove it from the names: {plain_name!r}"
+    wrappers = " and ".join(f"{prefix + '.'!r} ({WRAPPER_PREFIXES[prefix]})" for prefix in prefixes)
+    wrapped = f" it contains {wrappers}, which a wrapper of the module adds" if prefixes else ""
+    if prefixes and plain_name in known:
+        return f":{wrapped}. Remove it from the names: {plain_name!r}"
     if parts:
         return (
-            ": SGLang makes this tensor inside the server from tensors of the checkpoint. Push them by their Hugging "
-            f"Face names: {', '.join(map(repr, parts))}"
+            f":{wrapped + ', and' if wrapped else ''} SGLang makes this tensor inside the server from tensors of the "
+            f"checkpoint. Push them by their Hugging Face names: {', '.join(map(repr, parts))}"
         )
     return did_you_mean(name, known)
 
