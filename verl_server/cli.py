@@ -86,6 +86,9 @@ def launch(
         "tp_size": tp,
         **({} if port is None else {"port": port}),
     }
+    with show_progress("Checking the arguments"):
+        own_options = {param.name: param.opts[0] for param in context.command.params if param.name}
+        options.require_known_arguments(server_args, own_options)
     generated_keys = options.missing_keys([API_KEY, ADMIN_API_KEY], shown=sys.stdout.isatty())
     server_args |= {"api_key": take_key(API_KEY), "admin_api_key": take_key(ADMIN_API_KEY)}
     signals = _StopSignals()
@@ -200,6 +203,7 @@ def doctor(
     from verl_server.doctor import examine, report
 
     with show_progress("Checking this machine"):
+        options.require_known_arguments({"dtype": dtype})
         sections = examine(model, tp=tp, dtype=dtype)
     if as_json:
         print(report.as_json(sections))
@@ -272,9 +276,11 @@ class _StopSignals:
 def _start(server_args: dict[str, Any], log_dir: Path | None) -> HttpServerEngineAdapter:
     from verl_server.adapter import HttpServerEngineAdapter
     from verl_server.config import AdapterConfig
+    from verl_server.server.forkserver.socket_folder import shares_forkservers
 
+    config = AdapterConfig(log_dir=log_dir, use_forkserver=shares_forkservers())  # its own would serve only one server
     with show_progress(f"Starting a server for {server_args['model_path']}"):
-        return HttpServerEngineAdapter(config=AdapterConfig(log_dir=log_dir, use_forkserver=False), **server_args)
+        return HttpServerEngineAdapter(config=config, **server_args)
 
 
 def main() -> None:

@@ -6,13 +6,15 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from verl_server.errors import BadInputError
+from verl_server.server.argument_check import find_early_refusal
+from verl_server.server.server_main import REFUSAL
 
 API_KEY, ADMIN_API_KEY = "VERL_SERVER_API_KEY", "VERL_SERVER_ADMIN_API_KEY"
 REPLICA_API_KEY = "VERL_SERVER_REPLICA_API_KEY"
@@ -64,6 +66,8 @@ JSON_TEXT_ARGUMENTS = {
 }
 #: Arguments of SGLang that this command has under another name.
 RENAMED_ARGUMENTS = {"model_path": "the first argument, MODEL", "tp_size": "--tp", "tp": "--tp"}
+#: Arguments of SGLang that hold keys, and the environment variables with which this command sets them.
+KEY_ARGUMENTS = {"api_key": API_KEY, "admin_api_key": ADMIN_API_KEY}
 NEGATIVE_NUMBER = re.compile(r"-[0-9.]")
 
 
@@ -99,6 +103,17 @@ def parse_server_args(args: list[str]) -> dict[str, Any]:
     return server_args
 
 
+def require_known_arguments(server_args: Mapping[str, Any], own_options: Mapping[str, str] | None = None) -> None:
+    """Raise BadInputError for names that SGLang does not have and for values that are none of its choices.
+
+    `own_options`: names of the command's own options, and how each is written. They are suggested for misspelled names.
+    """
+    keys = {name: f"the environment variable {variable}" for name, variable in KEY_ARGUMENTS.items()}
+    refusal = find_early_refusal(server_args, {**RENAMED_ARGUMENTS, **keys, **(own_options or {})})
+    if refusal is not None:
+        raise BadInputError(f"{REFUSAL}{refusal}")
+
+
 def _check_model(model: str) -> None:
     """Raises BadInputError when `model` is neither a folder nor a possible name on the Hugging Face Hub."""
     if model.startswith("-"):
@@ -116,11 +131,10 @@ def _field_of(option: str) -> str:
     """The field of SGLang's `ServerArgs` that `--option` sets. Raises BadInputError for options that are refused."""
     name = option.replace("-", "_")
     name = ALIASES.get(name, name)
-    if name in ("api_key", "admin_api_key"):
-        variable = API_KEY if name == "api_key" else ADMIN_API_KEY
+    if name in KEY_ARGUMENTS:
         raise BadInputError(
             f"--{option} is not accepted, because all users of this machine can read a command line; "
-            f"put the key into the environment variable {variable}"
+            f"put the key into the environment variable {KEY_ARGUMENTS[name]}"
         )
     if name in RENAMED_ARGUMENTS:
         raise BadInputError(f"--{option} is not an option of this command; use {RENAMED_ARGUMENTS[name]}")

@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from helpers import MARK, marked_processes, wait_until
 
 from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY, parse_server_args
 from verl_server.errors import BadInputError
+from verl_server.server.forkserver.socket_folder import FOLDER_VARIABLE
 from verl_server.server.warden.shared_memory_files import find_shared_memory
 
 COMMAND = [sys.executable, "-m", "verl_server.cli"]
@@ -33,7 +33,7 @@ SMALL_SERVER = ["--dtype", "float32", "--max-total-tokens=4096"]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in KEYS}
+    kept = {name: value for name, value in os.environ.items() if name not in (*KEYS, FOLDER_VARIABLE)}
     return {**kept, **changes}
 
 
@@ -55,10 +55,17 @@ def call(url: str, key: str) -> int:
         return error.code
 
 
-def test_launch_serves_until_sigterm_and_leaves_nothing(tiny: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """An empty folder with a short path: SGLang creates Unix sockets in it, whose paths have at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="vs-") as folder:
+        yield Path(folder)
+
+
+def test_launch_serves_until_sigterm_and_leaves_nothing(
+    tiny: Callable[..., Path], tmp_path: Path, scratch: Path
+) -> None:
     mark = uuid.uuid4().hex
-    # A short path: SGLang creates Unix sockets in it, whose paths have at most 107 characters.
-    scratch = Path(tempfile.mkdtemp(prefix="vs-"))
     process = subprocess.Popen(
         [*COMMAND, "launch", str(tiny("qwen3")), *SMALL_SERVER, "--log-dir", str(tmp_path / "logs")],
         stdout=subprocess.PIPE,
@@ -93,12 +100,11 @@ def test_launch_serves_until_sigterm_and_leaves_nothing(tiny: Callable[..., Path
     assert not shared & set(os.listdir("/dev/shm"))
     assert [path.name for path in scratch.iterdir() if path.name.startswith("verl-server-")] == []
     assert list((tmp_path / "logs").iterdir())
-    shutil.rmtree(scratch)
 
 
 def test_failed_start_prints_the_end_of_the_servers_log(tmp_path: Path) -> None:
-    """The folder holds no model, so SGLang ends during its start."""
-    done = run("launch", str(tmp_path), **KEYS)
+    """The folder holds no model, so SGLang ends during its start. The forkserver of the suite has forked the server."""
+    done = run("launch", str(tmp_path), **KEYS, **{FOLDER_VARIABLE: os.environ[FOLDER_VARIABLE]})
     assert done.returncode == 1
     assert "the server did not start" in done.stderr
     assert "end of the server's log" in done.stderr
@@ -114,6 +120,10 @@ def test_failed_start_prints_the_end_of_the_servers_log(tmp_path: Path) -> None:
         (["--port=70000"], "65535"),
         (["--tp", "3"], "tp_size=3 cannot divide 4 attention heads"),
         (["--max-total-tokens=-5"], "max_total_tokens must be a whole number of at least 1, got -5"),
+        (["--dtype", "bf16"], "dtype must be one of auto, half, float16, bfloat16, float, float32, got 'bf16'"),
+        (["--log-dri", "x"], "has no argument 'log_dri'; did you mean --log-dir?"),
+        (["--log-dir", "/proc/x"], "cannot be written into the folder /proc/x (log_dir): No such file or directory"),
+        (["--log-dir", __file__], f"cannot be written into the folder {__file__} (log_dir): File exists"),
         (["stray"], "stray"),
     ],
 )
@@ -124,6 +134,7 @@ def test_invalid_options_are_refused_before_a_server_starts(
     assert done.returncode == 2
     assert expected in done.stderr
     assert "secret" not in done.stderr
+    assert "Traceback" not in done.stderr
     assert done.stdout == ""
 
 
@@ -219,6 +230,7 @@ def test_remote_model_urls_are_passed_to_sglang() -> None:
         (["router", "--replica", "http://127.0.0.1:70000"], 2, "is not an HTTP URL"),
         (["status", "foo"], 2, "is not an HTTP URL"),
         (["status", "http://127.0.0.1:1"], 1, "nothing answers at http://127.0.0.1:1"),
+        (["doctor", "--dtype", "bf16"], 2, "got 'bf16'; did you mean 'bfloat16'?"),
         (["luanch", "Org/Model"], 2, "Did you mean 'launch'?"),
     ],
 )

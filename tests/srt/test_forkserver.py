@@ -110,10 +110,13 @@ def test_a_killed_warden_of_a_forked_server(tiny: Callable[..., Path]) -> None:
         server.shutdown()
 
 
-def test_an_unknown_argument_of_a_forked_server_is_an_error(tiny: Callable[..., Path]) -> None:
-    expected = "did not start: .*no argument 'max_total_token'; did you mean 'max_total_tokens'"
+def test_wrong_arguments_of_a_forked_server_are_an_error(tiny: Callable[..., Path]) -> None:
+    expected = (
+        "did not start: .*no argument 'max_total_token'; did you mean 'max_total_tokens'.*"
+        "load_format must be one of .*, got 'safetensor'; did you mean 'safetensors'"
+    )
     with pytest.raises(BadInputError, match=expected) as caught:
-        start(tiny, max_total_token=1)
+        start(tiny, max_total_token=1, load_format="safetensor")
     assert "\n" not in str(caught.value), "without the warnings in the server's log"
 
 

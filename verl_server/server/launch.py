@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import http.client
 import logging
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from verl_server.config import AdapterConfig
-from verl_server.errors import StartupError
+from verl_server.errors import BadInputError, StartupError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.forkserver.shared_forkserver import warden_factory
 from verl_server.server.ports import PortReservation, join_host_port
@@ -46,9 +48,11 @@ def launch_server(
     program takes that port before the server listens, the start is retried with another port. The server is forked by
     the forkserver of this process where `shared_forkserver.py` allows it, unless `config.use_forkserver` is False.
 
-    Raises the error that `check_abort` returns, StartupError, BadInputError (the engine refuses an argument) or
-    DeadlineError. All processes that were started are ended before the error is raised.
+    Raises the error that `check_abort` returns, StartupError, DeadlineError or BadInputError (`config.log_dir` takes no
+    files, or the engine refuses an argument). All processes that were started are ended before the error is raised.
     """
+    if config.log_dir is not None:
+        config = replace(config, log_dir=_make_log_folder(Path(config.log_dir)))
     start_warden: WardenFactory = spawn_warden
     if config.use_forkserver:
         start_warden = warden_factory(profile, env, config.timeouts.start_s / 2, check_abort)
@@ -67,6 +71,24 @@ def launch_server(
         finally:
             reservation.release()
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _make_log_folder(log_dir: Path) -> Path:
+    """Create the folder of the log if it is missing. Returns its absolute path, because a warden has another working
+    directory than this process. Raises BadInputError if no file can be created in it.
+    """
+    folder = log_dir.absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BadInputError(
+            f"the log of the server cannot be written into the folder {folder} (log_dir): {error.strerror or error}; "
+            "pass a folder in which this user can create files",
+            argument="log_dir",
+        ) from error
+    return folder
 
 
 def _launch_once(

@@ -76,7 +76,8 @@ class ServerProcess(ExitNotifier):
     """A `Supervisor` of one server on this machine: its warden, its process tree and its log.
 
     `server_args` are the engine's server arguments as plain JSON values. They are sent through a pipe, so that API keys
-    appear on no command line, in no environment variable and in no file.
+    appear on no command line, in no environment variable and in no file. `log_dir`: absolute path of a folder that
+    exists, because a forked warden has another working directory than this process.
     """
 
     def __init__(
@@ -92,12 +93,7 @@ class ServerProcess(ExitNotifier):
         self._folder = Path(tempfile.mkdtemp(prefix="verl-server-"))
         scratch = self._folder / "tmp"
         scratch.mkdir()
-        if log_dir is None:
-            self.log_path = self._folder / "server.log"
-        else:
-            folder = Path(log_dir).absolute()  # a forked warden has another working directory than this process
-            folder.mkdir(parents=True, exist_ok=True)
-            self.log_path = folder / f"{self._folder.name}.log"
+        self.log_path = self._folder / "server.log" if log_dir is None else Path(log_dir) / f"{self._folder.name}.log"
         super().__init__()
         self._main_pid: int | None = None
         spec = {

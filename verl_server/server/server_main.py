@@ -56,28 +56,25 @@ def serve(server_args: dict[str, Any]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
-    try:
-        parsed = ServerArgs(**server_args)
-    except TypeError as error:
-        print(REFUSAL + explain_bad_argument(server_args, error), flush=True)
+    from verl_server.server.argument_check import find_refusal
+
+    refusal = find_refusal(server_args)
+    if refusal is None:
+        try:
+            parsed = ServerArgs(**server_args)
+        except TypeError as error:
+            refusal = explain_bad_argument(server_args, error)
+    if refusal is not None:
+        print(REFUSAL + refusal, flush=True)
         sys.exit(EXIT_BAD_ARGUMENT)
     run_server(parsed)
 
 
 def explain_bad_argument(server_args: Mapping[str, Any], error: TypeError) -> str:
     """In one line, why SGLang's `ServerArgs` raised `error` for `server_args`. Imports SGLang."""
-    import inspect
-    from importlib.metadata import version
+    from verl_server.server.argument_check import find_refusal
 
-    from sglang.srt.server_args import ServerArgs
-
-    from verl_server.validation import did_you_mean
-
-    known = inspect.signature(ServerArgs).parameters
-    unknown = [f"{name!r}{did_you_mean(name, known)}" for name in server_args if name not in known]
-    if not unknown:
-        return " ".join(str(error).split())
-    return f"SGLang {version('sglang')} has no argument {', no argument '.join(unknown)}"
+    return find_refusal(server_args) or " ".join(str(error).split())
 
 
 def read_arguments() -> dict[str, Any]:
