@@ -43,6 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # With tiny models, a second OpenMP thread mostly spins in barriers: it doubles the CPU time of a generation.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Actors of Ray have the priority of the suite, so that the forkserver of the suite can fork their servers, too.
+    os.environ.update(RAY_worker_niceness="0", RAY_worker_oom_score_adjustment="0")
     here = str(Path(__file__).parent)
     python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, *(path for path in python_path if path != here)]))
@@ -58,9 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 #: The files that take longest. The workers begin with these files, so that all workers end at about the same time.
+#: The tests of the documentation come first: most of them need no server while the forkserver imports SGLang.
 LONG_FILES = (
-    "test_ray.py", "test_examples.py", "test_faults.py", "test_platform_server.py", "test_fleet.py", "test_ranks.py",
-    "test_forkserver.py", "test_docs.py", "test_weight_updates.py", "test_long_prefill.py", "test_fleet_engine.py",
+    "test_docs.py", "test_examples.py", "test_faults.py", "test_platform_server.py", "test_ray.py",
+    "test_weight_updates.py", "test_forkserver.py", "test_ranks.py", "test_transports.py", "test_cli.py",
+    "test_fleet.py", "test_in_process.py", "test_lifecycle.py", "test_verl_engine_server.py", "test_demo.py",
+    "test_benchmarks.py", "test_long_prefill.py", "test_fleet_engine.py",
 )  # fmt: skip
 
 

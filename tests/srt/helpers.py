@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine
+from verl_server.errors import VerlServerError
 from verl_server.rollout.status import ReplicaView
 from verl_server.tiny import make_tokenizer
 
@@ -70,6 +71,15 @@ def assert_equals_reference(engine: Any, model: Any, tolerance: float = 1e-5) ->
         gap = max(gap, *(abs(a - b) for a, b in zip(got, logprobs, strict=True)))
     assert gap < tolerance, f"largest logprob difference {gap}"
     return [reply["output_ids"] for reply in replies]
+
+
+def raised(call: Callable[[], Any]) -> tuple[str, str]:
+    """Type and message of the error of this library that `call` raises."""
+    try:
+        call()
+    except VerlServerError as error:
+        return type(error).__name__, error.message
+    return "nothing", ""
 
 
 def change_weights(model: Any, seed: int, scale: float = 0.05) -> None:
@@ -129,7 +139,7 @@ def processes() -> Any:
     return context
 
 
-def run_as_program(script: Path, arguments: Sequence[str], output_folder: Path) -> None:
+def _run_as_program(script: Path, arguments: Sequence[str], output_folder: Path) -> None:
     """Main function of a process of `processes()`: runs a Python file as `python FILE ARGUMENTS` does.
 
     Standard output and standard error go to the files `stdout` and `stderr` in `output_folder`.
@@ -142,6 +152,17 @@ def run_as_program(script: Path, arguments: Sequence[str], output_folder: Path) 
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
+
+
+def run_in_fork(script: Path, arguments: Sequence[str], output_folder: Path, timeout_s: float) -> str:
+    """Run a Python file as a program, in a fork of a process that has imported torch. Returns its standard output."""
+    process = processes().Process(target=_run_as_program, args=(script, arguments, output_folder))
+    process.start()
+    process.join(timeout_s)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0, (output_folder / "stderr").read_text()[-4000:]
+    return (output_folder / "stdout").read_text()
 
 
 class Ranks:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import processes, run_as_program
+from helpers import run_in_fork
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -14,14 +14,8 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def run_example(name: str, output_folder: Path, *arguments: str) -> str:
-    """Run an example as a program does, in a fork of a process that has imported torch. Returns its standard output."""
-    process = processes().Process(target=run_as_program, args=(EXAMPLES / name, arguments, output_folder))
-    process.start()
-    process.join(850)
-    process.kill()
-    process.join()
-    assert process.exitcode == 0, (output_folder / "stderr").read_text()[-4000:]
-    return (output_folder / "stdout").read_text()
+    """Run an example. Returns its standard output."""
+    return run_in_fork(EXAMPLES / name, arguments, output_folder, timeout_s=850)
 
 
 def test_hybrid(tmp_path: Path) -> None:

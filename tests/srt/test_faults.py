@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from helpers import (
     processes,
     reference_model,
     remote_server_of,
+    run_in_fork,
     tree_of,
     wait_until,
 )
@@ -294,14 +294,6 @@ def _may_mount() -> bool:
 @pytest.mark.skipif(not _may_mount(), reason="this machine does not let users mount file systems")
 def test_updates_with_a_full_dev_shm(tiny: Callable[..., Path], tmp_path: Path) -> None:
     """/dev/shm as in a default container, completely full after the start: updates do not need it."""
-    script = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
-    command = [sys.executable, str(HERE / "full_shm_trainer.py"), str(tiny("qwen3")), str(tmp_path)]
-    done = subprocess.run(
-        [*NAMESPACE, script, "sh", *command],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == "all updates succeeded and /dev/shm is empty"
+    arguments = (str(tiny("qwen3")), str(tmp_path))
+    output = run_in_fork(HERE / "full_shm_trainer.py", arguments, tmp_path, timeout_s=240)
+    assert output.splitlines()[-1] == "all updates succeeded and /dev/shm is empty"

@@ -64,12 +64,21 @@ def tree(adapter: HttpServerEngineAdapter) -> tuple[psutil.Process, list[psutil.
     return warden, warden.children(recursive=True)
 
 
+def blocked_signals(process: psutil.Process) -> int:
+    """The signal mask of a process: one bit for each signal."""
+    (line,) = (line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigBlk" in line)
+    return int(line.split()[1], 16)
+
+
 def test_a_forked_server_equals_a_spawned_one(
     tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with no_new_shared_memory():
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as in threads of some programs
         spawned = start(tiny, config=AdapterConfig(log_dir="logs", use_forkserver=False))
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        assert [blocked_signals(process) for process in (tree(spawned)[0], *tree(spawned)[1][:1])] == [0, 0]
         assert list((tmp_path / "logs").iterdir()) == [process_of(spawned).log_path], "relative to the caller's folder"
         one, two = start(tiny), start(tiny)
         try:
@@ -156,14 +165,22 @@ def test_a_killed_or_hanging_forkserver_is_replaced(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("private_forkservers")
 def test_the_forkserver_is_replaced_when_the_environment_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change of a variable or a resource limit replaces the forkserver. A change of `LATE_VARIABLES` does not."""
+    """A change of a variable or a resource limit replaces the forkserver.
+
+    Changes of late variables (as imports of ray and SGLang cause them), of the signal mask and of the handling of
+    Ctrl-C do not.
+    """
     shared = SharedForkserver()
     try:
         first = shared.prepare(inherited_environment())
         assert first is not None
-        for name in LATE_VARIABLES - {FOLDER_VARIABLE}:
+        for name in LATE_VARIABLES - {FOLDER_VARIABLE} | {"RAY_CLIENT_MODE", "CUDA_VISIBLE_DEVICES"}:
             monkeypatch.setenv(name, "changed")
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         assert shared.prepare(inherited_environment()) is first
+        signal.signal(signal.SIGINT, on_interrupt)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         monkeypatch.setenv("SGLANG_ANYTHING", "1")
         second = shared.prepare(inherited_environment())
         assert second is not first

@@ -1,9 +1,8 @@
-"""Engines with several trainer ranks: shards of every kind, failures on one rank, two nodes, SGLang in-process."""
+"""Engines with several trainer ranks: shards of every kind, failures on one rank, two nodes."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import signal
 import time
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from helpers import (
@@ -21,22 +19,13 @@ from helpers import (
     assert_equals_reference,
     change_weights,
     mesh_of,
-    no_new_shared_memory,
+    raised,
     reference_model,
     trainer_ranks,
 )
 
 from verl_server import Timeouts, VerlEngine
-from verl_server.errors import BadInputError, PeerError, VerlServerError
-
-
-def _raised(call: Callable[[], Any]) -> tuple[str, str]:
-    """Type and message of the error that `call` raises."""
-    try:
-        call()
-    except VerlServerError as error:
-        return type(error).__name__, error.message
-    return "nothing", ""
+from verl_server.errors import BadInputError, PeerError
 
 
 def _one_engine(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any]]:
@@ -57,15 +46,15 @@ def _one_engine(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any
         found: list[Any] = []
         # rank 1 brings other names
         fewer = dict(list(weights.items())[: 5 if rank == 1 else 7])
-        found.append(_raised(lambda: engine.update_weights_from_tensor(fewer.items())))
+        found.append(raised(lambda: engine.update_weights_from_tensor(fewer.items())))
         # rank 1 arrives after the deadline, and gets the same error when it arrives
         if rank == 1:
             time.sleep(6.5)
         started = time.monotonic()
-        found.append(_raised(lambda: engine.generate(input_ids=[1], sampling_params=GREEDY)))
+        found.append(raised(lambda: engine.generate(input_ids=[1], sampling_params=GREEDY)))
         assert time.monotonic() - started < 6.0
         # bad input is the same error on both
-        found.append(_raised(lambda: engine.generate(input_ids=[-5], sampling_params=GREEDY)))
+        found.append(raised(lambda: engine.generate(input_ids=[-5], sampling_params=GREEDY)))
         if rank == 1:
             time.sleep(0.5)
         assert_equals_reference(engine, model)
@@ -74,9 +63,9 @@ def _one_engine(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any
             time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
         started = time.monotonic()
-        found.append(_raised(lambda: [engine.generate(input_ids=[1], sampling_params=GREEDY) for _ in range(10**6)]))
+        found.append(raised(lambda: [engine.generate(input_ids=[1], sampling_params=GREEDY) for _ in range(10**6)]))
         assert time.monotonic() - started < 5.0
-        found.append(_raised(engine.flush_cache))
+        found.append(raised(engine.flush_cache))
     return same, found
 
 
@@ -102,9 +91,9 @@ def _same_results(engine: VerlEngine, folder: str, rank: int) -> list[Any]:
     weights = reference_model(folder).state_dict()
     mine = weights | ({"model.norm.weight": torch.zeros(3)} if rank == 1 else {})
     found = [
-        _raised(lambda: engine.update_weights_from_tensor(mine.items())),
-        _raised(lambda: engine.generate(input_ids=[-5], sampling_params=GREEDY)),
-        _raised(lambda: engine.release_memory_occupation(["no_such"])),
+        raised(lambda: engine.update_weights_from_tensor(mine.items())),
+        raised(lambda: engine.generate(input_ids=[-5], sampling_params=GREEDY)),
+        raised(lambda: engine.release_memory_occupation(["no_such"])),
     ]
     events = list(engine.generate(input_ids=[1, 2], sampling_params=GREEDY, stream=True))
 
@@ -169,7 +158,7 @@ def _two_nodes(rank: int, world: int, folder: str) -> list[list[int]]:
             time.sleep(1.0)
             os.kill(main_pid, signal.SIGKILL)
         started = time.monotonic()
-        kind, message = _raised(
+        kind, message = raised(
             lambda: [engine.generate(input_ids=PROMPTS, sampling_params=GREEDY) for _ in range(10**6)]
         )
         assert kind == "ServerDiedError", message
@@ -185,7 +174,7 @@ def test_two_nodes_on_this_machine(two_ranks: Ranks, tiny: Callable[..., Path]) 
 def _one_node_fails(rank: int, world: int, folder: str) -> tuple[str, str]:
     env = {"SGLANG_PLATFORM": "no_such_platform"} if rank == 1 else {}
     started = time.monotonic()
-    found = _raised(lambda: VerlEngine(mesh_of(world), nnodes=2, model_path=folder, env=env))
+    found = raised(lambda: VerlEngine(mesh_of(world), nnodes=2, model_path=folder, env=env))
     assert time.monotonic() - started < 60.0
     return found
 
@@ -197,46 +186,3 @@ def test_a_node_that_does_not_start_is_an_error_on_all_ranks_at_once(
     first, second = two_ranks.run(_one_node_fails, str(tiny("qwen3")))
     assert first == second
     assert first[0] == "StartupError"
-
-
-@pytest.mark.parametrize("architecture", ["qwen3"])
-def test_in_process_engine_behaves_as_a_server(architecture: str, tiny: Callable[..., Path]) -> None:
-    with trainer_ranks(1) as ranks:  # a separate process, because SGLang changes the process in which it runs
-        (tokens,) = ranks.run(_in_process, str(tiny(architecture)))
-    first, second, third = tokens
-    assert first == third != second
-
-
-def _in_process(rank: int, world: int, folder: str) -> list[Any]:
-    model = reference_model(folder)
-    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with (
-        no_new_shared_memory(),
-        VerlEngine(
-            mesh_of(world), launch_server=False, model_path=folder, dtype="float32", max_total_tokens=8192
-        ) as engine,
-    ):
-        first = assert_equals_reference(engine, model)
-        change_weights(model, seed=1)
-        engine.update_weights_from_tensor(model.state_dict().items())
-        second = assert_equals_reference(engine, model)
-        assert _raised(lambda: engine.generate(input_ids=[9999]))[0] == "BadInputError"
-        mistakes: list[tuple[dict[str, Any], str]] = [
-            ({"return_logprobs": True}, "return_logprob"),
-            ({"sampling_params": {"max_tokens": 4}}, "max_new_tokens"),
-        ]
-        for fields, similar in mistakes:
-            kind, message = _raised(functools.partial(engine.generate, input_ids=[1], **fields))
-            assert (kind, f"did you mean '{similar}'" in message) == ("BadInputError", True), message
-        engine.release_memory_occupation()
-        assert _raised(lambda: engine.generate(input_ids=[1]))[0] == "NotReadyError"
-        engine.resume_memory_occupation()
-        assert _raised(lambda: engine.generate(input_ids=[1]))[0] == "TornWeightsError"
-        norm = [("model.norm.weight", torch.ones(64))]
-        assert _raised(lambda: engine.update_weights_from_tensor(norm))[0] == "TornWeightsError"
-        engine.update_weights_from_tensor(old.items())
-        reply = asyncio.run(engine.async_generate(input_ids=PROMPTS[0], sampling_params=GREEDY))
-        assert reply["meta_info"]["weight_version"] == engine.weight_version == 2
-        third = assert_equals_reference(engine, reference_model(folder))
-        assert third[0] == reply["output_ids"]
-    return [first, second, third]

@@ -10,12 +10,20 @@ from typing import Any
 
 import psutil
 import pytest
-from helpers import assert_equals_reference, change_weights, no_new_shared_memory, reference_model, wait_until
+from helpers import (
+    assert_equals_reference,
+    change_weights,
+    no_new_shared_memory,
+    reference_model,
+    server_pid,
+    wait_until,
+)
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import RolloutManager, VerlEngine
 from verl_server.errors import BadInputError
 from verl_server.rollout.health import ReplicaState
+from verl_server.server.forkserver.shared_forkserver import prepare_forkserver
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(900)
@@ -50,9 +58,22 @@ def healthy(fleet: Any) -> int:
     return sum(replica.state is ReplicaState.HEALTHY for replica in fleet.replicas)
 
 
+def forkserver_of(replica: Any) -> psutil.Process:
+    """The forkserver that has forked the warden of the replica's server."""
+    forkserver = psutil.Process(server_pid(replica)).parents()[1]
+    assert "forkserver_main" in " ".join(forkserver.cmdline())
+    return forkserver
+
+
 def test_replicas_are_actors(launcher: Any, one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:
-    """They are found by name, are started again when their actor is killed, and leave nothing behind."""
+    """They are found by name, are started again when their actor is killed, and leave nothing behind.
+
+    Their servers are forked by the forkserver of the suite.
+    """
     from verl_server.ray import discover
+    from verl_server.rollout.launchers.ray_launcher import NAMESPACE
+
+    prepare_forkserver()
 
     folder = str(tiny("qwen3"))
     model = reference_model(folder)
@@ -72,14 +93,13 @@ def test_replicas_are_actors(launcher: Any, one_rank: DeviceMesh, tiny: Callable
         first = fleet.replicas[0]
         assert first.pids is not None
         server = psutil.Process(first.pids.main)
-        warden = server.parent()
-        assert warden is not None
-        actor = warden.parent()
-        assert actor is not None
-        os.kill(actor.pid, signal.SIGKILL)
+        assert forkserver_of(fleet.replicas[0]) == forkserver_of(fleet.replicas[1]), "shared by the user's processes"
+        actor = ray.get_actor("verl_server_0_0", namespace=NAMESPACE)
+        os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         wait_until(lambda: healthy(fleet) < 2, 20.0, "the death of the actor is not detected")
         wait_until(lambda: not server.is_running(), 20.0, "the server outlives its actor")
         wait_until(lambda: healthy(fleet) == 2, RESTART_S, "the server is not started again")
+        assert forkserver_of(fleet.replicas[0]) == forkserver_of(fleet.replicas[1])
         assert_equals_reference(first.adapter, model)
         assert discover()["verl_server_0"].base_url == first.base_url
 

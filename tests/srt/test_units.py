@@ -6,6 +6,7 @@ import ast
 import graphlib
 import inspect
 import itertools
+import os
 import socket
 import subprocess
 import sys
@@ -465,15 +466,46 @@ def test_openmp_threads_of_a_server_sleep_soon(monkeypatch: pytest.MonkeyPatch) 
     assert inherited_environment()["GOMP_SPINCOUNT"] == "7"
 
 
-@pytest.mark.parametrize("launcher", ["TORCHELASTIC_RUN_ID", "RAY_RAYLET_PID"])
-def test_a_server_has_the_users_number_of_threads(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun and Ray set OMP_NUM_THREADS=1 for their workers. Servers do not inherit this value."""
-    for name in ("TORCHELASTIC_RUN_ID", "RAY_RAYLET_PID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert inherited_environment()["OMP_NUM_THREADS"] == "3"
-    monkeypatch.setenv(launcher, "1")
-    assert "OMP_NUM_THREADS" not in inherited_environment()
+THREADS_OF_A_SERVER = """
+import os, subprocess, sys
+os.environ.update(entry.split("=") for entry in sys.argv[2:])  # as torchrun or a worker of Ray does
+if int(sys.argv[1]):
+    arguments = [str(int(sys.argv[1]) - 1), *sys.argv[2:]]
+    subprocess.run([sys.executable, "-c", sys.orig_argv[2], *arguments], check=True)
+else:
+    from verl_server.server.environment import inherited_environment
+    print(inherited_environment().get("OMP_NUM_THREADS"))
+"""
+RAY, TORCHRUN = f"RAY_RAYLET_PID={os.getpid()}", "TORCHELASTIC_RUN_ID=1"
+
+
+@pytest.mark.parametrize(
+    ("users", "generation", "variables", "expected"),
+    [
+        ("3", 0, [], "3"),
+        ("3", 0, [RAY], "3"),
+        ("", 0, [RAY, "OMP_NUM_THREADS=1"], "None"),
+        ("3", 1, [RAY], "None"),
+        ("3", 1, [TORCHRUN], "3"),
+        ("", 1, [TORCHRUN, "OMP_NUM_THREADS=1"], "None"),
+        ("3", 2, [TORCHRUN], "None"),
+    ],
+    ids=["user", "Ray", "Ray sets it", "child of Ray's worker", "torchrun", "torchrun sets it", "child of its worker"],
+)
+def test_a_server_has_the_users_number_of_threads(
+    users: str, generation: int, variables: list[str], expected: str
+) -> None:
+    """torchrun and Ray set OMP_NUM_THREADS=1 for their workers, unless the user has set another number.
+
+    Servers do not inherit the number of a worker. `generation`: 0 is a child of this process, 1 is its child.
+    """
+    others = ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "RAY_RAYLET_PID")
+    environment = {name: value for name, value in os.environ.items() if name not in others}
+    if users:
+        environment["OMP_NUM_THREADS"] = users
+    command = [sys.executable, "-c", THREADS_OF_A_SERVER, str(generation), *variables]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.strip() == expected
 
 
 def test_whole_numbers() -> None:

@@ -12,18 +12,14 @@ RENDEZVOUS_VARIABLES = (
     "TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME",
     "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE",
 )  # fmt: skip
-#: Variables that torchrun and Ray set for their workers. There, OMP_NUM_THREADS is the number of threads that torchrun
-#: or Ray gives to one worker, often 1. In other processes the user has chosen the number, also for servers.
-WORKER_VARIABLES = ("TORCHELASTIC_RUN_ID", "RAY_RAYLET_PID")
 
 
 def inherited_environment() -> dict[str, str]:
     """The environment of every server: this process's variables and our defaults.
 
-    Servers do not inherit `RENDEZVOUS_VARIABLES`, nor the OMP_NUM_THREADS of a worker of torchrun or Ray.
+    Servers do not inherit `RENDEZVOUS_VARIABLES`, nor the OMP_NUM_THREADS that torchrun or Ray has set for a worker.
     """
-    is_worker = any(name in os.environ for name in WORKER_VARIABLES)
-    left_out = (*RENDEZVOUS_VARIABLES, "OMP_NUM_THREADS") if is_worker else RENDEZVOUS_VARIABLES
+    left_out = (*RENDEZVOUS_VARIABLES, "OMP_NUM_THREADS") if _has_threads_of_worker() else RENDEZVOUS_VARIABLES
     user_cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(left_out)},
@@ -33,6 +29,30 @@ def inherited_environment() -> dict[str, str]:
         # then sleep, because the trainer needs the cores. OMP_WAIT_POLICY=PASSIVE made loading a third slower.
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000"),
     }
+
+
+def _has_threads_of_worker() -> bool:
+    """Whether torchrun or Ray has set OMP_NUM_THREADS: the number of threads of one worker, often 1.
+
+    Both leave a number that the user has set. A worker of Ray sets the variable itself, torchrun in its own process.
+    The programs that a worker starts inherit it; what the user has set is not known there.
+    """
+    if (raylet := os.environ.get("RAY_RAYLET_PID")) is not None:
+        is_worker = raylet == str(os.getppid())
+        return not is_worker or "OMP_NUM_THREADS" not in _variables_at_start("self")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = _variables_at_start(str(os.getppid()))
+        return "TORCHELASTIC_RUN_ID" in parent or "OMP_NUM_THREADS" not in parent
+    return False
+
+
+def _variables_at_start(pid: str) -> set[str]:
+    """Names of the variables that a process was started with. Empty for processes of other users."""
+    try:
+        content = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return set()
+    return {variable.partition(b"=")[0].decode(errors="replace") for variable in content.split(b"\0")}
 
 
 def no_proxy_environment(host: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from verl_server.config import AdapterConfig
 from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError, to_wire
 from verl_server.ranks.machine import machine_id
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
+from verl_server.server.forkserver.socket_folder import shares_forkservers
 from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.server.supervisor import ServerPids
 from verl_server.types import Json
@@ -51,7 +52,8 @@ class ServerActor:
             return ShutDownError("the replica was stopped while it started") if self._stopped.is_set() else None
 
         try:
-            own_config = replace(config, use_forkserver=False)  # an actor starts one server
+            # An actor starts one server: a forkserver of its own would be of no use.
+            own_config = replace(config, use_forkserver=config.use_forkserver and shares_forkservers())
             server = launch_sglang_server(server_args, own_config, {}, check_abort)
         except Exception as error:  # noqa: BLE001 - the process that starts the replica raises it
             return {"error": to_wire(error)}

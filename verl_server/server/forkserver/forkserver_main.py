@@ -266,6 +266,7 @@ class Requests:
 
 def main() -> None:
     initial_env = dict(os.environ)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread that started this process may block SIGIO
     owner, owner_pidfd = socket.socket(fileno=0), os.pidfd_open(int(sys.argv[1]))
     listener = socket.socket(fileno=int(sys.argv[2])) if len(sys.argv) > 2 else None
     _end_when_socket_closes(owner, True)

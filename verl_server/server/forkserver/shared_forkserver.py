@@ -37,25 +37,31 @@ from verl_server.server.forkserver import socket_folder
 from verl_server.server.forkserver.forkserver import Forkserver, OwnForkserver
 from verl_server.server.process import WardenFactory, spawn_warden
 from verl_server.server.supervisor import AbortCheck
+from verl_server.server.warden.warden import IGNORED_SIGNALS
 
 logger = logging.getLogger(__name__)
 
 FORKABLE_MAIN_MODULE = "verl_server.server.server_main"
-#: Variables that no library reads while it is imported, or that differ for each server. A forked server gets their
-#: values at its start. torch sets TORCHINDUCTOR_CACHE_DIR when a trainer imports transformers; the shell and pytest
-#: change others all the time.
+#: Variables that no import of a server on a machine without an accelerator depends on, or that differ for each server.
+#: A forked server gets their values at its start. Libraries set many of them in a running program: an import of torch,
+#: transformers or SGLang sets the folders of caches, an import of ray sets `RAY_` variables and PYTHONBREAKPOINT, and
+#: torchrun sets a variable of NCCL.
 LATE_VARIABLES = frozenset({
-    "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES", "PYTEST_CURRENT_TEST",
+    "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES", "PYTEST_CURRENT_TEST", "PYTHONBREAKPOINT", "SPT_NOENV",
+    "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TILELANG_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE",
     "http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY",
-    socket_folder.FOLDER_VARIABLE,
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", socket_folder.FOLDER_VARIABLE,
 })  # fmt: skip
+#: Other late variables: those of Ray, which a server does not import, and those that select devices, for example
+#: CUDA_VISIBLE_DEVICES. A server that can be forked sees no device, whatever their values are.
+LATE_PREFIX, LATE_SUFFIX = "RAY_", "_VISIBLE_DEVICES"
 #: Variables that select another SGLang platform or other SGLang plugins. Their code may not survive a fork.
 PLATFORM_VARIABLES = ("SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_USE_CPU_ENGINE")
 #: Device files of NVIDIA, AMD, Intel, Ascend, Moore Threads and other accelerators. Without any of them, torch need not
 #: be imported to know that there is no accelerator.
 ACCELERATOR_FILES = ("nvidia*", "kfd", "dri/render*", "davinci*", "mtgpu*", "accel/*", "dxg")
 INHERITED_FIELDS = (
-    "Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "CapInh", "CapPrm", "CapEff", "CapBnd", "NoNewPrivs",
+    "Umask", "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "NoNewPrivs",
     "Seccomp", "Cpus_allowed", "Mems_allowed",
 )  # fmt: skip
 
@@ -65,19 +71,21 @@ class InheritedState:
     """What a new program would inherit from this process, as far as a forked server cannot change it afterwards."""
 
     environment: Mapping[str, str] = field(repr=False)
-    """Environment variables without `LATE_VARIABLES`."""
+    """Environment variables without the late variables."""
     attributes: tuple[str, ...]
-    """Resource limits, control group, namespaces, priority and `INHERITED_FIELDS` of `/proc/thread-self/status`."""
+    """Resource limits, control group, namespaces, priority, `INHERITED_FIELDS` of `/proc/thread-self/status`, and
+    ignored signals."""
 
     @classmethod
     def of_server(cls, environment: Mapping[str, str]) -> InheritedState:
         """The state of a server with this `environment` that would be started by the calling thread now."""
-        status = _read_text("/proc/thread-self/status").splitlines()
+        status = dict(line.split(":", 1) for line in _read_text("/proc/thread-self/status").splitlines())
         files = (_read_text(f"/proc/self/{name}") for name in ("limits", "cgroup", "oom_score_adj"))
         return cls(
-            {name: value for name, value in environment.items() if name not in LATE_VARIABLES},
+            {name: value for name, value in environment.items() if not _is_late(name)},
             (
-                *(line for line in status if line.partition(":")[0] in INHERITED_FIELDS),
+                *(f"{name}: {status.get(name, '').strip()}" for name in INHERITED_FIELDS),
+                f"ignored signals: {_without_signals_of_warden(status.get('SigIgn', '0')):x}",
                 *files,
                 *(os.readlink(entry) for entry in sorted(Path("/proc/self/ns").glob("*"))),
                 str(os.getpriority(os.PRIO_PROCESS, 0)),
@@ -228,6 +236,15 @@ def forkserver_pid() -> int | None:
     return _shared.pid
 
 
+def _is_late(name: str) -> bool:
+    return name in LATE_VARIABLES or name.startswith(LATE_PREFIX) or name.endswith(LATE_SUFFIX)
+
+
+def _without_signals_of_warden(mask: str) -> int:
+    """The ignored signals, one bit for each, without those that the warden ignores in any case."""
+    return int(mask, 16) & ~sum(1 << (number - 1) for number in IGNORED_SIGNALS)
+
+
 def _read_text(path: str) -> str:
     """Content of a file of `/proc`; empty where the kernel does not have the file."""
     try:
@@ -246,7 +263,7 @@ def may_have_accelerator(environment: Mapping[str, str]) -> bool:
     """Whether a server with this `environment` may use an accelerator. Imports torch only if there are device files."""
     if not any(True for pattern in ACCELERATOR_FILES for _ in Path("/dev").glob(pattern)):
         return False
-    if any(environment.get(name) != os.environ.get(name) for name in environment if name.endswith("VISIBLE_DEVICES")):
+    if any(environment.get(name) != os.environ.get(name) for name in environment if name.endswith(LATE_SUFFIX)):
         return True  # the server sees other devices than this process
     import torch
 

@@ -25,6 +25,11 @@ LOCK_TIMEOUT_S = 10.0
 LOCK_POLL_S = 0.02
 
 
+def shares_forkservers() -> bool:
+    """Whether this process shares forkservers with other processes of the user."""
+    return bool(os.environ.get(FOLDER_VARIABLE))
+
+
 def socket_path(name: str) -> Path | None:
     """Path of the socket `name` in the folder of `VERL_SERVER_FORKSERVER_DIR`. None when the variable is not set.
 

@@ -67,6 +67,8 @@ MAX_SELECT_S = 0.5
 KILL_POLL_S, MAX_KILL_POLL_S = 0.01, 0.1
 READ_BYTES = 65536
 
+#: Signals that come from a terminal, on which the trainer decides. The warden and its server ignore them.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 TRAINER_GONE = "trainer gone"
 STOP = "stop"
 
@@ -269,8 +271,9 @@ class Warden:
 
 def main(start_server: Callable[[Json], ServerMain] = spawn_server) -> None:
     """Read the specification, start the server with `start_server`, and return when the tree has ended."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # these come from a terminal; the trainer decides
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread that started this process may block signals
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally` in `run`, so that the tree ends too
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:

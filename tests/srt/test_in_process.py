@@ -1,0 +1,113 @@
+"""SGLang in a trainer's own process: the in-process engine, and server arguments that a CPU does not support."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    GREEDY,
+    PROMPTS,
+    Ranks,
+    assert_equals_reference,
+    change_weights,
+    mesh_of,
+    no_new_shared_memory,
+    raised,
+    reference_model,
+    trainer_ranks,
+)
+
+from verl_server import VerlEngine
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def sglang_process() -> Iterator[Ranks]:
+    """A separate process that imports SGLang: an import takes most of the time of these tests, and has side effects."""
+    with trainer_ranks(1) as ranks:
+        yield ranks
+
+
+CASES: list[tuple[dict[str, object], str]] = [
+    ({"quantization": "fp8"}, "quantization"),
+    ({"speculative_algorithm": "NGRAM"}, "peculative"),
+    ({"enable_hierarchical_cache": True}, "hierarchical"),
+    ({"enable_deterministic_inference": True}, "sampling_seed"),
+    ({"rl_on_policy_target": "fsdp"}, "sampling_seed"),
+    ({}, "accepted"),
+    ({"attention_backend": "fa3", "enable_memory_saver": True, "page_size": 16}, "accepted"),
+]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is present")
+def test_each_refusal_names_its_reason(sglang_process: Ranks, tiny: Callable[..., Path]) -> None:
+    """Server arguments that a CPU does not support are refused with a message that says what to do."""
+    cases = [{"model_path": str(tiny("qwen3")), **arguments} for arguments, _ in CASES]
+    (results,) = sglang_process.run(_resolve, cases)
+    for (arguments, expected), result in zip(CASES, results, strict=True):
+        assert expected in result, (arguments, result)
+
+
+def _resolve(rank: int, world: int, cases: list[dict[str, Any]]) -> list[str]:
+    """The error for each set of server arguments, or "accepted"."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import ServerArgs
+
+    results = []
+    for case in cases:
+        try:
+            ServerArgs(**case).resolve_once()
+            results.append("accepted")
+        except ValueError as error:
+            results.append(str(error))
+    return results
+
+
+def test_in_process_engine_behaves_as_a_server(sglang_process: Ranks, tiny: Callable[..., Path]) -> None:
+    (tokens,) = sglang_process.run(_in_process, str(tiny("qwen3")))
+    first, second, third = tokens
+    assert first == third != second
+
+
+def _in_process(rank: int, world: int, folder: str) -> list[Any]:
+    model = reference_model(folder)
+    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with (
+        no_new_shared_memory(),
+        VerlEngine(
+            mesh_of(world), launch_server=False, model_path=folder, dtype="float32", max_total_tokens=8192
+        ) as engine,
+    ):
+        first = assert_equals_reference(engine, model)
+        change_weights(model, seed=1)
+        engine.update_weights_from_tensor(model.state_dict().items())
+        second = assert_equals_reference(engine, model)
+        assert raised(lambda: engine.generate(input_ids=[9999]))[0] == "BadInputError"
+        mistakes: list[tuple[dict[str, Any], str]] = [
+            ({"return_logprobs": True}, "return_logprob"),
+            ({"sampling_params": {"max_tokens": 4}}, "max_new_tokens"),
+        ]
+        for fields, similar in mistakes:
+            kind, message = raised(functools.partial(engine.generate, input_ids=[1], **fields))
+            assert (kind, f"did you mean '{similar}'" in message) == ("BadInputError", True), message
+        engine.release_memory_occupation()
+        assert raised(lambda: engine.generate(input_ids=[1]))[0] == "NotReadyError"
+        engine.resume_memory_occupation()
+        assert raised(lambda: engine.generate(input_ids=[1]))[0] == "TornWeightsError"
+        norm = [("model.norm.weight", torch.ones(64))]
+        assert raised(lambda: engine.update_weights_from_tensor(norm))[0] == "TornWeightsError"
+        engine.update_weights_from_tensor(old.items())
+        reply = asyncio.run(engine.async_generate(input_ids=PROMPTS[0], sampling_params=GREEDY))
+        assert reply["meta_info"]["weight_version"] == engine.weight_version == 2
+        third = assert_equals_reference(engine, reference_model(folder))
+        assert third[0] == reply["output_ids"]
+    return [first, second, third]
