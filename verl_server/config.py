@@ -15,6 +15,11 @@ from verl_server.validation import did_you_mean, require_http_url
 
 #: Weight transports: the files of `verl_server/weights/transports/` that define a `Receiver`.
 TRANSPORTS = ("buckets", "cuda_ipc", "delta", "disk", "distributed", "distributed_buckets", "shared_memory")
+#: Ends of the errors about words that are often taken for transports.
+_TRANSPORT_HINTS = {
+    "nccl": "; NCCL is not a transport of its own: 'distributed_buckets' broadcasts with NCCL between GPUs",
+    "gloo": "; gloo is not a transport of its own: 'distributed' broadcasts with gloo between machines",
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class RemoteServer:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        require_http_url("RemoteServer.base_url", self.base_url)
+        object.__setattr__(self, "base_url", require_http_url("RemoteServer.base_url", self.base_url))
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,7 @@ class WeightsConfig:
         if self.transport not in ("auto", *TRANSPORTS):
             raise BadInputError(
                 f"WeightsConfig.transport must be one of {['auto', *TRANSPORTS]}, got {self.transport!r}"
-                + did_you_mean(self.transport, TRANSPORTS)
+                + _TRANSPORT_HINTS.get(self.transport.lower(), did_you_mean(self.transport, TRANSPORTS))
             )
 
 
@@ -161,12 +166,12 @@ class RecoveryConfig:
     """Maximum number of seconds before a restart."""
     max_restarts: int = 5
     """Maximum number of restarts within `restart_window_s` seconds. After one more failure the replica is not started
-    again."""
+    again. 0: a replica is never started again."""
     restart_window_s: float = 600.0
     """Seconds after which a failure is no longer counted."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, may_be_zero=("backoff_s", "max_backoff_s", "max_restarts"))
 
 
 @dataclass(frozen=True)
@@ -199,4 +204,5 @@ class RouterConfig:
     per second."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        may_be_zero = ("max_queued_requests", "result_cache_bytes", "max_sessions", "orphan_timeout_s")
+        check_fields(self, may_be_zero=may_be_zero)

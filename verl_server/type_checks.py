@@ -5,18 +5,20 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
-import math
 import os
 import reprlib
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from verl_server.errors import BadInputError
+from verl_server.validation import is_finite_number, to_plain
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -32,44 +34,61 @@ _NAMES = {
 }  # fmt: skip
 
 
+class NumberRange(enum.Enum):
+    """The numbers that an argument or a field accepts."""
+
+    ANY = enum.auto()
+    """Any number, also NaN and infinity."""
+    NOT_NEGATIVE = enum.auto()
+    """Zero and finite numbers above it."""
+    POSITIVE = enum.auto()
+    """Finite numbers above zero."""
+
+
 def check_fields(settings: DataclassInstance, *, may_be_zero: Collection[str] = ()) -> None:
     """Raise BadInputError unless each field of a dataclass has its annotated type and each number is positive.
 
-    Call it in `__post_init__`. `may_be_zero`: names of the fields that may be 0. Values of fields with `repr=False` are
-    not shown, because they can be keys.
+    Call it in `__post_init__`. Numbers of numpy become ints and floats. `may_be_zero`: names of the fields that may be
+    0. Values of fields with `repr=False` are not shown, because they can be keys.
     """
     hints = _field_types(type(settings))
     for item in fields(settings):
-        minimum = 0 if item.name in may_be_zero else 1
+        accepted = NumberRange.NOT_NEGATIVE if item.name in may_be_zero else NumberRange.POSITIVE
         name, value = f"{type(settings).__name__}.{item.name}", getattr(settings, item.name)
-        error = find_type_error(name, value, hints[item.name], minimum=minimum, is_secret=not item.repr)
+        error = find_type_error(name, value, hints[item.name], numbers=accepted, is_secret=not item.repr)
         if error is not None:
             raise error
+        object.__setattr__(settings, item.name, _plain_number(value))
 
 
 def check_arguments(*, skip: Collection[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of a constructor: raises BadInputError for an argument that is not of its annotated type.
 
-    Not checked: the arguments in `skip`, `**arguments`, and arguments whose annotation is imported for type checkers
-    only. Values of arguments whose name ends with `key` are not shown.
+    Numbers of numpy are passed on as ints and floats, and `**arguments` as `to_plain` converts them. Not checked: the
+    arguments in `skip`, `**arguments`, and arguments whose annotation is imported for type checkers only. Values of
+    arguments whose name ends with `key` are not shown.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
-        checked = {name for name, item in signature.parameters.items() if item.kind is not item.VAR_KEYWORD} - {*skip}
+        variadic = {name for name, item in signature.parameters.items() if item.kind is item.VAR_KEYWORD}
+        checked = signature.parameters.keys() - variadic - {*skip}
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             hints = _argument_types(function)
             try:
-                given = signature.bind(*args, **kwargs).arguments
-            except TypeError:  # a missing argument: the call below raises Python's own message
-                given = {}
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:  # a missing argument: the call raises Python's own message
+                return function(*args, **kwargs)
+            given = bound.arguments
             for name in [name for name in given if name in checked and name in hints]:
                 error = find_type_error(name, given[name], hints[name], is_secret=name.endswith("key"))
                 if error is not None:
                     raise error
-            return function(*args, **kwargs)
+                given[name] = _plain_number(given[name])
+            given.update((name, to_plain(given[name])) for name in variadic.intersection(given))
+            return function(*bound.args, **bound.kwargs)
 
         return call
 
@@ -77,16 +96,21 @@ def check_arguments(*, skip: Collection[str] = ()) -> Callable[[Callable[P, R]],
 
 
 def find_type_error(
-    name: str, value: object, expected: Any, *, minimum: int | None = None, is_secret: bool = False
+    name: str,
+    value: object,
+    expected: Any,
+    *,
+    numbers: NumberRange = NumberRange.ANY,
+    is_secret: bool = False,
 ) -> BadInputError | None:
     """The error of a value that is not of the type `expected`, or None. Elements of lists and dicts are checked too.
 
-    `minimum`: whole numbers must be at least this, and other numbers positive. None: any number. `is_secret`: the
-    message shows the type of the value only.
+    `numbers`: the numbers that are accepted where `expected` is a number. `is_secret`: the message shows the type of
+    the value only.
     """
-    fitting = [choice for choice in _choices(expected) if _fits(value, choice, minimum)]
+    fitting = [choice for choice in _choices(expected) if _fits(value, choice, numbers)]
     if not fitting:
-        wanted = " or ".join(_describe(choice, minimum, name) for choice in _choices(expected))
+        wanted = " or ".join(_describe(choice, numbers, name) for choice in _choices(expected))
         kind = type(value).__name__
         got = "None" if value is None else f"a value of type {kind}" if is_secret else f"{_SHORT.repr(value)} ({kind})"
         return BadInputError(f"{name} must be {wanted}, got {got}", argument=name)
@@ -120,27 +144,36 @@ def _class_of(expected: Any) -> Any:
     return _class_of(get_args(expected)[0]) if origin is Annotated else origin or expected
 
 
-def _fits(value: object, expected: Any, minimum: int | None) -> bool:
+def _plain_number(value: Any) -> Any:
+    """A number of another library as an int or a float. Other values are returned as they are."""
+    return to_plain(value) if isinstance(value, Real) else value
+
+
+def _fits(value: object, expected: Any, numbers: NumberRange) -> bool:
     kind = _class_of(expected)
     if kind in (int, float):
-        if not isinstance(value, (int, kind)) or isinstance(value, bool):
+        if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
             return False
-        return minimum is None or value == minimum or (value > 0 and math.isfinite(value))
+        if numbers is NumberRange.ANY:
+            return True
+        return is_finite_number(value) and (value > 0 or (value == 0 and numbers is NumberRange.NOT_NEGATIVE))
     is_protocol = getattr(kind, "_is_protocol", False) and not getattr(kind, "_is_runtime_protocol", False)
     if is_protocol or not isinstance(kind, type):  # isinstance takes no such protocol, and neither Any nor a variable
         return True
     return isinstance(value, kind) and not (kind is Sequence and isinstance(value, (str, bytes)))
 
 
-def _describe(expected: Any, minimum: int | None, name: str) -> str:
+def _describe(expected: Any, numbers: NumberRange, name: str) -> str:
     """An annotation in words. `Annotated` has the words as its second parameter."""
     kind = _class_of(expected)
     if get_origin(expected) is Annotated:
         return str(get_args(expected)[1])
     if kind is int:
-        return "a whole number" if minimum is None else f"a whole number of at least {minimum}"
+        minimum = {NumberRange.NOT_NEGATIVE: " of at least 0", NumberRange.POSITIVE: " of at least 1"}
+        return "a whole number" + minimum.get(numbers, "")
     if kind is float:
-        return ("a number" if minimum is None else "a positive number") + (" of seconds" if name.endswith("_s") else "")
+        number = "a number" if numbers is NumberRange.ANY else "a positive number"
+        return number + " of seconds" * name.endswith("_s") + " or 0" * (numbers is NumberRange.NOT_NEGATIVE)
     if kind is Sequence and get_args(expected):
         return f"a list of {getattr(get_args(expected)[0], '__name__', 'values')}"
     own_name = getattr(kind, "__name__", str(kind))

@@ -5,24 +5,69 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, TypeGuard, TypeVar
 from urllib.parse import urlsplit
 
 from verl_server.errors import BadInputError
 
+T = TypeVar("T")
 
-def require_whole_number(name: str, value: object, minimum: int = 1) -> int:
-    """`value` if it is an int of at least `minimum`; a bool is not an int here. Otherwise raise BadInputError."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise BadInputError(f"{name} must be a whole number of at least {minimum}, got {value!r}")
+
+def is_whole_number(value: Any) -> TypeGuard[int]:
+    """Whether `value` is an int or a whole number of another library, for example `numpy.int64`. False for a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_finite_number(value: Any) -> TypeGuard[float]:
+    """Whether `value` is a real number, also of numpy, but neither a bool nor NaN nor infinity."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and -math.inf < value < math.inf
+
+
+def to_plain(value: Any) -> Any:
+    """`value` with the types that JSON has. Elements of dicts and lists are converted too.
+
+    Numbers of numpy become int or float, paths become strings, mappings become dicts, tuples become lists, and a
+    `torch.dtype` becomes its name, for example "bfloat16". Other values are returned as they are.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    if (type(value).__module__, type(value).__name__) == ("torch", "dtype"):
+        return str(value).removeprefix("torch.")
     return value
 
 
-def require_seconds(name: str, value: object) -> float:
-    """`value` if it is a finite number above 0; a bool is not a number here. Otherwise raise BadInputError."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
-        return value
-    raise BadInputError(f"{name} must be a positive number of seconds, got {value!r}")
+def as_pairs(named_values: Mapping[str, T] | Iterable[tuple[str, T]]) -> Iterable[tuple[str, T]]:
+    """The pairs of name and value in a mapping. Anything else is returned as it is."""
+    return named_values.items() if isinstance(named_values, Mapping) else named_values
+
+
+def require_whole_number(name: str, value: object, minimum: int = 1) -> int:
+    """`value` as an int if it is a whole number of at least `minimum`. Otherwise raise BadInputError."""
+    if not is_whole_number(value) or value < minimum:
+        raise BadInputError(f"{name} must be a whole number of at least {minimum}, got {value!r}")
+    return int(value)
+
+
+def require_seconds(name: str, value: object, *, may_be_zero: bool = False) -> float:
+    """`value` as an int or a float if it is a finite number above 0. Otherwise raise BadInputError."""
+    if not is_finite_number(value) or value < 0 or (value == 0 and not may_be_zero):
+        raise BadInputError(f"{name} must be a positive number of seconds{' or 0' * may_be_zero}, got {value!r}")
+    seconds: float = to_plain(value)
+    return seconds
 
 
 def require_list(name: str, value: object, hint: str) -> None:
@@ -52,7 +97,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def require_http_url(name: str, url: str, example: str = "http://127.0.0.1:30000") -> str:
-    """`url` without a slash at its end. Raises BadInputError unless it is an HTTP URL with a host."""
+    """The root of the server at `url`. Raises BadInputError unless `url` is an HTTP URL with a host.
+
+    A slash and `/v1` at the end of `url` are removed: the base URL of an OpenAI client is accepted.
+    """
     try:
         parts = urlsplit(url)
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -60,4 +108,4 @@ def require_http_url(name: str, url: str, example: str = "http://127.0.0.1:30000
         is_valid = False
     if not is_valid:
         raise BadInputError(f"{name} {url!r} is not an HTTP URL; write for example {example}")
-    return url.rstrip("/")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -72,6 +72,8 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "no_such": 1}, "no request field 'no_such'.*GenerateReqInput"),
     ({"input_ids": [1], "temperature": 1.0}, r"sampling_params=\{'temperature': \.\.\.\}"),
     ({"input_ids": [1], "text": "a"}, "the argument is called `prompt`"),
+    ({"input_embeds": [[0.5, 0.5]]}, r"input_embeds.*as text \(`prompt`\) and as token ids \(`input_ids`\) only"),
+    ({"input_ids": [1], "sampling_params": {"return_logprob": True}}, r"pass it as generate\(\.\.\., return_logprob="),
     ({"input_ids": [1], "weight_version": 0}, "'weight_version' is a field of routers.*RolloutManager"),
     ({"input_ids": [1], "min_weight_version": 0}, "'min_weight_version' is a field of routers.*RolloutManager"),
     ({"input_ids": [1], "timeout_s": 5.0}, "'timeout_s' is a field of routers.*RolloutManager"),

@@ -279,6 +279,9 @@ def test_client_sends_one_prompt_for_each_call() -> None:
         async with RouterClient("http://127.0.0.1:1", None) as client:
             with pytest.raises(BadInputError, match="a generation has one prompt"):
                 await client.generate(prompt=["a", "b"])
+        async with RouterClient("http://127.0.0.1:1", None, reconnect_timeout_s=0) as client:
+            with pytest.raises(ServerError, match="cannot be reached"):
+                await asyncio.wait_for(client.generate(input_ids=[1]), 1.0)
 
     asyncio.run(run())
 

@@ -16,13 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import GREEDY, PROMPTS, all_at_once, wait_until
 
 from verl_server import HttpServerEngineAdapter, RouterClient, RouterConfig
 from verl_server.engine.servers import HttpServers
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, ServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.types import ServerInfo
 
@@ -148,14 +149,16 @@ def test_invalid_requests(body: Any, status: int, message: str, url: str) -> Non
 
 def test_client_refuses_values_that_are_not_json(url: str) -> None:
     async def generate(**request: Any) -> Any:
-        async with RouterClient(url, KEY) as client:
-            return await client.generate(sampling_params={"max_new_tokens": 1}, **request)
+        async with RouterClient(f"{url}/v1", KEY) as client:
+            return await client.generate(sampling_params={"max_new_tokens": 1, "stop_token_ids": {7}}, **request)
 
     with pytest.raises(BadInputError, match=r"input_ids\[1\].*Tensor.*\.tolist\(\)"):
         asyncio.run(generate(input_ids=[1, torch.tensor(2)]))
     with pytest.raises(BadInputError, match="did you mean 'return_logprob'"):
         asyncio.run(generate(input_ids=[1], return_logprobs=True))
-    assert asyncio.run(generate(input_ids=[1, 2]))["output_ids"]
+    with pytest.raises(BadInputError, match="returns the whole generation: leave stream out"):
+        asyncio.run(generate(input_ids=[1, 2], stream=True))
+    assert asyncio.run(generate(input_ids=[1, 2], stream=False, timeout_s=np.float32(60)))["output_ids"]
 
 
 def test_session_stays_on_one_of_several_servers(servers: list[Any]) -> None:
@@ -187,6 +190,15 @@ def test_status_shows_the_replicas(url: str, servers: list[Any]) -> None:
 def test_requests_need_the_api_key(url: str) -> None:
     for key in (None, "wrong", "replicas"):
         assert call(f"{url}/generate", {"input_ids": [1]}, key=key)[0] == 401
+
+    async def generate() -> None:
+        async with RouterClient(url, "wrong") as client:
+            await client.generate(input_ids=[1])
+
+    message = rf"the router at {url} refused /generate \(401\)\. Pass the key of the router: RolloutManager\.router_key"
+    with pytest.raises(ServerError, match=message) as caught:
+        asyncio.run(generate())
+    assert caught.value.details == {"status": 401, "url": f"{url}/generate", "key": "api_key"}
 
 
 def test_router_needs_a_replica() -> None:

@@ -198,7 +198,10 @@ def test_estimated_result_size_is_close_to_the_measured_size() -> None:
 
 @pytest.mark.parametrize("field", [item.name for item in dataclasses.fields(RouterConfig)])
 def test_router_settings_are_positive_numbers(field: str) -> None:
-    for bad in (0, -1, "2", True):
+    may_be_zero = field in ("max_queued_requests", "result_cache_bytes", "max_sessions", "orphan_timeout_s")
+    if may_be_zero:
+        assert getattr(RouterConfig(**{field: 0}), field) == 0
+    for bad in (-1, "2", True, *([] if may_be_zero else [0])):
         with pytest.raises(BadInputError, match=f"RouterConfig.{field} must be a (positive|whole) number"):
             RouterConfig(**{field: bad})  # type: ignore[arg-type]
 

@@ -4,34 +4,50 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
 import pkgutil
 import re
+from collections import UserDict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from verl_server import (
     AdapterConfig,
     AsyncHttpServerEngineAdapter,
     BadInputError,
     LocalLauncher,
+    RecoveryConfig,
     RemoteServer,
     RolloutManager,
+    RolloutMode,
     RouterClient,
     RouterConfig,
     Timeouts,
     VerlEngine,
     WeightsConfig,
 )
+from verl_server.adapter.json_body import encode_json
+from verl_server.adapter.sglang.misplaced_arguments import PLACES, SGLANG_NAMES
+from verl_server.adapter.sglang.payloads import update_from_disk_payload
+from verl_server.adapter.sglang.request_fields import REQUEST_FIELDS, ROUTER_FIELDS, SAMPLING_PARAMS
 from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
+from verl_server.adapter.sglang.server_arguments import validate_server_args
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import TRANSPORTS
 from verl_server.engine.start_backend import BackendSource
 from verl_server.ranks.placement import compute_placement
+from verl_server.rollout.health import restart_delay_s
+from verl_server.rollout.modes import parse_mode
 from verl_server.rollout.parallel_config import ParallelConfig
+from verl_server.router.resumable_generation import ResumableGeneration
+from verl_server.type_checks import check_arguments
 from verl_server.weights import transports
 
 ADAPTER = AsyncHttpServerEngineAdapter
@@ -79,7 +95,7 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         {"model_path": "m", "timeout": Timeouts()},
         "'timeout' is not meant for SGLang, check the",
     ),
-    (RolloutManager, (2,), {"mode": 1}, "mode must be a RolloutMode or a string, got 1 (int)"),
+    (RolloutManager, (2,), {"mode": 1}, "mode must be a RolloutMode or a string or None, got 1 (int)"),
     (RolloutManager, (2,), {"launcher": "ray"}, "launcher must be a Launcher or None, got 'ray' (str)"),
     (
         RolloutManager,
@@ -96,6 +112,26 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     ),
     (compute_placement, (0, 2, 2, {"tp_size": 3}), {}, "tp_size=3 cannot be divided evenly among nnodes=2 nodes"),
     (RolloutManager, (2,), {"on_event": None}, "on_event must be a function, got None"),
+    (
+        WeightsConfig,
+        ("nccl",),
+        {},
+        "got 'nccl'; NCCL is not a transport of its own: 'distributed_buckets' broadcasts with",
+    ),
+    (RecoveryConfig, (), {"max_restarts": -1}, "max_restarts must be a whole number of at least 0, got -1"),
+    (RecoveryConfig, (), {"backoff_s": -1}, "backoff_s must be a positive number of seconds or 0, got -1"),
+    (RouterConfig, (), {"overload_factor": 0}, "overload_factor must be a positive number, got 0"),
+    (ADAPTER, ("/tmp",), {"tp": 2}, "there is no server argument 'tp'; did you mean 'tp_size'?"),
+    (ADAPTER, ("/tmp",), {"timeouts": Timeouts()}, "pass it as config=AdapterConfig(timeouts=...) of an adapter or"),
+    (ADAPTER, ("/tmp",), {"start_s": 30}, "pass it as timeouts=Timeouts(start_s=...) of a VerlEngine, or config="),
+    (RolloutManager, (2,), {"transport": "disk"}, "pass it as weights=WeightsConfig(transport=...) of a VerlEngine"),
+    (RolloutManager, (2,), {"weights": WeightsConfig()}, "pass it as weights=WeightsConfig(...) of a VerlEngine"),
+    (
+        ADAPTER,
+        ("/tmp",),
+        {"dtype": float},
+        "'dtype' must be a plain JSON value to travel to the server process, got type",
+    ),
 ]
 
 
@@ -107,6 +143,107 @@ def test_wrong_values_are_refused_before_anything_starts(
     with pytest.raises(BadInputError, match=re.escape(message)) as caught:
         make(*args, **kwargs)
     assert "secret" not in str(caught.value)
+
+
+def test_misplaced_arguments_are_no_arguments_of_sglang() -> None:
+    """Arguments that SGLang has are never refused. Its fields are read from its source files: an import takes long."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    folder = Path(*(spec.submodule_search_locations or ())) / "srt"
+    files = [folder / "server_args.py", *(folder / "arg_groups").rglob("*.py")]
+    declared = {name for file in files for name in re.findall(r"^    (\w+): ", file.read_text(), re.MULTILINE)}
+    assert not declared & {*SGLANG_NAMES, *PLACES}
+    assert {*SGLANG_NAMES.values(), "host"} <= declared
+
+
+def test_numbers_paths_and_types_of_other_libraries_are_accepted() -> None:
+    """They are converted, because they travel as JSON."""
+    two: Any = np.int64(2)
+    three: Any = np.float32(3)
+    timeouts = Timeouts(start_s=two, control_s=three)
+    assert (timeouts, type(timeouts.start_s), type(timeouts.control_s)) == (Timeouts(2, control_s=3), int, float)
+    assert compute_placement(0, 4, two, {"tp_size": two}) == compute_placement(0, 4, 2, {"tp_size": 2})
+    folder = Path(__file__).parent
+    given = {
+        "model_path": folder, "tokenizer_path": folder, "lora_paths": {"a": folder}, "dtype": torch.bfloat16,
+        "mem_fraction_static": np.float32(0.5), "tp_size": two, "json": MappingProxyType({"sizes": (1, 2)}),
+    }  # fmt: skip
+    assert json.loads(json.dumps(validate_server_args(given))) == {
+        "model_path": str(folder), "tokenizer_path": str(folder), "lora_paths": {"a": str(folder)},
+        "dtype": "bfloat16", "mem_fraction_static": 0.5, "tp_size": 2, "json": {"sizes": [1, 2]},
+    }  # fmt: skip
+
+    @check_arguments()
+    def construct(nnodes: int, **server_args: Any) -> Any:
+        return nnodes, server_args
+
+    nnodes, server_args = construct(two, **given)
+    assert (type(nnodes), server_args["dtype"]) == (int, "bfloat16")
+    disk = update_from_disk_payload(folder, load_format=None, flush_cache=True, weight_version=None)
+    assert disk["model_path"] == str(folder)
+
+
+def test_defaults_and_zeros_may_be_given() -> None:
+    assert compute_placement(0, 4, 2, {"tp_size": None}).tp_size == 4
+    assert parse_mode(None) is RolloutMode.HYBRID
+    assert RecoveryConfig(max_restarts=0, backoff_s=0.0, max_backoff_s=0).max_restarts == 0
+    assert restart_delay_s([1.0], 1.0, RecoveryConfig(max_restarts=0)) is None
+
+
+def test_the_url_of_an_openai_client_is_accepted() -> None:
+    for url in ("http://a:1/v1", "http://a:1/v1/", "http://a:1/"):
+        assert RemoteServer(url).base_url == ADAPTER.attach(url).base_url == "http://a:1"
+
+
+def _sampling_params(params: Any) -> Any:
+    """The parameters in the body of a request, as the server receives them."""
+    prompt = ["a"] if isinstance(params, list) else "a"
+    body = generate_payload(
+        PromptLimits(), prompt=prompt, input_ids=None, sampling_params=params, rid=None, stream=False, fields={}
+    )
+    return json.loads(encode_json(body))["sampling_params"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({"stop_token_ids": [5, None]}, {"stop_token_ids": [5]}),
+        ({"stop_token_ids": {7, np.int64(5)}}, {"stop_token_ids": [5, 7]}),
+        (
+            {"logit_bias": {42: 5.0, np.int64(3): np.float32(1), "4": -1}},
+            {"logit_bias": {"42": 5.0, "3": 1.0, "4": -1}},
+        ),
+        (MappingProxyType({"temperature": np.float32(0.5)}), {"temperature": 0.5}),
+        (UserDict({"n": np.int64(2), "temperature": None}), {"n": 2, "temperature": None}),
+        ({"custom_params": UserDict({"a": (1, 2)})}, {"custom_params": {"a": [1, 2]}}),
+    ],
+)
+def test_sampling_params_are_converted(given: Any, sent: Any) -> None:
+    assert _sampling_params(given) == sent
+    assert _sampling_params([given]) == [sent]
+    attempt = ResumableGeneration({"sampling_params": UserDict({**given, "n": 1})}).begin_attempt()
+    assert attempt["sampling_params"] == {**sent, "n": 1}
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop_token_ids": "5"}, "['stop_token_ids'] must be a list of token ids, got '5'"),
+        ({"logit_bias": {42: float("-inf")}}, "write -1e9 instead of minus infinity, got {42: -inf}"),
+        ({"logit_bias": {"4": "high"}}, "['logit_bias'] must be a dict of finite numbers by token id"),
+        ({"temperature": torch.tensor(0.5)}, "must be a finite number, got tensor(0.5000); convert it with .tolist()"),
+        ({"return_logprob": True}, "'return_logprob' is no sampling parameter but an argument of generate"),
+        ({"rid": "a"}, "'rid' is no sampling parameter but an argument of generate: pass it as generate(..., rid=...)"),
+        ({"weight_version": 1}, "'weight_version' is no sampling parameter but an argument of generate"),
+    ],
+)
+def test_sampling_params_that_no_server_accepts(params: Any, message: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(message)):
+        _sampling_params(params)
+
+
+def test_names_of_sampling_parameters_are_no_names_of_arguments() -> None:
+    assert not SAMPLING_PARAMS.keys() & {*REQUEST_FIELDS, *ROUTER_FIELDS}
 
 
 @pytest.mark.parametrize("prompts", [{"prompt": ["a", "b"], "input_ids": None}, {"prompt": None, "input_ids": [[1]]}])

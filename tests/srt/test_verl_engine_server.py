@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -22,7 +24,7 @@ from helpers import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import RemoteServer, VerlEngine
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, ServerError
 
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "qwen3_moe"]
 
@@ -30,11 +32,11 @@ ARCHITECTURES = ["qwen2", "qwen3", "llama", "qwen3_moe"]
 @pytest.fixture(scope="module")
 def engines(one_rank: DeviceMesh, shared_engine: VerlEngine, tiny: Callable[..., Path]) -> Iterator[dict[str, Any]]:
     """An engine for each architecture, and one in bfloat16. Qwen3 uses the shared engine. The others start together."""
-    models = {name: (tiny(name), "float32") for name in ARCHITECTURES if name != "qwen3"}
-    models["bfloat16"] = (tiny("llama", dtype="bfloat16", tie_word_embeddings=True), "bfloat16")
+    models: dict[str, tuple[Path, Any]] = {name: (tiny(name), "float32") for name in ARCHITECTURES if name != "qwen3"}
+    models["bfloat16"] = (tiny("llama", dtype="bfloat16", tie_word_embeddings=True), torch.bfloat16)
 
-    def start(folder: Path, dtype: str) -> Callable[[], Any]:
-        return lambda: VerlEngine(one_rank, model_path=str(folder), dtype=dtype, max_total_tokens=8192)
+    def start(folder: Path, dtype: Any) -> Callable[[], Any]:
+        return lambda: VerlEngine(one_rank, servers=None, model_path=folder, dtype=dtype, max_total_tokens=8192)
 
     with all_at_once(*(start(*model) for model in models.values())) as started:
         yield {"qwen3": shared_engine, **dict(zip(models, started, strict=True))}
@@ -162,6 +164,32 @@ def test_launch_server_and_servers_exclude_each_other(
             servers=[RemoteServer("http://127.0.0.1:1")],
             model_path=str(tiny("qwen3")),
         )
+
+
+def test_a_wrong_admin_key_of_a_running_server_is_refused_at_once(
+    shared_engine: VerlEngine, one_rank: DeviceMesh, tiny: Callable[..., Path]
+) -> None:
+    """Without the check, the first weight update would be the first request with this key."""
+    adapter = shared_engine.adapter
+    assert adapter is not None
+    adapter.check_keys()
+    server = RemoteServer(adapter.base_url, adapter.api_key, "wrong-admin-key")
+    with pytest.raises(ServerError, match=rf"the server at {adapter.base_url} refused the admin_api_key for"):
+        VerlEngine(one_rank, servers=[server], model_path=tiny("qwen3"))
+
+
+def test_mappings_and_numbers_of_numpy_are_accepted(shared_engine: VerlEngine, tiny: Callable[..., Path]) -> None:
+    expected = shared_engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)["output_ids"]
+    version: Any = np.int64(shared_engine.weight_version + 1)
+    weights = MappingProxyType(reference_model(tiny("qwen3")).state_dict())
+    result = shared_engine.update_weights_from_tensor(weights, weight_version=version)
+    assert (result.weight_version, type(result.weight_version)) == (int(version), int)
+    params: Any = MappingProxyType({**GREEDY, "temperature": np.float32(0), "max_new_tokens": np.int64(6)})
+    assert shared_engine.generate(input_ids=PROMPTS[0], sampling_params=params)["output_ids"] == expected[:6]
+    assert shared_engine.adapter is not None
+    forced = {"logit_bias": {expected[0]: 100.0}, "stop_token_ids": {expected[0], 5}, "max_new_tokens": 6}
+    reply = shared_engine.adapter.generate(input_ids=PROMPTS[0], sampling_params=forced, stream=False)
+    assert reply["output_ids"] == expected[:1]
 
 
 def test_log_probabilities_are_after_temperature_and_before_top_k(

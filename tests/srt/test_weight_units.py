@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from verl_server.adapter.sglang.server_arguments import loses_weights, require_m
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.types import TensorSpec
 from verl_server.weights.manifest import Manifest, read_manifest
+from verl_server.weights.names import unfuse
 from verl_server.weights.update.shard_writer import ShardWriter
 from verl_server.weights.update.tensor_source import TensorSource
 
@@ -107,6 +109,18 @@ def test_an_unknown_tensor_name_is_explained(name: str, message: str) -> None:
     removal = "which a wrapper of the module adds. Remove it from the names"
     assert caught.value.message.startswith(f"the model has no parameter {name!r}")
     assert caught.value.message.endswith(message.format(ATTENTION, MLP, removal))
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (4,), ()])
+@pytest.mark.parametrize("part", ["gate_up_proj", "down_proj"])
+def test_fused_experts_without_three_dimensions_are_refused_by_name(part: str, shape: tuple[int, ...]) -> None:
+    name = f"{MLP}experts.{part}"
+    message = re.escape(f"{name!r} has shape {list(shape)}, but this name is that of the weights of all experts")
+    with pytest.raises(errors.WeightManifestError, match=message) as caught:
+        TensorSource({name: torch.zeros(shape)}.items(), Manifest(SPECS), check_finite=False)
+    assert caught.value.details == {"name": name, "got": list(shape)}
+    with pytest.raises(errors.WeightManifestError, match=message):  # tensors of a generator are not checked before
+        unfuse(name, torch.zeros(shape))
 
 
 @pytest.mark.parametrize("rows", [1, 0, 3])

@@ -106,6 +106,7 @@ class HttpServerEngineAdapter:
     is_ready = _blocking(AsyncHttpServerEngineAdapter.is_ready)
     ping = _blocking(AsyncHttpServerEngineAdapter.ping)
     health = _blocking(AsyncHttpServerEngineAdapter.health)
+    check_keys = _blocking(AsyncHttpServerEngineAdapter.check_keys)
     capabilities = _blocking(AsyncHttpServerEngineAdapter.capabilities)
 
     def generate_stream(

@@ -169,6 +169,7 @@ class AsyncHttpServerEngineAdapter:
     is_ready = information.is_ready
     ping = information.ping
     health = information.health
+    check_keys = information.check_keys
     capabilities = information.capabilities
 
     generate = generation.generate

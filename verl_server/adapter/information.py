@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.capabilities import Capabilities
+from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.types import Json, parse_weight_version
 
 if TYPE_CHECKING:
@@ -41,6 +43,17 @@ async def ping(adapter: AsyncHttpServerEngineAdapter) -> bool:
 async def health(adapter: AsyncHttpServerEngineAdapter) -> bool:
     """Whether the server can generate one token. Takes about one second; meaningless while generation is paused."""
     return await adapter.connection.is_ok(endpoints.HEALTH)
+
+
+async def check_keys(adapter: AsyncHttpServerEngineAdapter) -> None:
+    """Check that the server accepts the keys of this adapter. Changes nothing on the server.
+
+    Raises ServerError with the name of the key that is missing or wrong. The admin key is not checked by a version of
+    SGLang that has no request with an admin key that changes nothing.
+    """
+    await adapter.connection.call(endpoints.MODEL_INFO)
+    with contextlib.suppress(BadInputError, UnsupportedError):  # the server has no admin key, or no such request
+        await adapter.connection.call(endpoints.ADMIN_STATUS)
 
 
 async def capabilities(adapter: AsyncHttpServerEngineAdapter) -> Capabilities:

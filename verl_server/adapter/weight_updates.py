@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -122,7 +123,7 @@ async def update_weights_from_distributed(
 
 async def update_weights_from_disk(
     adapter: AsyncHttpServerEngineAdapter,
-    model_path: str,
+    model_path: str | os.PathLike[str],
     load_format: str | None = None,
     flush_cache: bool = True,
     weight_version: int | None = None,

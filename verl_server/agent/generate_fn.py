@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from typing import TYPE_CHECKING, Any, Protocol
 
-from verl_server.adapter.sglang.request_fields import check_sampling_params
+from verl_server.adapter.sglang.request_fields import parse_sampling_params
 from verl_server.errors import BadInputError
 from verl_server.router.resumable_generation import ResumableGeneration
 from verl_server.types import Json
@@ -76,8 +76,7 @@ def require_sampling_params(params: Any) -> Json:
 
     The server checks the names and the ranges.
     """
-    check_sampling_params(params)
-    checked: Json = dict(params)
+    checked = parse_sampling_params(params)
     if (tokens := checked.get("max_new_tokens")) is not None and tokens < 1:
         raise BadInputError(f"sampling_params['max_new_tokens'] must be a whole number of at least 1, got {tokens}")
     if checked.get("n") not in (None, 1):

@@ -222,7 +222,12 @@ def load_weights(
 
 
 def _describe_server(adapter: HttpServerEngineAdapter) -> ServerInfo:
-    """Ask a running server for its size. Raises BadInputError when the server does not have our weight loader."""
+    """Ask a running server for its size.
+
+    Raises ServerError when the server refuses a key, here and not only at the first weight update, and BadInputError
+    when the server does not have our weight loader.
+    """
+    adapter.check_keys()
     info = adapter.get_server_info()
     if WEIGHT_LOADER not in (info.get("custom_weight_loader") or ()):
         raise BadInputError(

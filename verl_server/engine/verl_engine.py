@@ -19,6 +19,7 @@ from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.type_checks import check_arguments
 from verl_server.types import Json, WeightUpdateResult
+from verl_server.validation import as_pairs, to_plain
 from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
@@ -41,9 +42,8 @@ class VerlEngine:
     of `AdapterConfig`. `env` adds to the environment of the server. All other arguments are SGLang's `ServerArgs`;
     `tp_size` defaults to the size of the mesh.
 
-    `shutdown`, `staging_tensors` and the properties are local to a rank. All ranks must call every other method, in the
-    same order. All ranks get the same result or raise the same error. When a rank or a server has ended, every later
-    call raises PeerError or ServerDiedError.
+    `shutdown`, `staging_tensors` and the properties are local to a rank. All ranks must call all other methods in the
+    same order and get equal results or errors: PeerError or ServerDiedError in all calls after a rank or server ended.
     """
 
     @check_arguments(skip=("servers", "fleet"))
@@ -53,7 +53,7 @@ class VerlEngine:
         nnodes: int = 1,
         *,
         launch_server: bool | None = None,
-        servers: Sequence[RemoteServer] = (),
+        servers: Sequence[RemoteServer] | None = None,
         fleet: RolloutFleet | None = None,
         weights: WeightsConfig | None = None,
         timeouts: Timeouts | None = None,
@@ -71,7 +71,7 @@ class VerlEngine:
         )
         self._tp_rank, size = device_mesh_cpu.get_local_rank(), device_mesh_cpu.size()
         placement = compute_placement(self._tp_rank, size, nnodes, server_args)
-        source = BackendSource(launch_server, servers, fleet)
+        source = BackendSource(launch_server, () if servers is None else servers, fleet)
         self._backend: Backend | None = None
         self._weights: WeightUpdater | None = None
         self._loras = LoraAdapters(server_args.get("lora_paths"))
@@ -159,7 +159,7 @@ class VerlEngine:
 
     def update_weights_from_tensor(
         self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        named_tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
         load_format: str | None = None,
         *,
         weight_version: int | None = None,
@@ -168,7 +168,7 @@ class VerlEngine:
         pause_mode: PauseMode | str = PauseMode.RETRACT,
         flush_cache: bool = True,
     ) -> WeightUpdateResult:
-        """Load `named_tensors`, pairs of Hugging Face parameter name and tensor, into all servers.
+        """Load `named_tensors`, tensors by Hugging Face parameter name or pairs of name and tensor, into all servers.
 
         Tensors are DTensors with any FSDP2 or TP placement, or full plain tensors. Of plain tensors those of rank 0
         count; other ranks may pass none. A generator is consumed one tensor at a time. Shapes are checked, and floating
@@ -183,8 +183,8 @@ class VerlEngine:
         Raises WeightManifestError or BadInputError before the servers are involved (they keep serving the old weights),
         TornWeightsError when the update failed half-way (push all weights again), PeerError, ServerDiedError.
         """
-        options = UpdateOptions(weight_version, verify, check_finite, pause_mode, flush_cache)
-        return self._require_updater().update(named_tensors, load_format, options)
+        options = UpdateOptions(to_plain(weight_version), verify, check_finite, pause_mode, flush_cache)
+        return self._require_updater().update(as_pairs(named_tensors), load_format, options)
 
     def staging_tensors(self) -> dict[str, torch.Tensor]:
         """The staging memory as CPU tensors by Hugging Face name, with full shapes and the server's dtypes.
@@ -207,7 +207,7 @@ class VerlEngine:
         Raises BadInputError or WeightManifestError before the servers are involved, PeerError, ServerDiedError.
         """
         call_id, weights = self._group.next_call_id("load_lora_adapter"), self._require_updater()
-        tensors, error = weights.gather_on_cpu(named_tensors)
+        tensors, error = weights.gather_on_cpu(as_pairs(named_tensors))
 
         def load(_: list[Json]) -> None:
             weights.check_lora_adapter(tensors, config)

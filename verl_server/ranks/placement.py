@@ -32,13 +32,14 @@ def compute_placement(rank: int, mesh_size: int, nnodes: int, server_args: Mappi
     The ranks of one node are consecutive. The server's `tp_size` is `mesh_size` unless `server_args` contains it.
     Raises BadInputError if the ranks or the TP ranks cannot be divided evenly among the nodes.
     """
-    require_whole_number("nnodes", nnodes)
+    nnodes = require_whole_number("nnodes", nnodes)
+    tp_size = server_args.get("tp_size")
+    tp_size = mesh_size if tp_size is None else require_whole_number("tp_size", tp_size)
     if mesh_size % nnodes:
         raise BadInputError(
             f"the {mesh_size} trainer ranks of device_mesh_cpu cannot be divided evenly among nnodes={nnodes} nodes; "
             f"nnodes is the number of machines that one server spans: use 1, or another divisor of {mesh_size}"
         )
-    tp_size = require_whole_number("tp_size", server_args.get("tp_size", mesh_size))
     if tp_size % nnodes:
         raise BadInputError(
             f"tp_size={tp_size} cannot be divided evenly among nnodes={nnodes} nodes; use a multiple of {nnodes}"

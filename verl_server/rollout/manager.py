@@ -48,7 +48,7 @@ class RolloutManager:
 
     Args:
         replicas: Number of servers.
-        mode: What the fleet shares with the trainer, see `RolloutMode`.
+        mode: What the fleet shares with the trainer, see `RolloutMode`. None: `HYBRID`.
         launcher: Starts the servers. None: a `LocalLauncher`, which starts them on this machine.
         config: Settings of each server's adapter. With `router_ip` and `router_port`, the replicas are also
             registered with that `sglang-router`.
@@ -67,7 +67,7 @@ class RolloutManager:
         self,
         replicas: int,
         *,
-        mode: RolloutMode | str = RolloutMode.HYBRID,
+        mode: RolloutMode | str | None = RolloutMode.HYBRID,
         launcher: Launcher | None = None,
         config: AdapterConfig | None = None,
         recovery: RecoveryConfig | None = None,

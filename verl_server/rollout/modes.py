@@ -34,8 +34,10 @@ def capabilities_of(mode: RolloutMode) -> ModeCapabilities:
     return _CAPABILITIES[mode]
 
 
-def parse_mode(mode: RolloutMode | str) -> RolloutMode:
-    """The rollout mode of that name. Raises BadInputError for an unknown name."""
+def parse_mode(mode: RolloutMode | str | None) -> RolloutMode:
+    """The rollout mode of that name; `HYBRID` for None. Raises BadInputError for an unknown name."""
+    if mode is None:
+        return RolloutMode.HYBRID
     try:
         return RolloutMode(mode)
     except ValueError:

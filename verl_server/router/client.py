@@ -11,7 +11,9 @@ import aiohttp
 import orjson
 
 from verl_server.adapter.json_body import encode_json
+from verl_server.adapter.sglang.request_fields import parse_sampling_params
 from verl_server.errors import BadInputError, DeadlineError, ServerError, VerlServerError, from_wire
+from verl_server.router.request_checks import validate_timeout
 from verl_server.router.resumable_generation import split_batch
 from verl_server.type_checks import check_arguments
 from verl_server.types import Json
@@ -34,9 +36,9 @@ class RouterClient:
 
     @check_arguments()
     def __init__(self, url: str, api_key: str | None, reconnect_timeout_s: float = 60.0) -> None:
-        """`reconnect_timeout_s`: seconds without a reachable router before a call raises ServerError."""
+        """`reconnect_timeout_s`: seconds without a reachable router before a call raises ServerError. 0: at once."""
         self._url = require_http_url("url", url)
-        self._reconnect_timeout_s = require_seconds("reconnect_timeout_s", reconnect_timeout_s)
+        self._reconnect_timeout_s = require_seconds("reconnect_timeout_s", reconnect_timeout_s, may_be_zero=True)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
@@ -71,6 +73,11 @@ class RouterClient:
         """
         if split_batch(request) is not None:
             raise BadInputError("a generation has one prompt; make one call for each prompt, each with its own rid")
+        if request.pop("stream", None):
+            raise BadInputError("RouterClient.generate returns the whole generation: leave stream out")
+        if request.get("sampling_params") is not None:
+            request["sampling_params"] = parse_sampling_params(request["sampling_params"])
+        validate_timeout(timeout_s)
         options = {
             "rid": rid or uuid.uuid4().hex,
             "session_id": session_id,
@@ -80,7 +87,7 @@ class RouterClient:
         if "prompt" in request:
             request["text"] = request.pop("prompt")
         body = {**request, **{name: value for name, value in options.items() if value is not None}}
-        deadline = time.monotonic() + timeout_s if isinstance(timeout_s, (int, float)) else None
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         unreachable_since: float | None = None
         delay_s = FIRST_RETRY_DELAY_S
         body["timeout_s"] = timeout_s
@@ -94,7 +101,7 @@ class RouterClient:
                 connected = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError))
                 if unreachable_since is None or (connected and now - sent_at > MIN_SERVED_S):
                     unreachable_since, delay_s = now, FIRST_RETRY_DELAY_S
-                if now - unreachable_since > self._reconnect_timeout_s:
+                if now - unreachable_since >= self._reconnect_timeout_s:
                     raise ServerError(f"the router at {self._url} cannot be reached: {error}", url=self._url) from error
                 delay_s = min(2 * delay_s, MAX_RETRY_DELAY_S)
             except TimeoutError as error:

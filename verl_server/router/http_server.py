@@ -87,7 +87,7 @@ class RouterHttpServer:
         """Check the API key, call the handler of the path, and answer every error as JSON."""
         try:
             if request.path not in OPEN_PATHS and not self._is_authorized(request):
-                return _json_response({"error": {"message": "the API key is missing or wrong"}}, 401)
+                raise _key_error(request)
             handler = self._handlers.get((request.method, request.path))
             if handler is None:
                 return _json_response({"error": {"message": f"there is no {request.method} {request.path}"}}, 404)
@@ -183,6 +183,18 @@ async def _relay(
         if request.transport is not None:
             request.transport.abort()  # the caller must not take an incomplete answer for a complete one
     return response
+
+
+def _key_error(request: web.BaseRequest) -> ServerError:
+    """The error for a request without the router's key. The caller knows the router by the URL of the request."""
+    return ServerError(
+        f"the API key is missing or wrong: the router at http://{request.host} refused {request.path} (401). Pass "
+        "the key of the router: RolloutManager.router_key, or the environment variable VERL_SERVER_API_KEY of "
+        "`verl-server router`",
+        status=401,
+        url=f"http://{request.host}{request.path}",
+        key="api_key",
+    )
 
 
 def _json_response(value: Any, status: int = 200) -> web.Response:

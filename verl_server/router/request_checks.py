@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from verl_server.errors import BadInputError, NotReadyError
 from verl_server.router.policy import VersionRequirement
 from verl_server.router.resumable_generation import version_spans
 from verl_server.types import Json
+from verl_server.validation import is_finite_number
 
 CHARACTERS_PER_TOKEN = 4
 """Assumed number of characters per token of a prompt that is text."""
@@ -27,10 +29,10 @@ def validate_id(value: str | None, name: str) -> None:
 
 
 def validate_timeout(timeout_s: float | None) -> None:
-    """Raises BadInputError unless the timeout is None or a positive number of seconds."""
-    if timeout_s is None:
+    """Raises BadInputError unless the timeout is None, infinity or a positive number of seconds."""
+    if timeout_s is None or timeout_s == math.inf:
         return
-    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
+    if not is_finite_number(timeout_s):
         raise BadInputError(f"timeout_s must be a number of seconds, got {timeout_s!r}")
     if not timeout_s > 0:
         raise BadInputError(f"timeout_s is {timeout_s}: the deadline has passed already")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_server.adapter.sglang.request_fields import check_sampling_params
+from verl_server.adapter.sglang.request_fields import parse_sampling_params
 from verl_server.adapter.sglang.requests import require_token_ids
 from verl_server.errors import BadInputError
 from verl_server.types import Json, parse_weight_version
@@ -41,7 +41,6 @@ class ResumableGeneration:
         params = self.request.get("sampling_params") or {}
         if not isinstance(params, Mapping):
             raise BadInputError(f"sampling_params must be one dict for one prompt, got {type(params).__name__}")
-        check_sampling_params(params)
         prompt = self.request.get("input_ids")
         if prompt is not None:
             require_token_ids("input_ids", prompt)
@@ -50,7 +49,7 @@ class ResumableGeneration:
                 "a generation has one prompt, but input_ids is a list of prompts; make one call for each"
             )
         self._prompt: list[int] | None = prompt
-        self._params: Json = dict(params)
+        self._params = parse_sampling_params(params)
         if self._params.get("n") not in (None, 1):
             raise BadInputError("a generation has n=1; make one call for each sample, each with its own rid")
         self._parts: list[Json] = []

@@ -46,6 +46,8 @@ UNLOAD_LORA = Endpoint("/unload_lora_adapter", _WEIGHTS, needs_admin_key=True)
 WEIGHTS_CHECKER = Endpoint("/weights_checker", _WEIGHTS, needs_admin_key=True)
 RELEASE_MEMORY = Endpoint("/release_memory_occupation", needs_admin_key=True)
 RESUME_MEMORY = Endpoint("/resume_memory_occupation", needs_admin_key=True)
+#: Reports settings of a cache. The only route with an admin key that changes nothing and asks no other process.
+ADMIN_STATUS = Endpoint("/hicache/storage-backend", method="GET", needs_admin_key=True, retryable=True)
 OPENAPI = Endpoint("/openapi.json", method="GET", retryable=True)
 MODEL_INFO = Endpoint("/model_info", method="GET", retryable=True)
 SERVER_INFO = Endpoint("/server_info", method="GET", retryable=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 import pickletools
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from verl_server.adapter.sglang.requests import require
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError
 from verl_server.types import Json
+from verl_server.validation import to_plain
 
 if TYPE_CHECKING:
     import torch
@@ -98,10 +100,11 @@ def update_from_distributed_payload(
 
 
 def update_from_disk_payload(
-    model_path: str, *, load_format: str | None, flush_cache: bool, weight_version: int | None
+    model_path: str | os.PathLike[str], *, load_format: str | None, flush_cache: bool, weight_version: int | None
 ) -> Json:
-    require(isinstance(model_path, str) and model_path != "", f"model_path must be a path, got {model_path!r}")
-    return _update_payload({"model_path": model_path}, load_format, flush_cache, weight_version)
+    path = to_plain(model_path)
+    require(isinstance(path, str) and path != "", f"model_path must be a path, got {model_path!r}")
+    return _update_payload({"model_path": path}, load_format, flush_cache, weight_version)
 
 
 def _update_payload(body: Json, load_format: str | None, flush_cache: bool, weight_version: int | None) -> Json:

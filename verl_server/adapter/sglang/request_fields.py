@@ -6,14 +6,14 @@ sampling parameter, but does not always say which field has a value of a wrong t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
 
+from verl_server.adapter.json_body import tolist_hint
 from verl_server.errors import BadInputError, VerlServerError
-from verl_server.validation import did_you_mean
+from verl_server.types import Json
+from verl_server.validation import did_you_mean, is_finite_number, is_whole_number, to_plain
 
 #: Fields of SGLang's `GenerateReqInput` (`sglang/srt/managers/io_struct.py`) in both 0.5.15 and 0.5.23, without those
 #: that are arguments of `generate_payload`. A server is asked for its other fields.
@@ -21,7 +21,7 @@ REQUEST_FIELDS = frozenset({
     "audio_data", "background", "bootstrap_host", "bootstrap_pair_key", "bootstrap_port", "bootstrap_room",
     "conversation_id", "custom_labels", "custom_logit_processor", "decode_tp_size", "disagg_prefill_dp_rank",
     "encoder_urls", "external_trace_header", "extra_key", "http_worker_ipc", "image_data", "image_max_dynamic_patch",
-    "images_config", "input_embeds", "log_metrics", "logprob_start_len", "lora_id", "lora_path", "max_dynamic_patch",
+    "images_config", "log_metrics", "logprob_start_len", "lora_id", "lora_path", "max_dynamic_patch",
     "min_dynamic_patch", "mm_hashes", "modalities", "multi_item_delimiter_indices", "need_wait_for_mm_inputs",
     "no_logs", "num_items_assigned", "positional_embed_overrides", "priority", "received_time", "require_reasoning",
     "return_bytes", "return_entropy", "return_hidden_states", "return_indexer_topk", "return_logprob",
@@ -31,8 +31,14 @@ REQUEST_FIELDS = frozenset({
 })  # fmt: skip
 #: Fields of a generation request that a router reads and does not send to a server. (SGLang has a `session_id` too.)
 ROUTER_FIELDS = ("session_id", "weight_version", "min_weight_version", "timeout_s")
+#: Arguments of `generate`, which are no sampling parameters.
+_ARGUMENTS = frozenset({*REQUEST_FIELDS, *ROUTER_FIELDS, "prompt", "input_ids", "rid", "sampling_params", "stream"})
 #: Fields of SGLang's JSON that are no arguments here.
-_RENAMED_FIELDS = {"text": "the argument is called `prompt`", "stream": "an adapter streams with `generate_stream`"}
+_RENAMED_FIELDS = {
+    "text": "the argument is called `prompt`",
+    "stream": "an adapter streams with `generate_stream`, and a router returns whole generations only",
+    "input_embeds": "this library supports prompts as text (`prompt`) and as token ids (`input_ids`) only",
+}
 
 
 @dataclass(frozen=True)
@@ -41,20 +47,12 @@ class ValueKind:
 
     description: str
     accepts: Callable[[Any], bool]
-
-
-def _is_whole_number(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_finite_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    convert: Callable[[Any], Any] = to_plain
+    """Returns the value as it is sent to the server."""
 
 
 def _at_least(minimum: int) -> ValueKind:
-    return ValueKind(
-        f"a whole number of at least {minimum}", lambda value: _is_whole_number(value) and value >= minimum
-    )
+    return ValueKind(f"a whole number of at least {minimum}", lambda value: is_whole_number(value) and value >= minimum)
 
 
 def _is_text_or_texts(value: Any) -> bool:
@@ -62,17 +60,39 @@ def _is_text_or_texts(value: Any) -> bool:
 
 
 def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, (list, tuple, set, frozenset)) and all(map(_is_whole_number, value))
+    is_list = isinstance(value, (list, tuple, set, frozenset))
+    return is_list and all(item is None or is_whole_number(item) for item in value)
 
 
-_WHOLE_NUMBER = ValueKind("a whole number", _is_whole_number)
-_NUMBER = ValueKind("a finite number", _is_finite_number)
+def _to_token_ids(value: Any) -> list[int]:
+    """Token ids as a list; sets are sorted. SGLang ignores None, for example of a tokenizer without a padding token."""
+    token_ids = [int(item) for item in value if item is not None]
+    return sorted(token_ids) if isinstance(value, (set, frozenset)) else token_ids
+
+
+def _is_logit_bias(value: Any) -> bool:
+    """A value that is no number would end SGLang's scheduler. JSON has no infinity."""
+    return isinstance(value, Mapping) and all(
+        (is_whole_number(key) or (isinstance(key, str) and key.isdecimal())) and is_finite_number(bias)
+        for key, bias in value.items()
+    )
+
+
+def _to_logit_bias(value: Any) -> Json:
+    """SGLang, like JSON, has strings as keys."""
+    return {str(to_plain(key)): to_plain(bias) for key, bias in value.items()}
+
+
+_WHOLE_NUMBER = ValueKind("a whole number", is_whole_number)
+_NUMBER = ValueKind("a finite number", is_finite_number)
 _FLAG = ValueKind("True or False", lambda value: isinstance(value, bool))
 _TEXT = ValueKind("a string", lambda value: isinstance(value, str))
 _JSON_TEXT = ValueKind("a string with JSON, see json.dumps", lambda value: isinstance(value, str))
 _TEXTS = ValueKind("a string or a list of strings", _is_text_or_texts)
-_TOKEN_IDS = ValueKind("a list of token ids", _is_token_ids)
-_MAPPING = ValueKind("a dict", lambda value: isinstance(value, Mapping))
+_TOKEN_IDS = ValueKind("a list of token ids", _is_token_ids, _to_token_ids)
+_LOGIT_BIAS = ValueKind(
+    "a dict of finite numbers by token id; write -1e9 instead of minus infinity", _is_logit_bias, _to_logit_bias
+)
 _ANY = ValueKind("any value", lambda value: True)
 
 #: Fields of SGLang's `SamplingParams` (`sglang/srt/sampling/sampling_params.py`) in 0.5.15 or 0.5.23. The server checks
@@ -83,7 +103,7 @@ SAMPLING_PARAMS: Mapping[str, ValueKind] = {
     "presence_penalty": _NUMBER, "repetition_penalty": _NUMBER, "stop": _TEXTS, "stop_regex": _TEXTS,
     "stop_token_ids": _TOKEN_IDS, "ignore_eos": _FLAG, "no_stop_trim": _FLAG, "skip_special_tokens": _FLAG,
     "spaces_between_special_tokens": _FLAG, "json_schema": _JSON_TEXT, "structural_tag": _JSON_TEXT, "regex": _TEXT,
-    "ebnf": _TEXT, "logit_bias": _MAPPING, "sampling_seed": _WHOLE_NUMBER, "stream_interval": _WHOLE_NUMBER,
+    "ebnf": _TEXT, "logit_bias": _LOGIT_BIAS, "sampling_seed": _WHOLE_NUMBER, "stream_interval": _WHOLE_NUMBER,
     "beam_width": _WHOLE_NUMBER, "custom_params": _ANY, "watermark": _ANY,
 }  # fmt: skip
 #: Request fields whose type is checked. A list has one value for each prompt.
@@ -94,8 +114,9 @@ _FIELD_KINDS: Mapping[str, ValueKind] = {
 
 
 def unlisted_fields(fields: Mapping[str, Any]) -> list[str]:
-    """Names of the fields with a value that are not in `REQUEST_FIELDS`."""
-    return [name for name, value in fields.items() if value is not None and name not in REQUEST_FIELDS]
+    """Names of the fields that are not in `REQUEST_FIELDS`, without those of None and without `stream=False`."""
+    given = [name for name, value in fields.items() if value is not None and (name, value) != ("stream", False)]
+    return [name for name in given if name not in REQUEST_FIELDS]
 
 
 def require_known_fields(names: Collection[str], server_fields: Collection[str]) -> None:
@@ -130,16 +151,28 @@ def check_field_types(fields: Mapping[str, Any]) -> None:
                 raise BadInputError(f"{name} must be {kind.description}, or a list of them, got {value!r:.200}")
 
 
-def check_sampling_params(params: Any, name: str = "sampling_params") -> None:
-    """Raise BadInputError unless `params` is a dict and its known parameters have values of the right type."""
+def parse_sampling_params(params: Any, name: str = "sampling_params") -> Json:
+    """A copy of the sampling parameters with the types that JSON has.
+
+    Raises BadInputError unless `params` is a dict or another mapping, its keys are no arguments of `generate`, and its
+    known parameters have values of the right type.
+    """
     if not isinstance(params, Mapping):
         raise BadInputError(f"{name} must be a dict, got {type(params).__name__}")
+    parsed: Json = {}
     for key, value in params.items():
         if not isinstance(key, str):
             raise BadInputError(f"{name} has the key {key!r}; keys are strings")
-        kind = SAMPLING_PARAMS.get(key)
-        if kind is not None and value is not None and not kind.accepts(value):
-            raise BadInputError(f"{name}[{key!r}] must be {kind.description}, got {value!r:.200}")
+        if key in _ARGUMENTS:
+            raise BadInputError(
+                f"{key!r} is no sampling parameter but an argument of generate: pass it as generate(..., {key}=...)"
+            )
+        kind = SAMPLING_PARAMS.get(key, _ANY)
+        if value is not None and not kind.accepts(value):
+            got = f"{value!r:.200}{tolist_hint(value)}"
+            raise BadInputError(f"{name}[{key!r}] must be {kind.description}, got {got}")
+        parsed[key] = None if value is None else kind.convert(value)
+    return parsed
 
 
 def explain_refusal(error: VerlServerError, sampling_params: Any) -> VerlServerError:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl_server.adapter.json_body import tolist_hint
-from verl_server.adapter.sglang.request_fields import check_field_types, check_sampling_params
+from verl_server.adapter.sglang.request_fields import check_field_types, parse_sampling_params
 from verl_server.errors import BadInputError
 from verl_server.types import Json
 
@@ -66,11 +66,11 @@ def generate_payload(
         not (stream and is_batch(prompt, input_ids)), "a stream takes one prompt, got a list: make one call per prompt"
     )
     num_prompts = _check_input_ids(input_ids, limits) if input_ids is not None else _check_prompts(prompt)
-    _check_all_sampling_params(sampling_params, num_prompts, is_batch(prompt, input_ids))
+    all_params = _parse_all_sampling_params(sampling_params, num_prompts, is_batch(prompt, input_ids))
     if rid is not None:
         rids = rid if isinstance(rid, (list, tuple)) else [rid]
         require(all(isinstance(r, str) and r for r in rids), f"rid must be a non-empty string, got {rid!r}")
-    body: Json = {"text": prompt, "input_ids": input_ids, "sampling_params": sampling_params, "rid": rid}
+    body: Json = {"text": prompt, "input_ids": input_ids, "sampling_params": all_params, "rid": rid}
     check_field_types(fields)
     body.update(fields)
     if stream:
@@ -131,13 +131,14 @@ def _check_prompts(prompt: Any) -> int:
     return len(prompts)
 
 
-def _check_all_sampling_params(sampling_params: Any, num_prompts: int, batch: bool) -> None:
+def _parse_all_sampling_params(sampling_params: Any, num_prompts: int, batch: bool) -> Json | list[Json] | None:
+    """The sampling parameters of all prompts, or a list with those of each prompt, as they are sent."""
     if isinstance(sampling_params, (list, tuple)):
         require(
             batch and len(sampling_params) == num_prompts,
             f"{len(sampling_params)} sampling_params for {num_prompts} prompts: give a dict, or a list of equal length",
         )
-        for index, params in enumerate(sampling_params):
-            check_sampling_params(params, f"sampling_params[{index}]")
-    elif sampling_params is not None:
-        check_sampling_params(sampling_params)
+        return [
+            parse_sampling_params(params, f"sampling_params[{index}]") for index, params in enumerate(sampling_params)
+        ]
+    return None if sampling_params is None else parse_sampling_params(sampling_params)

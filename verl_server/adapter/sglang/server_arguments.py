@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_server.adapter.sglang.misplaced_arguments import refuse_misplaced_arguments
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import MemoryTag
 from verl_server.errors import BadInputError
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
-from verl_server.validation import require_whole_number
+from verl_server.validation import is_finite_number, require_whole_number, to_plain
 
 #: Import path of the weight loader that runs inside the server (`weights/loader.py`). It is both an element of the
 #: server argument `custom_weight_loader` and the `load_format` of our weight updates.
@@ -62,10 +62,13 @@ def validate_launch_args(server_args: Mapping[str, Any]) -> Json:
 def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     """Return a copy of `server_args` that can travel to the server process as JSON.
 
-    Raises BadInputError for a value that is not plain JSON, a model path that does not exist, a short key, and a number
-    that no server can have.
+    Paths, numbers of numpy and torch dtypes are converted. Raises BadInputError for another value that is not plain
+    JSON, an argument that is not meant for SGLang, a model path that does not exist, a short key, and a number that no
+    server can have.
     """
-    args = {**server_args, "model_path": _validate_model_path(server_args.get("model_path"))}
+    refuse_misplaced_arguments(server_args)
+    args: Json = to_plain(server_args)
+    args["model_path"] = _validate_model_path(args.get("model_path"))
     for name in SECRET_ARGUMENTS:
         _validate_key(name, args.get(name))
     for name, value in args.items():
@@ -130,7 +133,7 @@ def _validate_numbers(args: Mapping[str, Any]) -> None:
     if (args.get("port") or 0) > MAX_PORT:
         raise BadInputError(f"server argument port must be at most {MAX_PORT}, got {args['port']}")
     fraction = args.get("mem_fraction_static")
-    if fraction is not None and (type(fraction) not in (int, float) or not 0 < fraction < 1):
+    if fraction is not None and not (is_finite_number(fraction) and 0 < fraction < 1):
         raise BadInputError(f"server argument mem_fraction_static must be a number between 0 and 1, got {fraction!r}")
 
 
@@ -139,9 +142,8 @@ def _validate_model_path(model_path: Any) -> str:
 
     A relative name without `./` may be the name of a model on a hub and is accepted.
     """
-    if not isinstance(model_path, (str, os.PathLike)) or not str(model_path):
+    if not isinstance(model_path, str) or not model_path:
         raise BadInputError(f"model_path must be a folder or the name of a model on a hub, got {model_path!r}")
-    path = str(model_path)
-    if path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
-        raise BadInputError(f"model_path does not exist: {path}")
-    return path
+    if model_path.startswith(("/", "./", "../", "~")) and not Path(model_path).exists():
+        raise BadInputError(f"model_path does not exist: {model_path}")
+    return model_path
