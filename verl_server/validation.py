@@ -6,8 +6,10 @@ import difflib
 import inspect
 import math
 import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 from urllib.parse import urlsplit
 
@@ -88,6 +90,21 @@ def require_callable(name: str, value: object, hint: str, *args: object, **kwarg
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise BadInputError(f"{name} has the wrong parameters {signature}: {error}; {hint}") from None
+
+
+def make_writable_folder(name: str, folder: Path | str) -> Path:
+    """The absolute path of `folder`, which is created if it is missing. Raises BadInputError if it takes no files."""
+    path = Path(folder).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError as error:
+        raise BadInputError(
+            f"{name}: no file can be created in the folder {path}: {error.strerror or error}; pass a folder in which "
+            "this user can create files",
+            argument=name,
+        ) from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

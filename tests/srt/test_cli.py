@@ -122,8 +122,8 @@ def test_failed_start_prints_the_end_of_the_servers_log(tmp_path: Path) -> None:
         (["--max-total-tokens=-5"], "max_total_tokens must be a whole number of at least 1, got -5"),
         (["--dtype", "bf16"], "dtype must be one of auto, half, float16, bfloat16, float, float32, got 'bf16'"),
         (["--log-dri", "x"], "has no argument 'log_dri'; did you mean --log-dir?"),
-        (["--log-dir", "/proc/x"], "cannot be written into the folder /proc/x (log_dir): No such file or directory"),
-        (["--log-dir", __file__], f"cannot be written into the folder {__file__} (log_dir): File exists"),
+        (["--log-dir", "/proc/x"], "log_dir: no file can be created in the folder /proc/x: No such file or directory"),
+        (["--log-dir", __file__], f"log_dir: no file can be created in the folder {__file__}: File exists"),
         (["stray"], "stray"),
     ],
 )
@@ -231,6 +231,7 @@ def test_remote_model_urls_are_passed_to_sglang() -> None:
         (["status", "foo"], 2, "is not an HTTP URL"),
         (["status", "http://127.0.0.1:1"], 1, "nothing answers at http://127.0.0.1:1"),
         (["doctor", "--dtype", "bf16"], 2, "got 'bf16'; did you mean 'bfloat16'?"),
+        (["demo", "--output", "/proc/x"], 2, "output: no file can be created in the folder /proc/x"),
         (["luanch", "Org/Model"], 2, "Did you mean 'launch'?"),
     ],
 )

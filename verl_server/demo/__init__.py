@@ -41,20 +41,22 @@ def run(seed: int = 0, steps: int = 80, output_dir: Path | str = "demo_output") 
 
     Returns the exit code. 0: the mean reward of the last steps reached 0.8, and the trainer and the server agreed on
     the logprobs of all tokens within 1e-3. 1: the run missed one of these targets, or a rank or the server failed;
-    the reason is printed. 130: interrupted. Raises BadInputError unless `steps` is at least 1.
+    the reason is printed. 130: interrupted. Raises BadInputError if `steps` is below 1 or the
+    folder takes no files.
     """
     from rich.console import Console
 
     from verl_server.demo.chart import draw
     from verl_server.demo.settings import Settings
     from verl_server.errors import BadInputError, VerlServerError
+    from verl_server.validation import make_writable_folder
 
     if steps < 1:
         raise BadInputError(f"steps must be at least 1, got {steps}")
     console = Console(highlight=False)
     output = Path(output_dir)
     log_dir = output / "logs"
-    log_dir.mkdir(parents=True, exist_ok=True)
+    make_writable_folder("output", log_dir)
     try:
         outcome = _train(Settings(seed=seed, steps=steps), log_dir, console)
     except KeyboardInterrupt:

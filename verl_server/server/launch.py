@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import http.client
 import logging
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from verl_server.config import AdapterConfig
-from verl_server.errors import BadInputError, StartupError
+from verl_server.errors import StartupError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.forkserver.shared_forkserver import warden_factory
 from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.server.process import ServerProcess, WardenFactory, spawn_warden
 from verl_server.server.supervisor import AbortCheck, never_abort
+from verl_server.validation import make_writable_folder
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ def launch_server(
     files, or the engine refuses an argument). All processes that were started are ended before the error is raised.
     """
     if config.log_dir is not None:
-        config = replace(config, log_dir=_make_log_folder(Path(config.log_dir)))
+        config = replace(config, log_dir=make_writable_folder("log_dir", config.log_dir))
     start_warden: WardenFactory = spawn_warden
     if config.use_forkserver:
         start_warden = warden_factory(profile, env, config.timeouts.start_s / 2, check_abort)
@@ -71,24 +70,6 @@ def launch_server(
         finally:
             reservation.release()
     raise AssertionError("unreachable: the last attempt returns or raises")
-
-
-def _make_log_folder(log_dir: Path) -> Path:
-    """Create the folder of the log if it is missing. Returns its absolute path, because a warden has another working
-    directory than this process. Raises BadInputError if no file can be created in it.
-    """
-    folder = log_dir.absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise BadInputError(
-            f"the log of the server cannot be written into the folder {folder} (log_dir): {error.strerror or error}; "
-            "pass a folder in which this user can create files",
-            argument="log_dir",
-        ) from error
-    return folder
 
 
 def _launch_once(

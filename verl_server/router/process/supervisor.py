@@ -26,6 +26,7 @@ from verl_server.router.process.pipe_replicas import encode_status
 from verl_server.router.replica_status import ReplicaStats, ReplicaStatus, StatusQueue
 from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.types import Json
+from verl_server.validation import make_writable_folder
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,9 @@ class RouterSupervisor:
         """Start the router process and wait until it listens. Raises DeadlineError after START_TIMEOUT_S seconds.
 
         `log_dir`: folder for `router.log`; None discards the log. `metrics` returns the fleet's own metrics, which the
-        router adds to its metrics.
+        router adds to its metrics. Raises BadInputError if the folder takes no files.
         """
+        self._log = None if log_dir is None else make_writable_folder("log_dir", log_dir) / "router.log"
         self._metrics = metrics
         self._report_timeout_s = config.report_timeout_s
         self._reservation = PortReservation(HOST)
@@ -72,10 +74,6 @@ class RouterSupervisor:
             "config": asdict(config),
             "parent_pid": os.getpid(),
         }
-        self._log: Path | None = None
-        if log_dir is not None:
-            self._log = Path(log_dir) / "router.log"
-            self._log.parent.mkdir(parents=True, exist_ok=True)
         self._status_queue = StatusQueue()
         self._stats: dict[str, ReplicaStats] = {}
         self._applied_sequence = 0
