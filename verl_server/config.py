@@ -115,7 +115,7 @@ class RemoteServer:
     """Address and keys of a running server, which `verl-server launch` or another engine started."""
 
     base_url: str
-    """URL of the server without a path, for example `http://10.0.0.1:30000`."""
+    """URL of the server without a path, for example `http://10.0.0.1:30000`. A `/v1` at its end is removed."""
     api_key: str | None = field(default=None, repr=False)
     """Key for requests."""
     admin_api_key: str | None = field(default=None, repr=False)

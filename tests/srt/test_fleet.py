@@ -70,7 +70,7 @@ def test_a_request_survives_the_death_of_its_replica(
     async def run() -> Any:
         request = asyncio.ensure_future(
             fleet.router.generate(
-                rid=f"survivor {victim}", input_ids=PROMPTS[0], sampling_params=LONG, return_logprob=True
+                rid=f"survivor {victim}", input_ids=PROMPTS[0], sampling_params=LONG, return_logprob=True, stream=False
             )
         )
         await until_tokens(fleet, len(PROMPTS[0]) + 30, request)
@@ -138,6 +138,7 @@ def test_a_request_gets_the_weight_version_that_it_requires(engine: Any, fleet: 
         ({"rid": ""}, "rid must be"),
         ({"session_id": "x" * 10_000_000}, "session_id must be .* got 10000000 characters"),
         ({"timeout_s": -1.0}, "the deadline has passed"),
+        ({"stream": True}, "a router returns whole generations only"),
         ({"weight_version": "new"}, "whole number"),
         ({"input_ids": [-1]}, "negative token id"),
         ({"input_ids": [[1], [2]]}, "one prompt"),

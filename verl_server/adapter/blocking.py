@@ -73,7 +73,8 @@ class HttpServerEngineAdapter:
     ) -> Self:
         """Drive a server that already runs.
 
-        `shutdown` leaves it running unless its supervisor is given as `process`.
+        Sends no request: `check_keys` tells whether the server accepts the keys. `shutdown` leaves the server running
+        unless its supervisor is given as `process`.
         """
         self = cls.__new__(cls)
         self.asynchronous = AsyncHttpServerEngineAdapter.attach(

@@ -93,7 +93,8 @@ class AsyncHttpServerEngineAdapter:
     ) -> Self:
         """Drive a server that already runs.
 
-        `shutdown` leaves it running unless its supervisor is given as `process`.
+        Sends no request: `check_keys` tells whether the server accepts the keys. `shutdown` leaves the server running
+        unless its supervisor is given as `process`.
         """
         self = cls.__new__(cls)
         base_url = require_http_url("base_url", base_url)
