@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,6 @@ from verl_server.weights.coverage import Coverage
 from verl_server.weights.gather import shard_slices
 from verl_server.weights.layout import ALIGNMENT, TABLE_OFFSET, plan_arena, tensor_bytes
 from verl_server.weights.loader import load_weights
-from verl_server.weights.manifest import read_manifest
-from verl_server.weights.names import unfuse, unfuse_spec
 from verl_server.weights.transports import patches, shared_memory
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 
@@ -247,27 +244,6 @@ def test_all_mappings_of_an_arena_share_its_memory() -> None:
     assert mine.reports.read(0, "x", 0) is None
     other.close()
     mine.close()
-
-
-def test_manifest_from_files_and_from_architecture_agree(tiny: Callable[..., Path]) -> None:
-    for architecture in ("qwen2", "qwen3", "llama", "qwen3_moe"):
-        arguments = {"model_path": str(tiny(architecture)), "dtype": "float32"}
-        from_files = read_manifest(arguments)
-        from_code = read_manifest({**arguments, "load_format": "dummy"})
-        assert dict(from_files.tensors) == dict(from_code.tensors)
-
-
-def test_the_manifest_ignores_tied_heads(tiny: Callable[..., Path]) -> None:
-    manifest = read_manifest({"model_path": str(tiny("llama", tie_word_embeddings=True))})
-    assert manifest.check("lm_head.weight", (320, 64), "float32") is None
-
-
-def test_fused_experts_are_split_into_views_with_checkpoint_names() -> None:
-    fused = torch.randn(3, 8, 5)
-    parts = dict(unfuse("model.layers.0.mlp.experts.gate_up_proj", fused))
-    assert torch.equal(parts["model.layers.0.mlp.experts.1.up_proj.weight"], fused[1, 4:])
-    specs = unfuse_spec("model.layers.0.mlp.experts.gate_up_proj", TensorSpec((3, 8, 5), "float32"))
-    assert {name: tuple(t.shape) for name, t in parts.items()} == {name: s.shape for name, s in specs.items()}
 
 
 def test_placement() -> None:

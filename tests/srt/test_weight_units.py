@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -18,8 +14,7 @@ from verl_server.adapter.memory_tags import undefined_weights_reason
 from verl_server.adapter.sglang.server_arguments import loses_weights, require_memory_saver
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.types import TensorSpec
-from verl_server.weights.manifest import Manifest, read_manifest
-from verl_server.weights.names import unfuse
+from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.shard_writer import ShardWriter
 from verl_server.weights.update.tensor_source import TensorSource
 
@@ -111,18 +106,6 @@ def test_an_unknown_tensor_name_is_explained(name: str, message: str) -> None:
     assert caught.value.message.endswith(message.format(ATTENTION, MLP, removal))
 
 
-@pytest.mark.parametrize("shape", [(4, 8), (4,), ()])
-@pytest.mark.parametrize("part", ["gate_up_proj", "down_proj"])
-def test_fused_experts_without_three_dimensions_are_refused_by_name(part: str, shape: tuple[int, ...]) -> None:
-    name = f"{MLP}experts.{part}"
-    message = re.escape(f"{name!r} has shape {list(shape)}, but this name is that of the weights of all experts")
-    with pytest.raises(errors.WeightManifestError, match=message) as caught:
-        TensorSource({name: torch.zeros(shape)}.items(), Manifest(SPECS), check_finite=False)
-    assert caught.value.details == {"name": name, "got": list(shape)}
-    with pytest.raises(errors.WeightManifestError, match=message):  # tensors of a generator are not checked before
-        unfuse(name, torch.zeros(shape))
-
-
 @pytest.mark.parametrize("rows", [1, 0, 3])
 def test_a_shard_of_another_shape_than_its_placement_is_refused(rows: int, one_rank: DeviceMesh) -> None:
     """A copy would broadcast a shard of shape (1, 2) into the part (3, 2) of the full tensor."""
@@ -167,39 +150,3 @@ def test_a_release_without_a_copy_loses_the_weights(has_copy: bool) -> None:
     assert not loses_weights(["kv_cache"], args)
     assert (undefined_weights_reason(loses, []) is not None) is loses
     assert undefined_weights_reason(loses, ["weights"]) is None, "no update is possible while they are released"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "serves_mtp"),
-    [
-        ({}, False),
-        ({"speculative_algorithm": "EAGLE"}, True),
-        ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "another/model"}, False),
-        ({"speculative_algorithm": "NGRAM"}, False),
-    ],
-)
-def test_tensors_that_trainers_lack_need_not_be_pushed(
-    tmp_path: Path, arguments: dict[str, Any], serves_mtp: bool
-) -> None:
-    """A checkpoint has a tied output head, a table of rotary embeddings and a layer for multi-token prediction."""
-    config = {"model_type": "glm4_moe", "num_hidden_layers": 2, "tie_word_embeddings": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    required = {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "visual.layers.7.weight"}
-    mtp = {"model.layers.2.eh_proj.weight", "mtp.layers.0.self_attn.q_proj.weight"}
-    optional = {"lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}
-    save_file({name: torch.zeros(2) for name in {*required, *optional, *mtp}}, tmp_path / "model.safetensors")
-    manifest = read_manifest({"model_path": tmp_path, **arguments})
-    assert manifest.required == (required | mtp if serves_mtp else required)
-    assert manifest.tensors.keys() == required | optional | mtp, "the server may load all that its checkpoint has"
-    assert not manifest.ignored
-    assert manifest.is_whole(required | mtp)
-    assert not manifest.is_whole(required - {"visual.layers.7.weight"} | mtp | optional)
-
-
-def test_a_tied_output_head_that_no_checkpoint_has_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "tie_word_embeddings": True}))
-    save_file({"model.embed_tokens.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    manifest = read_manifest({"model_path": tmp_path})
-    tensors = {"model.embed_tokens.weight": torch.zeros(2, 2), "lm_head.weight": torch.full((2, 2), torch.nan)}
-    source = TensorSource(list(tensors.items()), manifest, check_finite=True)
-    assert source.contribution["names"] == ["model.embed_tokens.weight"]

@@ -16,7 +16,8 @@ from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.layout import plan_double_buffer
 from verl_server.weights.double_buffer.progress import MAX_WRITERS
 from verl_server.weights.layout import plan_arena
-from verl_server.weights.manifest import Manifest, read_manifest
+from verl_server.weights.manifest import Manifest
+from verl_server.weights.read_manifest import checkpoint_names_of, read_manifest
 from verl_server.weights.transports import is_streamed, sender_class, stream_class
 from verl_server.weights.transports.base import SenderSettings
 from verl_server.weights.update.buffer_filler import BufferRole
@@ -203,9 +204,16 @@ def _agree_on_manifest(coordinator: RankCoordinator, server_args: Mapping[str, A
         manifest = read_manifest(server_args)
         tensors = {name: [list(spec.shape), spec.dtype] for name, spec in manifest.tensors.items()}
         return {
-            "tensors": tensors, "optional": sorted(manifest.optional), "ignored": sorted(manifest.ignored)
+            "tensors": tensors, "optional": sorted(manifest.optional), "ignored": sorted(manifest.ignored),
+            "served_dtype": manifest.served_dtype,
         }  # fmt: skip
 
     wire = coordinator.agree(coordinator.next_call_id("manifest"), describe, action_timeout_s=120.0)
     tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in wire["tensors"].items()}
-    return Manifest(tensors, frozenset(wire["optional"]), frozenset(wire["ignored"]))
+    return Manifest(
+        tensors,
+        frozenset(wire["optional"]),
+        frozenset(wire["ignored"]),
+        wire["served_dtype"],
+        checkpoint_names_of(server_args),
+    )

@@ -26,6 +26,11 @@ PAGE_BYTES = 4096
 CHECKSUM_BYTES = 8
 LARGEST_OFFSET = 2**53
 """Stands for an offset that is not known yet: its JSON text is at least as long as that of any real offset."""
+SAFETENSORS_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
 ELEMENT_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
     "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.types import Json
-from verl_server.weights.layout import ELEMENT_BYTES, tensor_bytes
-from verl_server.weights.manifest import SAFETENSORS_DTYPES
+from verl_server.weights.layout import ELEMENT_BYTES, SAFETENSORS_DTYPES, tensor_bytes
 from verl_server.weights.reports import ReceivedReport, Report
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import DeadlineError, PeerError
+from verl_server.types import TensorSpec
 from verl_server.weights.gather import (
     copy_if_elsewhere,
     copy_shard,
@@ -17,7 +18,6 @@ from verl_server.weights.gather import (
     require_own_shard,
 )
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.names import is_fused, unfuse
 from verl_server.weights.update.tensor_source import require_finite, require_new_name, validated_pairs
 
 if TYPE_CHECKING:
@@ -69,26 +69,36 @@ class ShardWriter:
         """Write one tensor. Returns its checkpoint names: none if it is ignored, several for fused experts."""
         from torch.distributed.tensor import DTensor
 
-        if is_fused(name) and name not in self._manifest.tensors:
-            whole = tensor
-            if isinstance(tensor, DTensor):
-                require_own_shard(name, tensor)
-                whole = self._gather(tensor)
-            return [written for part in unfuse(name, whole) for written in self._write_tensor(*part)]
+        spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        parts = self._manifest.checkpoint_specs(name, spec)
+        if len(parts) == 1 and (only := next(iter(parts.items())))[1].shape == spec.shape:
+            return [only[0]] if self._write_checkpoint_tensor(only[0], tensor) else []
+        if isinstance(tensor, DTensor):
+            require_own_shard(name, tensor)
+            tensor = self._gather(tensor)
+        assert self._manifest.checkpoint_names is not None
+        converted = self._manifest.checkpoint_names.tensors(name, tensor)
+        return [new_name for new_name, part in converted if self._write_checkpoint_tensor(new_name, part)]
+
+    def _write_checkpoint_tensor(self, name: str, tensor: torch.Tensor) -> bool:
+        """Write one tensor by its checkpoint name. Returns False if it is ignored."""
+        from torch.distributed.tensor import DTensor
+
         dtype = str(tensor.dtype).removeprefix("torch.")
         spec = self._manifest.check(name, tuple(tensor.shape), dtype)
         if spec is None:
-            return []
+            return False
         target = self._staging_tensor(name)
         if self._check_finite:
-            require_finite(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor, spec.dtype)
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            require_finite(name, local, self._manifest.smallest_range_dtype(spec))
         if isinstance(tensor, DTensor):
             require_own_shard(name, tensor)
             self.has_shards = True
             self._write_shard(tensor, target)
         elif self._writes_whole_tensors and target is not None:
             copy_if_elsewhere(target, tensor.detach())
-        return [name]
+        return True
 
     def _write_shard(self, tensor: DTensor, target: torch.Tensor | None) -> None:
         """Copy this rank's shard, or gather the tensor where copying shards is not enough."""

@@ -9,7 +9,6 @@ from verl_server.errors import BadInputError, WeightManifestError
 from verl_server.types import Json, TensorSpec
 from verl_server.weights.gather import require_own_shard
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.names import unfuse_spec
 from verl_server.weights.update.contributions import contribution_of
 
 if TYPE_CHECKING:
@@ -66,15 +65,14 @@ def _check_all(
     has_shards = False
     for given_name, tensor in pairs:
         spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        specs = {given_name: spec} if given_name in manifest.tensors else unfuse_spec(given_name, spec)
         served_dtype = None
-        for name, part in specs.items():
+        for name, part in manifest.checkpoint_specs(given_name, spec).items():
             served = manifest.check(name, part.shape, part.dtype)
             if served is None:
                 continue
             require_new_name(name, seen)
             names.append(name)
-            served_dtype = served.dtype
+            served_dtype = manifest.smallest_range_dtype(served)
         if served_dtype is None:  # the tensor is left out
             continue
         if isinstance(tensor, DTensor):

@@ -1,0 +1,103 @@
+"""The manifest of a served model, without a server: names, shapes and dtypes that can be pushed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from model_families import FAMILIES, ROUTER_BIAS, make_family_model, save_family_model
+from safetensors.torch import load_file, save_file
+
+from verl_server.errors import BadInputError, WeightManifestError
+from verl_server.types import TensorSpec
+from verl_server.weights.read_manifest import read_manifest
+from verl_server.weights.update.tensor_source import TensorSource
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_trainers_tensors_become_those_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+    """Each tensor is converted alone; `save_pretrained` has converted the whole model."""
+    model = make_family_model(family)
+    folder = save_family_model(model, family, tmp_path)
+    manifest = read_manifest({"model_path": str(folder), "dtype": "bfloat16"})
+    converted: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        specs = manifest.checkpoint_specs(name, spec)
+        assert manifest.checkpoint_names is not None
+        parts = {name: tensor} if list(specs) == [name] else dict(manifest.checkpoint_names.tensors(name, tensor))
+        assert {new: tuple(part.shape) for new, part in parts.items()} == {new: s.shape for new, s in specs.items()}
+        converted |= {new: part for new, part in parts.items() if new not in manifest.ignored}
+    saved = load_file(folder / "model.safetensors")
+    assert converted.keys() == saved.keys() == manifest.tensors.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(converted[name], tensor), name
+        assert manifest.check(name, tuple(tensor.shape), "float32") == manifest.tensors[name]
+    without_files = read_manifest({"model_path": str(folder), "dtype": "bfloat16", "load_format": "dummy"})
+    float32 = {name for name, spec in manifest.tensors.items() if spec.dtype == "float32"}
+    assert float32 == {name for name in saved if ROUTER_BIAS in name}
+    assert {n: s for n, s in manifest.tensors.items() if n not in float32} == {
+        n: s for n, s in without_files.tensors.items() if n not in float32
+    }
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (4,), (), (4, 32, 64), (5, 64, 64)])
+def test_fused_experts_of_another_shape_are_refused_by_name(shape: tuple[int, ...], tiny: Callable[..., Path]) -> None:
+    name = "model.layers.0.mlp.experts.down_proj"
+    manifest = read_manifest({"model_path": str(tiny("qwen3_moe"))})
+    message = re.escape(f"{name!r} has shape {list(shape)}, the model expects [4, 64, 64]. It stands for 4 tensors")
+    with pytest.raises(WeightManifestError, match=message) as caught:
+        TensorSource({name: torch.zeros(shape)}.items(), manifest, check_finite=False)
+    assert caught.value.details == {"name": name, "expected": [4, 64, 64], "got": list(shape)}
+
+
+def test_tensors_that_trainers_lack_need_not_be_pushed(tmp_path: Path) -> None:
+    """A checkpoint has a tied output head, a table of rotary embeddings and a layer for multi-token prediction."""
+    config = {"model_type": "glm4_moe", "num_hidden_layers": 2, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    required = {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "visual.layers.7.weight"}
+    mtp = {"model.layers.2.eh_proj.weight", "mtp.layers.0.self_attn.q_proj.weight"}
+    optional = {"lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}
+    save_file({name: torch.zeros(2) for name in {*required, *optional, *mtp}}, tmp_path / "model.safetensors")
+    manifest = read_manifest({"model_path": tmp_path})
+    assert manifest.required == required
+    assert manifest.tensors.keys() == required | optional | mtp, "the server may load all that its checkpoint has"
+    assert not manifest.ignored
+    assert manifest.is_whole(required | mtp)
+    assert not manifest.is_whole(required - {"visual.layers.7.weight"} | mtp | optional)
+
+
+def test_a_tied_output_head_that_no_checkpoint_has_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "tie_word_embeddings": True}))
+    save_file({"model.embed_tokens.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    manifest = read_manifest({"model_path": tmp_path})
+    tensors = {"model.embed_tokens.weight": torch.zeros(2, 2), "lm_head.weight": torch.full((2, 2), torch.nan)}
+    source = TensorSource(list(tensors.items()), manifest, check_finite=True)
+    assert source.contribution["names"] == ["model.embed_tokens.weight"]
+
+
+def test_only_the_files_of_the_index_count(tmp_path: Path, tiny: Callable[..., Path]) -> None:
+    """Folders of Mistral models contain a second copy of the weights, with other names."""
+    (tmp_path / "config.json").write_text((tiny("llama") / "config.json").read_text())
+    save_file({"a": torch.zeros(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    save_file({"layers.0.wq": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    assert read_manifest({"model_path": tmp_path}).tensors.keys() == {"a"}
+    index.unlink()
+    (tmp_path / "model-00001-of-00001.safetensors").rename(tmp_path / "model.safetensors")
+    assert read_manifest({"model_path": tmp_path}).tensors.keys() == {"a"}
+
+
+@pytest.mark.parametrize("content", [b"", b"12345678", b"\x02\0\0\0\0\0\0\0[]", b"\xff" * 8 + b"{}"])
+def test_a_damaged_checkpoint_is_refused_with_its_folder(
+    content: bytes, tmp_path: Path, tiny: Callable[..., Path]
+) -> None:
+    (tmp_path / "config.json").write_text((tiny("llama") / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(BadInputError, match=f"cannot read the checkpoint in {tmp_path}"):
+        read_manifest({"model_path": tmp_path})

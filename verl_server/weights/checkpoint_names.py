@@ -1,0 +1,115 @@
+"""Conversion of a trainer's tensors to the names and shapes of checkpoints, by the rules of transformers.
+
+SGLang reads tensors by the names that checkpoints have. transformers 5 names some tensors differently in a model: for
+example, Mixtral's `block_sparse_moe.gate.weight` is `mlp.gate.weight`, and all experts of a layer are in two tensors,
+`experts.gate_up_proj` of shape [experts, 2 * intermediate, hidden] and `experts.down_proj` of shape [experts, hidden,
+intermediate]. `save_pretrained` converts them back. This module calls the same conversion for one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from verl_server.errors import BadInputError, UnsupportedError, WeightManifestError
+from verl_server.types import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+GATE_UP_SUFFIX = ".experts.gate_up_proj"
+DOWN_SUFFIX = ".experts.down_proj"
+
+
+class CheckpointNames:
+    """The conversion for one model.
+
+    `build_model` returns the model on torch's meta device. It is called when the first tensor has to be converted.
+    """
+
+    def __init__(self, build_model: Callable[[], Any]) -> None:
+        self._build_model = build_model
+        self._converted: dict[str, dict[str, TensorSpec]] = {}
+
+    @cached_property
+    def model(self) -> Any:
+        """The model on torch's meta device. Raises BadInputError or UnsupportedError if it cannot be built."""
+        return self._build_model()
+
+    @cached_property
+    def _model(self) -> Any:
+        """The model on torch's meta device, or None if transformers has no rules for it."""
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import PrefixChange
+        except ImportError:  # transformers 4, whose models have the names of checkpoints
+            return None
+        try:
+            model = self.model
+        except (BadInputError, UnsupportedError):  # its files are not on this machine, or its code is not known
+            return None
+        # As `save_pretrained` does for a model that was not loaded from a checkpoint, but once, not for each tensor.
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        rules = [rule for rule in mapping if not isinstance(rule, PrefixChange)]
+        model._weight_conversions = rules
+        return model if rules else None
+
+    @cached_property
+    def _model_specs(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of each tensor of the model, by the model's names."""
+        tensors = {} if self._model is None else self._model.state_dict()
+        return {name: _spec_of(tensor) for name, tensor in tensors.items()}
+
+    def specs(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
+        """The specs of the checkpoint's tensors, by name in order, for the trainer's tensor `name`.
+
+        Returns `name` itself if it is not a tensor of the model that transformers converts. Raises WeightManifestError
+        for a wrong shape.
+        """
+        model_spec = self._model_specs.get(name)
+        if model_spec is None:
+            return {name: spec}
+        if name not in self._converted:
+            import torch
+
+            tensor = torch.empty(model_spec.shape, device="meta")
+            self._converted[name] = {new: _spec_of(part) for new, part in self._revert(name, tensor).items()}
+        converted = self._converted[name]
+        if spec.shape != model_spec.shape and list(converted) != [name]:
+            names = ", ".join(list(map(repr, converted))[:2])
+            raise WeightManifestError(
+                f"{name!r} has shape {list(spec.shape)}, the model expects {list(model_spec.shape)}. It stands for "
+                f"{len(converted)} tensors of the checkpoint ({names} ...), which can be pushed by their own names",
+                name=name,
+                expected=list(model_spec.shape),
+                got=list(spec.shape),
+            )
+        return {new: TensorSpec(part.shape, spec.dtype) for new, part in converted.items()}
+
+    def tensors(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """The checkpoint's named tensors for the trainer's tensor `name`, in the order of `specs`.
+
+        The tensors of fused experts are views; another conversion may copy. Raises WeightManifestError for a wrong
+        shape.
+        """
+        specs = self.specs(name, _spec_of(tensor))
+        names = list(specs)
+        if len(names) == 1 and specs[names[0]].shape == tuple(tensor.shape):
+            return [(names[0], tensor)]
+        if name.endswith(DOWN_SUFFIX) and len(names) == len(tensor):
+            return list(zip(names, tensor, strict=True))
+        if name.endswith(GATE_UP_SUFFIX) and len(names) == 2 * len(tensor):
+            gates, ups = tensor.chunk(2, dim=1)
+            return list(zip(names, (*gates, *ups), strict=True))
+        return list(self._revert(name, tensor).items())
+
+    def _revert(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The checkpoint's named tensors for one tensor, by the conversion of transformers."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return dict(revert_weight_conversion(self._model, {name: tensor}))
+
+
+def _spec_of(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
