@@ -184,7 +184,7 @@ def test_start_up_failures_carry_the_reason(tiny: Callable[..., Path], tmp_path:
     assert isinstance(model, StartupError)
     assert "no_such_model" in str(model), "the end of the server's log"
     with pytest.raises(BadInputError, match="plain JSON"):
-        HttpServerEngineAdapter(model_path=tiny("qwen3"), attention_backend=tmp_path)
+        HttpServerEngineAdapter(model_path=tiny("qwen3"), attention_backend=object())
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(BadInputError, match="cannot bind"):
         HttpServerEngineAdapter(model_path=str(tiny("qwen3")), port=taken.getsockname()[1])
 
