@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from verl_server.errors import BadInputError
 
@@ -19,6 +19,11 @@ class TensorSpec:
     """Full shape, without sharding."""
     dtype: str
     """Torch's name of the dtype, for example "bfloat16"."""
+
+    @classmethod
+    def of(cls, tensor: Any) -> Self:
+        """The spec of a `torch.Tensor`. That of a DTensor has the full shape."""
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         "GptOssConfig", head_dim=16, num_local_experts=4, num_experts_per_tok=2, intermediate_size=64,
         sliding_window=64,
     ),
+    "gemma": _config("GemmaConfig", head_dim=16, tie_word_embeddings=True),
     "gemma3": _config("Gemma3TextConfig", head_dim=16, tie_word_embeddings=True, sliding_window=64),
     "mixtral": _config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
     "olmoe": _config("OlmoeConfig", num_key_value_heads=4, num_experts=4, num_experts_per_tok=2),

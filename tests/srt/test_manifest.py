@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from verl_server.errors import BadInputError, WeightManifestError
 from verl_server.types import TensorSpec
+from verl_server.weights.manifest import Manifest
 from verl_server.weights.read_manifest import read_manifest
 from verl_server.weights.update.tensor_source import TensorSource
 
@@ -26,8 +27,7 @@ def test_the_trainers_tensors_become_those_of_the_checkpoint(family: str, tmp_pa
     manifest = read_manifest({"model_path": str(folder), "dtype": "bfloat16"})
     converted: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
-        spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        specs = manifest.checkpoint_specs(name, spec)
+        specs = manifest.checkpoint_specs(name, TensorSpec.of(tensor))
         assert manifest.checkpoint_names is not None
         parts = {name: tensor} if list(specs) == [name] else dict(manifest.checkpoint_names.tensors(name, tensor))
         assert {new: tuple(part.shape) for new, part in parts.items()} == {new: s.shape for new, s in specs.items()}
@@ -101,3 +101,18 @@ def test_a_damaged_checkpoint_is_refused_with_its_folder(
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(BadInputError, match=f"cannot read the checkpoint in {tmp_path}"):
         read_manifest({"model_path": tmp_path})
+
+
+def test_tensors_that_sglang_loads_only_together_are_refused_alone() -> None:
+    names = [
+        f"model.layers.{layer}.self_attn.{part}.weight"
+        for layer in (0, 1)
+        for part in ("q_a_proj", "kv_a_proj_with_mqa")
+    ]
+    manifest = Manifest({name: TensorSpec((2,), "float32") for name in names})
+    manifest.require_loaded_together(names[:2])
+    for alone in names:
+        with pytest.raises(BadInputError, match=f"has '{alone}' without .* push both"):
+            manifest.require_loaded_together([alone])
+    without_query = Manifest({names[1]: TensorSpec((2,), "float32")})
+    without_query.require_loaded_together([names[1]])

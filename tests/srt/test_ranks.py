@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import time
@@ -105,6 +106,7 @@ def _same_results(engine: VerlEngine, folder: str, rank: int) -> list[Any]:
     found.append(("stream", str(events[-1]["output_ids"])))
     found.append(("async", str([reply["output_ids"] for reply in replies])))
     shards_of_every_kind(engine, folder)
+    mistakes_while_the_other_rank_gathers(engine, rank, folder)
     everybody: list[Any] = [None, None]
     dist.all_gather_object(everybody, found)
     return everybody
@@ -140,6 +142,32 @@ def shards_of_every_kind(engine: VerlEngine, folder: str) -> None:
     half = model.state_dict()[name] / 2
     pending = DTensor.from_local(half, flat, [Partial()])
     engine.update_weights_from_tensor([(name, pending)])
+    assert_equals_reference(engine, model)
+
+
+def mistakes_while_the_other_rank_gathers(engine: VerlEngine, rank: int, folder: str) -> None:
+    """A mistake on rank 1 is raised on both ranks at once, and the trainer's process group can be used afterwards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    model, mesh = reference_model(folder), init_device_mesh("cpu", (2,))
+    version = engine.weight_version
+    pending = {name: DTensor.from_local(t / 2, mesh, [Partial()]) for name, t in model.state_dict().items()}
+    name = sorted(pending)[3]
+    nan = DTensor.from_local(torch.full_like(pending[name].to_local(), torch.nan), mesh, [Partial()])
+    wrong: dict[str, Any] = pending if rank == 0 else {**pending, name: nan}
+    misnamed = pending if rank == 0 else {("typo" if key == name else key): value for key, value in pending.items()}
+    sources: list[tuple[Any, str]] = [
+        (wrong, "not finite"), (iter(wrong.items()), "not finite"),
+        (misnamed, "no parameter 'typo'"),
+    ]  # fmt: skip
+    for source, message in sources:
+        started = time.monotonic()
+        found = raised(functools.partial(engine.update_weights_from_tensor, source, check_finite=True))
+        assert (found[0], message in found[1]) == ("WeightManifestError", True), found
+        assert time.monotonic() - started < 10.0
+    assert engine.weight_version == version
+    engine.update_weights_from_tensor(pending.items())
     assert_equals_reference(engine, model)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode
-from verl_server.errors import BadInputError, ShutDownError, UnsupportedError
+from verl_server.errors import BadInputError, ShutDownError
 from verl_server.rollout.fleet import Fleet
 from verl_server.rollout.health import Observation, ReplicaState, classify_health, restart_delay_s
 from verl_server.rollout.modes import parse_mode, server_args_for_mode
@@ -66,7 +66,7 @@ def test_restart_delays_grow_until_no_restart() -> None:
     ],
 )
 def test_number_of_devices(args: dict[str, Any], devices: int) -> None:
-    config = parse_parallel_config(args, takes_weights=True)
+    config = parse_parallel_config(args)
     assert config.devices == devices
     assert config.devices_per_node * config.nnodes == devices
     require_devices(config, 3, 3 * devices)
@@ -74,9 +74,8 @@ def test_number_of_devices(args: dict[str, Any], devices: int) -> None:
         require_devices(config, 3, 3 * devices - 1)
 
 
-def test_replicas_with_fixed_weights_may_have_pipeline_stages() -> None:
-    """Replicas that take no pushed weights may have pipeline stages and data parallel copies."""
-    assert parse_parallel_config({"tp_size": 2, "pp_size": 2, "dp_size": 3}, takes_weights=False).devices == 12
+def test_pipeline_stages_and_data_parallel_copies_take_devices() -> None:
+    assert parse_parallel_config({"tp_size": 2, "pp_size": 2, "dp_size": 3}).devices == 12
 
 
 @pytest.mark.parametrize(
@@ -88,14 +87,12 @@ def test_replicas_with_fixed_weights_may_have_pipeline_stages() -> None:
         ({"tp_size": 4, "dp_size": 3, "enable_dp_attention": True}, "DP attention divides"),
         ({"tp_size": 4, "ep_size": 3}, "ep_size=3 must divide"),
         ({"tp_size": 3, "nnodes": 2}, "does not spread evenly"),
-        ({"dp_size": 2}, "takes no pushed weights"),
         ({"dp_size": 2, "nnodes": 2, "tp_size": 2}, "cannot be spread over nnodes"),
-        ({"pp_size": 2}, "pipeline stages"),
     ],
 )
 def test_impossible_parallel_sizes(args: dict[str, Any], message: str) -> None:
-    with pytest.raises((BadInputError, UnsupportedError), match=message):
-        parse_parallel_config(args, takes_weights=True)
+    with pytest.raises(BadInputError, match=message):
+        parse_parallel_config(args)
 
 
 def test_rollout_modes() -> None:

@@ -346,6 +346,35 @@ def test_a_failed_load_leaves_no_mark_in_the_model() -> None:
     arena.close()
 
 
+class _AddsOneInPlace(torch.nn.Linear):
+    """Changes the tensors that it gets, as SGLang's Gemma does, and computes a tensor from all parameters."""
+
+    def load_weights(self, tensors: Any) -> None:
+        for name, tensor in tensors:
+            tensor += 1.0
+            self.get_parameter(name).data.copy_(tensor)
+        self.doubled = self.weight.data * 2
+
+
+def test_loading_changes_neither_the_staged_tensors_nor_computed_tensors() -> None:
+    """A model may change the tensors that it loads. A partial update leaves no mark in what a model computes."""
+    specs = {"weight": TensorSpec((600, 600), "float32"), "bias": TensorSpec((600,), "float32")}
+    layout = plan_arena(specs)
+    arena = Arena.create(layout)
+    for name in specs:
+        arena.tensor(name).fill_(2.0)
+    model, sender = _AddsOneInPlace(600, 600), shared_memory.Sender(SenderSettings(arena, layout, 1.0))
+    for names in (["weight", "bias"], ["bias"]):
+        arena.write_table(names)
+        message = sender.loader_message(UpdateAttempt("x", names, True, [ServerInfo("a", 1)]), 0)
+        report, _ = load_weights(shared_memory.Receiver(message, 0), model, "x", verify=True)
+        assert report.ok, report.error
+        assert all(bool((arena.tensor(name) == 2.0).all()) for name in specs)
+        assert bool((model.weight == 3.0).all())
+        assert bool((model.doubled == 6.0).all())
+    arena.close()
+
+
 @given(st.binary(min_size=0, max_size=70), st.integers(0, 7))
 def test_checksums_differ_when_one_bit_changes(data: bytes, bit: int) -> None:
     tensor = torch.tensor(list(data), dtype=torch.uint8)

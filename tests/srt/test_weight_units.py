@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Shard
 from verl_server import errors
 from verl_server.adapter.memory_tags import undefined_weights_reason
 from verl_server.adapter.sglang.server_arguments import loses_weights, require_memory_saver
-from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.types import TensorSpec
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.shard_writer import ShardWriter
@@ -35,7 +34,7 @@ def writer_for(staged: torch.Tensor, spec: TensorSpec, check_finite: bool = Fals
         lambda _: staged,
         Manifest({"x": spec}),
         frozenset({0}),
-        RankCoordinator(0, 1, {}, 1.0),
+        lambda: None,
         gather_timeout_s=1.0,
         check_finite=check_finite,
         writes_whole_tensors=True,

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume, undefined_weights_reason
+from verl_server.adapter.sglang.pushable import require_pushable
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.config import AdapterConfig, PauseMode, RemoteServer
 from verl_server.errors import BadInputError, VerlServerError
@@ -225,7 +226,8 @@ def _describe_server(adapter: HttpServerEngineAdapter) -> ServerInfo:
     """Ask a running server for its size.
 
     Raises ServerError when the server refuses a key, here and not only at the first weight update, and BadInputError
-    when the server does not have our weight loader.
+    when the server does not have our weight loader. Raises UnsupportedError for a server that cannot take pushed
+    weights.
     """
     adapter.check_keys()
     info = adapter.get_server_info()
@@ -234,6 +236,7 @@ def _describe_server(adapter: HttpServerEngineAdapter) -> ServerInfo:
             f"the server at {adapter.base_url} was started without --custom-weight-loader {WEIGHT_LOADER}; "
             "start it with `verl-server launch`"
         )
+    require_pushable(info)
     return ServerInfo(adapter.base_url, int(info.get("tp_size") or 1))
 
 

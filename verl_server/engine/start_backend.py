@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+from verl_server.adapter.sglang.pushable import require_pushable
 from verl_server.adapter.sglang.server_arguments import (
     complete_server_args,
     validate_launch_args,
@@ -97,7 +98,8 @@ def start_backend(
     running servers, or uses a fleet. When one node fails, all ranks raise its error at once and the servers of the
     other nodes are ended.
     """
-    args = _agree_on_server_args(group, placement, server_args, source.validate())
+    starts_server = source.fleet is None and not source.servers
+    args = _agree_on_server_args(group, placement, server_args, source.validate(), starts_server=starts_server)
     backend: Backend | None = None
     if placement.is_node_leader:
         try:
@@ -141,15 +143,22 @@ def _make_backend(
 
 
 def _agree_on_server_args(
-    group: RankCoordinator, placement: Placement, server_args: Mapping[str, Any], error: VerlServerError | None
+    group: RankCoordinator,
+    placement: Placement,
+    server_args: Mapping[str, Any],
+    error: VerlServerError | None,
+    *,
+    starts_server: bool,
 ) -> Json:
     """The server arguments of rank 0, on all ranks. They differ only in the number of the node.
 
-    With an `error` of this rank, all ranks raise that error.
+    With an `error` of this rank, all ranks raise that error. `starts_server`: a server will be started with them.
     """
 
     def complete(_: list[Json]) -> Json:
         args: Json = {**validate_server_args(server_args), "tp_size": placement.tp_size}
+        if starts_server:
+            require_pushable(args)
         args.setdefault("weight_version", "0")
         if placement.nnodes > 1:
             completed = complete_server_args(args)

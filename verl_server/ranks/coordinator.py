@@ -132,10 +132,15 @@ class RankCoordinator:
         """Why the ranks cannot work together any more, or None."""
         return self._calls.failure
 
-    def raise_failure(self) -> None:
-        """Raise `failure` if it is set."""
+    def raise_failure(self, call_id: str | None = None) -> None:
+        """Raise `failure` if it is set, or the error with which another rank has arrived at the call `call_id`.
+
+        A rank calls this while it waits for the other ranks before it arrives itself.
+        """
         if self.failure is not None:
             raise self.failure
+        if call_id is not None and (error := self._calls.first_error(call_id)) is not None:
+            raise from_wire(error)
 
     def fail_all(self, error: VerlServerError) -> None:
         """Make all pending and later calls of all ranks raise `error`, for example when this node's server has died."""
@@ -170,6 +175,7 @@ class RankCoordinator:
 
     def _collect(self, call_id: str, arrival: Json) -> list[Json]:
         """On rank 0: wait for all ranks. Raises the first error that a rank contributed, on all ranks."""
+        self._announce_error(call_id, arrival, source=0)
         arrivals = self._calls.add_own_arrival(call_id, arrival)
         with _OutcomeSender(self, call_id, only_failure=True):
             try:
@@ -215,7 +221,10 @@ class RankCoordinator:
         elif "failure" in message:
             self._forward(message, source=peer)
             self._fail(from_wire(message["failure"]))
+        elif "first_error" in message:
+            self._calls.set_first_error(message["call_id"], message["first_error"])
         elif "arrival" in message:
+            self._announce_error(message["call_id"], message["arrival"], source=peer)
             outcome = self._calls.add_arrival(message["call_id"], peer, message["arrival"])
             if outcome is not None:
                 self._channels[peer].send({"call_id": message["call_id"], "outcome": outcome})
@@ -234,6 +243,15 @@ class RankCoordinator:
         )
         self._forward({"failure": to_wire(error)}, source=peer)
         self._fail(error)
+
+    def _announce_error(self, call_id: str, arrival: Json, source: int) -> None:
+        """On rank 0: tell all ranks of the first error with which a rank arrives, before all ranks have arrived.
+
+        The error is that of the call, or a part of the rank's contribution if the call deals with errors itself.
+        """
+        error = arrival.get("error") or arrival.get("contribution", {}).get("error")
+        if error is not None and self._calls.set_first_error(call_id, error):
+            self._forward({"call_id": call_id, "first_error": error}, source=source)
 
     def _forward(self, message: Json, source: int) -> None:
         """Send a message to all connected ranks but `source`."""
@@ -261,7 +279,7 @@ class _OutcomeSender:
 
 
 def _arrival(contribution: Json | None, error: VerlServerError | None) -> Json:
-    return {"contribution": contribution} if error is None else {"error": to_wire(error)}
+    return {"contribution": contribution or {}} if error is None else {"error": to_wire(error)}
 
 
 def _result(outcome: Json) -> Any:

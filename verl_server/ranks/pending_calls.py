@@ -37,6 +37,7 @@ class PendingCalls:
         self._arrivals: dict[str, Arrivals] = {}
         self._outcomes: dict[str, Future[Json]] = {}
         self._early_failures: dict[str, Json] = {}
+        self._first_errors: dict[str, Json] = {}
         self._streams: dict[str, queue.SimpleQueue[Json]] = {}
         self.failure: VerlServerError | None = None
         """Why no call can succeed any more, or None."""
@@ -82,6 +83,23 @@ class PendingCalls:
             self._early_failures[call_id] = outcome
             if len(self._early_failures) > MAX_REMEMBERED_OUTCOMES:
                 self._early_failures.pop(next(iter(self._early_failures)))
+
+    # -- all ranks ----------------------------------------------------------------------------------
+
+    def set_first_error(self, call_id: str, error: Json) -> bool:
+        """Record the error with which a rank arrived at a call. Returns False if there was one before."""
+        with self._lock:
+            if call_id in self._first_errors:
+                return False
+            self._first_errors[call_id] = error
+            if len(self._first_errors) > MAX_REMEMBERED_OUTCOMES:
+                self._first_errors.pop(next(iter(self._first_errors)))
+            return True
+
+    def first_error(self, call_id: str) -> Json | None:
+        """The error with which a rank has arrived at a call, or None."""
+        with self._lock:
+            return self._first_errors.get(call_id)
 
     # -- other ranks --------------------------------------------------------------------------------
 

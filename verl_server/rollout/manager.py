@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from verl_server.adapter.event_loop_thread import EventLoopThread
+from verl_server.adapter.sglang.pushable import require_pushable
 from verl_server.adapter.sglang.server_arguments import validate_server_args
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode, RouterConfig
@@ -79,7 +80,9 @@ class RolloutManager:
         require_whole_number("replicas", replicas)
         self.mode = parse_mode(mode)
         args = {**server_args_for_mode(self.mode, validate_server_args(server_args)), "port": None}
-        parallel_config = parse_parallel_config(args, takes_weights=capabilities_of(self.mode).takes_weights)
+        parallel_config = parse_parallel_config(args)
+        if capabilities_of(self.mode).takes_weights:
+            require_pushable(args)
         self._launcher = launcher = launcher or LocalLauncher()
         launcher.reserve(parallel_config, replicas)
         require_divisible_model(args)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_server.errors import BadInputError, UnsupportedError
+from verl_server.errors import BadInputError
 from verl_server.validation import require_whole_number
 
 SIZES = ("tp_size", "pp_size", "dp_size", "ep_size", "nnodes")
@@ -40,11 +40,10 @@ class ParallelConfig:
         return self.devices // self.nnodes
 
 
-def parse_parallel_config(server_args: Mapping[str, Any], *, takes_weights: bool) -> ParallelConfig:
+def parse_parallel_config(server_args: Mapping[str, Any]) -> ParallelConfig:
     """The parallel sizes in SGLang's server arguments.
 
-    Raises BadInputError for sizes that cannot be combined, and UnsupportedError for pipeline stages when the replica
-    takes pushed weights.
+    Raises BadInputError for sizes that cannot be combined.
     """
     given = {name: server_args.get(name) for name in SIZES}
     sizes = {name: 1 if value is None else require_whole_number(name, value) for name, value in given.items()}
@@ -62,15 +61,6 @@ def parse_parallel_config(server_args: Mapping[str, Any], *, takes_weights: bool
     if (config.tp_size * config.pp_size) % config.nnodes:
         raise BadInputError(
             f"tp_size * pp_size = {config.tp_size * config.pp_size} does not spread evenly over nnodes={config.nnodes}"
-        )
-    if takes_weights and config.dp_size > 1 and not config.dp_attention:
-        raise BadInputError(
-            f"SGLang takes no pushed weights with dp_size={config.dp_size}: "
-            "use that many replicas, or enable_dp_attention"
-        )
-    if takes_weights and config.pp_size > 1:
-        raise UnsupportedError(
-            f"weights cannot be pushed into pp_size={config.pp_size} pipeline stages: use tp_size instead"
         )
     return config
 

@@ -59,7 +59,7 @@ class CheckpointNames:
     def _model_specs(self) -> dict[str, TensorSpec]:
         """Shape and dtype of each tensor of the model, by the model's names."""
         tensors = {} if self._model is None else self._model.state_dict()
-        return {name: _spec_of(tensor) for name, tensor in tensors.items()}
+        return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
 
     def specs(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
         """The specs of the checkpoint's tensors, by name in order, for the trainer's tensor `name`.
@@ -74,7 +74,7 @@ class CheckpointNames:
             import torch
 
             tensor = torch.empty(model_spec.shape, device="meta")
-            self._converted[name] = {new: _spec_of(part) for new, part in self._revert(name, tensor).items()}
+            self._converted[name] = {new: TensorSpec.of(part) for new, part in self._revert(name, tensor).items()}
         converted = self._converted[name]
         if spec.shape != model_spec.shape and list(converted) != [name]:
             names = ", ".join(list(map(repr, converted))[:2])
@@ -93,7 +93,7 @@ class CheckpointNames:
         The tensors of fused experts are views; another conversion may copy. Raises WeightManifestError for a wrong
         shape.
         """
-        specs = self.specs(name, _spec_of(tensor))
+        specs = self.specs(name, TensorSpec.of(tensor))
         names = list(specs)
         if len(names) == 1 and specs[names[0]].shape == tuple(tensor.shape):
             return [(names[0], tensor)]
@@ -109,7 +109,3 @@ class CheckpointNames:
         from transformers.core_model_loading import revert_weight_conversion
 
         return dict(revert_weight_conversion(self._model, {name: tensor}))
-
-
-def _spec_of(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

@@ -2,7 +2,8 @@
 
 Before the load, a bit pattern that no weight has (a mark) is written at both ends of rows of every float parameter: of
 all rows, or of one to two thousand evenly spaced rows where a matrix has more. (The slices that models load on their
-own are larger than the distance between marked rows.) A mark that is still there after the load belongs to a row that
+own are larger than the distance between marked rows.) In a parameter with one dimension, elements are marked in the
+same way, because biases are fused, too. A mark that is still there after the load belongs to a row that
 was not written. Qwen2, for example, ignores names that it does not know. Marks that a partial update leaves are
 replaced by the earlier values. No tokens are generated in between.
 """
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 MARKS = {"bfloat16": 0x7FB5, "float16": 0x7DB5, "float32": 0x7FB55AA5}
 """Bit pattern of the mark by dtype: a signalling NaN with a payload that no computation produces."""
 MIN_MARKED_ROWS = 1024
-"""Minimum number of marked rows in a matrix that has more rows than that."""
+"""Minimum number of marked rows in a matrix that has more rows than that, and of marked elements in a vector."""
 
 
 @dataclass
@@ -67,11 +68,10 @@ def _mark(name: str, parameter: torch.Tensor) -> _MarkedParameter | None:
     if mark is None or data.numel() == 0:
         return None
     bits = data.view(torch.int32 if data.element_size() == 4 else torch.int16)
-    rows = bits.reshape(1) if bits.dim() == 0 else bits
-    if rows.dim() > 1:
-        rows = rows[..., :: max(rows.shape[-2] // MIN_MARKED_ROWS, 1), :]
-    width = rows.shape[-1]
-    row_ends = rows[..., :: max(width - 1, 1)]  # the first and the last element of each row
+    if bits.dim() < 2:
+        bits = bits.reshape(-1, 1)  # a vector is a matrix with rows of one element
+    rows = bits[..., :: max(bits.shape[-2] // MIN_MARKED_ROWS, 1), :]
+    row_ends = rows[..., :: max(rows.shape[-1] - 1, 1)]  # the first and the last element of each row
     earlier_values = row_ends.clone()
     row_ends.fill_(mark)
     return _MarkedParameter(name, row_ends, earlier_values, mark)

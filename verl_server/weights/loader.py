@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 MAX_ERROR_CHARACTERS = 1500
 """Maximum number of characters of an error message, and of its traceback, in a report."""
+MAX_COPIED_BYTES = 2**20
+"""Size of the largest tensors that the model gets as copies. SGLang 0.5.23 changes some tensors in place while it loads
+them: it adds 1 to the norms of Gemma, and on TP ranks after the first it sets biases of gpt-oss to 0. Other TP ranks
+and the trainer use the same memory."""
 MAX_UNWRITTEN_NAMES = 5
 """Maximum number of parameter names in a report."""
 
@@ -75,6 +79,8 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
             if verify:
                 checksums.append(compute_checksum(tensor))
             num_tensors += 1
+            if tensor.nbytes <= MAX_COPIED_BYTES:
+                tensor = tensor.clone()
             yield name, tensor
             del tensor  # the receiver reuses the memory when no reference is left
 
@@ -86,6 +92,10 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
             finally:
                 if coverage is not None:
                     unwritten = coverage.remove_marks()  # also when the load fails: no mark may stay in the model
+            if unwritten:
+                # Some models compute tensors of all layers from their parameters at the end of every load (MLA). They
+                # have read marks, and compute the tensors again.
+                model.load_weights(iter(()))
             _require_own_memory(model, receiver)
         finally:
             receiver.close()

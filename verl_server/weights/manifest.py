@@ -6,13 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from verl_server.errors import WeightManifestError
+from verl_server.errors import BadInputError, WeightManifestError
 from verl_server.types import TensorSpec
 from verl_server.weights.checkpoint_names import CheckpointNames
 from verl_server.weights.unknown_names import explain_unknown_name
 
 CASTABLE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 """Dtypes that are cast to each other when a tensor is pushed, as SGLang does."""
+LOADED_TOGETHER = (".q_a_proj.", ".kv_a_proj_with_mqa.")
+"""Parts of names of tensors that SGLang 0.5.23 loads when it has got both in one update. It ignores one alone."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,20 @@ class Manifest:
     def smallest_range_dtype(self, spec: TensorSpec) -> str:
         """The dtype with the smallest range among those that a tensor of `spec` is cast to before it is served."""
         return "float16" if self.served_dtype == "float16" and spec.dtype in CASTABLE_DTYPES else spec.dtype
+
+    def require_loaded_together(self, names: Iterable[str]) -> None:
+        """Raise BadInputError if SGLang would ignore one of the tensors `names`, because a tensor is not among them."""
+        given = set(names)
+        first, second = LOADED_TOGETHER
+        for name in given:
+            other = name.replace(first, second) if first in name else name.replace(second, first)
+            if other not in given and other in self.tensors:
+                raise BadInputError(
+                    f"the update has {name!r} without {other!r}, but SGLang loads these two tensors only together: "
+                    "push both in one update",
+                    name=name,
+                    expected=other,
+                )
 
     def check(self, name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec | None:
         """The spec that a pushed tensor must have, or None if the tensor is to be left out.

@@ -57,10 +57,15 @@ class Sender(base.Sender):
 
 
 class ArenaMapping:
-    """The arena as a TP rank of a server maps it, and views of the tensors in the last table."""
+    """The arena as a TP rank of a server maps it, and views of the tensors in the last table.
+
+    The tensors are in a second, private mapping: what a model's loading code writes to them stays in this process. The
+    next update then finds the written page instead of the staged one, and the checksums differ.
+    """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.memory = mmap.mmap(fd, size_bytes)
+        self._private_memory = mmap.mmap(fd, size_bytes, flags=mmap.MAP_PRIVATE)
         self._table = b""
         self._tensors: list[tuple[str, torch.Tensor]] = []
 
@@ -68,7 +73,7 @@ class ArenaMapping:
         """The named tensors of the current table, which has that many bytes."""
         table = self.memory[TABLE_OFFSET : TABLE_OFFSET + table_bytes]
         if table != self._table:
-            self._tensors = list(tensor_views(memoryview(self.memory), json.loads(table)))
+            self._tensors = list(tensor_views(memoryview(self._private_memory), json.loads(table)))
             self._table = table
         return self._tensors
 
@@ -80,8 +85,9 @@ class ArenaMapping:
     def close(self) -> None:
         """Close the mapping."""
         self._tensors = []
-        with contextlib.suppress(BufferError):
-            self.memory.close()
+        for memory in (self.memory, self._private_memory):
+            with contextlib.suppress(BufferError):
+                memory.close()
 
 
 _mappings: dict[tuple[str, int], ArenaMapping] = {}

@@ -9,8 +9,9 @@
     publish          the new weight version and its checksums are recorded
     resume           every server continues generation
 
-A failure before `begin` has no effect. After a later failure the served weights are torn, and the update is tried once
-more with the staged tensors. If that fails too, generation stays paused until an update of all tensors succeeds.
+A failure up to `begin` has no effect. After a failure up to `verify reports` the served weights are torn, and the
+update is tried once more with the staged tensors. If that fails too, generation stays paused until an update of all
+tensors succeeds. When `resume` fails, the servers hold the new weights, and their version counts.
 """
 
 from __future__ import annotations
@@ -63,16 +64,16 @@ def commit(
     *,
     num_missing: int,
     weights_are_torn: bool,
-) -> tuple[Json, UpdateAttempt]:
+) -> tuple[Json, UpdateAttempt, VerlServerError | None]:
     """Make the servers load the tensors `names`, which are staged in the sender's arena.
 
     `publish` is called with the checksums of `names`, in the order of the layout, when all servers have verified the
     update and before generation continues. `num_missing`: number of tensors of the model that the update lacks.
     `weights_are_torn`: the servers held torn weights before the update.
 
-    Returns the result as JSON and the successful attempt. Raises TornWeightsError when a server may hold a part of the
-    update. Generation continues only with whole weights: after a success, or when nothing was loaded and the weights
-    were whole before.
+    Returns the result as JSON, the successful attempt, and the error if generation does not continue on all servers.
+    Raises TornWeightsError when a server may hold a part of the update. Generation continues only with whole weights:
+    after a success, or when nothing was loaded and the weights were whole before.
     """
     ordered_names = sender.layout.in_order(names)
     checksums = staged_checksums(sender.arena, ordered_names) if validated.verify else []
@@ -85,7 +86,6 @@ def commit(
             servers.pause(validated.pause_mode)
             load_and_verify(update, attempt)
             publish(checksums)
-            servers.resume()
     except TornWeightsError as error:
         logger.warning("%s The update is tried once more.", error.message)
         attempt = retry_once(update, publish)
@@ -97,7 +97,8 @@ def commit(
         with suppress(VerlServerError):
             servers.resume()
         raise
-    return _result_of(update, load_s=time.monotonic() - started), attempt
+    resume_error = resume_published(servers, validated)
+    return _result_of(update, load_s=time.monotonic() - started), attempt, resume_error
 
 
 def retry_once(update: StagedUpdate, publish: Callable[[Sequence[int]], None]) -> UpdateAttempt:
@@ -110,7 +111,6 @@ def retry_once(update: StagedUpdate, publish: Callable[[Sequence[int]], None]) -
         with prepare(update, attempt):
             load_and_verify(update, attempt)
             publish(update.checksums)
-            update.servers.resume()
     except (TornWeightsError, ServerDiedError, ShutDownError):
         raise
     except VerlServerError as error:
@@ -142,6 +142,19 @@ def replay(
 # -- the steps ---------------------------------------------------------------------------------------
 
 
+def resume_published(servers: UpdatableServers, validated: ValidatedUpdate) -> VerlServerError | None:
+    """Continue generation after an update was published. Returns the error if that fails twice."""
+    try:
+        servers.resume()
+    except VerlServerError as first:
+        logger.warning("generation does not continue after weight version %s: %s", validated.weight_version, first)
+        try:
+            servers.resume()
+        except VerlServerError as second:
+            return second
+    return None
+
+
 @contextmanager
 def prepare(update: StagedUpdate, attempt: UpdateAttempt) -> Iterator[None]:
     """Prepare the transport before the body, and finish the attempt after the body in any case."""
@@ -167,7 +180,7 @@ def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
         }
         for member_index in range(len(attempt.members))
     ]
-    servers.begin_weight_update()
+    begin_on_all(servers)
     try:
         with load_then_end(servers, messages, validated) as loading:
             sender.deliver(attempt, is_loading=lambda: not loading.done())
@@ -176,6 +189,16 @@ def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
         raise  # no server is left whose weights could be torn
     except VerlServerError as error:
         raise torn_error(error, validated) from error
+
+
+def begin_on_all(servers: UpdatableServers) -> None:
+    """Open a weight update session on every server, or on none."""
+    try:
+        servers.begin_weight_update()
+    except VerlServerError:
+        with suppress(VerlServerError):
+            servers.end_weight_update()
+        raise
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from verl_server.config import PauseMode
-from verl_server.errors import BadInputError, TornWeightsError, VerlServerError
+from verl_server.errors import BadInputError, TornWeightsError, VerlServerError, from_wire, to_wire
 from verl_server.types import Json, WeightUpdateResult
 
 
@@ -79,10 +79,30 @@ def torn_to_message(error: TornWeightsError) -> Json:
     return {"message": error.message, **error.details}
 
 
-def outcome_message(validated: ValidatedUpdate, torn: TornWeightsError | None = None, **fields: Any) -> Json:
-    """What rank 0 tells all ranks after an update: the version of the update, and whether the weights are torn."""
+def outcome_message(
+    validated: ValidatedUpdate,
+    torn: TornWeightsError | None = None,
+    resume_error: VerlServerError | None = None,
+    **fields: Any,
+) -> Json:
+    """What rank 0 tells all ranks after an update: the version of the update, and whether the weights are torn.
+
+    `resume_error`: why generation does not continue, although the servers hold the new weights.
+    """
     torn_message = None if torn is None else torn_to_message(torn)
-    return {"weight_version": validated.weight_version, "torn": torn_message, **fields}
+    resume_message = None if resume_error is None else to_wire(resume_error)
+    return {"weight_version": validated.weight_version, "torn": torn_message, "resume_error": resume_message, **fields}
+
+
+def raise_resume_error(outcome: Json) -> None:
+    """Raise the error because of which generation does not continue, if there is one in rank 0's message."""
+    if outcome["resume_error"] is not None:
+        error = from_wire(outcome["resume_error"])
+        error.message = (
+            f"weight version {outcome['weight_version']} is loaded and verified, but generation does not continue: "
+            f"{error.message}"
+        )
+        raise error
 
 
 def result_message(**fields: Any) -> Json:

@@ -13,7 +13,7 @@ from verl_server.config import PauseMode
 from verl_server.errors import UnsupportedError, VerlServerError
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.layout import MAX_TP_RANKS
-from verl_server.weights.update.commit import load_then_end
+from verl_server.weights.update.commit import begin_on_all, load_then_end, resume_published
 from verl_server.weights.update.request import ValidatedUpdate
 from verl_server.weights.update.servers import UpdatableServers
 
@@ -75,7 +75,7 @@ class ServerSession:
         self.pause_started = time.monotonic()
         try:
             self._servers.pause(self._validated.pause_mode)
-            self._servers.begin_weight_update()
+            begin_on_all(self._servers)
         except VerlServerError:
             if not weights_are_torn:
                 with suppress(VerlServerError):
@@ -101,7 +101,10 @@ class ServerSession:
         if session is not None:
             session.close()
 
-    def publish_and_resume(self, whole: bool) -> None:
-        """Record the new weight version, and continue generation. `whole`: the update contained all tensors."""
+    def publish_and_resume(self, whole: bool) -> VerlServerError | None:
+        """Record the new weight version, and continue generation. `whole`: the update contained all tensors.
+
+        Returns the error if generation does not continue.
+        """
         self._servers.published(self._validated.weight_version, whole, None)
-        self._servers.resume()
+        return resume_published(self._servers, self._validated)

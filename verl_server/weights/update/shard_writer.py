@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from verl_server.errors import DeadlineError, PeerError
+from verl_server.errors import BadInputError, DeadlineError, PeerError
 from verl_server.types import TensorSpec
+from verl_server.validation import as_pairs
 from verl_server.weights.gather import (
     copy_if_elsewhere,
     copy_shard,
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from verl_server.ranks.coordinator import RankCoordinator
 
 POLL_INTERVAL_S = 0.02
 
@@ -34,7 +35,8 @@ class ShardWriter:
 
     `staging_tensor(name)` returns the tensor in staging memory, or None on a rank that only takes part in gathering.
     `writer_ranks`: global ranks that write the same staging memory as this rank. `check_finite`: refuse NaN and
-    infinity. `writes_whole_tensors`: this rank writes plain tensors and gathered tensors; the other writers skip them.
+    infinity. `raise_failure` raises an error when another rank has failed, and is called while a tensor is gathered.
+    `writes_whole_tensors`: this rank writes plain tensors and gathered tensors; the other writers skip them.
     """
 
     def __init__(
@@ -42,37 +44,78 @@ class ShardWriter:
         staging_tensor: Callable[[str], torch.Tensor | None],
         manifest: Manifest,
         writer_ranks: frozenset[int],
-        coordinator: RankCoordinator,
+        raise_failure: Callable[[], None],
         *,
         gather_timeout_s: float,
         check_finite: bool,
         writes_whole_tensors: bool,
     ) -> None:
         self._staging_tensor, self._manifest, self._writer_ranks = staging_tensor, manifest, writer_ranks
-        self._coordinator, self._gather_timeout_s = coordinator, gather_timeout_s
+        self._raise_failure, self._gather_timeout_s = raise_failure, gather_timeout_s
         self._check_finite, self._writes_whole_tensors = check_finite, writes_whole_tensors
+        self._has_gathered = False
+        """Whether the tensor that is being written was gathered."""
         self.has_shards = False
         """Whether any tensor was a DTensor, so that every rank is needed."""
 
     def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Write all tensors. Returns their checkpoint names in order. Raises BadInputError for the first bad tensor."""
+        """Write all tensors. Returns their checkpoint names in order.
+
+        Raises BadInputError for the first bad tensor, after this rank has taken part in gathering the other tensors:
+        the other ranks would wait in the collective operations until the deadline, and the trainer's process group
+        could not be used any more.
+        """
         names: list[str] = []
         seen: set[str] = set()
-        for given_name, tensor in validated_pairs(named_tensors):
-            for name in self._write_tensor(given_name, tensor):
-                require_new_name(name, seen)
-                names.append(name)
+        pairs = iter(validated_pairs(named_tensors))
+        for given_name, tensor in pairs:
+            self._has_gathered = False
+            try:
+                for name in self._write_tensor(given_name, tensor):
+                    require_new_name(name, seen)
+                    names.append(name)
+            except BadInputError:
+                self.gather_only(pairs if self._has_gathered else itertools.chain([(given_name, tensor)], pairs))
+                raise
             del tensor
         return names
+
+    def gather_only(self, named_tensors: Iterable[Any]) -> None:
+        """Take part in gathering the tensors that the other ranks gather, and write nothing.
+
+        Items that are no pairs of name and tensor are skipped.
+        """
+        for item in as_pairs(named_tensors):
+            if self._needs_gather(item):
+                self._gather(item[1])
+            del item
+
+    def _needs_gather(self, item: Any) -> bool:
+        """Whether `item` is a pair of name and DTensor that the ranks gather."""
+        from torch.distributed.tensor import DTensor
+
+        if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[1], DTensor)):
+            return False
+        name, tensor = item
+        if name in self._manifest.ignored:
+            return False
+        with contextlib.suppress(BadInputError):
+            if self._is_converted(name, tensor):
+                return True
+        return local_slices(tensor, self._writer_ranks) is None
+
+    def _is_converted(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is not written as it is, but as one or more tensors of other shapes."""
+        spec = TensorSpec.of(tensor)
+        return [part.shape for part in self._manifest.checkpoint_specs(name, spec).values()] != [spec.shape]
 
     def _write_tensor(self, name: str, tensor: torch.Tensor) -> list[str]:
         """Write one tensor. Returns its checkpoint names: none if it is ignored, several for fused experts."""
         from torch.distributed.tensor import DTensor
 
-        spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        parts = self._manifest.checkpoint_specs(name, spec)
-        if len(parts) == 1 and (only := next(iter(parts.items())))[1].shape == spec.shape:
-            return [only[0]] if self._write_checkpoint_tensor(only[0], tensor) else []
+        if not self._is_converted(name, tensor):
+            (name,) = self._manifest.checkpoint_specs(name, TensorSpec.of(tensor))
+            return [name] if self._write_checkpoint_tensor(name, tensor) else []
         if isinstance(tensor, DTensor):
             require_own_shard(name, tensor)
             tensor = self._gather(tensor)
@@ -84,8 +127,8 @@ class ShardWriter:
         """Write one tensor by its checkpoint name. Returns False if it is ignored."""
         from torch.distributed.tensor import DTensor
 
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        spec = self._manifest.check(name, tuple(tensor.shape), dtype)
+        given = TensorSpec.of(tensor)
+        spec = self._manifest.check(name, given.shape, given.dtype)
         if spec is None:
             return False
         target = self._staging_tensor(name)
@@ -126,6 +169,7 @@ class ShardWriter:
         DeadlineError, PeerError, or the failure of the coordinator.
         """
         outcome: dict[str, Any] = {}
+        self._has_gathered = True
 
         def gather() -> None:
             try:
@@ -139,7 +183,7 @@ class ShardWriter:
         deadline = time.monotonic() + self._gather_timeout_s
         while thread.is_alive():
             thread.join(POLL_INTERVAL_S)
-            self._coordinator.raise_failure()
+            self._raise_failure()
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"gathering a tensor from the trainer's ranks took longer than {self._gather_timeout_s:g} s; "

@@ -11,9 +11,10 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterable, Sequence, Sized
+from functools import partial
 from typing import TYPE_CHECKING
 
-from verl_server.errors import TornWeightsError, VerlServerError
+from verl_server.errors import BadInputError, TornWeightsError, VerlServerError
 from verl_server.types import Json, WeightUpdateResult
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import Layout
@@ -21,7 +22,13 @@ from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import Sender, UpdateAttempt
 from verl_server.weights.update.commit import commit, replay, staged_checksums, verify_reports
 from verl_server.weights.update.contributions import contribution_of, require_same_names
-from verl_server.weights.update.request import UpdateOptions, ValidatedUpdate, outcome_message, validate_options
+from verl_server.weights.update.request import (
+    UpdateOptions,
+    ValidatedUpdate,
+    outcome_message,
+    raise_resume_error,
+    validate_options,
+)
 from verl_server.weights.update.servers import ReplayFn, UpdatableServers
 from verl_server.weights.update.shard_writer import ShardWriter
 from verl_server.weights.update.tensor_source import TensorSource
@@ -65,14 +72,19 @@ class StagedUpdater(WeightUpdater):
             self._arena.tensor,
             self.manifest,
             self._writer_ranks,
-            self.coordinator,
+            partial(self.coordinator.raise_failure, call_id),
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=options.check_finite and not isinstance(named_tensors, Sized),
             writes_whole_tensors=self._is_node_leader,
         )
 
         def check_and_write() -> list[str]:
-            source = TensorSource(named_tensors, self.manifest, options.check_finite)
+            try:
+                source = TensorSource(named_tensors, self.manifest, options.check_finite)
+            except BadInputError:
+                if isinstance(named_tensors, Sized):
+                    writer.gather_only(named_tensors)  # the other ranks do not wait for this rank to arrive
+                raise
             return writer.write(source.pairs)
 
         written, error = (None, refusal) if refusal else self.run_reading(check_and_write)
@@ -93,6 +105,7 @@ class StagedUpdater(WeightUpdater):
         if self.torn is not None:
             self.weight_version = previous_version
             raise self.torn
+        raise_resume_error(outcome)
         return dataclasses.replace(WeightUpdateResult(**outcome["result"]), gather_s=gather_s)
 
     # -- rank 0 -------------------------------------------------------------------------------------
@@ -101,7 +114,7 @@ class StagedUpdater(WeightUpdater):
         """On rank 0: check that all ranks pushed the same tensors, then make the servers load them."""
         validated = validate_options(options, self.weight_version)
         require_same_names(contributions)
-        self.require_whole_if_torn(names)
+        self.require_loadable(names)
         servers, sender = self.ranks.servers, self._sender
         assert servers is not None
         assert sender is not None
@@ -113,7 +126,7 @@ class StagedUpdater(WeightUpdater):
         try:
             with self._sender_lock:
                 self._arena.write_table(ordered_names)
-                result, attempt = commit(
+                result, attempt, resume_error = commit(
                     servers,
                     sender,
                     names,
@@ -124,7 +137,9 @@ class StagedUpdater(WeightUpdater):
                 )
         except TornWeightsError as error:
             return outcome_message(validated, error, update_id=None, verify=validated.verify)
-        return outcome_message(validated, result=result, update_id=attempt.id, verify=validated.verify)
+        return outcome_message(
+            validated, resume_error=resume_error, result=result, update_id=attempt.id, verify=validated.verify
+        )
 
     def _publish(
         self,

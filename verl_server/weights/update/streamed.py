@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError, from_wire, to_wire
@@ -30,6 +31,7 @@ from verl_server.weights.update.request import (
     UpdateOptions,
     ValidatedUpdate,
     outcome_message,
+    raise_resume_error,
     result_message,
     torn_error,
     validate_options,
@@ -99,7 +101,7 @@ class StreamedUpdater(WeightUpdater):
         opened = OpenedUpdate.from_message(message)
         self._update_number = opened.update_number
         try:
-            return self._fill_and_finish(call_id, source, opened, options.check_finite)
+            outcome, gather_s = self._fill_and_finish(call_id, source, opened, options.check_finite)
         except BaseException as failure:
             self._mark_torn(failure, opened.validated)
             raise
@@ -110,6 +112,8 @@ class StreamedUpdater(WeightUpdater):
             if self._filler is not None:
                 self._filler.close()
             self._session = self._filler = None
+        raise_resume_error(outcome)
+        return dataclasses.replace(WeightUpdateResult(**outcome["result"]), gather_s=gather_s)
 
     def _mark_torn(self, error: BaseException, validated: ValidatedUpdate) -> None:
         """Make everything that waits for this rank stop, and record that the served weights are torn."""
@@ -125,9 +129,9 @@ class StreamedUpdater(WeightUpdater):
 
     def _fill_and_finish(
         self, call_id: str, source: TensorSource, opened: OpenedUpdate, check_finite: bool
-    ) -> WeightUpdateResult:
-        """The steps after `open`."""
-        names, has_shards, error = self._fill(source, opened, check_finite)
+    ) -> tuple[Json, float]:
+        """The steps after `open`. Returns rank 0's message about the outcome, and the seconds that reading took."""
+        names, has_shards, error = self._fill(call_id, source, opened, check_finite)
         gather_s = time.monotonic() - opened.opened_at
         action_timeout_s = 2 * self.ranks.timeout_s
         end_outcome = self.coordinator.agree(
@@ -149,7 +153,7 @@ class StreamedUpdater(WeightUpdater):
         )
         self._raise_if_torn(outcome)
         self.adopt_outcome(outcome)
-        return dataclasses.replace(WeightUpdateResult(**outcome["result"]), gather_s=gather_s)
+        return outcome, gather_s
 
     def _raise_if_torn(self, outcome: Json) -> None:
         """Raise the TornWeightsError that rank 0 sent, if there is one."""
@@ -159,7 +163,7 @@ class StreamedUpdater(WeightUpdater):
             raise self.torn
 
     def _fill(
-        self, source: TensorSource, opened: OpenedUpdate, check_finite: bool
+        self, call_id: str, source: TensorSource, opened: OpenedUpdate, check_finite: bool
     ) -> tuple[list[str], bool, VerlServerError | None]:
         """Write this rank's part of all tensors. Returns their names, whether there were shards, and the error if any.
 
@@ -192,7 +196,7 @@ class StreamedUpdater(WeightUpdater):
             staging_tensor,
             self.manifest,
             self._writer_ranks,
-            self.coordinator,
+            partial(self.coordinator.raise_failure, f"{call_id}/load"),
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=check_finite and not source.is_checked,
             writes_whole_tensors=role is not None and role.is_lead_writer,
@@ -218,7 +222,7 @@ class StreamedUpdater(WeightUpdater):
         if all(contribution["is_checked"] for contribution in contributions):
             require_same_names(contributions, all_ranks_needed=len(self._descriptions) > 1)
         if names is not None:
-            self.require_whole_if_torn(names)
+            self.require_loadable(names)
         assert self.ranks.servers is not None
         session = ServerSession(self.ranks.servers, validated)
         session.pause_and_begin(weights_are_torn=self.find_torn() is not None)
@@ -271,8 +275,8 @@ class StreamedUpdater(WeightUpdater):
             for contribution in contributions:
                 if contribution["error"] is not None:
                     raise from_wire(contribution["error"])
-            self.require_whole_if_torn(names)
-            self._session.publish_and_resume(whole=self.manifest.is_whole(names))
+            self.require_loadable(names)
+            resume_error = self._session.publish_and_resume(whole=self.manifest.is_whole(names))
         except (ServerDiedError, ShutDownError):
             raise
         except VerlServerError as error:
@@ -287,7 +291,7 @@ class StreamedUpdater(WeightUpdater):
             sent_bytes=0,
             load_s=time.monotonic() - self._session.pause_started,
         )
-        return outcome_message(validated, result=result)
+        return outcome_message(validated, resume_error=resume_error, result=result)
 
 
 def _error_field(error: VerlServerError | None) -> Json:

@@ -64,7 +64,7 @@ def _check_all(
     seen: set[str] = set()
     has_shards = False
     for given_name, tensor in pairs:
-        spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        spec = TensorSpec.of(tensor)
         served_dtype = None
         for name, part in manifest.checkpoint_specs(given_name, spec).items():
             served = manifest.check(name, part.shape, part.dtype)

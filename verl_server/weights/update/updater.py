@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -94,7 +94,7 @@ class WeightUpdater(ABC):
             lambda _: None,
             self.manifest,
             frozenset(),
-            self.coordinator,
+            self.coordinator.raise_failure,
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=False,
             writes_whole_tensors=False,
@@ -104,10 +104,7 @@ class WeightUpdater(ABC):
 
     def check_lora_adapter(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
         """Check that a LoRA adapter fits the model. Raises BadInputError or WeightManifestError."""
-        specs = {
-            name: TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in tensors.items()
-        }
+        specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
         check_lora_adapter(specs, config, self.manifest)
 
     def find_torn(self) -> TornWeightsError | None:
@@ -123,9 +120,13 @@ class WeightUpdater(ABC):
 
     # -- for the subclasses -------------------------------------------------------------------------
 
-    def require_whole_if_torn(self, names: Iterable[str]) -> None:
-        """Raise TornWeightsError if the served weights are torn and an update of `names` would leave them torn."""
-        missing = sorted(self.manifest.required - set(names))
+    def require_loadable(self, names: Sequence[str]) -> None:
+        """Raise BadInputError if SGLang would ignore some of the tensors `names`.
+
+        Raise TornWeightsError if the served weights are torn and an update of `names` would leave them torn.
+        """
+        self.manifest.require_loaded_together(names)
+        missing = sorted(self.manifest.required.difference(names))
         torn = self.find_torn()
         if missing and torn is not None:
             raise TornWeightsError(

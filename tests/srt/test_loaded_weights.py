@@ -1,0 +1,44 @@
+"""What a trainer pushes is what SGLang's model computes with, byte for byte, for many families of models.
+
+The reference is an independent load of the same tensors by SGLang from a checkpoint on disk.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import run_in_fork
+from model_families import FAMILIES
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The outcome of each TP rank for each family, by number of TP ranks."""
+    folder = tmp_path_factory.mktemp("loaded")
+    script = Path(__file__).parent / "loader_ranks.py"
+    output = run_in_fork(script, [str(folder), *FAMILIES], tmp_path_factory.mktemp("output"), timeout_s=500.0)
+    found: dict[str, list[dict[str, Any]]] = json.loads(output.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pushed_weights_equal_loaded_weights(
+    family: str, tp_size: int, outcomes: dict[str, list[dict[str, Any]]]
+) -> None:
+    ranks = outcomes[f"tp{tp_size}"]
+    assert len(ranks) == tp_size
+    for rank, by_family in enumerate(ranks):
+        outcome = by_family[family]
+        assert "error" not in outcome, outcome["error"]
+        assert outcome["before"] > 5, "the checkpoints differ"
+        assert min(outcome["parts"]) > 0
+        assert (outcome["b"], outcome["part"], outcome["layer"]) == ([], [], [])
+        if rank == 0:
+            assert outcome["missing"]["b"] == [0]
+            assert min(outcome["missing"]["part"] + outcome["missing"]["layer"]) > 0
