@@ -23,6 +23,17 @@ def is_whole_number(value: Any) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def is_bool(value: Any) -> TypeGuard[bool]:
+    """Whether `value` is True or False, also of numpy."""
+    kind = type(value)
+    return isinstance(value, bool) or (kind.__module__, kind.__name__) in (("numpy", "bool"), ("numpy", "bool_"))
+
+
+def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether `value` is a list or another sequence, for example a tuple. False for strings and bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
+
+
 def is_finite_number(value: Any) -> TypeGuard[float]:
     """Whether `value` is a real number, also of numpy, but neither a bool nor NaN nor infinity."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -32,8 +43,9 @@ def is_finite_number(value: Any) -> TypeGuard[float]:
 def to_plain(value: Any) -> Any:
     """`value` with the types that JSON has. Elements of dicts and lists are converted too.
 
-    Numbers of numpy become int or float, paths become strings, mappings become dicts, tuples become lists, and a
-    `torch.dtype` becomes its name, for example "bfloat16". Other values are returned as they are.
+    Numbers and bools of numpy become int, float or bool, paths become strings, mappings become dicts, tuples and other
+    sequences become lists, and a `torch.dtype` becomes its name, for example "bfloat16". Other values are returned as
+    they are.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -45,8 +57,10 @@ def to_plain(value: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if is_list(value):
         return [to_plain(item) for item in value]
+    if is_bool(value):
+        return bool(value)
     if (type(value).__module__, type(value).__name__) == ("torch", "dtype"):
         return str(value).removeprefix("torch.")
     return value
@@ -74,7 +88,7 @@ def require_seconds(name: str, value: object, *, may_be_zero: bool = False) -> f
 
 def require_list(name: str, value: object, hint: str) -> None:
     """Raise BadInputError unless `value` is a list or another sequence; a string is none. `hint` says what to pass."""
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+    if not is_list(value):
         raise BadInputError(f"{name} must be a list, got {type(value).__name__}; {hint}")
 
 
@@ -108,13 +122,18 @@ def make_writable_folder(name: str, folder: Path | str) -> Path:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the most similar known name, or nothing when none is similar."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """The end of an error about an unknown name: the most similar known name, or nothing when none is similar.
+
+    Up to three names that begin with `name` and an underscore are all suggested: `fp8_e4m3` and `fp8_e5m2` for `fp8`.
+    """
+    known = list(known)
+    longer = sorted(other for other in known if name and other.startswith(f"{name}_"))
+    close = longer if 0 < len(longer) <= 3 else difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def require_http_url(name: str, url: str, example: str = "http://127.0.0.1:30000") -> str:
-    """The root of the server at `url`. Raises BadInputError unless `url` is an HTTP URL with a host.
+    """The root of the server at `url`. Raises BadInputError unless `url` is an HTTP URL with a host and without a path.
 
     A slash and `/v1` at the end of `url` are removed: the base URL of an OpenAI client is accepted.
     """
@@ -123,6 +142,11 @@ def require_http_url(name: str, url: str, example: str = "http://127.0.0.1:30000
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is not a number from 0 to 65535
         is_valid = False
-    if not is_valid:
+    if not is_valid or any(character.isspace() for character in url):
         raise BadInputError(f"{name} {url!r} is not an HTTP URL; write for example {example}")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+    root = url.rstrip("/").removesuffix("/v1").rstrip("/")
+    if root.lower() != f"{parts.scheme}://{parts.netloc}".lower():
+        raise BadInputError(
+            f"{name} {url!r} must be the root of the server, without a path or a query; write for example {example}"
+        )
+    return root

@@ -14,8 +14,8 @@ from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import MemoryTag
-from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
-from verl_server.rollout.health import ReplicaState
+from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError, to_wire
+from verl_server.rollout.health import ReplicaState, unavailable_reason
 from verl_server.rollout.replica import Replica, StartPreempted
 from verl_server.router.replica_status import ReplicaStatus
 from verl_server.router.targets import RoutingTargets
@@ -274,7 +274,9 @@ class Fleet:
                 admitted=state in SERVING and self.is_open,
                 suspect=state is ReplicaState.SUSPECT,
                 will_serve=stays_in_use and not self.released_memory and not self.weights_undefined,
-                removed=state in (ReplicaState.REMOVED, ReplicaState.FAILED),
+                removed=state is ReplicaState.REMOVED,
+                reason=unavailable_reason(state, self.released_memory, self.weights_undefined, waits_for_update),
+                failure=to_wire(replica.error) if state is ReplicaState.FAILED and replica.error else None,
             )
         )
 

@@ -8,7 +8,7 @@ no sign of a stall, because a server does not answer probes during a long prefil
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from verl_server.config import RecoveryConfig
@@ -78,3 +78,18 @@ def restart_delay_s(deaths: Sequence[float], now: float, config: RecoveryConfig)
     if len(recent) <= 1:
         return 0.0
     return float(min(config.backoff_s * 2.0 ** (len(recent) - 2), config.max_backoff_s))
+
+
+def unavailable_reason(
+    state: ReplicaState, released_memory: Collection[str], weights_undefined: bool, waits_for_update: bool
+) -> str:
+    """Why a replica in this state does not serve until the user acts. Empty when it serves or will serve."""
+    if state is ReplicaState.FAILED:
+        return "has failed and is not started again"
+    if state is ReplicaState.DRAINING:
+        return "is being removed"
+    if released_memory:
+        return f"has released its memory ({', '.join(sorted(released_memory))}): call resume_memory_occupation"
+    if weights_undefined:
+        return "has no whole weights: send an update of all weights"
+    return "has old weights: send an update of all weights" if waits_for_update else ""

@@ -11,10 +11,10 @@ import aiohttp
 import orjson
 
 from verl_server.adapter.json_body import encode_json
+from verl_server.adapter.sglang.batch import split_batch
 from verl_server.adapter.sglang.request_fields import parse_sampling_params
 from verl_server.errors import BadInputError, DeadlineError, ServerError, VerlServerError, from_wire
 from verl_server.router.request_checks import validate_timeout
-from verl_server.router.resumable_generation import split_batch
 from verl_server.type_checks import check_arguments
 from verl_server.types import Json
 from verl_server.validation import require_http_url, require_seconds

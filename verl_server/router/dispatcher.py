@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from verl_server.adapter.sglang.batch import plain_prompts, split_batch
 from verl_server.config import RouterConfig
 from verl_server.errors import (
     BadInputError,
@@ -27,7 +28,10 @@ from verl_server.errors import (
 from verl_server.router.policy import VersionRequirement
 from verl_server.router.replica_pool import ReplicaPool, RoutingRequest
 from verl_server.router.request_checks import (
+    MAX_SERVER_DEATHS,
     estimate_prompt_tokens,
+    has_lost_server,
+    repeated_death_error,
     require_versions,
     rids_of_batch,
     take_router_fields,
@@ -35,7 +39,7 @@ from verl_server.router.request_checks import (
     validate_timeout,
 )
 from verl_server.router.result_cache import ResultCache
-from verl_server.router.resumable_generation import ResumableGeneration, split_batch
+from verl_server.router.resumable_generation import ResumableGeneration
 from verl_server.router.routed_replica import RoutedReplica
 from verl_server.router.snapshot import RouterCounters, RouterSnapshot
 from verl_server.types import Json
@@ -173,7 +177,7 @@ class Dispatcher:
         """
         running = self._running.get(key)
         known = running.generation if running is not None else self._results.get(key)
-        if known is not None and known.request != dict(request):
+        if known is not None and known.request != plain_prompts(request):
             raise BadInputError(f"rid {key!r} belongs to another request; choose a new rid for a new request")
         if running is not None:
             self.counters.attached += 1
@@ -210,6 +214,7 @@ class Dispatcher:
 
     async def _run(self, generation: ResumableGeneration, key: str, routing_request: RoutingRequest) -> Json:
         """Start attempts until one of them finishes or `max_attempts` attempts have failed."""
+        server_deaths = 0
         while True:
             replica = await self.pool.acquire(routing_request)
             # The counter comes before the router's id, so that no attempt's id is a prefix of another one's.
@@ -217,7 +222,11 @@ class Dispatcher:
             try:
                 await self._attempt(generation, replica, attempt_id)
             except (ServerDiedError, ServerError, ShutDownError, DeadlineError) as error:
+                server_deaths += has_lost_server(error) and not generation.attempt_has_tokens
                 generation.end_attempt()
+                if server_deaths >= MAX_SERVER_DEATHS:
+                    self.pool.mark_unreachable(replica)
+                    raise repeated_death_error(error, generation.request) from error
                 if self.pool.closed or generation.attempts >= self.config.max_attempts:
                     raise
                 if "status" in error.details:  # the server answered, so it still runs

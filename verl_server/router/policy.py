@@ -64,9 +64,7 @@ def suitable_replicas(loads: Sequence[ReplicaLoad], requirement: VersionRequirem
     if found:
         return found
     if not admitted:
-        raise NotReadyError(
-            "no replica serves requests at the moment: every replica is starting, has failed or has released its memory"
-        )
+        raise NotReadyError("no replica serves requests at the moment")
     raise NotReadyError(
         f"no replica serves {requirement}; versions served: {sorted({load.weight_version for load in admitted})}"
     )

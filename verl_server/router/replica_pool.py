@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from verl_server.config import RouterConfig
-from verl_server.errors import BadInputError, NotReadyError, ShutDownError, VerlServerError
+from verl_server.errors import BadInputError, NotReadyError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.router.policy import VersionRequirement, choose_replica, require_queue_capacity
 from verl_server.router.replica_status import ReplicaStatus
 from verl_server.router.routed_replica import GenerationServer, RoutedReplica
@@ -42,13 +42,18 @@ class ReplicaPool:
         self._queue: deque[tuple[RoutingRequest, asyncio.Future[RoutedReplica]]] = deque()
         self._closed = False
         self._starting: set[str] = set()
+        self._unavailable: dict[str, ReplicaStatus] = {}
+        """The last status of each replica that does not serve until the user acts, and of each failed replica."""
 
     # -- replicas -----------------------------------------------------------------------------------
 
     def apply_status(self, status: ReplicaStatus) -> None:
         """Bring a replica to the state that the fleet reports."""
         known = self.replicas.get(status.name)
-        if status.removed:
+        self._unavailable.pop(status.name, None)
+        if not status.removed and (status.reason or status.failure is not None):
+            self._unavailable[status.name] = status
+        if status.removed or status.failure is not None:
             self.remove_replica(status.name)
         elif status.adapter is not None and (known is None or known.server is not status.adapter):
             self.add_replica(
@@ -195,11 +200,11 @@ class ReplicaPool:
                 prompt_tokens=request.prompt_tokens,
                 config=self._config,
             )
-        except NotReadyError:
+        except NotReadyError as error:
             if self._awaits_a_replica():
                 return None
             self._counters.refused += 1
-            raise
+            raise self._explain(error) from None
         if name is None:
             return None
         if session_id is not None:
@@ -213,6 +218,24 @@ class ReplicaPool:
         return bool(self._starting) or any(
             replica.will_serve and not replica.admitted for replica in self.replicas.values()
         )
+
+    def _explain(self, error: NotReadyError) -> VerlServerError:
+        """The error for a request that no replica can take, with the state of each replica if none is admitted.
+
+        It is not retryable when every replica has failed.
+        """
+        statuses = sorted(self._unavailable.values(), key=lambda status: status.name)
+        if not statuses or any(replica.admitted for replica in self.replicas.values()):
+            return error
+        failures = [status.failure for status in statuses if status.failure is not None]
+        if failures and not self.replicas:
+            return ServerDiedError(
+                "no replica serves requests: every replica has failed and is not started again. Correct the cause, "
+                f"then create a new fleet. {failures[-1]['message']}",
+                **failures[-1]["details"],
+            )
+        reasons = "; ".join(f"{status.name} {status.reason}" for status in statuses)
+        return NotReadyError(f"{error.message}: {reasons}")
 
     def _serve_queue(self) -> None:
         """Assign replicas to queued requests, in order of arrival, as long as a replica has capacity."""

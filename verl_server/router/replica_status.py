@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verl_server.types import Json
+
 if TYPE_CHECKING:
     from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 
@@ -28,6 +30,10 @@ class ReplicaStatus:
     """Whether the replica serves requests, or will serve them again without an action of the user."""
     removed: bool
     """Whether the replica has left the fleet permanently."""
+    reason: str = ""
+    """Why the replica does not serve requests until the user acts, for example "has released its memory"."""
+    failure: Json | None = None
+    """The error (`to_wire`) after which the replica is not started again."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checks of what a caller asks of a router, and estimates of the size of a prompt. Pure functions."""
+"""Checks of what a caller asks of a router, the errors of such requests, and the size of a prompt. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import aiohttp
+
 from verl_server.adapter.sglang.request_fields import ROUTER_FIELDS
-from verl_server.errors import BadInputError, NotReadyError
+from verl_server.errors import BadInputError, NotReadyError, ServerDiedError, VerlServerError
 from verl_server.router.policy import VersionRequirement
 from verl_server.router.resumable_generation import version_spans
 from verl_server.types import Json
-from verl_server.validation import is_finite_number
+from verl_server.validation import is_finite_number, is_list
 
 CHARACTERS_PER_TOKEN = 4
 """Assumed number of characters per token of a prompt that is text."""
 MAX_ID_LENGTH = 512
 """Maximum number of characters of a request id or a session id."""
+
+MAX_SERVER_DEATHS = 2
+"""Maximum number of servers that may end during one request before they return a token. Such a request probably ends
+every server, so it is not tried on further replicas."""
 
 
 def validate_id(value: str | None, name: str) -> None:
@@ -56,10 +62,10 @@ def rids_of_batch(rid: Any, num_prompts: int) -> list[str | None]:
     """
     if rid is None:
         return [None] * num_prompts
-    if not isinstance(rid, list) or len(rid) != num_prompts:
-        got = f"a list of {len(rid)}" if isinstance(rid, list) else type(rid).__name__
+    if not is_list(rid) or len(rid) != num_prompts:
+        got = f"a list of {len(rid)}" if is_list(rid) else type(rid).__name__
         raise BadInputError(f"{num_prompts} prompts need a list of {num_prompts} request ids as rid, got {got}")
-    return rid
+    return list(rid)
 
 
 def require_versions(reply: Json, requirement: VersionRequirement, problem: str) -> None:
@@ -71,9 +77,33 @@ def require_versions(reply: Json, requirement: VersionRequirement, problem: str)
         )
 
 
+def has_lost_server(error: BaseException) -> bool:
+    """Whether an attempt's error says that the connection broke after the server had received the request."""
+    cause = error.__cause__
+    return isinstance(cause, (aiohttp.ClientError, ConnectionError)) and not isinstance(
+        cause, aiohttp.ClientConnectorError
+    )
+
+
+def repeated_death_error(error: VerlServerError, request: Mapping[str, Any]) -> ServerDiedError:
+    """The error of a request that is not tried again, because several servers ended while they ran it.
+
+    `error`: the error of the last server.
+    """
+    given = {
+        name: value for name, value in request.items() if value is not None and name not in ("prompt", "input_ids")
+    }
+    return ServerDiedError(
+        "the request was given up, because each server that ran it ended before it returned a token. The fields of the "
+        f"request are the likely cause: {given!r:.500}. Check them, and read the end of the server's log. "
+        f"The last error: {error.message}",
+        **error.details,
+    )
+
+
 def estimate_prompt_tokens(request: Mapping[str, Any]) -> int:
     """Estimated number of prompt tokens. An invalid prompt counts as 0; the replica's adapter refuses it later."""
     token_ids, text = request.get("input_ids"), request.get("prompt")
-    if isinstance(token_ids, list):
+    if is_list(token_ids):
         return len(token_ids)
     return len(text) // CHARACTERS_PER_TOKEN if isinstance(text, str) else 0

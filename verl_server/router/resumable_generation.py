@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl_server.adapter.sglang.batch import check_lengths, is_batch, plain_prompts
 from verl_server.adapter.sglang.request_fields import parse_sampling_params
 from verl_server.adapter.sglang.requests import require_token_ids
 from verl_server.errors import BadInputError
@@ -37,17 +38,18 @@ class ResumableGeneration:
     """
 
     def __init__(self, request: Mapping[str, Any]) -> None:
-        self.request = dict(request)
+        self.request = plain_prompts(request)
         params = self.request.get("sampling_params") or {}
         if not isinstance(params, Mapping):
             raise BadInputError(f"sampling_params must be one dict for one prompt, got {type(params).__name__}")
         prompt = self.request.get("input_ids")
         if prompt is not None:
             require_token_ids("input_ids", prompt)
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+        if is_batch(None, prompt):
             raise BadInputError(
                 "a generation has one prompt, but input_ids is a list of prompts; make one call for each"
             )
+        check_lengths(self.request, 1, batch=False)
         self._prompt: list[int] | None = prompt
         self._params = parse_sampling_params(params)
         if self._params.get("n") not in (None, 1):
@@ -67,6 +69,11 @@ class ResumableGeneration:
         if self._prompt is None or self.request.get("return_routed_experts") or self.request.get("image_data"):
             return False
         return all(self._params.get(name) in neutral for name, neutral in _NEUTRAL_VALUES.items())
+
+    @property
+    def attempt_has_tokens(self) -> bool:
+        """Whether the current attempt has returned a token."""
+        return bool(self._event and self._event["output_ids"])
 
     @property
     def tokens(self) -> list[int]:
@@ -206,25 +213,3 @@ def version_spans(reply: Json) -> list[Json]:
         {"version": meta.get("weight_version"), "start": 0, "end": len(reply["output_ids"])}
     ]
     return [{**span, "version": parse_weight_version(span["version"])} for span in spans]
-
-
-def split_batch(request: Mapping[str, Any]) -> list[Json] | None:
-    """One request for each prompt of a request with several prompts. None for a request with one prompt.
-
-    `sampling_params` is one dict for all prompts or a list with one dict for each. Raises BadInputError when the
-    lengths differ.
-    """
-    field = "input_ids" if request.get("input_ids") is not None else "prompt"
-    prompts = request.get(field)
-    if not isinstance(prompts, list) or not prompts or (field == "input_ids" and not isinstance(prompts[0], list)):
-        return None
-    params = request.get("sampling_params")
-    params_per_prompt = params if isinstance(params, list) else [params] * len(prompts)
-    if len(params_per_prompt) != len(prompts):
-        raise BadInputError(
-            f"sampling_params has {len(params_per_prompt)} entries for {len(prompts)} prompts; give one for each"
-        )
-    return [
-        {**request, field: prompt, "sampling_params": prompt_params}
-        for prompt, prompt_params in zip(prompts, params_per_prompt, strict=True)
-    ]

@@ -6,14 +6,17 @@ sampling parameter, but does not always say which field has a value of a wrong t
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from verl_server.adapter.json_body import tolist_hint
+from verl_server.adapter.sglang.batch import has_value_per_prompt
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.types import Json
-from verl_server.validation import did_you_mean, is_finite_number, is_whole_number, to_plain
+from verl_server.validation import did_you_mean, is_bool, is_finite_number, is_list, is_whole_number, to_plain
 
 #: Fields of SGLang's `GenerateReqInput` (`sglang/srt/managers/io_struct.py`) in both 0.5.15 and 0.5.23, without those
 #: that are arguments of `generate_payload`. A server is asked for its other fields.
@@ -21,9 +24,9 @@ REQUEST_FIELDS = frozenset({
     "audio_data", "background", "bootstrap_host", "bootstrap_pair_key", "bootstrap_port", "bootstrap_room",
     "conversation_id", "custom_labels", "custom_logit_processor", "decode_tp_size", "disagg_prefill_dp_rank",
     "encoder_urls", "external_trace_header", "extra_key", "http_worker_ipc", "image_data", "image_max_dynamic_patch",
-    "images_config", "log_metrics", "logprob_start_len", "lora_id", "lora_path", "max_dynamic_patch",
+    "images_config", "log_metrics", "logprob_start_len", "lora_path", "max_dynamic_patch",
     "min_dynamic_patch", "mm_hashes", "modalities", "multi_item_delimiter_indices", "need_wait_for_mm_inputs",
-    "no_logs", "num_items_assigned", "positional_embed_overrides", "priority", "received_time", "require_reasoning",
+    "no_logs", "num_items_assigned", "priority", "received_time", "require_reasoning",
     "return_bytes", "return_entropy", "return_hidden_states", "return_indexer_topk", "return_logprob",
     "return_prompt_token_ids", "return_routed_experts", "return_text_in_logprobs", "routed_dp_rank",
     "routed_experts_start_len", "routing_key", "session_id", "session_params", "token_ids_logprob", "top_logprobs_num",
@@ -38,6 +41,8 @@ _RENAMED_FIELDS = {
     "text": "the argument is called `prompt`",
     "stream": "an adapter streams with `generate_stream`, and a router returns whole generations only",
     "input_embeds": "this library supports prompts as text (`prompt`) and as token ids (`input_ids`) only",
+    "lora_id": "the argument is called `lora_path`, which is the name of a loaded LoRA adapter",
+    "positional_embed_overrides": "it takes Python objects, which cannot be sent to a server",
 }
 
 
@@ -56,12 +61,23 @@ def _at_least(minimum: int) -> ValueKind:
 
 
 def _is_text_or_texts(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value))
+    return isinstance(value, str) or (is_list(value) and all(isinstance(item, str) for item in value))
+
+
+def _is_regex_or_regexes(value: Any) -> bool:
+    """Whether Python's `re` can read the regular expressions. SGLang answers 500 when it cannot."""
+    if not _is_text_or_texts(value):
+        return False
+    try:
+        return all(re.compile(regex) for regex in ([value] if isinstance(value, str) else value))
+    except (re.error, RecursionError, OverflowError):
+        return False
 
 
 def _is_token_ids(value: Any) -> bool:
-    is_list = isinstance(value, (list, tuple, set, frozenset))
-    return is_list and all(item is None or is_whole_number(item) for item in value)
+    """A negative token id ends SGLang's scheduler when a request of the same batch has `min_new_tokens`."""
+    is_collection = is_list(value) or isinstance(value, (set, frozenset))
+    return is_collection and all(item is None or (is_whole_number(item) and item >= 0) for item in value)
 
 
 def _to_token_ids(value: Any) -> list[int]:
@@ -83,13 +99,26 @@ def _to_logit_bias(value: Any) -> Json:
     return {str(to_plain(key)): to_plain(bias) for key, bias in value.items()}
 
 
+def _is_processor(value: Any) -> bool:
+    """Whether `value` is a JSON object with a pickled class in hexadecimal digits. Another text ends the scheduler."""
+    try:
+        return isinstance(value, str) and bytes.fromhex(json.loads(value)["callable"])[:1] == b"\x80"
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
 _WHOLE_NUMBER = ValueKind("a whole number", is_whole_number)
 _NUMBER = ValueKind("a finite number", is_finite_number)
-_FLAG = ValueKind("True or False", lambda value: isinstance(value, bool))
+_FLAG = ValueKind("True or False", is_bool)
 _TEXT = ValueKind("a string", lambda value: isinstance(value, str))
 _JSON_TEXT = ValueKind("a string with JSON, see json.dumps", lambda value: isinstance(value, str))
+_LOGIT_PROCESSOR = ValueKind(
+    "the text that SGLang's `CustomLogitProcessor.to_str` returns", lambda value: value == "" or _is_processor(value)
+)
 _TEXTS = ValueKind("a string or a list of strings", _is_text_or_texts)
+_REGEXES = ValueKind("a regular expression or a list of regular expressions", _is_regex_or_regexes)
 _TOKEN_IDS = ValueKind("a list of token ids", _is_token_ids, _to_token_ids)
+_TOP_K = ValueKind("a whole number from -1 to 2**31 - 1", lambda value: is_whole_number(value) and -1 <= value < 2**31)
 _LOGIT_BIAS = ValueKind(
     "a dict of finite numbers by token id; write -1e9 instead of minus infinity", _is_logit_bias, _to_logit_bias
 )
@@ -99,17 +128,22 @@ _ANY = ValueKind("any value", lambda value: True)
 #: the ranges, and parameters that are not listed here.
 SAMPLING_PARAMS: Mapping[str, ValueKind] = {
     "max_new_tokens": _at_least(0), "min_new_tokens": _at_least(0), "n": _at_least(1), "temperature": _NUMBER,
-    "top_p": _NUMBER, "top_k": _WHOLE_NUMBER, "min_p": _NUMBER, "frequency_penalty": _NUMBER,
-    "presence_penalty": _NUMBER, "repetition_penalty": _NUMBER, "stop": _TEXTS, "stop_regex": _TEXTS,
+    "top_p": _NUMBER, "top_k": _TOP_K, "min_p": _NUMBER, "frequency_penalty": _NUMBER,
+    "presence_penalty": _NUMBER, "repetition_penalty": _NUMBER, "stop": _TEXTS, "stop_regex": _REGEXES,
     "stop_token_ids": _TOKEN_IDS, "ignore_eos": _FLAG, "no_stop_trim": _FLAG, "skip_special_tokens": _FLAG,
     "spaces_between_special_tokens": _FLAG, "json_schema": _JSON_TEXT, "structural_tag": _JSON_TEXT, "regex": _TEXT,
     "ebnf": _TEXT, "logit_bias": _LOGIT_BIAS, "sampling_seed": _WHOLE_NUMBER, "stream_interval": _WHOLE_NUMBER,
     "beam_width": _WHOLE_NUMBER, "custom_params": _ANY, "watermark": _ANY,
 }  # fmt: skip
-#: Request fields whose type is checked. A list has one value for each prompt.
+#: Request fields whose value is checked. SGLang does not check them, and some other values end its scheduler.
 _FIELD_KINDS: Mapping[str, ValueKind] = {
-    "return_logprob": _FLAG, "logprob_start_len": _WHOLE_NUMBER, "top_logprobs_num": _WHOLE_NUMBER,
-    "lora_path": _TEXT, "custom_logit_processor": _TEXT, "session_id": _TEXT,
+    "return_logprob": _FLAG, "logprob_start_len": _at_least(-1), "top_logprobs_num": _at_least(0),
+    "token_ids_logprob": _TOKEN_IDS, "lora_path": _TEXT, "custom_logit_processor": _LOGIT_PROCESSOR,
+    "session_id": _TEXT,
+}  # fmt: skip
+#: SGLang's defaults of the fields that do not accept None as one of several values.
+_DEFAULTS: Mapping[str, Any] = {
+    "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0, "token_ids_logprob": [],
 }  # fmt: skip
 
 
@@ -140,15 +174,32 @@ def require_known_fields(names: Collection[str], server_fields: Collection[str])
         )
 
 
-def check_field_types(fields: Mapping[str, Any]) -> None:
-    """Raise BadInputError for a field whose value has a wrong type."""
+def parse_fields(fields: Mapping[str, Any], *, batch: bool) -> Json:
+    """The request fields that are not None, with the types that JSON has. `batch`: there is a list of prompts.
+
+    Raises BadInputError for a wrong value. In a list with one value for each prompt, None means SGLang's default.
+    """
+    parsed: Json = {}
     for name, value in fields.items():
-        kind = _FIELD_KINDS.get(name)
-        if kind is None or value is None:
+        kind = _FIELD_KINDS.get(name, _ANY)
+        if value is None:
             continue
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if item is not None and not kind.accepts(item):
-                raise BadInputError(f"{name} must be {kind.description}, or a list of them, got {value!r:.200}")
+        if not has_value_per_prompt(name, value, batch=batch):
+            parsed[name] = _parse_field(name, value, kind)
+            continue
+        default = _DEFAULTS.get(name)
+        parsed[name] = [default if item is None else _parse_field(name, item, kind) for item in value]
+    return parsed
+
+
+def _parse_field(name: str, value: Any, kind: ValueKind) -> Any:
+    if not kind.accepts(value):
+        hint = tolist_hint(value) if not is_whole_number(value) else ""
+        raise BadInputError(
+            f"{name} must be {kind.description}, or a list with one such value for each prompt, got "
+            f"{value!r:.200}{hint}"
+        )
+    return kind.convert(value)
 
 
 def parse_sampling_params(params: Any, name: str = "sampling_params") -> Json:
@@ -184,8 +235,8 @@ def explain_refusal(error: VerlServerError, sampling_params: Any) -> VerlServerE
     is_failure = error.details.get("status") == 500
     if not is_failure and not isinstance(error, BadInputError):
         return error
-    all_params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params or {}]
-    unlisted = {key for params in all_params for key in params if key not in SAMPLING_PARAMS}
+    all_params = sampling_params if is_list(sampling_params) else [sampling_params]
+    unlisted = {key for params in all_params for key in params or {} if key not in SAMPLING_PARAMS}
     unknown = sorted(
         key for key in unlisted if (did_you_mean(key, SAMPLING_PARAMS) if is_failure else key in error.message)
     )

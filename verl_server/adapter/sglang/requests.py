@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from verl_server.adapter.json_body import tolist_hint
-from verl_server.adapter.sglang.request_fields import check_field_types, parse_sampling_params
+from verl_server.adapter.sglang.batch import check_lengths, is_batch, plain_prompts
+from verl_server.adapter.sglang.request_fields import parse_fields, parse_sampling_params
 from verl_server.errors import BadInputError
 from verl_server.types import Json
+from verl_server.validation import is_list
 
 #: Number of tokens below which the built-in `max` is faster than numpy.
 _SHORT_PROMPT_TOKENS = 256
@@ -35,16 +37,9 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_token_ids(name: str, value: Any) -> None:
-    """Raise BadInputError unless the token ids `value` are a list or a tuple."""
-    if not isinstance(value, (list, tuple)):
+    """Raise BadInputError unless the token ids `value` are a list or another sequence."""
+    if not is_list(value):
         raise BadInputError(f"{name} must be a list of token ids, got {type(value).__name__}{tolist_hint(value)}")
-
-
-def is_batch(prompt: Any, input_ids: Any) -> bool:
-    """Whether the caller gave a list of prompts. The reply is then a list too."""
-    if input_ids is not None:
-        return bool(input_ids) and isinstance(input_ids[0], (list, tuple))
-    return isinstance(prompt, (list, tuple))
 
 
 def generate_payload(
@@ -62,17 +57,19 @@ def generate_payload(
     Raises BadInputError before anything is sent.
     """
     require((prompt is None) != (input_ids is None), "give either `prompt` or `input_ids`, not both or none")
-    require(
-        not (stream and is_batch(prompt, input_ids)), "a stream takes one prompt, got a list: make one call per prompt"
-    )
+    batch = is_batch(prompt, input_ids)
+    require(not (stream and batch), "a stream takes one prompt, got a list: make one call per prompt")
     num_prompts = _check_input_ids(input_ids, limits) if input_ids is not None else _check_prompts(prompt)
-    all_params = _parse_all_sampling_params(sampling_params, num_prompts, is_batch(prompt, input_ids))
     if rid is not None:
-        rids = rid if isinstance(rid, (list, tuple)) else [rid]
+        rids = rid if is_list(rid) else [rid]
         require(all(isinstance(r, str) and r for r in rids), f"rid must be a non-empty string, got {rid!r}")
-    body: Json = {"text": prompt, "input_ids": input_ids, "sampling_params": all_params, "rid": rid}
-    check_field_types(fields)
-    body.update(fields)
+    check_lengths({**fields, "sampling_params": sampling_params, "rid": rid}, num_prompts, batch=batch)
+    all_params = _parse_all_sampling_params(sampling_params)
+    plain = plain_prompts({"prompt": prompt, "input_ids": input_ids})
+    body: Json = {"text": plain["prompt"], "input_ids": plain["input_ids"], "sampling_params": all_params, "rid": rid}
+    body.update(parse_fields(fields, batch=batch))
+    if limits.vocab_size is not None:
+        _check_vocabulary(body, limits.vocab_size)
     if stream:
         body["stream"] = True
     return {name: value for name, value in body.items() if value is not None}
@@ -123,7 +120,8 @@ def _token_id_error(token_ids: Sequence[Any], name: str, error: Exception) -> Ba
 
 def _check_prompts(prompt: Any) -> int:
     """Check one prompt or a list of prompts, given as text. Returns the number of prompts."""
-    prompts = list(prompt) if isinstance(prompt, (list, tuple)) else [prompt]
+    prompts = prompt if is_list(prompt) else [prompt]
+    require(len(prompts) > 0, "prompt is empty: a list of prompts needs at least one prompt")
     for index, text in enumerate(prompts):
         if not isinstance(text, str) or text == "":
             hint = "" if isinstance(text, str) or text is None else "; pass token ids as `input_ids=`"
@@ -131,14 +129,26 @@ def _check_prompts(prompt: Any) -> int:
     return len(prompts)
 
 
-def _parse_all_sampling_params(sampling_params: Any, num_prompts: int, batch: bool) -> Json | list[Json] | None:
+def _parse_all_sampling_params(sampling_params: Any) -> Json | list[Json] | None:
     """The sampling parameters of all prompts, or a list with those of each prompt, as they are sent."""
-    if isinstance(sampling_params, (list, tuple)):
-        require(
-            batch and len(sampling_params) == num_prompts,
-            f"{len(sampling_params)} sampling_params for {num_prompts} prompts: give a dict, or a list of equal length",
-        )
+    if is_list(sampling_params):
         return [
-            parse_sampling_params(params, f"sampling_params[{index}]") for index, params in enumerate(sampling_params)
+            {} if params is None else parse_sampling_params(params, f"sampling_params[{index}]")
+            for index, params in enumerate(sampling_params)
         ]
     return None if sampling_params is None else parse_sampling_params(sampling_params)
+
+
+def _check_vocabulary(body: Json, vocab_size: int) -> None:
+    """Raise BadInputError for values beyond the vocabulary that would end SGLang's scheduler."""
+    counts, params = body.get("top_logprobs_num"), body["sampling_params"]
+    largest = max((count or 0 for count in (counts if is_list(counts) else [counts])), default=0)
+    require(
+        largest <= vocab_size, f"top_logprobs_num is {largest}, but the model's vocabulary has {vocab_size} token ids"
+    )
+    for one in params if is_list(params) else [params or {}]:
+        token_id = max(one.get("stop_token_ids") or (), default=0)
+        require(
+            token_id < vocab_size,
+            f"stop_token_ids holds token id {token_id}, but the model's vocabulary ends at {vocab_size - 1}",
+        )

@@ -135,4 +135,6 @@ def encode_status(status: ReplicaStatus) -> Json:
         "suspect": status.suspect,
         "will_serve": status.will_serve,
         "removed": status.removed,
+        "reason": status.reason,
+        "failure": status.failure,
     }
