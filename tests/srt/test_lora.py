@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,25 +48,29 @@ def engine(request: pytest.FixtureRequest, one_rank: DeviceMesh, tiny: Callable[
         yield engine
 
 
-def adapter_for(model: Any, seed: int) -> dict[str, torch.Tensor]:
+def adapter_for(model: Any, seed: int, pattern: str = "|".join(TARGETS)) -> dict[str, torch.Tensor]:
+    """A LoRA adapter with random values for the modules whose names end with a match of the regular expression."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, tensor in model.state_dict().items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in TARGETS:
+        if re.fullmatch(rf".*\.({pattern})", module):
             outputs, inputs = tensor.shape
             tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) * 0.1
             tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator) * 0.1
     return tensors
 
 
-def merged(model: Any, adapter: dict[str, torch.Tensor]) -> Any:
+SCALE = 8 / RANK
+"""`lora_alpha / r` of `CONFIG`."""
+
+
+def merged(model: Any, adapter: dict[str, torch.Tensor], scale: float = SCALE) -> Any:
     """A copy of the model with the adapter added to its weights."""
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, lora_a in adapter.items():
         if ".lora_A." in name:
             module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            scale = float(CONFIG["lora_alpha"]) / RANK  # type: ignore[arg-type]
             weights[f"{module}.weight"] += scale * (adapter[name.replace(".lora_A.", ".lora_B.")] @ lora_a)
     merged_model = type(model)(model.config).to(next(model.parameters()).dtype)
     merged_model.load_state_dict(weights)
@@ -93,6 +99,9 @@ def test_adapters_by_name(engine: VerlEngine, tiny: Callable[..., Path]) -> None
     engine.load_lora_adapter("one", adapter_for(model, 3).items(), CONFIG)
     assert_serves(engine, "one", merged(model, adapter_for(model, 3)))
     assert_serves(engine, "two", merged(model, two))
+    with pytest.raises(BadInputError, match="SGLang does not support use_dora=True"):
+        engine.load_lora_adapter("two", one.items(), {**CONFIG, "use_dora": True})
+    assert_serves(engine, "two", merged(model, two))
 
     engine.unload_lora_adapter("one")
     with pytest.raises(BadInputError, match=r"no LoRA adapter 'one'; loaded are \['two'\]"):
@@ -106,6 +115,28 @@ def test_adapters_by_name(engine: VerlEngine, tiny: Callable[..., Path]) -> None
     assert_serves(engine, "two", merged(model, two))
     engine.unload_lora_adapter("two")
     engine.update_weights_from_tensor(reference_model(tiny("qwen3")).state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("config", "pattern", "scale"),
+    [
+        ({"use_rslora": True}, "|".join(TARGETS), 8 / math.sqrt(RANK)),
+        ({"target_modules": {"q_proj"}}, "q_proj", SCALE),
+        ({"target_modules": ["self_attn.k_proj"]}, "k_proj", SCALE),
+        ({"target_modules": r".*layers\.1\.mlp\.up_proj"}, r"layers\.1\.mlp\.up_proj", SCALE),
+        ({"target_modules": "all-linear"}, "[a-z]+_proj", SCALE),
+    ],
+    ids=["rslora", "q_proj", "k_proj", "up_proj of a layer", "all-linear"],
+)
+def test_configurations_of_peft_equal_the_merged_model(
+    config: dict[str, Any], pattern: str, scale: float, engine: VerlEngine, tiny: Callable[..., Path]
+) -> None:
+    """SGLang fuses q, k and v, and gate and up: the parts that a LoRA adapter lacks are sent as zeros."""
+    model = reference_model(tiny("qwen3"))
+    adapter = adapter_for(model, 6, pattern)
+    engine.load_lora_adapter("peft", adapter.items(), {"r": RANK, "lora_alpha": 8, "target_modules": TARGETS, **config})
+    assert_serves(engine, "peft", merged(model, adapter, scale))
+    engine.unload_lora_adapter("peft")
 
 
 def test_adapters_that_do_not_fit_are_refused(engine: VerlEngine, tiny: Callable[..., Path]) -> None:
@@ -123,13 +154,14 @@ def test_adapters_that_do_not_fit_are_refused(engine: VerlEngine, tiny: Callable
     refused({name: tensor for name, tensor in good.items() if name != first}, CONFIG, "the LoRA adapter lacks")
     refused(good, {**CONFIG, "r": 0}, "LoRA rank `r`")
     refused(good, {**CONFIG, "lora_alpha": None}, "needs lora_alpha")
-    refused(good, {**CONFIG, "target_modules": ["q_proj"]}, "not among target_modules")
+    refused(good, {**CONFIG, "target_modules": ["q_proj"]}, r"target_modules=\['q_proj'\] do not match")
     refused(good, {**CONFIG, "target_modules": [*TARGETS, "k_proj"]}, "no tensors for its target module 'k_proj'")
     wide = {
         name: torch.ones(16, t.shape[1]) if "lora_A" in name else torch.ones(t.shape[0], 16) for name, t in good.items()
     }
+    refused(wide, {**CONFIG, "r": 16}, "rank 16, but the servers were started with max_lora_rank=8")
     with pytest.raises(VerlServerError, match="rank") as caught:
-        engine.load_lora_adapter("wide", wide.items(), {**CONFIG, "r": 16})
+        adapter_of(engine).load_lora_adapter("wide", wide, {**CONFIG, "r": 16})
     assert "loaded_adapters" not in caught.value.message, "the message is SGLang's text, not its JSON"
     assert issubclass(WeightManifestError, BadInputError)
 

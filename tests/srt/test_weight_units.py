@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +17,7 @@ from verl_server.adapter.memory_tags import undefined_weights_reason
 from verl_server.adapter.sglang.server_arguments import loses_weights, require_memory_saver
 from verl_server.types import TensorSpec
 from verl_server.weights.manifest import Manifest
+from verl_server.weights.read_manifest import read_manifest
 from verl_server.weights.update.shard_writer import ShardWriter
 from verl_server.weights.update.tensor_source import TensorSource
 
@@ -103,6 +107,74 @@ def test_an_unknown_tensor_name_is_explained(name: str, message: str) -> None:
     removal = "which a wrapper of the module adds. Remove it from the names"
     assert caught.value.message.startswith(f"the model has no parameter {name!r}")
     assert caught.value.message.endswith(message.format(ATTENTION, MLP, removal))
+
+
+EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model."])
+def test_a_prefix_of_fused_experts_is_explained(prefix: str, tiny: Callable[..., Path]) -> None:
+    """Checkpoints have one tensor for each expert. The trainer's fused tensors are converted."""
+    manifest = read_manifest({"model_path": str(tiny("qwen3_moe"))})
+    with pytest.raises(errors.WeightManifestError) as caught:
+        TensorSource([(prefix + EXPERTS, torch.zeros(4, 128, 64))], manifest, check_finite=False)
+    assert repr(prefix) in caught.value.message
+    assert caught.value.message.endswith(f"from the names: {EXPERTS!r}")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(3, 4, device="meta"), "'x' is on the meta device and has no values"),
+        (torch.ones(3, 4).to_sparse(), r"'x' is a sparse tensor .*push tensor.to_dense\(\)"),
+        (torch.ones(3, 4).to(torch.float8_e4m3fn), "dtype float8_e4m3fn, the model expects float32.*by its scale"),
+        (torch.ones(3, 4, dtype=torch.int32), "dtype int32, the model expects float32.*Convert the tensor"),
+        ("DTensor", "'x' is on the meta device and has no values"),
+    ],
+    ids=["meta", "sparse", "float8", "int", "meta DTensor"],
+)
+def test_tensors_that_cannot_be_copied_are_refused_by_name(tensor: Any, message: str, one_rank: DeviceMesh) -> None:
+    spec, staged = TensorSpec((3, 4), "float32"), torch.zeros(3, 4)
+    if isinstance(tensor, str):
+        tensor = DTensor.from_local(torch.ones(3, 4, device="meta"), one_rank, [Shard(0)], run_check=False)
+    with pytest.raises(errors.WeightManifestError, match=message):
+        TensorSource([("x", tensor)], Manifest({"x": spec}), check_finite=False)
+    with pytest.raises(errors.WeightManifestError, match=message):
+        writer_for(staged, spec).write(iter([("x", tensor)]))
+    assert not staged.any()
+
+
+def test_float64_is_cast() -> None:
+    spec, staged = TensorSpec((2,), "float32"), torch.zeros(2)
+    tensor = torch.tensor([0.1, -2.0], dtype=torch.float64)
+    TensorSource([("x", tensor)], Manifest({"x": spec}), check_finite=True)
+    writer_for(staged, spec, check_finite=True).write(iter([("x", tensor)]))
+    assert torch.equal(staged, tensor.float())
+    tensor[1] = 1e300
+    with pytest.raises(errors.WeightManifestError, match="some of which become infinite in float32"):
+        TensorSource([("x", tensor)], Manifest({"x": spec}), check_finite=True)
+
+
+@pytest.mark.parametrize(
+    ("named_tensors", "got"),
+    [
+        (torch.nn.Linear(1, 1), "Linear"),
+        ("/models/policy", "'/models/policy'"),
+        (torch.nn.Linear(1, 1).state_dict, "method"),
+        (torch.nn.Linear(1, 1).parameters(), "the item Parameter"),
+        (["x"], "the item 'x'"),
+    ],
+)
+def test_an_argument_that_is_no_pairs_is_refused_with_the_cure(named_tensors: Any, got: str) -> None:
+    with pytest.raises(errors.BadInputError) as caught:
+        TensorSource(named_tensors, Manifest({}), check_finite=False)
+    assert caught.value.message.endswith(f"for example model.state_dict().items(); got {got}")
+
+
+def test_an_array_of_numpy_is_refused_with_the_cure() -> None:
+    pairs: Any = [("x", np.zeros(2))]
+    with pytest.raises(errors.BadInputError, match=r"'x' is no tensor but ndarray: convert it with torch\.from_numpy"):
+        TensorSource(pairs, Manifest({}), check_finite=False)
 
 
 @pytest.mark.parametrize("rows", [1, 0, 3])

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from verl_server.engine.backend import Backend
 from verl_server.errors import BadInputError
 from verl_server.types import Json
+from verl_server.validation import is_whole_number
+from verl_server.weights.unknown_names import fused_with
 
 if TYPE_CHECKING:
     import torch
@@ -20,16 +22,22 @@ if TYPE_CHECKING:
 class LoraAdapters:
     """The LoRA adapters of one engine: loads, replaces and removes them by name."""
 
-    def __init__(self, lora_paths: Any) -> None:
-        """`lora_paths`: SGLang's server argument with the LoRA adapters that the servers load when they start."""
-        self._names = names_in_lora_paths(lora_paths)
+    def __init__(self, server_args: Mapping[str, Any]) -> None:
+        """`server_args`: SGLang's arguments of the servers, as far as the caller knows them."""
+        self._names = names_in_lora_paths(server_args.get("lora_paths"))
+        self._max_rank = server_args.get("max_lora_rank")
+        self._targets = server_args.get("lora_target_modules")
 
     def load(self, backend: Backend, name: str, tensors: Mapping[str, torch.Tensor], config: Json) -> None:
         """Load a LoRA adapter. A LoRA adapter of the same name is removed first, when no request uses it any more.
 
         This includes a LoRA adapter that the servers loaded when they started. When the load fails, no LoRA adapter has
-        the name, and requests for it are refused.
+        the name, and requests for it are refused. Raises BadInputError, and removes nothing, for a name that is no
+        string or is empty, and for a LoRA adapter that is too large for the arguments of the servers.
         """
+        if not isinstance(name, str) or not name:
+            raise BadInputError(f"the name of a LoRA adapter must be a string, and not empty; got {name!r}")
+        self._require_capacity(config)
         if name in self._names:
             self.unload(backend, name)
         backend.load_lora_adapter(name, tensors, config)
@@ -40,6 +48,25 @@ class LoraAdapters:
         self.require(name)
         self._names.discard(name)
         backend.unload_lora_adapter(name)
+
+    def _require_capacity(self, config: Json) -> None:
+        """Raise BadInputError if the servers have no memory for the rank or a target module of a LoRA adapter."""
+        rank = config["r"]
+        if is_whole_number(self._max_rank) and rank > self._max_rank:
+            raise BadInputError(
+                f"the LoRA adapter has rank {rank}, but the servers were started with max_lora_rank={self._max_rank}",
+                argument="max_lora_rank",
+            )
+        targets = self._targets
+        if not isinstance(targets, (list, tuple, set, frozenset)) or "all" in targets:
+            return
+        served = {part for target in targets for part in fused_with(str(target).rpartition(".")[2])}
+        if unserved := sorted(set(config["target_modules"]) - served):
+            raise BadInputError(
+                f"the LoRA adapter has the target modules {unserved}, but the servers were started with "
+                f"lora_target_modules={sorted(targets)}",
+                argument="lora_target_modules",
+            )
 
     def require(self, lora_path: Any) -> None:
         """Raise BadInputError unless a request's LoRA adapters are all loaded. `lora_path`: a name or a list."""

@@ -74,7 +74,7 @@ class VerlEngine:
         source = BackendSource(launch_server, () if servers is None else servers, fleet)
         self._backend: Backend | None = None
         self._weights: WeightUpdater | None = None
-        self._loras = LoraAdapters(server_args.get("lora_paths"))
+        self._loras = LoraAdapters(server_args)
         self._group = group = RankCoordinator.connect(
             self._tp_rank, size, broadcast_function(device_mesh_cpu), nnodes > 1, timeouts.ranks_s
         )
@@ -200,8 +200,8 @@ class VerlEngine:
     ) -> None:
         """Load a LoRA adapter, or replace the adapter of that name. Requests use it with `lora_path=name`.
 
-        Names are PEFT's; tensors are DTensors or full tensors. `config` is PEFT's `adapter_config.json` (`r`,
-        `lora_alpha`, `target_modules`). The server needs `enable_lora=True`, `max_lora_rank`, `lora_target_modules`. A
+        Names are PEFT's; tensors are DTensors or full tensors. `config` is the content of PEFT's `adapter_config.json`,
+        or `LoraConfig.to_dict()`. The server needs `enable_lora=True`, `max_lora_rank`, `lora_target_modules`. A
         replacement waits for requests with the old adapter. Every TP rank checks SHA-256 sums of what it received.
 
         Raises BadInputError or WeightManifestError before the servers are involved, PeerError, ServerDiedError.
@@ -210,8 +210,7 @@ class VerlEngine:
         tensors, error = weights.gather_on_cpu(as_pairs(named_tensors))
 
         def load(_: list[Json]) -> None:
-            weights.check_lora_adapter(tensors, config)
-            self._loras.load(self._require_backend(), name, tensors, config)
+            self._loras.load(self._require_backend(), name, *weights.prepare_lora_adapter(tensors, config))
 
         self._group.agree(call_id, load, error=error, action_timeout_s=2 * self._timeouts.weights_s)
 

@@ -8,7 +8,7 @@ intermediate]. `save_pretrained` converts them back. This module calls the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ class CheckpointNames:
 
     @cached_property
     def _model(self) -> Any:
-        """The model on torch's meta device, or None if transformers has no rules for it."""
+        """The model on torch's meta device, or None if it cannot be built or transformers has no rules for it."""
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import PrefixChange
@@ -60,6 +60,11 @@ class CheckpointNames:
         """Shape and dtype of each tensor of the model, by the model's names."""
         tensors = {} if self._model is None else self._model.state_dict()
         return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+
+    @property
+    def model_names(self) -> Collection[str]:
+        """Names of the model's tensors. Empty if transformers has no rules for the model."""
+        return self._model_specs.keys()
 
     def specs(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
         """The specs of the checkpoint's tensors, by name in order, for the trainer's tensor `name`.

@@ -11,7 +11,7 @@ from verl_server.types import TensorSpec
 from verl_server.weights.checkpoint_names import CheckpointNames
 from verl_server.weights.unknown_names import explain_unknown_name
 
-CASTABLE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+CASTABLE_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
 """Dtypes that are cast to each other when a tensor is pushed, as SGLang does."""
 LOADED_TOGETHER = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 """Parts of names of tensors that SGLang 0.5.23 loads when it has got both in one update. It ignores one alone."""
@@ -25,7 +25,8 @@ class Manifest:
     """Full shape and dtype of each tensor, by its name in checkpoints. The dtype is that of the checkpoint: SGLang
     keeps some tensors of a bfloat16 model in float32, and casts the other tensors when it loads them."""
     optional: frozenset[str] = frozenset()
-    """Names in `tensors` that an update of the whole model need not have (see `read_manifest`)."""
+    """Names in `tensors` that an update of the whole model may lack: tied output heads, tables of rotary embeddings,
+    and layers for multi-token prediction."""
     ignored: frozenset[str] = frozenset()
     """Names that are not in `tensors`, may be pushed and are left out: a tied output head that no checkpoint has."""
 
@@ -83,8 +84,10 @@ class Manifest:
             return None
         spec = self.tensors.get(name)
         if spec is None:
+            converted = () if self.checkpoint_names is None else self.checkpoint_names.model_names
+            known = {*self.tensors, *self.ignored, *converted}
             raise WeightManifestError(
-                f"the model has no parameter {name!r}{explain_unknown_name(name, self.tensors)}", name=name
+                f"the model has no parameter {name!r}{explain_unknown_name(name, known)}", name=name
             )
         if shape != spec.shape:
             raise WeightManifestError(
@@ -95,9 +98,19 @@ class Manifest:
             )
         if dtype != spec.dtype and not (dtype in CASTABLE_DTYPES and spec.dtype in CASTABLE_DTYPES):
             raise WeightManifestError(
-                f"{name!r} has dtype {dtype}, the model expects {spec.dtype}",
+                f"{name!r} has dtype {dtype}, the model expects {spec.dtype}{_dtype_cure(spec.dtype)}",
                 name=name,
                 expected=spec.dtype,
                 got=dtype,
             )
         return spec
+
+
+def _dtype_cure(expected: str) -> str:
+    """The end of an error about a dtype that cannot be cast to `expected`."""
+    if expected not in CASTABLE_DTYPES:
+        return ""
+    return (
+        f". These dtypes are converted: {', '.join(sorted(CASTABLE_DTYPES))}. Convert the tensor to one of them, and "
+        "multiply a quantized tensor, for example of float8, by its scale"
+    )

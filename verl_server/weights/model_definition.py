@@ -45,9 +45,9 @@ def build_on_meta(config: Any, *, trust_remote_code: bool) -> Any:
     Raises UnsupportedError if transformers cannot build the architecture.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    is_text_model = type(config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in (
+    is_text_model = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
         getattr(config, "auto_map", None) or {}
     )
     factory = AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText

@@ -16,8 +16,18 @@ WRAPPER_PREFIXES = {
     "_checkpoint_wrapped_module": "checkpoint_wrapper",
 }
 """Components that wrappers add to parameter names, and the wrapper that adds each of them."""
-SERVER_FUSED_NAMES = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+SERVER_FUSED_NAMES = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
 """Components of SGLang's parameter names, and the checkpoint's components that SGLang fuses into each of them."""
+
+
+def fused_with(component: str) -> set[str]:
+    """The components that SGLang fuses with `component`, itself, and the fused component."""
+    groups = ({fused, *parts} for fused, parts in SERVER_FUSED_NAMES.items())
+    return {component}.union(*(group for group in groups if component in group))
 
 
 def explain_unknown_name(name: str, known: Collection[str]) -> str:
@@ -33,6 +43,10 @@ def explain_unknown_name(name: str, known: Collection[str]) -> str:
     wrapped = f" it contains {wrappers}, which a wrapper of the module adds" if prefixes else ""
     if prefixes and plain_name in known:
         return f":{wrapped}. Remove it from the names: {plain_name!r}"
+    for start in range(1, len(components)):
+        if (end := ".".join(components[start:])) in known:
+            prefix = ".".join(components[:start])
+            return f": remove the prefix {prefix + '.'!r} from the names: {end!r}"
     if parts:
         return (
             f":{wrapped + ', and' if wrapped else ''} SGLang makes this tensor inside the server from tensors of the "

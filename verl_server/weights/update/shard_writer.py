@@ -20,7 +20,7 @@ from verl_server.weights.gather import (
     require_own_shard,
 )
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.update.tensor_source import require_finite, require_new_name, validated_pairs
+from verl_server.weights.update.tensor_source import require_dense, require_finite, require_new_name, validated_pairs
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,7 @@ class ShardWriter:
         if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[1], DTensor)):
             return False
         name, tensor = item
-        if name in self._manifest.ignored:
+        if name in self._manifest.ignored or tensor.is_meta:
             return False
         with contextlib.suppress(BadInputError):
             if self._is_converted(name, tensor):
@@ -113,6 +113,8 @@ class ShardWriter:
         """Write one tensor. Returns its checkpoint names: none if it is ignored, several for fused experts."""
         from torch.distributed.tensor import DTensor
 
+        if name not in self._manifest.ignored:
+            require_dense(name, tensor)
         if not self._is_converted(name, tensor):
             (name,) = self._manifest.checkpoint_specs(name, TensorSpec.of(tensor))
             return [name] if self._write_checkpoint_tensor(name, tensor) else []
@@ -157,10 +159,11 @@ class ShardWriter:
         """All tensors, complete and on the CPU. For small tensors that do not go through staging memory."""
         from torch.distributed.tensor import DTensor
 
-        return {
-            name: (self._gather(tensor) if isinstance(tensor, DTensor) else tensor).detach().cpu()
-            for name, tensor in validated_pairs(named_tensors)
-        }
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in validated_pairs(named_tensors):
+            require_dense(name, tensor)
+            tensors[name] = (self._gather(tensor) if isinstance(tensor, DTensor) else tensor).detach().cpu()
+        return tensors
 
     def _gather(self, tensor: Any) -> torch.Tensor:
         """`full_tensor`, a collective of the trainer's mesh, with a deadline and a check of the other ranks.

@@ -75,6 +75,7 @@ def _check_all(
             served_dtype = manifest.smallest_range_dtype(served)
         if served_dtype is None:  # the tensor is left out
             continue
+        require_dense(given_name, tensor)
         if isinstance(tensor, DTensor):
             require_own_shard(given_name, tensor)
             has_shards = True
@@ -89,18 +90,38 @@ def validated_pairs(named_tensors: Iterable[Any]) -> Iterable[tuple[str, torch.T
 
     if isinstance(named_tensors, dict):
         named_tensors = named_tensors.items()
+    expected = (
+        "named_tensors must be a dict of tensors by name or pairs of name and tensor, for example "
+        "model.state_dict().items(); got"
+    )
+    if isinstance(named_tensors, (str, bytes)):
+        raise BadInputError(f"{expected} {named_tensors!r}")
     try:
         iterator = iter(named_tensors)
     except TypeError:
-        raise BadInputError(
-            f"named_tensors must be pairs of name and tensor, got {type(named_tensors).__name__}"
-        ) from None
+        raise BadInputError(f"{expected} {type(named_tensors).__name__}") from None
     for item in iterator:
         if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str)):
-            raise BadInputError(f"named_tensors must be pairs of name and tensor, got {str(item)[:100]}")
+            shown = type(item).__name__ if isinstance(item, torch.Tensor) else repr(item)[:100]
+            raise BadInputError(f"{expected} the item {shown}")
         if not isinstance(item[1], torch.Tensor):
-            raise BadInputError(f"{item[0]!r} is no tensor but {type(item[1]).__name__}", name=item[0])
+            cure = ": convert it with torch.from_numpy" if type(item[1]).__module__ == "numpy" else ""
+            raise BadInputError(f"{item[0]!r} is no tensor but {type(item[1]).__name__}{cure}", name=item[0])
         yield item[0], item[1]
+
+
+def require_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raise WeightManifestError for a tensor that has no memory of its elements: a meta tensor or a sparse tensor."""
+    import torch
+
+    if tensor.is_meta:
+        raise WeightManifestError(
+            f"{name!r} is on the meta device and has no values, for example because the model is offloaded: load the "
+            "parameters to the CPU or an accelerator before the push",
+            name=name,
+        )
+    if tensor.layout != torch.strided:
+        raise WeightManifestError(f"{name!r} is a sparse tensor ({tensor.layout}): push tensor.to_dense()", name=name)
 
 
 def require_new_name(name: str, seen: set[str]) -> None:
@@ -132,10 +153,10 @@ def require_finite(name: str, tensor: torch.Tensor, served_dtype: str) -> None:
         if tensor.dtype == cast_dtype:
             return
         if not bool(torch.isfinite(torch.stack([minimum, maximum]).to(cast_dtype)).all()):
+            cure = "Start the server with another dtype, for example dtype='bfloat16'. " * (served_dtype == "float16")
             raise WeightManifestError(
                 f"{name!r} has values from {float(minimum):g} to {float(maximum):g}, some of which become infinite in "
-                f"{served_dtype}, the dtype of the server. Start the server with another dtype, for example "
-                "dtype='bfloat16'. check_finite=False pushes the infinite values",
+                f"{served_dtype}, the dtype of the server. {cure}check_finite=False pushes the infinite values",
                 name=name,
                 expected=served_dtype,
             )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from verl_server.errors import BadInputError, PeerError, TornWeightsError, VerlServerError
 from verl_server.ranks.placement import Placement
 from verl_server.types import Json, TensorSpec, WeightUpdateResult
-from verl_server.weights.lora import check_lora_adapter
+from verl_server.weights.lora import check_lora_adapter, missing_fused_parts
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.servers import UpdatableServers
@@ -102,10 +102,21 @@ class WeightUpdater(ABC):
         tensors, error = self.run_reading(lambda: writer.gather_on_cpu(named_tensors))
         return tensors or {}, error
 
-    def check_lora_adapter(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-        """Check that a LoRA adapter fits the model. Raises BadInputError or WeightManifestError."""
+    def prepare_lora_adapter(
+        self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], Json]:
+        """The tensors and the configuration of a LoRA adapter as SGLang needs them.
+
+        Raises BadInputError or WeightManifestError for a LoRA adapter that SGLang or the model does not support.
+        """
+        import torch
+
         specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-        check_lora_adapter(specs, config, self.manifest)
+        plain_config = check_lora_adapter(specs, config, self.manifest)
+        dtype = next(iter(tensors.values())).dtype
+        missing = missing_fused_parts(specs, plain_config, self.manifest)
+        zeros = {name: torch.zeros(shape, dtype=dtype) for name, shape in missing.items()}
+        return {**tensors, **zeros}, plain_config
 
     def find_torn(self) -> TornWeightsError | None:
         """Why the served weights are not whole, or None: an update failed part-way, or the weights were released.
