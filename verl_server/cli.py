@@ -32,6 +32,7 @@ app = typer.Typer(
     name="verl-server",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,  # its tracebacks can show the values of local variables, which include keys
 )
 
@@ -90,6 +91,7 @@ def launch(
         own_options = {param.name: param.opts[0] for param in context.command.params if param.name}
         options.require_known_arguments(server_args, own_options)
     generated_keys = options.missing_keys([API_KEY, ADMIN_API_KEY], shown=sys.stdout.isatty())
+    options.require_long_keys([API_KEY, ADMIN_API_KEY])
     server_args |= {"api_key": take_key(API_KEY), "admin_api_key": take_key(ADMIN_API_KEY)}
     signals = _StopSignals()
     try:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,11 @@ import typer
 
 from verl_server.errors import BadInputError
 from verl_server.server.argument_check import find_early_refusal
+from verl_server.server.argument_table import option_name, read_options
+from verl_server.server.argument_values import convert, guess_value
 from verl_server.server.server_main import REFUSAL
+from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
+from verl_server.validation import did_you_mean
 
 API_KEY, ADMIN_API_KEY = "VERL_SERVER_API_KEY", "VERL_SERVER_ADMIN_API_KEY"
 REPLICA_API_KEY = "VERL_SERVER_REPLICA_API_KEY"
@@ -43,29 +46,12 @@ Replicas = Annotated[
 DemoOutput = Annotated[Path, typer.Option(help="Folder for reward.png, metrics.json and the logs.", metavar="FOLDER")]
 Dtype = Annotated[str, typer.Option(help="The --dtype with which the server will be started.", metavar="DTYPE")]
 
-#: SGLang's alternative names of its arguments. The server takes the field names of `ServerArgs` only.
-ALIASES = {
-    "model": "model_path",
-    "ep": "ep_size",
-    "tensor_parallel_size": "tp_size",
-    "data_parallel_size": "dp_size",
-    "pipeline_parallel_size": "pp_size",
-    "expert_parallel_size": "ep_size",
-    "nccl_init_addr": "dist_init_addr",
-    "enable_hicache": "enable_hierarchical_cache",
-    "speculative_draft_model": "speculative_draft_model_path",
-}
-#: Arguments that SGLang expects as JSON text: they are not parsed here.
-JSON_TEXT_ARGUMENTS = {
-    "json_model_override_args",
-    "model_loader_extra_config",
-    "hicache_storage_backend_extra_config",
-    "kv_events_config",
-    "deepep_config",
-    "hisparse_config",
-}
 #: Arguments of SGLang that this command has under another name.
-RENAMED_ARGUMENTS = {"model_path": "the first argument, MODEL", "tp_size": "--tp", "tp": "--tp"}
+RENAMED_ARGUMENTS = {
+    "model_path": "the first argument, MODEL",
+    "tp_size": "--tp",
+    "config": "the options themselves: write those of the file on the command line",
+}
 #: Arguments of SGLang that hold keys, and the environment variables with which this command sets them.
 KEY_ARGUMENTS = {"api_key": API_KEY, "admin_api_key": ADMIN_API_KEY}
 NEGATIVE_NUMBER = re.compile(r"-[0-9.]")
@@ -74,32 +60,34 @@ NEGATIVE_NUMBER = re.compile(r"-[0-9.]")
 def parse_server_args(args: list[str]) -> dict[str, Any]:
     """Read SGLang's arguments from a command line: MODEL first, then options.
 
-    `--name value` and `--name=value` are parsed as JSON if they are JSON, otherwise taken as text. `--name` alone is
-    True, `--no-name` is False, and several values make a list. Raises BadInputError for an argument that cannot be
-    read. Keys are refused too, because other users of the machine can read a command line.
+    Options are written as `--name value`, `--name=value`, and `--name value1 value2` for a list. A bool option is True
+    as `--name` or `--name true`, and False as `--no-name` or `--name false`. The values get the types that SGLang
+    declares. The values of options that SGLang does not declare, which its plugins can add, are parsed as JSON if they
+    are JSON, otherwise taken as text.
+
+    Raises BadInputError for an argument that cannot be read. Keys are refused too, because other users of the machine
+    can read a command line.
     """
     model, *rest = args
     _check_model(model)
-    values: dict[str, list[Any]] = {}
+    values: dict[str, list[str]] = {}
     name = ""
     for argument in rest:
         if argument.startswith("--"):
-            option, has_value, value = argument[2:].partition("=")
-            name = _field_of(option)
-            values[name] = [_parse_value(name, value)] if has_value else []
+            name, has_value, value = argument.partition("=")
+            values.pop(name, None)  # the last occurrence of an option counts
+            values[name] = [value] if has_value else []
         elif not name or (argument.startswith("-") and not NEGATIVE_NUMBER.match(argument)):
             raise BadInputError(
                 f"{argument!r} does not follow an option; write SGLang's arguments as --name value, "
-                "for example --mem-fraction-static 0.5"
+                f"for example --mem-fraction-static 0.5{_similar_option(argument)}"
             )
         else:
-            values[name].append(_parse_value(name, argument))
+            values[name].append(argument)
     server_args: dict[str, Any] = {"model_path": model}
-    for name, items in values.items():
-        if not items and name.startswith("no_"):
-            server_args[name.removeprefix("no_")] = False
-        else:
-            server_args[name] = items if len(items) > 1 else (items[0] if items else True)
+    for name, texts in values.items():
+        field, value = _parse_option(name, texts)
+        server_args[field] = value
     return server_args
 
 
@@ -120,34 +108,39 @@ def _check_model(model: str) -> None:
         raise BadInputError(f"MODEL must come before the options: verl-server launch MODEL {model} ...")
     is_hub_name = model.count("/") <= 1 and not model.startswith(("/", ".", "~"))
     is_remote_url = "://" in model  # SGLang reads object stores, for example s3://
-    if not is_hub_name and not is_remote_url and not Path(model).expanduser().is_dir():
+    path = Path(model).expanduser()
+    is_model = path.is_dir() or (path.is_file() and path.suffix == ".gguf")
+    if not is_hub_name and not is_remote_url and not is_model:
         raise BadInputError(
-            f"MODEL {model} is not a folder; pass the folder that holds config.json and the weights, "
+            f"MODEL {model} is not a folder; pass the folder that holds config.json and the weights, a GGUF file, "
             "or a name on the Hugging Face Hub such as Qwen/Qwen3-0.6B"
         )
 
 
-def _field_of(option: str) -> str:
-    """The field of SGLang's `ServerArgs` that `--option` sets. Raises BadInputError for options that are refused."""
-    name = option.replace("-", "_")
-    name = ALIASES.get(name, name)
-    if name in KEY_ARGUMENTS:
+def _similar_option(argument: str) -> str:
+    """The end of an error about `argument`, which begins with one dash: the option that was meant."""
+    names = {*read_options(), "tp"}
+    return did_you_mean(argument, [f"--{name.replace('_', '-')}" for name in names]) if argument[0] == "-" else ""
+
+
+def _parse_option(written: str, texts: list[str]) -> tuple[str, Any]:
+    """The field of SGLang's `ServerArgs` that an option sets, and the value. Raises BadInputError if it is refused."""
+    name = option_name(written)
+    option = read_options().get(name)
+    field = option.field if option else name
+    if field in KEY_ARGUMENTS:
         raise BadInputError(
-            f"--{option} is not accepted, because all users of this machine can read a command line; "
-            f"put the key into the environment variable {KEY_ARGUMENTS[name]}"
+            f"{written} is not accepted, because all users of this machine can read a command line; "
+            f"put the key into the environment variable {KEY_ARGUMENTS[field]}"
         )
-    if name in RENAMED_ARGUMENTS:
-        raise BadInputError(f"--{option} is not an option of this command; use {RENAMED_ARGUMENTS[name]}")
-    return name
-
-
-def _parse_value(name: str, text: str) -> Any:
-    if name in JSON_TEXT_ARGUMENTS:
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    if field in RENAMED_ARGUMENTS:
+        raise BadInputError(f"{written} is not an option of this command; use {RENAMED_ARGUMENTS[field]}")
+    if option is not None:
+        return field, convert(written, option, texts)
+    if not texts and name.startswith("no_"):
+        return name.removeprefix("no_"), False
+    guesses = [guess_value(text) for text in texts]
+    return name, guesses if len(guesses) > 1 else (guesses[0] if guesses else True)
 
 
 def missing_keys(variables: Sequence[str], *, shown: bool) -> list[str]:
@@ -159,10 +152,25 @@ def missing_keys(variables: Sequence[str], *, shown: bool) -> list[str]:
     if missing and not shown:
         raise BadInputError(
             f"set {' and '.join(missing)}: random keys are printed on a terminal only, and the standard output is not "
-            "a terminal, so no client would know the keys. For example: "
-            + " ".join(f"export {name}=$(openssl rand -hex 32);" for name in missing)
+            f"a terminal, so no client would know the keys. For example: {_example_of_keys(missing)}"
         )
     return missing
+
+
+def require_long_keys(variables: Sequence[str]) -> None:
+    """Raise BadInputError for a key in the environment that is too short for a server to hide in its log."""
+    lengths = {name: len(os.environ.get(name, "")) for name in variables}
+    short = {name: length for name, length in lengths.items() if 0 < length < MIN_SECRET_CHARACTERS}
+    if short:
+        got = " and ".join(f"{name} has {length}" for name, length in short.items())
+        raise BadInputError(
+            f"a key must have at least {MIN_SECRET_CHARACTERS} characters, but {got}. "
+            f"For example: {_example_of_keys(short)}"
+        )
+
+
+def _example_of_keys(variables: Iterable[str]) -> str:
+    return " ".join(f"export {name}=$(openssl rand -hex 32);" for name in variables)
 
 
 def take_key(variable: str) -> str:

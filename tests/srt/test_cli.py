@@ -21,8 +21,10 @@ from pathlib import Path
 
 import pytest
 from helpers import MARK, marked_processes, wait_until
+from typer.testing import CliRunner
 
-from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY, parse_server_args
+from verl_server.cli import app
+from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY, parse_server_args, require_known_arguments
 from verl_server.errors import BadInputError
 from verl_server.server.forkserver.socket_folder import FOLDER_VARIABLE
 from verl_server.server.warden.process_tree import list_descendants
@@ -146,6 +148,14 @@ def test_random_keys_are_not_printed_into_a_pipe(tiny: Callable[..., Path]) -> N
     assert "only-one" not in done.stderr
 
 
+def test_a_short_key_is_refused_before_a_server_starts(tiny: Callable[..., Path]) -> None:
+    done = run("launch", str(tiny("qwen3")), **{**KEYS, API_KEY: "short"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"a key must have at least 8 characters, but {API_KEY} has 5" in done.stderr
+    assert f"export {API_KEY}=$(openssl rand -hex 32);" in done.stderr
+    assert "Starting a server" not in done.stderr
+
+
 def test_ctrl_c_on_a_terminal_before_the_server_is_ready(tiny: Callable[..., Path]) -> None:
     """On a terminal missing keys are generated, the elapsed time is shown, and Ctrl-C ends all processes."""
     mark = uuid.uuid4().hex
@@ -204,8 +214,55 @@ def test_server_arguments() -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        # A list with one value.
+        ("--lora-target-modules q_proj", {"lora_target_modules": ["q_proj"]}),
+        ("--lora-paths a=/x", {"lora_paths": ["a=/x"]}),
+        ('--lora-paths {"lora_name":"a","lora_path":"/x"}', {"lora_paths": [{"lora_name": "a", "lora_path": "/x"}]}),
+        ("--cuda-graph-bs-decode 8", {"cuda_graph_bs_decode": [8]}),
+        ("--bucket-time-to-first-token=1", {"bucket_time_to_first_token": [1.0]}),
+        ("--uvicorn-access-log-exclude-prefixes", {"uvicorn_access_log_exclude_prefixes": []}),
+        # Bools.
+        ("--disable-radix-cache False", {"disable_radix_cache": False}),
+        ("--enable-metrics=TRUE", {"enable_metrics": True}),
+        ("--no-skip-tokenizer-init", {"skip_tokenizer_init": False}),
+        ("--disable-cuda-graph", {"disable_cuda_graph": True}),
+        # Other names of an option.
+        ("--decode-context-parallel-size 2", {"dcp_size": 2}),
+        ("--fp8-gemm-backend auto", {"fp8_gemm_runner_backend": "auto"}),
+        ("--context-bucket 1k", {"cuda_graph_prefill_max_context": 1000}),
+        ("--monokernel-backend amd", {"enable_amd_monokernel": True}),
+        # Text that is also JSON, and numbers that are no JSON.
+        ("--served-model-name 7", {"served_model_name": "7"}),
+        ('--watermark-config {"key":1}', {"watermark_config": '{"key":1}'}),
+        ("--mem-fraction-static .5", {"mem_fraction_static": 0.5}),
+        ("--context-length 1k", {"context_length": 1000}),
+        ("--max-total-tokens 1.5k", {"max_total_tokens": 1500}),
+        ("--max-total-tokens 4Ki", {"max_total_tokens": 4096}),
+        ("--model-checksum", {"model_checksum": ""}),
+        ("--quantization-param-path None", {"quantization_param_path": None}),
+    ],
+)
+def test_values_get_the_types_that_sglang_declares(option: str, expected: dict[str, object]) -> None:
+    assert parse_server_args(["Org/Model", *option.split()]) == {"model_path": "Org/Model", **expected}
+    require_known_arguments(expected)
+
+
+@pytest.mark.parametrize(
     ("command_line", "expected"),
     [
+        ("Org/Model --enable-metrics no", "got 'no'; write --enable-metrics to turn it on, and leave it out or write "),
+        ("Org/Model --enable-metrics --config x.yaml", "write those of the file on the command line"),
+        ("Org/Model -tp 2", "did you mean '--tp'?"),
+        ("Org/Model --context-length 4K", "must be a whole number, for example 4096, 4k or 4Ki, got '4K'"),
+        ("Org/Model --mem-fraction-static half", "--mem-fraction-static must be a number, got 'half'"),
+        ("Org/Model --preferred-sampling-params {", "--preferred-sampling-params must be JSON, got '{'"),
+        ("Org/Model --dtype", "--dtype needs a value"),
+        ("Org/Model --dtype auto half", "--dtype takes one value, got 2: auto half"),
+        ("Org/Model --lora-eviction-policy=lru --cuda-graph-bs-decode", "--cuda-graph-bs-decode needs a value"),
+        ("Org/Model --monokernel-backend nvidia", "--monokernel-backend must be amd, got 'nvidia'"),
+        ("/no/such/file.gguf", "is not a folder"),
         ("--dtype auto", "MODEL must come before the options"),
         ("Org/Model stray", "'stray' does not follow an option"),
         ("Org/Model -x 1", "'-x' does not follow an option"),
@@ -219,8 +276,21 @@ def test_server_arguments_that_are_refused(command_line: str, expected: str) -> 
         parse_server_args(command_line.split())
 
 
-def test_remote_model_urls_are_passed_to_sglang() -> None:
+def test_remote_model_urls_and_gguf_files_are_passed_to_sglang(tmp_path: Path) -> None:
     assert parse_server_args(["s3://bucket/models/name"]) == {"model_path": "s3://bucket/models/name"}
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert parse_server_args([str(file)]) == {"model_path": str(file)}
+
+
+def test_choices_that_begin_with_the_value_are_suggested() -> None:
+    with pytest.raises(BadInputError, match="did you mean 'fp8_e4m3' or 'fp8_e5m2'"):
+        require_known_arguments({"kv_cache_dtype": "fp8"})
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_of_a_command(option: str) -> None:
+    assert "Start one SGLang server" in CliRunner().invoke(app, ["launch", option]).output
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,52 @@ def _resolve(rank: int, world: int, cases: list[dict[str, Any]]) -> list[str]:
     return results
 
 
+def test_the_command_line_reads_options_as_sglang_does(sglang_process: Ranks) -> None:
+    """Each option of SGLang sets the same field to the same value, of the same type, as SGLang's own parser does."""
+    ((differences, compared, unknown),) = sglang_process.run(_compare_options)
+    assert differences == []
+    assert compared > 600
+    assert unknown == set(), "the fields that are read from SGLang's source files are those of SGLang"
+
+
+def _compare_options(rank: int, world: int) -> tuple[list[str], int, set[str]]:
+    """Options that are read differently, the number of compared options, and fields that only one side has."""
+    import argparse
+    import inspect
+
+    from sglang.srt.server_args import ServerArgs
+
+    from verl_server.cli_arguments import KEY_ARGUMENTS, RENAMED_ARGUMENTS, parse_server_args
+    from verl_server.server.argument_table import read_options
+
+    parser = argparse.ArgumentParser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    fields = {option.field for option in read_options().values()}
+    differences, compared = [], 0
+    for action in parser._actions:
+        if action.dest in {*KEY_ARGUMENTS, *RENAMED_ARGUMENTS}:
+            continue
+        for option in action.option_strings:
+            line = [option, *_example_of(action)]
+            expected = getattr(parser.parse_args(["--model-path", "Org/Model", *line]), action.dest)
+            value = parse_server_args(["Org/Model", *line]).get(action.dest)
+            compared += 1
+            if (value, type(value)) != (expected, type(expected)):
+                differences.append(f"{line}: {value!r} instead of {expected!r}")
+    return differences, compared, fields ^ set(inspect.signature(ServerArgs).parameters)
+
+
+def _example_of(action: Any) -> list[str]:
+    """A value that SGLang accepts for an option. Empty for an option without a value."""
+    if action.nargs == 0:
+        return []
+    if action.choices:
+        return [str(min(action.choices))]
+    converter = getattr(action.type, "__name__", "str")
+    examples = {"float": ".5", "human_readable_int": "4Ki", "loads": '{"a": 1}', "json_list_type": "[1]"}
+    return [{**examples, "parse_cuda_graph_config_arg": '{"decode": {}}'}.get(converter, "7")]
+
+
 def test_in_process_engine_behaves_as_a_server(sglang_process: Ranks, tiny: Callable[..., Path]) -> None:
     (tokens,) = sglang_process.run(_in_process, str(tiny("qwen3")))
     first, second, third = tokens

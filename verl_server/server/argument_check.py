@@ -1,25 +1,22 @@
 """Server arguments that SGLang refuses: names that it does not have, and values that are none of the choices of a name.
 
-Importing SGLang takes seconds. A process that has not imported it reads the declarations in SGLang's source files with
+Importing SGLang takes seconds. A process that has not imported it uses the declarations in SGLang's source files with
 `find_early_refusal`; the server process, which has imported SGLang and its plugins, asks SGLang with `find_refusal`.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import importlib.util
 import inspect
-import warnings
+import re
 from collections.abc import Collection, Mapping
-from importlib.metadata import version
-from pathlib import Path
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from typing import Any
 
+from verl_server.server.argument_table import read_options
 from verl_server.validation import did_you_mean
 
-#: Files below `sglang/srt` that declare the arguments as `dtype: A[str, Arg(choices=[...])]` in class bodies.
-SOURCES = ("server_args.py", "arg_groups/fields/*.py")
+PLUGIN_GROUPS = ("sglang.srt.platforms", "sglang.srt.plugins")
 #: Names of arguments with their choices. None: any value.
 Declarations = Mapping[str, Collection[Any] | None]
 
@@ -28,17 +25,31 @@ def find_early_refusal(server_args: Mapping[str, Any], own_names: Mapping[str, s
     """Why SGLang refuses these fields of its `ServerArgs`, in one line. None if no refusal is found.
 
     `own_names`: names that the caller takes under another name or by itself, and how its users write them. They are
-    suggested for misspelled names. Imports SGLang only if a name is not in its source files. Choices that plugins of
-    SGLang can extend are left to `find_refusal`.
+    suggested for misspelled names. Does not import SGLang: choices and names that plugins of SGLang can add are left to
+    `find_refusal`.
     """
-    declared = _read_declarations()
-    if not declared.keys() >= server_args.keys():
-        try:
-            with warnings.catch_warnings(action="ignore"):  # about devices that this machine does not have
-                declared = dict.fromkeys(_field_names()) | declared
-        except Exception:  # noqa: BLE001 - SGLang is not installed or broken, which the start of the server reports
-            return None
+    declared: dict[str, Collection[Any] | None] = {}
+    for option in read_options().values():
+        if option.choices_of_constant is None:
+            declared.setdefault(option.field, option.choices)
+    if not declared or _has_third_party_plugins():
+        server_args = {name: value for name, value in server_args.items() if name in declared}
     return _describe_problems(server_args, declared, own_names)
+
+
+def _has_third_party_plugins() -> bool:
+    """Whether a plugin is installed that neither this package nor a package that SGLang requires brings."""
+    try:
+        required = [re.split(r"[^\w.-]", line)[0] for line in requires("sglang") or ()]
+    except PackageNotFoundError:  # SGLang runs from a folder of sources
+        required = []
+    known = {_normalize(name) for name in ("verl-server", *required)}
+    plugins = [plugin for group in PLUGIN_GROUPS for plugin in entry_points(group=group)]
+    return any(plugin.dist is None or _normalize(plugin.dist.name) not in known for plugin in plugins)
+
+
+def _normalize(package: str) -> str:
+    return re.sub(r"[-_.]+", "-", package).lower()
 
 
 def find_refusal(server_args: Mapping[str, Any]) -> str | None:
@@ -65,36 +76,10 @@ def _describe_problems(
                 similar = similar.replace(repr(own_name), text)
             problems.append(f"SGLang {version('sglang')} has no argument {name!r}{similar}")
         choices = declared.get(name)
-        # True is an option without its value on a command line.
-        if choices and (isinstance(value, str) or value is True) and value not in choices:
+        if choices and isinstance(value, (str, int)) and value not in choices:
             similar = did_you_mean(str(value), [choice for choice in choices if isinstance(choice, str)])
             problems.append(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}{similar}")
     return "; ".join(problems) or None
-
-
-def _read_declarations() -> dict[str, Collection[Any] | None]:
-    """The declarations in SGLang's source files. Only choices that are a list in the declaration itself are read."""
-    spec = importlib.util.find_spec("sglang")
-    folders = [] if spec is None else [Path(folder) / "srt" for folder in spec.submodule_search_locations or ()]
-    files = [file for folder in folders for pattern in SOURCES for file in folder.glob(pattern)]
-    modules = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
-    return {
-        field.target.id: _read_choices(field.annotation)
-        for module in modules
-        for statement in module.body
-        if isinstance(statement, ast.ClassDef)
-        for field in statement.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
-
-
-def _read_choices(annotation: ast.expr) -> Collection[Any] | None:
-    """The argument `choices=[...]` in an annotation."""
-    for node in ast.walk(annotation):
-        if isinstance(node, ast.keyword) and node.arg == "choices" and isinstance(node.value, ast.List):
-            values = [item.value for item in node.value.elts if isinstance(item, ast.Constant)]
-            return values if len(values) == len(node.value.elts) else None
-    return None
 
 
 def _field_names() -> list[str]:

@@ -1,0 +1,190 @@
+"""The options of SGLang's command line, read from the declarations in SGLang's source files.
+
+SGLang declares a server argument as `name: A[type, Arg(...)]` in a class body, and a few options with
+`parser.add_argument(...)`. Reading the source takes a fraction of a second; importing SGLang takes seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+#: Files below `sglang/srt` with the fields, and those with the calls of `add_argument`.
+FIELD_SOURCES, CALL_SOURCES = "arg_groups/fields/*.py", "server_args.py"
+FLAG_ACTIONS = {"store_true", "BooleanOptionalAction", "DeprecatedStoreTrueAction"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option of SGLang's command line."""
+
+    field: str
+    """Field of SGLang's `ServerArgs` that the option sets."""
+    converter: str
+    """Name of the function that SGLang converts a value with, for example `int`. `bool`: the option takes no value."""
+    nargs: str | None = None
+    """Number of values: None is one value, "?" at most one, "+" a list, "*" a list that can be empty."""
+    constant: Any = None
+    """The result when the option has no value, and for `choices_of_constant`."""
+    choices: Collection[Any] | None = None
+    """Accepted values. None: all values, or values that are known only to a process that has imported SGLang."""
+    choices_of_constant: Collection[Any] | None = None
+    """The values of a deprecated option that sets another field to `constant`."""
+
+
+@functools.cache
+def read_options() -> Mapping[str, Option]:
+    """The options by their names, with underscores and without leading dashes. Empty if SGLang is not installed.
+
+    An argument is also found by the name of its field, where SGLang's option has another name.
+    """
+    options: dict[str, Option] = {}
+    for module in _parse_files(FIELD_SOURCES):
+        for field in _annotated_fields(module):
+            options |= _read_field(*field)
+    fields = {option.field for option in options.values()}
+    for module in _parse_files(CALL_SOURCES):
+        for call in _add_argument_calls(module):
+            name, option = _read_call(call)
+            if option.field in fields:
+                options[name] = option
+    flags = {name: option for name, option in options.items() if option.converter == "bool"}
+    return options | {f"no_{name}": replace(option, constant=False) for name, option in flags.items()}
+
+
+def _parse_files(pattern: str) -> list[ast.Module]:
+    """The source files of SGLang that match `pattern`."""
+    spec = importlib.util.find_spec("sglang")
+    folders = [] if spec is None else [Path(folder) / "srt" for folder in spec.submodule_search_locations or ()]
+    return [ast.parse(file.read_text(encoding="utf-8")) for folder in folders for file in folder.glob(pattern)]
+
+
+def _annotated_fields(module: ast.Module) -> Iterator[tuple[str, ast.expr, list[ast.expr]]]:
+    """Name, type and metadata of all `name: A[type, metadata]` in class bodies. `name: type` has no metadata."""
+    for statement in module.body:
+        for node in statement.body if isinstance(statement, ast.ClassDef) else ():
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                inner, metadata = _split_annotation(node.annotation)
+                yield node.target.id, inner, metadata
+
+
+def _split_annotation(annotation: ast.expr) -> tuple[ast.expr, list[ast.expr]]:
+    """Type and metadata of `A[type, metadata]`."""
+    match annotation:
+        case ast.Subscript(value=ast.Name(id="A" | "Annotated"), slice=ast.Tuple(elts=[inner, *metadata])):
+            return inner, metadata
+    return annotation, []
+
+
+def _add_argument_calls(module: ast.Module) -> Iterator[ast.Call]:
+    """All calls `parser.add_argument("--name", ...)` in the methods of the module's classes."""
+    for statement in module.body:
+        for node in ast.walk(statement) if isinstance(statement, ast.ClassDef) else ():
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+                yield node
+
+
+def _read_field(name: str, annotation: ast.expr, metadata: list[ast.expr]) -> dict[str, Option]:
+    """The options of one annotated field. Empty if SGLang sets the field itself."""
+    calls = {_last_name(node.func): node for node in metadata if isinstance(node, ast.Call)}
+    if "Derived" in calls:
+        return {}
+    keywords = _keywords(calls["Arg"]) if "Arg" in calls else {}
+    converter, nargs, choices = _read_type(annotation)
+    if "type_parser" in keywords:
+        converter, nargs = _last_name(keywords["type_parser"]), None
+    option = _with_keywords(Option(field=name, converter=converter, nargs=nargs, choices=choices), keywords)
+    written = [_value(keywords[key]) for key in ("cli_name", "aliases") if key in keywords]
+    names = [name, *(alias for value in written for alias in (value if isinstance(value, list) else [value]))]
+    return {option_name(text): option for text in names}
+
+
+def _read_call(call: ast.Call) -> tuple[str, Option]:
+    """Name and option of one `parser.add_argument`."""
+    keywords = _keywords(call)
+    name = option_name(str(_value(call.args[0])))
+    field = str(_value(keywords["dest"])) if "dest" in keywords else name
+    return name, _with_keywords(Option(field=field, converter="str"), keywords)
+
+
+def _with_keywords(option: Option, keywords: Mapping[str, ast.expr]) -> Option:
+    """`option` with the keywords of `Arg` or of `add_argument`."""
+    action = keywords.get("action")
+    action_name = None if action is None else str(_value(action) or _last_name(action))
+    choices = _value(keywords["choices"]) if "choices" in keywords else option.choices
+    changes: dict[str, Any] = {"choices": choices}
+    if "type" in keywords:
+        changes["converter"] = _last_name(keywords["type"])
+    if "nargs" in keywords:
+        changes["nargs"] = _value(keywords["nargs"])
+    if "const" in keywords:
+        changes["constant"] = _value(keywords["const"])
+    if action_name in FLAG_ACTIONS:
+        changes |= {"converter": "bool"}
+    elif "const_value" in keywords:
+        constant = _value(keywords["const_value"])
+        changes |= {"constant": constant, "choices": None, "choices_of_constant": choices}
+    elif action_name is not None:
+        changes["converter"] = action_name
+    if changes.get("converter", option.converter) == "bool":
+        changes["constant"] = True
+    return replace(option, **changes)
+
+
+def _read_type(annotation: ast.expr) -> tuple[str, str | None, list[Any] | None]:
+    """Converter, nargs and choices of a declared type, by the rules of SGLang's `add_cli_args_from_dataclass`."""
+    members = [node for node in _union_members(annotation) if not (isinstance(node, ast.Constant) and not node.value)]
+    only = members[0] if len(members) == 1 else None
+    if isinstance(only, ast.Subscript) and _last_name(only.value) == "Literal":
+        choices = [_value(node) for node in (only.slice.elts if isinstance(only.slice, ast.Tuple) else [only.slice])]
+        return _scalar(type(choices[0]).__name__), None, choices
+    if isinstance(only, ast.Subscript) and _last_name(only.value) in ("List", "list"):
+        return _scalar(_last_name(only.slice)), "+", None
+    name = "" if only is None else _last_name(only)
+    return (name if name == "bool" else _scalar(name)), None, None
+
+
+def _union_members(annotation: ast.expr) -> list[ast.expr]:
+    if isinstance(annotation, ast.BinOp):
+        return [*_union_members(annotation.left), *_union_members(annotation.right)]
+    if isinstance(annotation, ast.Subscript) and _last_name(annotation.value) in ("Optional", "Union"):
+        inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+        return [member for node in inner for member in _union_members(node)]
+    return [annotation]
+
+
+def _scalar(name: str) -> str:
+    return name if name in ("int", "float") else "str"
+
+
+def _keywords(call: ast.Call) -> dict[str, ast.expr]:
+    """The keywords of a call. Those in `action_kwargs={...}` count as keywords of the call."""
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    nested = keywords.pop("action_kwargs", None)
+    if isinstance(nested, ast.Dict):
+        pairs = zip(nested.keys, nested.values, strict=True)
+        keywords |= {str(_value(key)): value for key, value in pairs if key is not None}
+    return keywords
+
+
+def _last_name(node: ast.expr) -> str:
+    """`loads` of `json.loads`, and an empty string for what is not a name."""
+    return getattr(node, "attr", "") or getattr(node, "id", "")
+
+
+def _value(node: ast.expr) -> Any:
+    """The value of a literal. None for other expressions."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def option_name(text: str) -> str:
+    """The name of `--an-option` in the table: `an_option`."""
+    return text.lstrip("-").replace("-", "_")
