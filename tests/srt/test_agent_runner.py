@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,8 @@ def test_runner_yields_filtered_groups_with_rewards(shared_engine: VerlEngine, r
                 assert "no judge" in sample.error["message"]
             else:
                 assert (sample.stop_reason, sample.reward, sample.index) == ("max_turns", float(index), index)
-    scores = to_batch([sample.path for group in groups for sample in group.samples], 0)["rm_scores"].sum(-1)
+    samples = [sample for group in groups for sample in group.samples]
+    scores = to_batch([sample.path for sample in samples if sample.error is None], 0)["rm_scores"].sum(-1)
     assert set(scores.tolist()) == {0.0, 1.0}
 
     async def run_duplicate_tasks() -> Any:
@@ -175,6 +176,56 @@ def test_reward_that_is_not_finite_fails_its_sample(
     loaded, num_turns = asyncio.run(run(lambda _: 1.0))
     assert loaded == dataclasses.replace(corrected, task=loaded.task, graph=loaded.graph)
     assert (loaded.graph, num_turns) == (corrected.graph, 0)
+
+
+class PromptedLoop(SingleTurnLoop):
+    """An agent loop with a system prompt of its own."""
+
+    def __init__(self, system_prompt: str) -> None:
+        super().__init__([add])
+        self.system_prompt = system_prompt
+
+
+def test_samples_of_other_inputs_are_refused(
+    shared_engine: VerlEngine, renderer: ChatRenderer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run with other inputs changes nothing. The same run loads the samples and computes the rewards they lack."""
+
+    def make_task(question: str, answer: Any) -> Task:
+        return Task("0", [{"role": "user", "content": question}], {"answer": answer, "tags": {"a", "b", "c"}})
+
+    async def collect(groups: AsyncIterator[SampleGroup]) -> list[Sample]:
+        return [sample async for group in groups for sample in group.samples]
+
+    same: dict[str, Any] = {"loop": PromptedLoop("be brief"), "run_dir": tmp_path}
+    task = make_task("What is 1+1?", 2)
+    (recorded,) = asyncio.run(collect(make_runner(shared_engine, renderer, **same).run([task])))
+    assert recorded.reward is None
+    content = session_file(tmp_path, "0-0").read_bytes()
+    other_renderer = ChatRenderer(AutoTokenizer.from_pretrained(str(renderer._tokenizer.name_or_path)))
+    other_renderer._tokenizer.chat_template += "\n"
+    others: list[tuple[str, dict[str, Any], Task]] = [
+        ("task.messages", {}, make_task("What is 5+5?", 2)),
+        ("task.data", {}, make_task("What is 1+1?", 10)),
+        ("agent loop", {"loop": PromptedLoop("take your time")}, task),
+        ("agent loop, tools", {"loop": SingleTurnLoop()}, task),
+        ("renderer", {"renderer": other_renderer}, task),
+        ("limits", {"limits": RolloutLimits(max_response_tokens=999, max_turns=2)}, task),
+        ("sampling_params", {"sampling_params": {"temperature": 0.5}}, task),
+    ]
+    for changed, overrides, other_task in others:
+        with pytest.raises(BadInputError, match=rf"session '0-0' in the folder {tmp_path} .* a different {changed}\. "):
+            make_runner(shared_engine, **{"renderer": renderer, **same, **overrides}).run([other_task])
+    assert session_file(tmp_path, "0-0").read_bytes() == content
+    assert caplog.records == []
+
+    same["loop"] = PromptedLoop("be brief")
+    runner = make_runner(shared_engine, renderer, **same, reward=lambda sample: 0.5)
+    (loaded,) = asyncio.run(collect(runner.run([make_task("What is 1+1?", 2)])))
+    assert (loaded.graph.nodes, loaded.reward, runner.counters.num_turns) == (recorded.graph.nodes, 0.5, 0)
+    assert load_session(session_file(tmp_path, "0-0")).rewards == {loaded.leaf: [0.5]}
+    (warning,) = caplog.records
+    assert "1 samples of this run are recorded in run_dir" in warning.getMessage()
 
 
 def test_sample_that_cannot_be_recorded_ends_its_group(

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from types import TracebackType
 
-from verl_server.agent.episode import Task
+from verl_server.agent.samples import Task
 
 logger = logging.getLogger(__name__)
 

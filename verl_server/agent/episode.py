@@ -11,8 +11,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from numbers import Integral
+from dataclasses import dataclass
 from typing import Any
 
 from verl_server.agent.generate_fn import (
@@ -22,44 +21,15 @@ from verl_server.agent.generate_fn import (
     require_sampling_params,
 )
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
+from verl_server.agent.samples import Task
 from verl_server.errors import BadInputError, to_wire
 from verl_server.router.resumable_generation import version_spans
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.messages import Message, image_sources, validate_messages
+from verl_server.trajectory.messages import Message, image_sources
 from verl_server.trajectory.nodes import ForkReason, Node, Span
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering import ChatRenderer, ParsedToolCall
 from verl_server.types import Json
-
-
-@dataclass(frozen=True)
-class Task:
-    """A task for an agent.
-
-    Raises BadInputError for an id that is not a string, and for messages that cannot be rendered and recorded; the
-    error names the index of the message.
-    """
-
-    id: str
-    """Unique name of the task. Recorded sessions are named after it."""
-    messages: Sequence[Message]
-    """Messages of the first prompt: dicts with the keys `role` and `content`, of plain JSON values."""
-    data: Mapping[str, Any] = field(default_factory=dict)
-    """Data for tools and rewards, for example the correct answer. The policy does not see it, and it is not recorded,
-    so the values can be of any type."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.id, str) or not self.id:
-            hint = f"; pass {str(self.id)!r}" if isinstance(self.id, Integral) else ""
-            raise BadInputError(f"Task.id must be a string that is not empty, got {self.id!r}{hint}")
-        try:
-            validate_messages(self.messages)
-        except BadInputError as error:
-            raise BadInputError(f"the messages of task {self.id!r} are invalid: {error.message}") from None
-        if not isinstance(self.data, Mapping):
-            raise BadInputError(
-                f'Task.data of task {self.id!r} must be a dict such as {{"answer": 42}}, got {type(self.data).__name__}'
-            )
 
 
 @dataclass(frozen=True)

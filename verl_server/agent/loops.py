@@ -15,6 +15,7 @@ from verl_server.agent.limits import EpisodeStopped
 from verl_server.agent.tool_parsing import as_tool_call, parse_hermes_tool_calls, parse_json_tool_call
 from verl_server.agent.tools import Tool, ToolCall, ToolRegistry, ToolResult
 from verl_server.errors import BadInputError
+from verl_server.types import Json
 from verl_server.validation import did_you_mean
 
 AgentLoopClass = TypeVar("AgentLoopClass", bound="type[AgentLoop]")
@@ -33,6 +34,13 @@ class AgentLoop(ABC):
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
         self.tools = ToolRegistry(tools)
+
+    @property
+    def identity(self) -> Json:
+        """What its samples depend on besides the tools: its class, and its attributes that are strings, for example a
+        system prompt."""
+        texts = {name: value for name, value in vars(self).items() if isinstance(value, str)}
+        return {"class": type(self).__qualname__, "texts": texts}
 
     @abstractmethod
     async def run(self, episode: Episode) -> None:
@@ -83,6 +91,20 @@ def get_agent_loop(name: str) -> type[AgentLoop]:
         hint = did_you_mean(name, _LOOPS)
         raise BadInputError(f"there is no agent loop {name!r}; registered agent loops: {sorted(_LOOPS)}{hint}")
     return _LOOPS[name]
+
+
+def as_agent_loop(loop: object) -> AgentLoop:
+    """The agent loop, or a new one for the name of a registered agent loop."""
+    if isinstance(loop, str):
+        return get_agent_loop(loop)()
+    if isinstance(loop, type) and issubclass(loop, AgentLoop):
+        raise BadInputError(f"loop must be an instance of an agent loop, got the class; write {loop.__name__}(tools)")
+    if not isinstance(loop, AgentLoop):
+        raise BadInputError(f"loop must be an AgentLoop or the name of one, got {type(loop).__name__}")
+    if not isinstance(getattr(loop, "tools", None), ToolRegistry):
+        name = type(loop).__name__
+        raise BadInputError(f"the agent loop {name} has no tools; call super().__init__(tools) in {name}.__init__")
+    return loop
 
 
 @register_agent_loop("single_turn")

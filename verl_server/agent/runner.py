@@ -2,7 +2,7 @@
 
 Each sample has its own file `TASK-INDEX.jsonl` in `run_dir`. A sample whose file records its termination is loaded and
 not generated again. A sample whose file has no termination, or that failed, is replayed up to its last turn, and then
-continues.
+continues. A file has digests of the inputs of its sample. A run with other inputs is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,22 +18,28 @@ from typing import Any
 
 from verl_server.agent.common_failure import CommonFailure
 from verl_server.agent.daemon_thread import run_in_daemon_thread
-from verl_server.agent.episode import Episode, Task, validate_episode_arguments
+from verl_server.agent.episode import Episode, validate_episode_arguments
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn
 from verl_server.agent.limits import RolloutLimits
-from verl_server.agent.loops import AgentLoop, get_agent_loop
-from verl_server.agent.samples import Sample, SampleGroup
-from verl_server.agent.tools import ToolRegistry
+from verl_server.agent.loops import AgentLoop, as_agent_loop
+from verl_server.agent.samples import Sample, SampleGroup, Task, find_finished_sample
 from verl_server.errors import BadInputError, to_wire
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.recorder import Recorder, load_session, session_file
+from verl_server.trajectory.inputs import digest
+from verl_server.trajectory.recorder import Recorder, has_recorded_nodes, session_file
 from verl_server.trajectory.rendering import ChatRenderer
 from verl_server.types import Json
-from verl_server.validation import require_callable, require_whole_number
+from verl_server.validation import make_writable_folder, require_callable, require_whole_number
+
+logger = logging.getLogger(__name__)
 
 RewardFn = Callable[[Sample], float | Awaitable[float]]
 """Computes the reward of a finished sample, a finite number. A function that is not a coroutine function runs in a
 thread."""
+
+
+GroupFilter = Callable[[SampleGroup], bool | Awaitable[bool]]
+"""Decides whether a group is yielded. May be a coroutine function."""
 
 
 @dataclass
@@ -51,14 +58,25 @@ class RunnerCounters:
     """Number of tokens that the policy sampled."""
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What all samples of one call of `RolloutRunner.run` share."""
+
+    slots: asyncio.Semaphore
+    failures: CommonFailure
+    inputs: Mapping[str, Mapping[str, str]]
+    """Digests of the inputs of each task by the task's id. Empty without `run_dir`."""
+
+
 class RolloutRunner:
     """Runs one agent loop with one policy on any number of tasks.
 
     `loop`: an agent loop, or the name of a registered agent loop, which is constructed without tools. `generate`: for
     example `fleet.router.generate`. `sampling_params`: SGLang's sampling parameters of every turn. `reward`: called
     with every finished sample that did not fail; if it raises an exception, the sample fails. `run_dir`: directory of
-    the recorded sessions; None keeps sessions in memory only. `max_concurrency`: maximum number of samples that run at
-    a time. Raises BadInputError for an argument of a wrong type or value.
+    the recorded sessions, which is created; it belongs to one run, for example to one training step. None keeps
+    sessions in memory only. `max_concurrency`: maximum number of samples that run at a time. Raises BadInputError for
+    an argument of a wrong type or value, and for a `run_dir` in which no file can be created.
     """
 
     def __init__(
@@ -80,10 +98,19 @@ class RolloutRunner:
         if run_dir is not None and (not isinstance(run_dir, (str, Path)) or Path(run_dir).is_file()):
             raise BadInputError(f"run_dir must be the path of a directory, got {run_dir!r}")
         require_whole_number("max_concurrency", max_concurrency)
-        self._loop = _as_agent_loop(loop)
+        self._loop = as_agent_loop(loop)
         self._generate, self._renderer = generate, renderer
         self._limits, self._sampling_params = limits, dict(sampling_params)
-        self._reward, self._run_dir, self._max_concurrency = reward, run_dir, max_concurrency
+        self._reward, self._max_concurrency = reward, max_concurrency
+        self._run_dir = None if run_dir is None else make_writable_folder("run_dir", run_dir)
+        self._inputs = {
+            "agent loop": digest(self._loop.identity),
+            "tools": digest(self._loop.tools.schemas),
+            "renderer": digest(renderer.identity),
+            "limits": digest(limits),
+            "sampling_params": digest(sampling_params),
+        }
+        """Digests of what all samples depend on."""
         self.counters = RunnerCounters()
 
     def run(
@@ -92,7 +119,7 @@ class RolloutRunner:
         n: int = 1,
         *,
         num_groups: int | None = None,
-        group_filter: Callable[[SampleGroup], bool] | None = None,
+        group_filter: GroupFilter | None = None,
     ) -> AsyncIterator[SampleGroup]:
         """Yield groups of `n` samples in the order in which they finish.
 
@@ -106,30 +133,33 @@ class RolloutRunner:
         samples, and so on, up to 8 samples or all samples. The iterator raises only the error of a sample that cannot
         be recorded.
 
-        Raises BadInputError at once for an argument of a wrong type or value, for two tasks with the same id, and for a
-        task id that is no file name when `run_dir` is set.
+        With `run_dir`, finished samples that are recorded there are loaded, and unfinished samples continue. This is
+        logged as a warning, because a new policy needs a new `run_dir`.
+
+        Raises BadInputError at once for an argument of a wrong type or value, and for two tasks with the same id. With
+        `run_dir`, also for a task id that is no file name, and for a sample that is recorded there with other inputs
+        (messages or data of the task, agent loop, tools, renderer, limits or sampling parameters).
         """
         require_whole_number("n", n)
         if num_groups is not None:
             require_whole_number("num_groups", num_groups)
         if group_filter is not None:
             require_callable("group_filter", group_filter, "write `def keep(group: SampleGroup) -> bool`", None)
-        return self._iterate_groups(self._validate_tasks(tasks, n), n, num_groups, group_filter)
+        checked = self._validate_tasks(tasks, n)
+        inputs = self._check_records(checked, n)
+        run = _Run(asyncio.Semaphore(self._max_concurrency), CommonFailure(checked, n), inputs)
+        return self._iterate_groups(run, checked, n, num_groups, group_filter)
 
     async def _iterate_groups(
-        self,
-        tasks: Sequence[Task],
-        n: int,
-        num_groups: int | None,
-        group_filter: Callable[[SampleGroup], bool] | None,
+        self, run: _Run, tasks: Sequence[Task], n: int, num_groups: int | None, group_filter: GroupFilter | None
     ) -> AsyncIterator[SampleGroup]:
-        slots, failures = asyncio.Semaphore(self._max_concurrency), CommonFailure(tasks, n)
-        running = {asyncio.create_task(self._run_group(task, n, slots, failures)) for task in tasks}
+        running = {asyncio.create_task(self._run_group(run, task, n)) for task in tasks}
         num_kept = 0
         try:
             for finished in asyncio.as_completed(list(running)):
                 group = await finished
-                if group_filter is None or group_filter(group):
+                is_kept = group_filter is None or group_filter(group)
+                if await is_kept if inspect.isawaitable(is_kept) else is_kept:
                     num_kept += 1
                     yield group
                 if num_kept == num_groups:
@@ -139,8 +169,8 @@ class RolloutRunner:
                 group_task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _run_group(self, task: Task, n: int, slots: asyncio.Semaphore, failures: CommonFailure) -> SampleGroup:
-        running = [asyncio.create_task(self._run_sample(task, index, slots, failures)) for index in range(n)]
+    async def _run_group(self, run: _Run, task: Task, n: int) -> SampleGroup:
+        running = [asyncio.create_task(self._run_sample(run, task, index)) for index in range(n)]
         try:
             return SampleGroup(task, await asyncio.gather(*running))
         except BaseException:  # a sample cannot be recorded, for example: cancel the other samples of the group
@@ -149,41 +179,34 @@ class RolloutRunner:
             await asyncio.gather(*running, return_exceptions=True)
             raise
 
-    async def _run_sample(self, task: Task, index: int, slots: asyncio.Semaphore, failures: CommonFailure) -> Sample:
-        async with slots:
+    async def _run_sample(self, run: _Run, task: Task, index: int) -> Sample:
+        async with run.slots:
             self.counters.num_running_samples += 1
             try:
-                sample, exception = await self._load_or_generate(task, index, _session_id(task, index))
+                sample, exception = await self._load_or_generate(task, index, run.inputs.get(task.id))
             finally:
                 self.counters.num_running_samples -= 1
         self.counters.num_finished_samples += 1
         self.counters.num_failed_samples += sample.stop_reason == "error"
-        failures.record(task, index, exception)
+        run.failures.record(task, index, exception)
         return sample
 
-    async def _load_or_generate(self, task: Task, index: int, session_id: str) -> tuple[Sample, Exception | None]:
+    async def _load_or_generate(
+        self, task: Task, index: int, inputs: Mapping[str, str] | None
+    ) -> tuple[Sample, Exception | None]:
         """Load the sample if it is recorded with its termination. Generate or continue it otherwise.
 
         Returns the sample, and the exception of a failed sample.
         """
         if self._run_dir is None:
-            return await self._generate_sample(task, index, TrajectoryGraph(session_id))
-        if (recorded := self._load_finished(task, index, session_file(self._run_dir, session_id))) is not None:
-            return recorded, None
-        with Recorder(self._run_dir, session_id) as recorder:
-            return await self._generate_sample(task, index, recorder)
-
-    def _load_finished(self, task: Task, index: int, path: Path) -> Sample | None:
-        """The recorded sample. None if there is no file, if the file has no termination, or if the sample failed."""
-        graph = load_session(path) if path.exists() else None
-        if graph is None or not graph.terminations:
-            return None
-        termination = next(reversed(graph.terminations.values()))
-        if termination.stop_reason == "error":
-            return None
-        rewards = graph.rewards.get(termination.node)
-        reward = None if rewards is None else rewards[-1]
-        return Sample(task, index, graph, termination.node, termination.stop_reason, termination.error, reward)
+            return await self._generate_sample(task, index, TrajectoryGraph(_session_id(task, index)))
+        with Recorder(self._run_dir, _session_id(task, index), inputs=inputs) as recorder:
+            sample = find_finished_sample(task, index, recorder.graph)
+            if sample is None:
+                return await self._generate_sample(task, index, recorder)
+            if sample.reward is None and self._reward is not None:  # recorded without a reward function
+                return await self._finish_sample(sample, recorder, None)
+            return sample, None
 
     async def _generate_sample(
         self, task: Task, index: int, record: Recorder | TrajectoryGraph
@@ -194,7 +217,12 @@ class RolloutRunner:
         )
         stop_reason = await self._loop.run_episode(episode)
         sample = Sample(task, index, episode.graph, episode.leaf, stop_reason, episode.error)
-        exception = episode.exception
+        return await self._finish_sample(sample, record, episode.exception)
+
+    async def _finish_sample(
+        self, sample: Sample, record: Recorder | TrajectoryGraph, exception: Exception | None
+    ) -> tuple[Sample, Exception | None]:
+        """Compute and record the reward of a sample that did not fail, and record the termination."""
         if self._reward is not None and exception is None:
             try:
                 reward = await _call_reward(self._reward, sample)
@@ -228,23 +256,28 @@ class RolloutRunner:
                 session_file(self._run_dir, _session_id(task, n - 1))
         return list(tasks_by_id.values())
 
+    def _check_records(self, tasks: Sequence[Task], n: int) -> dict[str, dict[str, str]]:
+        """The digests of the inputs of each task. Raises BadInputError for a sample recorded with other inputs."""
+        if self._run_dir is None:
+            return {}
+        num_recorded, inputs = 0, {}
+        for task in tasks:
+            digests = {"task.messages": digest(task.messages), "task.data": digest(task.data), **self._inputs}
+            inputs[task.id] = digests
+            paths = (session_file(self._run_dir, _session_id(task, index)) for index in range(n))
+            num_recorded += sum(has_recorded_nodes(path, digests) for path in paths)
+        if num_recorded:
+            logger.warning(
+                "%d samples of this run are recorded in run_dir %s: finished samples are loaded, and the others "
+                "continue. If this is another run, for example the next training step, pass another run_dir",
+                num_recorded,
+                self._run_dir,
+            )
+        return inputs
+
 
 def _session_id(task: Task, index: int) -> str:
     return f"{task.id}-{index}"
-
-
-def _as_agent_loop(loop: object) -> AgentLoop:
-    """The agent loop, or a new one for the name of a registered agent loop."""
-    if isinstance(loop, str):
-        return get_agent_loop(loop)()
-    if isinstance(loop, type) and issubclass(loop, AgentLoop):
-        raise BadInputError(f"loop must be an instance of an agent loop, got the class; write {loop.__name__}(tools)")
-    if not isinstance(loop, AgentLoop):
-        raise BadInputError(f"loop must be an AgentLoop or the name of one, got {type(loop).__name__}")
-    if not isinstance(getattr(loop, "tools", None), ToolRegistry):
-        name = type(loop).__name__
-        raise BadInputError(f"the agent loop {name} has no tools; call super().__init__(tools) in {name}.__init__")
-    return loop
 
 
 async def _call_reward(reward: RewardFn, sample: Sample) -> float:

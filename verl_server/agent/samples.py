@@ -1,14 +1,46 @@
-"""Finished samples of tasks, and groups of samples of one task."""
+"""Tasks, finished samples of tasks, and groups of samples of one task."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
 
-from verl_server.agent.episode import Task
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.messages import Message, validate_messages
 from verl_server.types import Json
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task for an agent.
+
+    Raises BadInputError for an id that is not a string, and for messages that cannot be rendered and recorded; the
+    error names the index of the message.
+    """
+
+    id: str
+    """Unique name of the task. Recorded sessions are named after it."""
+    messages: Sequence[Message]
+    """Messages of the first prompt: dicts with the keys `role` and `content`, of plain JSON values."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Data for tools and rewards, for example the correct answer. The policy does not see it. Only a digest is
+    recorded, so the values can be of any type."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id:
+            hint = f"; pass {str(self.id)!r}" if isinstance(self.id, Integral) else ""
+            raise BadInputError(f"Task.id must be a string that is not empty, got {self.id!r}{hint}")
+        try:
+            validate_messages(self.messages)
+        except BadInputError as error:
+            raise BadInputError(f"the messages of task {self.id!r} are invalid: {error.message}") from None
+        if not isinstance(self.data, Mapping):
+            raise BadInputError(
+                f'Task.data of task {self.id!r} must be a dict such as {{"answer": 42}}, got {type(self.data).__name__}'
+            )
 
 
 @dataclass(frozen=True)
@@ -53,3 +85,15 @@ class SampleGroup:
 
     task: Task
     samples: Sequence[Sample]
+
+
+def find_finished_sample(task: Task, index: int, graph: TrajectoryGraph) -> Sample | None:
+    """The sample of a recorded session. None if the session has no termination, or if the sample failed."""
+    if not graph.terminations:
+        return None
+    termination = next(reversed(graph.terminations.values()))
+    if termination.stop_reason == "error":
+        return None
+    rewards = graph.rewards.get(termination.node)
+    reward = None if rewards is None else rewards[-1]
+    return Sample(task, index, graph, termination.node, termination.stop_reason, termination.error, reward)

@@ -17,7 +17,7 @@ from renderers.configs import config_from_name
 
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.trajectory.messages import Message, validate_messages
-from verl_server.trajectory.rendering import ChatRenderer, ParsedToolCall, require_tokenizer
+from verl_server.trajectory.rendering import IDENTITY_TEXT, ChatRenderer, ParsedToolCall, require_tokenizer
 from verl_server.types import Json
 
 
@@ -50,6 +50,10 @@ class FamilyRenderer(ChatRenderer):
             self._family: Any = create_renderer(tokenizer, _family_config(family))
         except Exception as error:
             raise UnsupportedError(f"this tokenizer is not of the family {family!r}: {error}") from error
+
+    @property
+    def identity(self) -> Json:
+        return {"family": self._family_name, "token_ids": self.encode(IDENTITY_TEXT)}
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
         validate_messages(messages)

@@ -38,6 +38,8 @@ class TrajectoryGraph:
     terminations: dict[int, Termination] = field(default_factory=dict)
     """Terminations by node id, in the order in which they were recorded. A later termination replaces an earlier one
     of the same node."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Digest of each input that the session was recorded with, by the name of the input. Empty if it is unknown."""
     _children: dict[int | None, list[int]] = field(default_factory=dict, init=False)
     _num_tokens: list[int] = field(default_factory=list, init=False)
     """Number of tokens from the root to the end of each node."""

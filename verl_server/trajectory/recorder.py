@@ -19,6 +19,7 @@ import orjson
 
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.inputs import require_same_inputs
 from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
 from verl_server.types import Json
 
@@ -31,11 +32,16 @@ SESSION_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 class Recorder:
     """Writes a session to a file and keeps its graph in memory. One process at a time may write a session."""
 
-    def __init__(self, run_dir: Path | str, session_id: str, *, sync: bool = True) -> None:
+    def __init__(
+        self, run_dir: Path | str, session_id: str, *, sync: bool = True, inputs: Mapping[str, str] | None = None
+    ) -> None:
         """Open the session's file in `run_dir`, or create it. `graph` has the nodes that the file contains.
 
+        `inputs`: the digest of each input of the session by name, which is recorded. None accepts any recorded inputs.
+
         Raises ServerBusyError if another `Recorder` has opened the session, BadInputError for an invalid session id, a
-        damaged file, a file of another format, or a file of another session, and OSError if the file cannot be opened.
+        damaged file, a file of another format, of another session or with nodes of other inputs, and OSError if the
+        file cannot be opened.
         """
         path = session_file(run_dir, session_id)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,10 +55,15 @@ class Recorder:
                     f"another process records the session {session_id!r}, or another Recorder of this process"
                 ) from None
             self.graph, num_bytes = parse_session(session_id, _read_all(self._fd))
+            if not self.graph.nodes:  # the file contains at most a header, which is written again
+                num_bytes = 0
+                self.graph.inputs = dict(inputs or {})
+            if inputs is not None:
+                require_same_inputs(path, self.graph.inputs, inputs)
             os.ftruncate(self._fd, num_bytes)
             os.lseek(self._fd, num_bytes, os.SEEK_SET)
             if num_bytes == 0:
-                self._write({"format": FILE_FORMAT, "session_id": session_id})
+                self._write({"format": FILE_FORMAT, "session_id": session_id, "inputs": self.graph.inputs})
         except BaseException:
             os.close(self._fd)
             raise
@@ -114,6 +125,22 @@ def load_session(path: Path | str) -> TrajectoryGraph:
     return parse_session(path.name.removesuffix(FILE_SUFFIX), path.read_bytes())[0]
 
 
+def has_recorded_nodes(path: Path, inputs: Mapping[str, str]) -> bool:
+    """Whether the file of a session exists and contains a node. Reads the first lines only.
+
+    Raises BadInputError if the nodes were recorded with other inputs, and for a damaged or foreign file.
+    """
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        header, first_node = file.readline(), file.readline()
+    if not first_node.endswith(b"\n"):
+        return False
+    graph, _ = parse_session(path.name.removesuffix(FILE_SUFFIX), header)
+    require_same_inputs(path, graph.inputs, inputs)
+    return True
+
+
 def list_sessions(run_dir: Path | str) -> list[Path]:
     """The files of all sessions that are recorded in `run_dir`, sorted by name. Empty if there is no such folder."""
     return sorted(Path(run_dir).glob(f"*{FILE_SUFFIX}"))
@@ -135,6 +162,7 @@ def parse_session(session_id: str, content: bytes) -> tuple[TrajectoryGraph, int
             raise BadInputError(f"the file of session {session_id!r} is damaged at byte {start}: {error}") from error
         if "format" in line:
             _check_header(session_id, line)
+            graph.inputs = dict(line.get("inputs") or {})
         start = end + 1
     return graph, start
 

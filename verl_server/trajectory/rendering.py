@@ -38,6 +38,8 @@ PROBE_TURN_ENDS = ("x", "x ", "y\n")
 """Ends of assistant turns after which the tokenizer must keep a token boundary."""
 MAX_CHARACTERS_PER_TOKEN = 16
 """Upper bound of the characters of one token. Nearly all tokens of known vocabularies are shorter."""
+IDENTITY_TEXT = "The tokenizer splits 1234 words, also d\u00e9j\u00e0 vu.\n\n\u4f60\u597d"
+"""Text by whose token ids tokenizers are told apart."""
 TOKENIZER_METHODS = ("apply_chat_template", "encode", "decode")
 """Methods of a tokenizer that a renderer calls."""
 TRUNCATION_MARK = " [cut]"
@@ -130,6 +132,11 @@ class ChatRenderer:
     ) -> list[ParsedToolCall] | None:
         """Tool calls in the token ids of a turn. None if this renderer does not know the model family's tool tokens."""
         return None
+
+    @property
+    def identity(self) -> Json:
+        """What the token ids of messages depend on, as plain values: the chat template, and how a text is tokenized."""
+        return {"chat_template": self._tokenizer.chat_template, "token_ids": self.encode(IDENTITY_TEXT)}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without added special tokens."""
