@@ -70,7 +70,7 @@ def launch(
 ) -> None:
     """Start one SGLang server and supervise it until Ctrl-C.
 
-    All other options are passed to SGLang.
+    All other options are SGLang's server arguments, written as on SGLang's own command line.
 
     Keys are read from the environment: VERL_SERVER_API_KEY for generation,
     VERL_SERVER_ADMIN_API_KEY for weight updates, memory and control.

@@ -23,7 +23,9 @@ API_KEY, ADMIN_API_KEY = "VERL_SERVER_API_KEY", "VERL_SERVER_ADMIN_API_KEY"
 REPLICA_API_KEY = "VERL_SERVER_REPLICA_API_KEY"
 
 LOOPBACK = "127.0.0.1"
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model, or its name on the Hugging Face Hub.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Folder of a model, its name on the Hugging Face Hub, or a GGUF file.")
+]
 OptionalModel = Annotated[
     str | None, typer.Argument(metavar="[MODEL]", help="Folder or Hub name of a model to check as well.")
 ]
@@ -50,7 +52,7 @@ Dtype = Annotated[str, typer.Option(help="The --dtype with which the server will
 RENAMED_ARGUMENTS = {
     "model_path": "the first argument, MODEL",
     "tp_size": "--tp",
-    "config": "the options themselves: write those of the file on the command line",
+    "config": "the options of the file, written on the command line",
 }
 #: Arguments of SGLang that hold keys, and the environment variables with which this command sets them.
 KEY_ARGUMENTS = {"api_key": API_KEY, "admin_api_key": ADMIN_API_KEY}

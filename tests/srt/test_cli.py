@@ -18,6 +18,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import MARK, marked_processes, wait_until
@@ -253,7 +254,7 @@ def test_values_get_the_types_that_sglang_declares(option: str, expected: dict[s
     ("command_line", "expected"),
     [
         ("Org/Model --enable-metrics no", "got 'no'; write --enable-metrics to turn it on, and leave it out or write "),
-        ("Org/Model --enable-metrics --config x.yaml", "write those of the file on the command line"),
+        ("Org/Model --enable-metrics --config x.yaml", "use the options of the file, written on the command line"),
         ("Org/Model -tp 2", "did you mean '--tp'?"),
         ("Org/Model --context-length 4K", "must be a whole number, for example 4096, 4k or 4Ki, got '4K'"),
         ("Org/Model --mem-fraction-static half", "--mem-fraction-static must be a number, got 'half'"),
@@ -283,9 +284,19 @@ def test_remote_model_urls_and_gguf_files_are_passed_to_sglang(tmp_path: Path) -
     assert parse_server_args([str(file)]) == {"model_path": str(file)}
 
 
-def test_choices_that_begin_with_the_value_are_suggested() -> None:
-    with pytest.raises(BadInputError, match="did you mean 'fp8_e4m3' or 'fp8_e5m2'"):
-        require_known_arguments({"kv_cache_dtype": "fp8"})
+@pytest.mark.parametrize(
+    ("server_args", "expected"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "; did you mean 'fp8_e4m3' or 'fp8_e5m2'?"),
+        ({"enable_metrics": "False"}, "enable_metrics must be one of True, False, got 'False'"),
+        ({"log_requests_level": 9}, "log_requests_level must be one of 0, 1, 2, 3, got 9"),
+        ({"dtype": True}, "float32, got True"),
+        ({"watermark": 1, "enable_lora": None}, "has no argument 'watermark'"),
+    ],
+)
+def test_values_that_are_none_of_the_choices(server_args: dict[str, Any], expected: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(expected)):
+        require_known_arguments(server_args)
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])

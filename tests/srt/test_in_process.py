@@ -74,20 +74,22 @@ def _resolve(rank: int, world: int, cases: list[dict[str, Any]]) -> list[str]:
 
 def test_the_command_line_reads_options_as_sglang_does(sglang_process: Ranks) -> None:
     """Each option of SGLang sets the same field to the same value, of the same type, as SGLang's own parser does."""
-    ((differences, compared, unknown),) = sglang_process.run(_compare_options)
+    ((differences, compared, unknown, refusal),) = sglang_process.run(_compare_options)
     assert differences == []
     assert compared > 600
     assert unknown == set(), "the fields that are read from SGLang's source files are those of SGLang"
+    assert refusal == "enable_metrics must be one of True, False, got 'False'"
 
 
-def _compare_options(rank: int, world: int) -> tuple[list[str], int, set[str]]:
-    """Options that are read differently, the number of compared options, and fields that only one side has."""
+def _compare_options(rank: int, world: int) -> tuple[list[str], int, set[str], str | None]:
+    """Options that are read differently, the number of compared options, fields that only one side has, a refusal."""
     import argparse
     import inspect
 
     from sglang.srt.server_args import ServerArgs
 
     from verl_server.cli_arguments import KEY_ARGUMENTS, RENAMED_ARGUMENTS, parse_server_args
+    from verl_server.server.argument_check import find_refusal
     from verl_server.server.argument_table import read_options
 
     parser = argparse.ArgumentParser(add_help=False)
@@ -104,7 +106,8 @@ def _compare_options(rank: int, world: int) -> tuple[list[str], int, set[str]]:
             compared += 1
             if (value, type(value)) != (expected, type(expected)):
                 differences.append(f"{line}: {value!r} instead of {expected!r}")
-    return differences, compared, fields ^ set(inspect.signature(ServerArgs).parameters)
+    unknown = fields ^ set(inspect.signature(ServerArgs).parameters)
+    return differences, compared, unknown, find_refusal({"enable_metrics": "False", "disable_radix_cache": True})
 
 
 def _example_of(action: Any) -> list[str]:

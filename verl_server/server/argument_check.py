@@ -17,6 +17,7 @@ from verl_server.server.argument_table import read_options
 from verl_server.validation import did_you_mean
 
 PLUGIN_GROUPS = ("sglang.srt.platforms", "sglang.srt.plugins")
+BOOLS = (True, False)  # the text "False" would be true
 #: Names of arguments with their choices. None: any value.
 Declarations = Mapping[str, Collection[Any] | None]
 
@@ -31,7 +32,7 @@ def find_early_refusal(server_args: Mapping[str, Any], own_names: Mapping[str, s
     declared: dict[str, Collection[Any] | None] = {}
     for option in read_options().values():
         if option.choices_of_constant is None:
-            declared.setdefault(option.field, option.choices)
+            declared.setdefault(option.field, BOOLS if option.converter == "bool" else option.choices)
     if not declared or _has_third_party_plugins():
         server_args = {name: value for name, value in server_args.items() if name in declared}
     return _describe_problems(server_args, declared, own_names)
@@ -99,5 +100,6 @@ class _ChoicesParser(argparse.ArgumentParser):
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         action = super().add_argument(*args, **kwargs)
-        self.choices.setdefault(action.dest, None if action.choices is None else list(action.choices))
+        choices = BOOLS if action.nargs == 0 else action.choices
+        self.choices.setdefault(action.dest, None if choices is None else list(choices))
         return action
