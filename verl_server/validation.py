@@ -106,6 +106,12 @@ def require_callable(name: str, value: object, hint: str, *args: object, **kwarg
         raise BadInputError(f"{name} has the wrong parameters {signature}: {error}; {hint}") from None
 
 
+def require_coroutine_method(cls: type, name: str, example: str) -> None:
+    """Raise BadInputError unless the method `name` of a class is a coroutine function, also behind decorators."""
+    if not inspect.iscoroutinefunction(inspect.unwrap(getattr(cls, name))):
+        raise BadInputError(f"{cls.__qualname__}.{name} must be a coroutine function; write `{example}`")
+
+
 def make_writable_folder(name: str, folder: Path | str) -> Path:
     """The absolute path of `folder`, which is created if it is missing. Raises BadInputError if it takes no files."""
     path = Path(folder).absolute()

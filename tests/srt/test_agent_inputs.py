@@ -27,13 +27,14 @@ from verl_server.agent import (
     SampleGroup,
     SingleTurnLoop,
     Task,
+    Tool,
     ToolAgentLoop,
     ToolCall,
     as_generate_fn,
     register_agent_loop,
 )
 from verl_server.errors import BadInputError
-from verl_server.trajectory import ASSISTANT_PLACEHOLDER, ChatRenderer
+from verl_server.trajectory import ASSISTANT_PLACEHOLDER, ChatRenderer, TrajectoryGraph
 
 USER_MESSAGE = {"role": "user", "content": "x"}
 
@@ -69,6 +70,7 @@ async def never_called(*, rid: str, session_id: str, **request: Any) -> Any:
         (("t", [{"role": "user", "content": [{"type": "image"}]}]), "message 0: an image part needs one of the keys"),
         (("t", [{**USER_MESSAGE, "tags": {"a"}}]), "message 0: a value cannot be recorded as JSON"),
         (("t", [{"role": "user", "content": "\ud800"}]), "message 0: a value cannot be recorded as JSON"),
+        (("t", [{"role": "user", "content": "\ud800"}]), "message 0: .* lone surrogate.*backslashreplace"),
         (("t", [{"role": "user", "content": ASSISTANT_PLACEHOLDER}]), "message 0: .* reserved placeholder"),
         (("t", np.array([USER_MESSAGE])), r"messages must be a list, got ndarray.*convert it with \.tolist\(\)"),
         (("t", [{"role": "user", "content": np.array(["x"])}]), r"has the type ndarray.*convert it with \.tolist\(\)"),
@@ -142,6 +144,11 @@ def make_runner(renderer: ChatRenderer, /, **overrides: Any) -> RolloutRunner:
         ({"reward": 1.0}, "reward must be a function, got float"),
         ({"reward": lambda sample, answer: 0.0}, "reward has the wrong parameters .*'answer'"),
         ({"reward": lambda: 0.0}, "reward has the wrong parameters"),
+        ({"sampling_params": {"lora_path": "a"}}, r"functools.partial\(fleet.router.generate, lora_path=...\)"),
+        ({"sampling_params": {"return_logprob": True}}, "always record log probabilities, so leave it out"),
+        ({"sampling_params": {"timeout_s": 5}}, r"RolloutLimits\(timeout_s=...\)"),
+        ({"sampling_params": {"stream": True}}, "generate whole turns, so leave it out"),
+        ({"run_dir": "/proc/x"}, "run_dir: no file can be created in the folder /proc/x"),
         ({"run_dir": 7}, "run_dir must be the path of a directory, got 7"),
         ({"run_dir": __file__}, "run_dir must be the path of a directory"),
         ({"max_concurrency": 0}, "max_concurrency must be a whole number of at least 1, got 0"),
@@ -207,11 +214,50 @@ def test_chat_scheduler_refuses_wrong_turns(renderer: ChatRenderer) -> None:
             submit(on_turn, [{"role": "pope", "content": "x"}], session_id=None)
         with pytest.raises(BadInputError, match="callback has the wrong parameters"):
             submit(lambda turn: None, [USER_MESSAGE])
+        with pytest.raises(BadInputError, match=r"write the parameters themselves, .*temperature=0.0"):
+            submit(on_turn, [USER_MESSAGE], sampling_params={"temperature": 0.0})
         with pytest.raises(BadInputError, match="max_new_tokens"):
             submit(on_turn, [USER_MESSAGE], max_new_tokens=0)
         await scheduler.join()
 
     asyncio.run(run())
+
+
+def test_wrong_parameters_of_a_turn_change_nothing(renderer: ChatRenderer) -> None:
+    graph = TrajectoryGraph("s")
+    episode = Episode(Task("t", [USER_MESSAGE]), graph, never_called, renderer, RolloutLimits(10), {})
+    with pytest.raises(BadInputError, match="write the parameters themselves"):
+        asyncio.run(episode.generate([USER_MESSAGE], sampling_params={"temperature": 0.0}))
+    assert graph.nodes == []
+    with pytest.raises(BadInputError, match=r"cannot be tokenized: surrogates not allowed; .*backslashreplace"):
+        episode.append_text("\ud800")
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_group_filter_may_be_a_coroutine_function(renderer: ChatRenderer, is_kept: bool) -> None:
+    async def keep(group: SampleGroup) -> bool:
+        await asyncio.sleep(0)
+        return is_kept
+
+    async def run() -> list[SampleGroup]:
+        runner = make_runner(renderer, loop=ReturningLoop())
+        return [group async for group in runner.run(make_tasks(2), group_filter=keep)]
+
+    assert len(asyncio.run(run())) == 2 * is_kept
+
+
+def test_classes_with_a_run_that_is_no_coroutine_function_are_refused() -> None:
+    with pytest.raises(BadInputError, match=r"SyncLoop.run must be a coroutine function; write `async def run"):
+
+        class SyncLoop(AgentLoop):
+            def run(self, episode: Episode) -> None:  # type: ignore[override]
+                return
+
+    with pytest.raises(BadInputError, match=r"SyncTool.run must be a coroutine function; write `async def run"):
+
+        class SyncTool(Tool):
+            def run(self, arguments: Any) -> str:  # type: ignore[override]
+                return "x"
 
 
 class ReturningLoop(AgentLoop):

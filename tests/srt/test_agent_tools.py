@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import functools
 import runpy
 import threading
-from collections.abc import Callable
+import typing
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import pydantic
 import pytest
+import torch
 from agent_helpers import (
     add,
     block_forever,
@@ -32,6 +36,7 @@ from verl_server.agent import (
     ToolCall,
     ToolRegistry,
     ToolResult,
+    mcp_tools,
     parse_hermes_tool_calls,
 )
 from verl_server.errors import BadInputError
@@ -104,6 +109,35 @@ def with_annotation_without_schema(lock: threading.Thread) -> str:
     return str(lock)
 
 
+def with_tensor(query: str, values: torch.Tensor) -> str:
+    """Search."""
+    return f"{query} {values}"
+
+
+class Point(typing.TypedDict):
+    x: int
+
+
+def with_typed_dict(point: Point) -> str:
+    """Search."""
+    return str(point)
+
+
+def with_words_as_annotation(query: "list of ints") -> str:  # type: ignore[valid-type] # noqa: F722
+    """Search."""
+    return str(query)
+
+
+def yield_results(query: str) -> Iterator[str]:
+    """Search."""
+    yield query
+
+
+async def yield_later(query: str) -> AsyncIterator[str]:
+    """Search."""
+    yield query
+
+
 def with_underscore(_query: str) -> str:
     """Search."""
     return _query
@@ -163,7 +197,12 @@ def search_in(index: threading.Thread, query: str, limit: int = 1) -> str:
         (without_annotation, "'without_annotation': parameter 'query' has no annotation.*Write `query: str`"),
         (without_docstring, "'without_docstring' has no docstring.*(?s:.)*def search"),
         (with_unknown_annotation, "name 'Query' is not defined. Import their types at run time"),
-        (with_annotation_without_schema, "an annotation has no JSON schema"),
+        (with_annotation_without_schema, "annotation of parameter 'lock' has no JSON schema"),
+        (with_tensor, "annotation of parameter 'values' has no JSON schema.*Use a type of JSON"),
+        (with_typed_dict, "annotation of parameter 'point' has no JSON schema.*typing_extensions.TypedDict"),
+        (with_words_as_annotation, r"list of ints.*An annotation must be a type, for example list\[int\]"),
+        (yield_results, "the function yield_results has `yield`.*return them as a list"),
+        (yield_later, "the function yield_later has `yield`.*return them as a list"),
         (with_underscore, "a parameter cannot have the name '_query'; rename it"),
         (with_name_of_pydantic, "a parameter cannot have the name 'model_config'; rename it"),
         (with_any_number, "parameter 'queries' cannot be passed by name"),
@@ -219,17 +258,58 @@ def test_functions_that_can_be_tools(function: Any, description: str, parameters
     assert asyncio.run(tool.call({"query": "x"})).content == expected
 
 
-def test_numbers_of_numpy_in_a_result_are_json() -> None:
-    def measure() -> dict[str, Any]:
-        """Measure."""
-        return {"length": np.float64(2.5)}
+class Found(pydantic.BaseModel):
+    title: str
+    day: datetime.date
 
-    assert asyncio.run(FunctionTool(measure).call({})).content == '{"length":2.5}'
+
+FOUND = Found(title="a", day=datetime.date(2026, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"length": np.float64(2.5)}, '{"length":2.5}'),
+        (FOUND, '{"title":"a","day":"2026-01-02"}'),
+        ([FOUND], '[{"title":"a","day":"2026-01-02"}]'),
+        ({1: "a", 2: {"b"}}, '{"1":"a","2":["b"]}'),
+        (b"a\xff", "a\\xff"),
+        ([b"a"], '["a"]'),
+        (torch.arange(2), "[0,1]"),
+        ([2**80], "[1208925819614629174706176]"),
+        ("a\udcff", "a\\udcff"),
+        (["a\udcff"], '["a\\udcff"]'),
+        (Path("/a"), "/a"),
+        (None, "null"),
+    ],
+)
+def test_results_are_json_text(value: Any, expected: str) -> None:
+    def measure() -> Any:
+        """Measure."""
+        return value
+
+    result = asyncio.run(FunctionTool(measure).call({}))
+    assert (result.content, result.error_type) == (expected, None)
+    result.content.encode()
+
+
+def test_lone_surrogate_in_an_error_is_escaped() -> None:
+    def open_file() -> str:
+        """Open a file."""
+        raise FileNotFoundError("a\udcff")
+
+    assert asyncio.run(FunctionTool(open_file).call({})).content == "Error: FileNotFoundError: a\\udcff"
 
 
 @pytest.mark.parametrize("tools", [add, FunctionTool(add), "add", {"add": add}, None])
 def test_tools_must_be_a_list(tools: Any) -> None:
     with pytest.raises(BadInputError, match="tools must be a list, got"):
+        ToolAgentLoop(tools)
+
+
+def test_tools_of_mcp_need_async_with() -> None:
+    tools: Any = mcp_tools("http://127.0.0.1:9/mcp")
+    with pytest.raises(BadInputError, match=r"tools must be a list.*write `async with mcp_tools\(...\) as tools:`"):
         ToolAgentLoop(tools)
 
 

@@ -12,7 +12,7 @@ import pytest
 from mcp import StdioServerParameters
 
 from verl_server.agent import Tool, ToolCall, ToolRegistry, ToolResult, mcp_tools
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, ServerError
 
 SERVER_PROGRAM = """
 import os, time
@@ -86,5 +86,25 @@ def test_command_as_text_and_bad_timeouts_are_refused(program: StdioServerParame
 
     with pytest.raises(BadInputError, match=r"'python server.py' is no URL.*StdioServerParameters"):
         asyncio.run(connect("python server.py"))
+    for server in (["python", "server.py"], {"command": "python"}, None):
+        with pytest.raises(BadInputError, match=r"is no URL.*StdioServerParameters"):
+            asyncio.run(connect(server))  # type: ignore[arg-type]
     with pytest.raises(BadInputError, match="timeout_s must be a positive number of seconds"):
         asyncio.run(connect(program, timeout_s=0.0))
+
+
+@pytest.mark.parametrize(
+    ("server", "expected"),
+    [
+        ("http://127.0.0.1:9/mcp", "no tools from the MCP server 'http://127.0.0.1:9/mcp': "),
+        (StdioServerParameters(command="no-such-program", args=["x"]), "no tools from .* 'no-such-program x': File"),
+        (StdioServerParameters(command=sys.executable, args=["-c", "exit(3)"]), r"no tools from .* -c exit\(3\)': "),
+    ],
+)
+def test_server_without_connection_is_named(server: StdioServerParameters | str, expected: str) -> None:
+    async def connect() -> None:
+        async with mcp_tools(server, 5.0):
+            raise AssertionError("connected")
+
+    with pytest.raises(ServerError, match=expected):
+        asyncio.run(connect())

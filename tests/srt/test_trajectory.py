@@ -6,14 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_server.agent import Sample, SampleGroup, Task
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.trajectory import (
     NO_VERSION,
@@ -29,6 +32,7 @@ from verl_server.trajectory import (
     to_packed,
     to_tree,
 )
+from verl_server.trajectory.inputs import digest
 
 NODE = st.tuples(st.booleans(), st.lists(st.integers(0, 300), max_size=5), st.integers(0, 3))
 """Whether the node is sampled, its token ids, and how many nodes before the last one its parent is."""
@@ -224,6 +228,7 @@ def make_conversation() -> TrajectoryGraph:
     graph.add_node(0, [25], sampled=True, logprobs=[-2.0], spans=[Span(3, 0, 1)], fork_reason=ForkReason.SAMPLE)
     graph.set_rewards(3, [1.0])
     graph.set_rewards(1, [0.1, 0.2])
+    graph.set_rewards(4, [0.0])
     return graph
 
 
@@ -231,6 +236,7 @@ def test_padded_batch() -> None:
     short = TrajectoryGraph("t")
     short.add_node(None, [50], sampled=False)
     short.add_node(0, [60], sampled=True, logprobs=[-3.0], spans=[Span(5, 0, 1)])
+    short.set_rewards(1, [0.0])
     batch = to_batch([(make_conversation(), 3), (short, 1)], pad_token_id=0)
     expected = {
         "prompts": [[10, 11, 12], [0, 0, 50]],
@@ -249,6 +255,81 @@ def test_padded_batch() -> None:
     torch.testing.assert_close(batch["rm_scores"][0], torch.tensor([0.1, 0.2, 0.0, 1.0]))
     with pytest.raises(BadInputError, match="at least one path"):
         to_batch([], pad_token_id=0)
+
+
+GRAPH = make_conversation()
+PATH = (GRAPH, 3)
+
+
+def make_path(stop_reason: str | None) -> tuple[TrajectoryGraph, int]:
+    """A path without a reward."""
+    graph = TrajectoryGraph("failed-1")
+    graph.add_node(None, [50], sampled=False)
+    if stop_reason is not None:
+        graph.terminate(0, stop_reason)
+    return graph, 0
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (PATH, r"a batch needs a list of paths, got one path; pass \[path\]"),
+        (7, r"a batch needs a list of paths, got int; pass \[sample.path for sample in samples\]"),
+        ([PATH, GRAPH], r"path 1 must be a tuple .* got TrajectoryGraph; pass \[sample.path for sample"),
+        ([SampleGroup(Task("t", [{"role": "user", "content": "x"}]), [])], "path 0 must be a tuple .* got SampleGroup"),
+        (iter(()), "at least one path"),
+        ([PATH, make_path("error")], r"path 1 is of a failed sample \(session 'failed-1'\).* sample.error is None"),
+        ([make_path("error")], "path 0 is of a failed sample"),
+        ([PATH, make_path("done")], r"path 1 \(session 'failed-1'\) has no reward, but other paths have rewards"),
+    ],
+)
+def test_wrong_paths_are_refused(paths: Any, expected: str) -> None:
+    for convert in (lambda: to_batch(paths, 0), lambda: to_packed(paths)):
+        with pytest.raises(BadInputError, match=expected):
+            convert()
+        if isinstance(paths, Iterator):
+            break
+
+
+def test_batch_of_a_generator_and_without_rewards() -> None:
+    assert to_batch((make_path("done") for _ in range(2)), pad_token_id=0)["rm_scores"].shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda wrong: to_batch([PATH], None), "pad_token_id is None.*tokenizer.eos_token_id"),  # type: ignore[arg-type]
+        (lambda wrong: to_batch([PATH], 0.5), "pad_token_id must be a whole number of at least 0, got 0.5"),  # type: ignore[arg-type]
+        (to_tree, "expected a TrajectoryGraph, got Sample; pass sample.graph"),
+        (find_divergences, "expected a TrajectoryGraph, got Sample; pass sample.graph"),
+    ],
+)
+def test_wrong_graphs_and_padding_are_refused(call: Any, expected: str) -> None:
+    sample = Sample(Task("t", [{"role": "user", "content": "x"}]), 0, GRAPH, 3, "done")
+    with pytest.raises(BadInputError, match=expected):
+        call(sample)
+
+
+def test_digests_are_equal_in_every_process() -> None:
+    """Sets have another order in each process, and addresses of objects differ."""
+    program = (
+        "import numpy as np, threading\n"
+        "from pathlib import Path\n"
+        "from verl_server.trajectory.inputs import digest\n"
+        "print(digest({'a': {'x', 'y', 'z'}, 1: np.arange(3), (1, 2): 1.5, 'b': object(), 'c': Path('/p'), "
+        "'lock': threading.Lock(), 'text': '\\ud800', 'big': 2**80}))"
+    )
+    results = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(results) == 1
+    assert len(results.pop().strip()) == 16
+    different = [{"a": 1}, {"a": "1"}, {"a": 1.5}, {"a": [1]}, {"b": 1}, {}, None, [1, 2], [2, 1], [[1], 2], "1", b"1"]
+    assert len(set(map(digest, different))) == len(different)
+    assert digest((1, np.int64(2))) == digest([1, 2]) == digest(torch.tensor([1, 2]))
 
 
 def test_packed_batch_and_tree() -> None:

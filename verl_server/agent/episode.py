@@ -150,6 +150,7 @@ class Episode:
         the limits leave. Raises EpisodeStopped at a limit, BadInputError for messages that the renderer refuses and for
         a first turn without messages, and the exceptions of the generate function.
         """
+        params = require_sampling_params({**self._sampling_params, **sampling_params})
         if messages is not None:
             self.add_messages(messages)
         if self.leaf is None:
@@ -165,15 +166,14 @@ class Episode:
         timeout = asyncio.timeout(remaining_s)
         try:
             async with timeout:
-                reply = await self._request_turn(self.leaf, sampling_params)
+                reply = await self._request_turn(self.leaf, params)
         except TimeoutError as error:
             if timeout.expired():
                 raise EpisodeStopped("timeout_s") from error
             raise  # a timeout of the generate function
         return self._as_turn(self._add_sampled(reply))
 
-    async def _request_turn(self, leaf: int, sampling_params: Mapping[str, Any]) -> Json:
-        params = require_sampling_params({**self._sampling_params, **sampling_params})
+    async def _request_turn(self, leaf: int, params: Json) -> Json:
         remaining, _ = self._remaining_tokens()
         params["max_new_tokens"] = min(params.get("max_new_tokens") or remaining, remaining)
         images = self._image_data(leaf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl_server.adapter.sglang.request_fields import parse_sampling_params
@@ -20,6 +21,20 @@ RETRY_INTERVAL_S = 0.05
 """Seconds before an aborted generation is requested again."""
 MAX_ABORTS_PER_TURN = 64
 """Maximum number of weight updates that may abort the generation of one turn."""
+
+
+_SET_BY_EPISODE = "the episode sets it, so leave it out"
+_PARTIAL = "pass it to the generate function, for example generate=functools.partial(fleet.router.generate, {}=...)"
+_MISPLACED = {
+    "sampling_params": "write the parameters themselves, for example generate(messages, temperature=0.0)",
+    "timeout_s": "limit the duration of an episode with RolloutLimits(timeout_s=...)",
+    "return_logprob": "agents always record log probabilities, so leave it out",
+    "stream": "agents generate whole turns, so leave it out",
+    **dict.fromkeys(("rid", "session_id", "prompt", "input_ids", "image_data"), _SET_BY_EPISODE),
+    **{name: _PARTIAL.format(name) for name in ("lora_path", "weight_version", "min_weight_version")},
+    **{name: _PARTIAL.format(name) for name in ("priority", "return_routed_experts", "custom_logit_processor")},
+}
+"""Arguments of `generate` that are no sampling parameters, and what to do instead."""
 
 
 class GenerateFn(Protocol):
@@ -76,6 +91,9 @@ def require_sampling_params(params: Any) -> Json:
 
     The server checks the names and the ranges.
     """
+    for name, hint in _MISPLACED.items():
+        if isinstance(params, Mapping) and name in params:
+            raise BadInputError(f"{name!r} is no sampling parameter of an agent; {hint}")
     checked = parse_sampling_params(params)
     if (tokens := checked.get("max_new_tokens")) is not None and tokens < 1:
         raise BadInputError(f"sampling_params['max_new_tokens'] must be a whole number of at least 1, got {tokens}")

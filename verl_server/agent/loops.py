@@ -16,7 +16,7 @@ from verl_server.agent.tool_parsing import as_tool_call, parse_hermes_tool_calls
 from verl_server.agent.tools import Tool, ToolCall, ToolRegistry, ToolResult
 from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.validation import did_you_mean
+from verl_server.validation import did_you_mean, require_coroutine_method
 
 AgentLoopClass = TypeVar("AgentLoopClass", bound="type[AgentLoop]")
 
@@ -34,6 +34,10 @@ class AgentLoop(ABC):
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
         self.tools = ToolRegistry(tools)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        require_coroutine_method(cls, "run", "async def run(self, episode)")
 
     @property
     def identity(self) -> Json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from mcp import Client, StdioServerParameters
@@ -39,24 +39,42 @@ async def mcp_tools(server: StdioServerParameters | str, timeout_s: float = 30.0
 
     `server`: a program, which is started and ended with the context, or a URL (streamable HTTP). `timeout_s`: maximum
     seconds per answer of the server. Parts of a tool result that are not text appear as their type in brackets. After
-    the server has ended, its tools return errors. Raises BadInputError for a string that is no URL and for a
-    `timeout_s` that is not a positive number, ServerError if the server repeats a page of its tool list, and the
-    exceptions of the package `mcp` if there is no connection.
+    the server has ended, its tools return errors. Raises BadInputError for a server of another type, for a string that
+    is no URL and for a `timeout_s` that is not a positive number, and ServerError with the URL or the program if there
+    is no connection or the tools cannot be listed.
     """
     require_seconds("timeout_s", timeout_s)
-    if isinstance(server, str) and not server.startswith(("http://", "https://")):
+    is_url = isinstance(server, str) and server.startswith(("http://", "https://"))
+    if not is_url and not isinstance(server, StdioServerParameters):
         raise BadInputError(
             f"{server!r} is no URL of an MCP server (http:// or https://); to start a program, pass "
             'mcp.StdioServerParameters(command="python", args=["server.py"])'
         )
-    async with Client(server, read_timeout_seconds=timeout_s) as client:
-        page = await client.list_tools()
-        descriptions = list(page.tools)
-        seen_cursors = {page.next_cursor}
-        while page.next_cursor is not None:
-            page = await client.list_tools(cursor=page.next_cursor)
-            descriptions += page.tools
-            if page.next_cursor in seen_cursors:
-                raise ServerError(f"the MCP server repeats the page {page.next_cursor!r} of its tool list")
-            seen_cursors.add(page.next_cursor)
+    async with AsyncExitStack() as stack:
+        try:
+            client = await stack.enter_async_context(Client(server, read_timeout_seconds=timeout_s))
+            descriptions = await _list_tools(client)
+        except Exception as error:
+            cause = error
+            while isinstance(cause, ExceptionGroup):
+                cause = cause.exceptions[0]
+            name = server if isinstance(server, str) else " ".join([server.command, *server.args])
+            raise ServerError(
+                f"no tools from the MCP server {name!r}: {type(cause).__name__}: {cause}; check that the server runs, "
+                "and for a program that it starts without an error"
+            ) from error
         yield [McpTool(client, description, timeout_s) for description in descriptions]
+
+
+async def _list_tools(client: Client) -> list[ToolDescription]:
+    """The descriptions of all tools of a server, from all pages of its list."""
+    page = await client.list_tools()
+    descriptions = list(page.tools)
+    seen_cursors = {page.next_cursor}
+    while page.next_cursor is not None:
+        page = await client.list_tools(cursor=page.next_cursor)
+        descriptions += page.tools
+        if page.next_cursor in seen_cursors:
+            raise ServerError(f"the server repeats the page {page.next_cursor!r} of its tool list")
+        seen_cursors.add(page.next_cursor)
+    return descriptions

@@ -6,6 +6,7 @@ import functools
 import inspect
 import types
 import typing
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from verl_server.errors import BadInputError
 
+MODEL_CONFIG = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 EXAMPLE = 'def search(query: str) -> str:\n    """Search the documents."""\n    ...'
 """A function that can be a tool, for errors."""
 
@@ -37,6 +39,12 @@ def require_function(function: object, name: str | None) -> Callable[..., Any]:
         raise BadInputError(
             f"a tool must be a function, a method or a Tool, got {function!r:.80}, which has no name; pass "
             'FunctionTool(..., name="search")'
+        )
+    inner = inspect.unwrap(find_inner_function(function))
+    if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
+        raise BadInputError(
+            f"the function {inner.__name__} has `yield`, so it returns an iterator, but the policy reads one result; "
+            "collect the values and return them as a list"
         )
     return function if isinstance(function, functools.partial) else find_inner_function(function)
 
@@ -77,14 +85,26 @@ def make_arguments_model(name: str, function: Callable[..., Any]) -> type[pydant
     for parameter in parameters:
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (_with_description(annotations[parameter.name], default), default)
-    config = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    try:
-        model: type[pydantic.BaseModel] = pydantic.create_model(name, __config__=config, **fields)
-    except (ValueError, TypeError, pydantic.PydanticUserError) as error:
-        raise BadInputError(f"tool {name!r}: its parameters cannot be a JSON schema: {error}") from error
+    for parameter_name, field in fields.items():
+        _require_json_schema(name, parameter_name, field)
+    model: type[pydantic.BaseModel] = pydantic.create_model(name, __config__=MODEL_CONFIG, **fields)
     for parameter_name in fields.keys() - model.model_fields.keys():  # pydantic takes them for settings of the model
         raise BadInputError(f"tool {name!r}: a parameter cannot have the name {parameter_name!r}; rename it")
     return model
+
+
+def _require_json_schema(name: str, parameter: str, field: Any) -> None:
+    """Raise BadInputError if a parameter has no JSON schema. `field`: its annotation and its default."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the same warnings come from the model of all parameters
+            pydantic.create_model("parameter", __config__=MODEL_CONFIG, value=field).model_json_schema()
+    except (ValueError, TypeError, pydantic.PydanticUserError) as error:
+        raise BadInputError(
+            f"tool {name!r}: the annotation of parameter {parameter!r} has no JSON schema: "
+            f"{getattr(error, 'message', error)}. Use a type of JSON, for example str, int, list[float] or a pydantic "
+            "model"
+        ) from error
 
 
 def _read_parameters(name: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -121,9 +141,11 @@ def _read_annotations(name: str, function: Callable[..., Any], parameters: list[
         holder: Any = types.SimpleNamespace(__annotations__=annotations)
         return typing.get_type_hints(holder, globalns=names, include_extras=True)
     except (NameError, TypeError, SyntaxError) as error:
+        cure = "Import their types at run time, not only under `if TYPE_CHECKING`"
+        if not isinstance(error, NameError):
+            cure = "An annotation must be a type, for example list[int]; a description belongs into Annotated[str, ...]"
         raise BadInputError(
-            f"tool {name!r}: the annotations of its parameters cannot be read: {error}. Import their types at run "
-            "time, not only under `if TYPE_CHECKING`"
+            f"tool {name!r}: the annotations of its parameters cannot be read: {error}. {cure}"
         ) from error
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
+import os
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,9 @@ from verl_server.agent.daemon_thread import run_in_daemon_thread
 from verl_server.agent.tool_schema import find_inner_function, make_arguments_model, read_description, require_function
 from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.validation import require_list, require_seconds
+from verl_server.validation import require_coroutine_method, require_list, require_seconds
+
+JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,21 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The result of a tool call as text. A failed call also has a result, which describes the failure."""
+    """The result of a tool call as text. A failed call also has a result, which describes the failure.
+
+    A lone surrogate, which UTF-8 does not have, becomes its escape (`\\udc80`).
+    """
 
     name: str
     """Name of the tool. Empty if the call does not give a name."""
     content: str
     error_type: str | None = None
     """Type of the failure: `unknown_tool`, `bad_arguments`, `timeout`, `raised` or `malformed`. None for success."""
+
+    def __post_init__(self) -> None:
+        for name in ("name", "content"):  # a lone surrogate, for example of a file name, cannot be tokenized
+            text = getattr(self, name).encode("utf-8", "backslashreplace").decode()
+            object.__setattr__(self, name, text)
 
     @property
     def message(self) -> Json:
@@ -61,6 +73,10 @@ class Tool(ABC):
             "type": "function",
             "function": {"name": name, "description": description, "parameters": parameters},
         }
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        require_coroutine_method(cls, "run", "async def run(self, arguments)")
 
     source_file: str | None = None
     """Path of the file that defines the tool, if the tool is a function."""
@@ -106,8 +122,8 @@ class FunctionTool(Tool):
 
     A `functools.partial` and an object with `__call__` need a `name`. Keyword arguments of the partial are not shown to
     the policy. Raises BadInputError for any other object that is neither a function nor a method, for a lambda, for a
-    function without a docstring, for a method without its object, and for parameters that have no annotation, have a
-    name that begins with `_`, or cannot be passed by name.
+    function with `yield` or without a docstring, for a method without its object, and for parameters that have no
+    annotation or no JSON schema, have a name that begins with `_`, or cannot be passed by name.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, timeout_s: float = 30.0) -> None:
@@ -117,11 +133,7 @@ class FunctionTool(Tool):
         description = read_description(name, function)
         self._function = function
         self._arguments_model = make_arguments_model(name, function)
-        try:
-            schema = self._arguments_model.model_json_schema()
-        except pydantic.PydanticUserError as error:
-            raise BadInputError(f"tool {name!r}: an annotation has no JSON schema: {error.message}") from error
-        super().__init__(name, description, schema, timeout_s)
+        super().__init__(name, description, self._arguments_model.model_json_schema(), timeout_s)
         self.source_file = _source_file(function)
 
     async def run(self, arguments: Mapping[str, Any]) -> Any:
@@ -144,7 +156,10 @@ class ToolRegistry:
         """Raises BadInputError if `tools` is not a list, for a function that cannot be a tool, and for two tools with
         the same name.
         """
-        require_list("tools", tools, f"write tools=[{getattr(tools, '__name__', 'function')}]")
+        hint = f"write tools=[{getattr(tools, '__name__', 'function')}]"
+        if hasattr(tools, "__aenter__"):
+            hint = "write `async with mcp_tools(...) as tools:` and pass these tools"
+        require_list("tools", tools, hint)
         self._tools: dict[str, Tool] = {}
         for item in tools:
             tool = item if isinstance(item, Tool) else FunctionTool(item)
@@ -205,9 +220,30 @@ def _source_file(function: Callable[..., Any]) -> str | None:
 
 
 def _as_text(value: Any) -> str:
+    if isinstance(value, (bytes, bytearray, os.PathLike)):
+        value = _as_json(value)
     if isinstance(value, str):
         return value
     try:
-        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
-    except TypeError:
+        return orjson.dumps(value, default=_as_json, option=JSON_OPTIONS).decode()
+    except TypeError:  # an integer of more than 64 bits, a lone surrogate, or a value that is not JSON
+        pass
+    try:
+        return json.dumps(value, default=_as_json, ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError):
         return str(value)
+
+
+def _as_json(value: Any) -> Any:
+    """A value of another library as JSON values. Raises TypeError for other values."""
+    if isinstance(value, pydantic.BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, (bytes, bytearray)):
+        return value.decode("utf-8", "backslashreplace")
+    if isinstance(value, Set):
+        return list(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(type(value).__name__)

@@ -8,13 +8,14 @@ messages (mask 0).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError
-from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.graph import TrajectoryGraph, require_graph
 from verl_server.trajectory.nodes import NO_VERSION, Node, TokenSequence, concatenate_nodes
+from verl_server.validation import is_whole_number, require_whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 
 GraphPath = tuple[TrajectoryGraph, int]
 """A session, and the id of the last node of one of its paths."""
+
+
+PATHS = "[sample.path for sample in samples]"
+"""The list of paths that a batch needs, for errors."""
+FAILED = "failed samples: [sample.path for sample in samples if sample.error is None]"
+"""How failed samples are left out, for errors."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +48,28 @@ class _Row:
         return len(self.sequence.token_ids)
 
 
-def to_batch(paths: Sequence[GraphPath], pad_token_id: int) -> TensorDict:
+def to_batch(paths: Iterable[GraphPath], pad_token_id: int) -> TensorDict:
     """Convert paths to padded tensors with B rows.
 
     `prompts` [B, P]; `responses`, `response_mask`, `rollout_log_probs`, `rm_scores`, `weight_versions` [B, R];
     `input_ids`, `attention_mask`, `position_ids` [B, P + R]. Masked positions have log prob 0, score 0 and weight
     version `NO_VERSION` (-1). A reward per token is stored at its token. A reward of a whole node is stored at the
-    last token of the node. Raises BadInputError if there are no paths, and for an unknown node.
+    last token of the node.
+
+    `rm_scores` are 0 everywhere if no path has a reward: the trainer then computes its own rewards. Raises
+    BadInputError if there are no paths, for a value that is no path, for an unknown node, for the path of a failed
+    sample, for a path without a reward beside paths with rewards, and for a `pad_token_id` that is no token id.
     """
+    if pad_token_id is None:
+        raise BadInputError("pad_token_id is None: this tokenizer has no padding token; pass tokenizer.eos_token_id")
+    require_whole_number("pad_token_id", pad_token_id, minimum=0)
     import torch
     from tensordict import TensorDict
 
     rows = _rows(paths)
     max_prompt = max(row.prompt_length for row in rows)
     max_response = max(row.length - row.prompt_length for row in rows)
-    input_ids = torch.full((len(rows), max_prompt + max_response), pad_token_id)
+    input_ids = torch.full((len(rows), max_prompt + max_response), int(pad_token_id))
     attention_mask = _zeros(rows, max_prompt + max_response)
     fields = {
         "response_mask": _zeros(rows, max_response),
@@ -86,12 +100,12 @@ def to_batch(paths: Sequence[GraphPath], pad_token_id: int) -> TensorDict:
     return TensorDict(fields, batch_size=[len(rows)])
 
 
-def to_packed(paths: Sequence[GraphPath]) -> dict[str, torch.Tensor]:
+def to_packed(paths: Iterable[GraphPath]) -> dict[str, torch.Tensor]:
     """Convert paths to tensors without padding, one path after the other.
 
     The fields `input_ids`, `position_ids`, `response_mask`, `rollout_log_probs`, `rm_scores` and `weight_versions`
-    have the shape [T]. `cu_seqlens` [B + 1] (int32) has the offsets of the paths. Raises BadInputError if there are no
-    paths, and for an unknown node.
+    have the shape [T]. `cu_seqlens` [B + 1] (int32) has the offsets of the paths. Raises BadInputError for the same
+    paths as `to_batch`.
     """
     import torch
 
@@ -114,9 +128,11 @@ def to_tree(graph: TrajectoryGraph) -> dict[str, torch.Tensor]:
     Fields [T]: `input_ids`, `position_ids` (counted along the path), `response_mask`, `rollout_log_probs`,
     `rm_scores`, `weight_versions`, `node` (id of the token's node). `parent` [N]: id of the parent of each node, -1
     for a root. A token must attend to the earlier tokens of its own node and to all tokens of the node's ancestors.
+    Raises BadInputError if `graph` is no `TrajectoryGraph`.
     """
     import torch
 
+    require_graph(graph)
     sequence = concatenate_nodes(graph.nodes)
     positions: list[int] = []
     for node in graph.nodes:
@@ -134,10 +150,40 @@ def to_tree(graph: TrajectoryGraph) -> dict[str, torch.Tensor]:
     }
 
 
-def _rows(paths: Sequence[GraphPath]) -> list[_Row]:
-    if not paths:
+def _rows(paths: Iterable[GraphPath]) -> list[_Row]:
+    """The rows of a batch. Raises BadInputError if they cannot be one batch, see `to_batch`."""
+    if not isinstance(paths, Iterable) or _is_path(paths):
+        problem = "got one path; pass [path]" if _is_path(paths) else f"got {type(paths).__name__}; pass {PATHS}"
+        raise BadInputError(f"a batch needs a list of paths, {problem}")
+    checked = list(paths)
+    if not checked:
         raise BadInputError("a batch needs at least one path")
-    return [_Row(graph.token_sequence(node), _token_rewards(graph, graph.path(node))) for graph, node in paths]
+    for index, path in enumerate(checked):
+        if not _is_path(path):
+            got = type(path).__name__
+            raise BadInputError(
+                f"path {index} must be a tuple of a graph and the id of a node, got {got}; pass {PATHS}"
+            )
+        graph, leaf = path
+        termination = graph.terminations.get(leaf)
+        if termination is not None and termination.stop_reason == "error":
+            raise BadInputError(
+                f"path {index} is of a failed sample (session {graph.session_id!r}); leave out {FAILED}"
+            )
+    has_reward = [any(node.id in graph.rewards for node in graph.path(leaf)) for graph, leaf in checked]
+    if any(has_reward) and not all(has_reward):
+        index = has_reward.index(False)
+        raise BadInputError(
+            f"path {index} (session {checked[index][0].session_id!r}) has no reward, but other paths have rewards; set "
+            f"its reward with TrajectoryGraph.set_rewards, or leave out {FAILED}"
+        )
+    return [_Row(graph.token_sequence(node), _token_rewards(graph, graph.path(node))) for graph, node in checked]
+
+
+def _is_path(value: object) -> bool:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        return False
+    return isinstance(value[0], TrajectoryGraph) and is_whole_number(value[1])
 
 
 def _token_rewards(graph: TrajectoryGraph, nodes: Sequence[Node]) -> list[float]:

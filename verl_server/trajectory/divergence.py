@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.graph import TrajectoryGraph, require_graph
 from verl_server.trajectory.nodes import ForkReason
 
 
@@ -33,7 +33,11 @@ class Divergence:
 
 
 def find_divergences(graph: TrajectoryGraph) -> list[Divergence]:
-    """The divergences of all forks of a session, in the order in which the forks were recorded."""
+    """The divergences of all forks of a session, in the order in which the forks were recorded.
+
+    Raises BadInputError if `graph` is no `TrajectoryGraph`.
+    """
+    require_graph(graph)
     return list(_iterate_divergences(graph))
 
 

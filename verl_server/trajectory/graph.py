@@ -27,6 +27,13 @@ class Termination:
     """Exception of a failed episode as JSON (`verl_server.errors.to_wire`)."""
 
 
+def require_graph(value: object) -> None:
+    """Raise BadInputError unless `value` is a `TrajectoryGraph`."""
+    if not isinstance(value, TrajectoryGraph):
+        cure = "pass sample.graph" if hasattr(value, "graph") else "pass sample.graph or load_session(path)"
+        raise BadInputError(f"expected a TrajectoryGraph, got {type(value).__name__}; {cure}")
+
+
 @dataclass
 class TrajectoryGraph:
     """The token graph of one session. It only grows: nodes are added and never changed."""

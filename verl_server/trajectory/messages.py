@@ -19,6 +19,11 @@ ASSISTANT_PLACEHOLDER = "\u2042verl\u2042"
 """Text that stands for an assistant message while a chat template is rendered. No template and no message has it."""
 IMAGE_KEYS = ("image", "image_url", "url", "path", "base64")
 """Keys under which a content part gives its image."""
+SURROGATE_CURE = (
+    "a text has a lone surrogate, which UTF-8 cannot encode, for example from a file name; convert the text with "
+    'text.encode("utf-8", "backslashreplace").decode()'
+)
+"""What to do about a text that is no valid Unicode, for errors."""
 EXAMPLE = '[{"role": "user", "content": "What is 19 + 23?"}]'
 """A list of messages, for errors."""
 
@@ -69,10 +74,10 @@ def _validate_message(message: Message) -> None:
     try:
         orjson.dumps(dict(message))
     except TypeError as error:
-        raise BadInputError(
-            f"a value cannot be recorded as JSON: {error}; pass plain JSON values. Convert values of numpy and torch "
-            "with .tolist()"
-        ) from None
+        cure = "pass plain JSON values. Convert values of numpy and torch with .tolist()"
+        if "surrogates" in str(error):
+            cure = SURROGATE_CURE
+        raise BadInputError(f"a value cannot be recorded as JSON: {error}; {cure}") from None
 
 
 def image_sources(message: Message) -> list[str]:

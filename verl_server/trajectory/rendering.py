@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_server.errors import BadInputError, UnsupportedError
-from verl_server.trajectory.messages import ASSISTANT_PLACEHOLDER, Message, validate_messages
+from verl_server.trajectory.messages import ASSISTANT_PLACEHOLDER, SURROGATE_CURE, Message, validate_messages
 from verl_server.types import Json
 
 PROBE_HISTORIES: tuple[tuple[Json, ...], ...] = (
@@ -139,7 +139,14 @@ class ChatRenderer:
         return {"chat_template": self._tokenizer.chat_template, "token_ids": self.encode(IDENTITY_TEXT)}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without added special tokens."""
+        """Token ids of a text, without added special tokens. Raises BadInputError for a text with a lone surrogate."""
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise BadInputError(
+                    f"the text {text!r:.80} cannot be tokenized: {error.reason}; {SURROGATE_CURE}"
+                ) from None
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
