@@ -6,6 +6,8 @@ This module imports neither torch nor ray nor sglang.
 from __future__ import annotations
 
 import enum
+import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,10 +106,16 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, may_be_zero=("max_retries",))
-        if isinstance(self.log_dir, str):
-            object.__setattr__(self, "log_dir", Path(self.log_dir))
+        if self.log_dir is not None:
+            object.__setattr__(self, "log_dir", Path(os.path.expanduser(self.log_dir)))
         if (self.router_ip is None) != (self.router_port is None):
             raise BadInputError("router_ip and router_port go together: give both or neither")
+        if self.router_ip is not None and not re.fullmatch(r"[^\s/]+", self.router_ip):
+            raise BadInputError(
+                f"router_ip must be a host name or an IP address without http://, got {self.router_ip!r}"
+            )
+        if self.router_port is not None and self.router_port > 65535:
+            raise BadInputError(f"router_port must be a port from 1 to 65535, got {self.router_port}")
 
 
 @dataclass(frozen=True)
@@ -144,10 +152,16 @@ class WeightsConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.folder is not None:
+            object.__setattr__(self, "folder", Path(os.path.expanduser(self.folder)))
         if self.transport not in ("auto", *TRANSPORTS):
             raise BadInputError(
                 f"WeightsConfig.transport must be one of {['auto', *TRANSPORTS]}, got {self.transport!r}"
                 + _TRANSPORT_HINTS.get(self.transport.lower(), did_you_mean(self.transport, TRANSPORTS))
+            )
+        if self.transport == "disk" and self.folder is None:
+            raise BadInputError(
+                "weight transport 'disk' needs WeightsConfig(folder=...): a folder that trainer and servers share"
             )
 
 

@@ -88,6 +88,19 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "sampling_params": {"stop": 5}}, r"\['stop'\] must be a string or a list"),
     ({"input_ids": [1], "sampling_params": {"stop_token_ids": [0.5]}}, r"\['stop_token_ids'\] must be a list"),
     ({"input_ids": [1], "sampling_params": {"json_schema": {"type": "object"}}}, r"\['json_schema'\].*json\.dumps"),
+    (
+        {"input_ids": [1, 2], "return_logprob": True, "logprob_start_len": -5},
+        "logprob_start_len must be a whole number",
+    ),
+    ({"input_ids": [1, 2], "return_logprob": True, "logprob_start_len": [0]}, "has one prompt, which is not in a list"),
+    ({"input_ids": [1], "return_logprob": True, "top_logprobs_num": 321}, "vocabulary has 320 token ids"),
+    ({"input_ids": [1], "sampling_params": {"min_new_tokens": 1, "stop_token_ids": [-1]}}, "list of token ids"),
+    ({"input_ids": [1], "sampling_params": {"min_new_tokens": 1, "stop_token_ids": [999]}}, "vocabulary ends at 319"),
+    ({"input_ids": [1], "sampling_params": {"top_k": 2**40}}, "top_k"),
+    ({"input_ids": [1], "positional_embed_overrides": 5}, "no argument 'positional_embed_overrides'"),
+    ({"input_ids": [[1], [2]], "return_logprob": [True]}, "1 return_logprob for 2 prompts"),
+    ({"input_ids": [1], "sampling_params": [{}]}, "sampling_params is a list with one value for each prompt"),
+    ({"prompt": []}, "prompt is empty"),
 ]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import UserList
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.client_reqrep import ConnectionKey
 
 from verl_server import RouterClient, RouterConfig
-from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerError
+from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerDiedError, ServerError, to_wire
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http_server import RouterHttpServer
 from verl_server.router.metrics import router_metrics
@@ -274,6 +276,116 @@ def test_several_prompts_need_a_list_of_rids(rid: Any, got: str) -> None:
     asyncio.run(run())
 
 
+PROMPTS_IN_LISTS = [
+    ("input_ids", [[1, 2], [3, 4]]), ("input_ids", [(1, 2), (3, 4)]), ("input_ids", ([1, 2], [3, 4])),
+    ("input_ids", UserList([UserList([1, 2]), [3, 4]])), ("prompt", ["a", "b"]), ("prompt", ("a", "b")),
+    ("prompt", UserList(["a", "b"])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "prompts"), PROMPTS_IN_LISTS)
+def test_each_prompt_of_a_batch_gets_its_own_values(field: str, prompts: Any) -> None:
+    values: dict[str, Any] = {
+        "sampling_params": ({"max_new_tokens": 2}, {"max_new_tokens": 3}),
+        "return_logprob": [True, False],
+        "logprob_start_len": [0, -1],
+        "top_logprobs_num": (1, 0),
+        "token_ids_logprob": [[5], [6, 7]],
+        "lora_path": ["a", None],
+        "image_data": UserList(["x", ["y", "z"]]),
+        "return_hidden_states": [False, True],
+        "custom_logit_processor": ["", None],
+    }
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), RecordingServer()
+        dispatcher.pool.add_replica("a", server, 0)
+        replies = await dispatcher.generate_request({field: prompts, **values, "priority": 7})
+        assert [len(reply["output_ids"]) for reply in replies] == [2, 3]
+        for index, request in enumerate(server.requests):
+            prompt = prompts[index] if field == "prompt" else list(prompts[index])
+            expected = {name: value[index] for name, value in values.items()}
+            assert {**request, "rid": None} == {field: prompt, **expected, "priority": 7, "rid": None}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"prompt": ["a", "b"], "lora_path": ["x"]}, "1 lora_path for 2 prompts"),
+        ({"prompt": ["a", "b"], "sampling_params": [{}]}, "1 sampling_params for 2 prompts"),
+        ({"input_ids": [[1], [2]], "token_ids_logprob": [[1], [2], [3]]}, "3 token_ids_logprob for 2 prompts"),
+        ({"input_ids": [1, 2], "logprob_start_len": [0, -1]}, "logprob_start_len is a list with one value for each"),
+        ({"prompt": []}, "prompt is empty"),
+    ],
+)
+def test_values_that_do_not_fit_the_prompts_are_refused(request_: dict[str, Any], message: str) -> None:
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), RecordingServer()
+        dispatcher.pool.add_replica("a", server, 0)
+        with pytest.raises(BadInputError, match=message):
+            await dispatcher.generate_request(request_)
+        assert not server.requests
+
+    asyncio.run(run())
+
+
+class DyingServer(RecordingServer):
+    """A `GenerationServer` whose connections break as `cause` says."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__()
+        self.cause = cause
+
+    async def generate(self, **request: Any) -> Any:
+        self.requests.append(request)
+        raise ServerDiedError("the server ended", log_tail="Scheduler hit an exception") from self.cause
+
+
+def test_a_request_that_ends_every_server_is_tried_on_two_servers_only() -> None:
+    """The error names the fields of the request and has the end of the server's log."""
+
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        servers = [DyingServer(aiohttp.ServerDisconnectedError()) for _ in range(4)]
+        for index, server in enumerate(servers):
+            dispatcher.pool.add_replica(f"r{index}", server, 0)
+        with pytest.raises(ServerDiedError, match=r"request are the likely cause: .*'session_params'") as raised:
+            await dispatcher.generate({**REQUEST, "session_params": {"offset": -50}})
+        assert not raised.value.retryable
+        assert raised.value.details["log_tail"] == "Scheduler hit an exception"
+        assert sum(len(server.requests) for server in servers) == 2
+        assert sum(replica.admitted for replica in dispatcher.snapshot().replicas) == 2
+
+    asyncio.run(run())
+
+
+def test_a_request_that_did_not_reach_ended_servers_is_tried_on_the_others() -> None:
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        key = ConnectionKey("h", 1, False, True, None, None, None)
+        refused = aiohttp.ClientConnectorError(key, OSError("refused"))
+        for index in range(4):
+            dispatcher.pool.add_replica(f"r{index}", DyingServer(refused), 0)
+        dispatcher.pool.add_replica("r9", RecordingServer(), 0)
+        assert (await dispatcher.generate(REQUEST))["meta_info"]["attempts"] == 5
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"prompt": ["a", "b"]}, {"prompt": ("a", "b")}, {"input_ids": ((1,), (2,))}, {"prompt": ["a"]}]
+)
+def test_client_refuses_several_prompts(arguments: dict[str, Any]) -> None:
+    async def run() -> None:
+        async with RouterClient("http://127.0.0.1:1", None) as client:
+            with pytest.raises(BadInputError, match="a generation has one prompt"):
+                await client.generate(**arguments)
+
+    asyncio.run(run())
+
+
 def test_client_sends_one_prompt_for_each_call() -> None:
     async def run() -> None:
         async with RouterClient("http://127.0.0.1:1", None) as client:
@@ -318,6 +430,31 @@ def test_requests_do_not_wait_for_a_replica_that_needs_an_update() -> None:
             with pytest.raises(NotReadyError, match="no replica serves"):
                 await dispatcher.generate(REQUEST)
         dispatcher.pool.apply_status(replace(status, admitted=True, will_serve=True))
+        assert (await dispatcher.generate(REQUEST))["output_ids"] == [0, 1, 2, 3]
+
+    asyncio.run(run())
+
+
+def test_the_reason_why_no_replica_serves() -> None:
+    """A fleet whose replicas have all failed raises an error that is not retryable, with the last server's error."""
+
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        server: Any = RecordingServer()
+        status = ReplicaStatus(
+            "a", server, 0, admitted=False, suspect=False, will_serve=False, removed=False, reason="is being removed"
+        )
+        failure = to_wire(ServerDiedError("replica b is not started again", log_tail="out of memory"))
+        failed = replace(status, name="b", adapter=None, reason="has failed", failure=failure)
+        dispatcher.pool.apply_status(status)
+        dispatcher.pool.apply_status(failed)
+        with pytest.raises(NotReadyError, match=r"at the moment: a is being removed; b has failed$"):
+            await dispatcher.generate(REQUEST)
+        dispatcher.pool.apply_status(replace(failed, name="a"))
+        with pytest.raises(ServerDiedError, match=r"every replica has failed.*b is not started again") as raised:
+            await dispatcher.generate(REQUEST)
+        assert (raised.value.retryable, raised.value.details) == (False, {"log_tail": "out of memory"})
+        dispatcher.pool.apply_status(replace(status, name="c", admitted=True, will_serve=True, reason=""))
         assert (await dispatcher.generate(REQUEST))["output_ids"] == [0, 1, 2, 3]
 
     asyncio.run(run())

@@ -9,7 +9,7 @@ import inspect
 import json
 import pkgutil
 import re
-from collections import UserDict
+from collections import UserDict, UserList
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,9 +34,16 @@ from verl_server import (
     WeightsConfig,
 )
 from verl_server.adapter.json_body import encode_json
+from verl_server.adapter.memory_tags import tags_to_release
 from verl_server.adapter.sglang.misplaced_arguments import PLACES, SGLANG_NAMES
 from verl_server.adapter.sglang.payloads import update_from_disk_payload
-from verl_server.adapter.sglang.request_fields import REQUEST_FIELDS, ROUTER_FIELDS, SAMPLING_PARAMS
+from verl_server.adapter.sglang.request_fields import (
+    REQUEST_FIELDS,
+    ROUTER_FIELDS,
+    SAMPLING_PARAMS,
+    require_known_fields,
+    unlisted_fields,
+)
 from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
 from verl_server.adapter.sglang.server_arguments import validate_server_args
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
@@ -49,6 +56,7 @@ from verl_server.rollout.parallel_config import ParallelConfig
 from verl_server.router.resumable_generation import ResumableGeneration
 from verl_server.type_checks import check_arguments
 from verl_server.weights import transports
+from verl_server.weights.update.request import UpdateOptions, validate_options
 
 ADAPTER = AsyncHttpServerEngineAdapter
 WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
@@ -65,6 +73,27 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (AdapterConfig, (), {"use_forkserver": "no"}, "use_forkserver must be True or False, got 'no' (str)"),
     (Timeouts, (), {"control_s": "3"}, "Timeouts.control_s must be a positive number of seconds, got '3' (str)"),
     (Timeouts, (), {"start_s": float("inf")}, "Timeouts.start_s must be a positive number of seconds, got inf"),
+    (AdapterConfig, (), {"router_ip": "http://a", "router_port": 3}, "router_ip must be a host name or an IP address"),
+    (AdapterConfig, (), {"router_ip": "", "router_port": 3}, "router_ip must be a host name or an IP address"),
+    (AdapterConfig, (), {"router_ip": "a", "router_port": 99999}, "router_port must be a port from 1 to 65535, got 99"),
+    (WeightsConfig, ("disk",), {}, "weight transport 'disk' needs WeightsConfig(folder=...): a folder that trainer"),
+    (
+        RemoteServer,
+        ("http://h:1/generate",),
+        {},
+        "'http://h:1/generate' must be the root of the server, without",
+    ),
+    (
+        RemoteServer,
+        ("http://h:1?x=3",),
+        {},
+        "'http://h:1?x=3' must be the root of the server, without",
+    ),
+    (RemoteServer, ("http://h:1\n",), {}, r"'http://h:1\n' is not an HTTP URL"),
+    (RouterClient, ("http://h:1/generate", None), {}, "url 'http://h:1/generate' must be the root of the server"),
+    (tags_to_release, (5, ()), {}, "tags must be a list of strings, got 5"),
+    (validate_options, (UpdateOptions(None, "no", False, "retract", True), 0), {}, "verify must be True or False, got"),  # type: ignore[arg-type]
+    (validate_options, (UpdateOptions(None, True, False, "retract", 1), 0), {}, "flush_cache must be True or False"),  # type: ignore[arg-type]
     (RemoteServer, ("127.0.0.1:30000",), {}, "RemoteServer.base_url '127.0.0.1:30000' is not an HTTP URL"),
     (
         RemoteServer,
@@ -190,6 +219,13 @@ def test_defaults_and_zeros_may_be_given() -> None:
     assert restart_delay_s([1.0], 1.0, RecoveryConfig(max_restarts=0)) is None
 
 
+def test_folders_in_the_home_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    for folder in ("~/x", Path("~/x")):
+        assert AdapterConfig(log_dir=folder).log_dir == Path("/home/someone/x")
+        assert WeightsConfig("disk", folder).folder == Path("/home/someone/x")
+
+
 def test_the_url_of_an_openai_client_is_accepted() -> None:
     for url in ("http://a:1/v1", "http://a:1/v1/", "http://a:1/"):
         assert RemoteServer(url).base_url == ADAPTER.attach(url).base_url == "http://a:1"
@@ -216,6 +252,10 @@ def _sampling_params(params: Any) -> Any:
         (MappingProxyType({"temperature": np.float32(0.5)}), {"temperature": 0.5}),
         (UserDict({"n": np.int64(2), "temperature": None}), {"n": 2, "temperature": None}),
         ({"custom_params": UserDict({"a": (1, 2)})}, {"custom_params": {"a": [1, 2]}}),
+        (
+            {"stop": UserList(["a"]), "stop_token_ids": UserList([5]), "ignore_eos": np.True_},
+            {"stop": ["a"], "stop_token_ids": [5], "ignore_eos": True},
+        ),
     ],
 )
 def test_sampling_params_are_converted(given: Any, sent: Any) -> None:
@@ -228,6 +268,9 @@ def test_sampling_params_are_converted(given: Any, sent: Any) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
+        ({"top_k": 2**31}, "['top_k'] must be a whole number from -1 to 2**31 - 1, got 2147483648"),
+        ({"stop_token_ids": [-1]}, "['stop_token_ids'] must be a list of token ids, got [-1]"),
+        ({"stop_regex": ["a", "("]}, "['stop_regex'] must be a regular expression or a list of regular expressions"),
         ({"stop_token_ids": "5"}, "['stop_token_ids'] must be a list of token ids, got '5'"),
         ({"logit_bias": {42: float("-inf")}}, "write -1e9 instead of minus infinity, got {42: -inf}"),
         ({"logit_bias": {"4": "high"}}, "['logit_bias'] must be a dict of finite numbers by token id"),
@@ -240,6 +283,71 @@ def test_sampling_params_are_converted(given: Any, sent: Any) -> None:
 def test_sampling_params_that_no_server_accepts(params: Any, message: str) -> None:
     with pytest.raises(BadInputError, match=re.escape(message)):
         _sampling_params(params)
+
+
+def _body(limits: PromptLimits, request: dict[str, Any]) -> dict[str, Any]:
+    """The body of a request, as the server receives it."""
+    arguments = {name: request.pop(name, None) for name in ("prompt", "sampling_params", "input_ids", "rid")}
+    body: dict[str, Any] = json.loads(encode_json(generate_payload(limits, **arguments, stream=False, fields=request)))
+    return body
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({"input_ids": UserList([1, 2])}, {"input_ids": [1, 2]}),
+        ({"input_ids": UserList([(1,), UserList([2])])}, {"input_ids": [[1], [2]]}),
+        ({"prompt": UserList(["a"])}, {"text": ["a"]}),
+        ({"prompt": "a", "return_logprob": np.True_}, {"text": "a", "return_logprob": True}),
+        (
+            {"prompt": ("a", "b"), "sampling_params": UserList([{}, None]), "return_logprob": [True, None]},
+            {"text": ["a", "b"], "sampling_params": [{}, {}], "return_logprob": [True, False]},
+        ),
+        (
+            {"prompt": ["a", "b"], "token_ids_logprob": [[3], None]},
+            {"text": ["a", "b"], "token_ids_logprob": [[3], []]},
+        ),
+        ({"prompt": ["a", "b"], "token_ids_logprob": (3, 4)}, {"text": ["a", "b"], "token_ids_logprob": [3, 4]}),
+        ({"prompt": "a", "image_data": ["x", "y"]}, {"text": "a", "image_data": ["x", "y"]}),
+    ],
+)
+def test_requests_are_converted(given: dict[str, Any], sent: dict[str, Any]) -> None:
+    assert _body(PromptLimits(), given) == sent
+
+
+#: Values that end the scheduler of SGLang 0.5.23, and lists whose length it does not check.
+ENDS_A_SERVER: list[tuple[dict[str, Any], str]] = [
+    ({"logprob_start_len": -5}, "logprob_start_len must be a whole number of at least -1"),
+    ({"top_logprobs_num": -1}, "top_logprobs_num must be a whole number of at least 0"),
+    ({"top_logprobs_num": 321}, "top_logprobs_num is 321, but the model's vocabulary has 320 token ids"),
+    ({"sampling_params": {"stop_token_ids": [320]}}, "token id 320, but the model's vocabulary ends at 319"),
+    ({"custom_logit_processor": "abc"}, "custom_logit_processor must be the text that SGLang's"),
+    ({"custom_logit_processor": "{}"}, "custom_logit_processor must be the text that SGLang's"),
+    ({"custom_logit_processor": '{"callable": "00"}'}, "custom_logit_processor must be the text that SGLang's"),
+    ({"logprob_start_len": [0]}, "logprob_start_len is a list with one value for each prompt, but the request has one"),
+    ({"return_hidden_states": [True]}, "return_hidden_states is a list with one value for each prompt"),
+    ({"token_ids_logprob": [[1]]}, "token_ids_logprob is a list with one value for each prompt"),
+    ({"sampling_params": [{}]}, "sampling_params is a list with one value for each prompt, but the request has one"),
+    ({"rid": ["a"]}, "rid is a list with one value for each prompt"),
+    ({"prompt": ["a", "b"], "return_logprob": [True, False, True]}, "3 return_logprob for 2 prompts"),
+    ({"prompt": ["a", "b"], "token_ids_logprob": [[1]]}, "1 token_ids_logprob for 2 prompts"),
+    ({"prompt": ["a", "b"], "image_data": ["x"]}, "1 image_data for 2 prompts"),
+    ({"prompt": ["a", "b"], "logprob_start_len": [0, -2]}, "must be a whole number of at least -1"),
+    ({"prompt": []}, "prompt is empty"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), ENDS_A_SERVER, ids=[repr(given)[:60] for given, _ in ENDS_A_SERVER])
+def test_requests_that_end_a_server_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(message)):
+        _body(PromptLimits(vocab_size=320), {"prompt": "a", **given})
+
+
+@pytest.mark.parametrize("name", ["lora_id", "positional_embed_overrides"])
+def test_fields_that_end_a_server_are_no_arguments(name: str) -> None:
+    assert unlisted_fields({name: "x"}) == [name]
+    with pytest.raises(BadInputError, match=f"there is no argument '{name}'"):
+        require_known_fields([name], {name})
 
 
 def test_names_of_sampling_parameters_are_no_names_of_arguments() -> None:

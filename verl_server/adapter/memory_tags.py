@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from verl_server.config import MemoryTag
 from verl_server.errors import BadInputError
@@ -56,8 +56,9 @@ def _parse_tags(tags: Sequence[str] | None) -> list[str]:
     """Memory tags as plain strings."""
     if tags is None:
         return [tag.value for tag in MemoryTag]
-    if isinstance(tags, str):
-        raise BadInputError(f"tags must be a list of strings, got the string {tags!r}")
+    if isinstance(tags, str) or not isinstance(tags, Iterable):
+        got = "the string " if isinstance(tags, str) else ""
+        raise BadInputError(f"tags must be a list of strings, got {got}{tags!r}")
     try:
         values = [MemoryTag(tag).value for tag in tags]
     except ValueError:

@@ -11,13 +11,13 @@ import aiohttp
 import orjson
 
 from verl_server.adapter.json_body import encode_json
-from verl_server.adapter.sglang.batch import split_batch
+from verl_server.adapter.sglang.batch import plain_prompts, split_batch
 from verl_server.adapter.sglang.request_fields import parse_sampling_params
 from verl_server.errors import BadInputError, DeadlineError, ServerError, VerlServerError, from_wire
 from verl_server.router.request_checks import validate_timeout
 from verl_server.type_checks import check_arguments
 from verl_server.types import Json
-from verl_server.validation import require_http_url, require_seconds
+from verl_server.validation import require_http_url, require_seconds, to_plain
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.05, 1.0
@@ -73,6 +73,10 @@ class RouterClient:
         """
         if split_batch(request) is not None:
             raise BadInputError("a generation has one prompt; make one call for each prompt, each with its own rid")
+        request = {
+            name: value if name in ("prompt", "input_ids", "sampling_params") else to_plain(value)
+            for name, value in plain_prompts(request).items()
+        }
         if request.pop("stream", None):
             raise BadInputError("RouterClient.generate returns the whole generation: leave stream out")
         if request.get("sampling_params") is not None:
