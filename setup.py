@@ -45,6 +45,7 @@ setup(
         "tensordict",
         "mcp",
         "renderers",
+        "xxhash",
     ],
     extras_require={
         "ray": ["ray>=2.40"],

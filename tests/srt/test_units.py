@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from verl_server.validation import require_whole_number
 from verl_server.weights.arena import Arena
 from verl_server.weights.broadcast.byte_ranges import group_whole_tensors, split_into_chunks
 from verl_server.weights.broadcast.placement import ReceiverPlacement
-from verl_server.weights.checksum import compute_checksum
+from verl_server.weights.checksum import compute_checksum, positional_sum
 from verl_server.weights.coverage import Coverage
 from verl_server.weights.gather import shard_slices
 from verl_server.weights.layout import ALIGNMENT, TABLE_OFFSET, plan_arena, tensor_bytes
@@ -378,14 +379,30 @@ def test_loading_changes_neither_the_staged_tensors_nor_computed_tensors() -> No
 @given(st.binary(min_size=0, max_size=70), st.integers(0, 7))
 def test_checksums_differ_when_one_bit_changes(data: bytes, bit: int) -> None:
     tensor = torch.tensor(list(data), dtype=torch.uint8)
-    first = compute_checksum(tensor)
-    assert compute_checksum(torch.cat([torch.zeros(3, dtype=torch.uint8), tensor])[3:]) == first, (
-        "the checksum does not depend on the alignment"
-    )
-    for at in range(len(data)):
-        other = tensor.clone()
-        other[at] ^= 1 << bit
-        assert compute_checksum(other) != first
+    unaligned = torch.cat([torch.zeros(3, dtype=torch.uint8), tensor])[3:]
+    for checksum in (compute_checksum, positional_sum):
+        first = checksum(tensor)
+        assert checksum(unaligned) == first, "the checksum does not depend on the alignment"
+        for at in range(len(data)):
+            other = tensor.clone()
+            other[at] ^= 1 << bit
+            assert checksum(other) != first
+
+
+@pytest.mark.parametrize("checksum", [compute_checksum, positional_sum])
+@pytest.mark.parametrize("rows", [2, 7, 1200], ids=["one part", "odd size", "several parts"])
+def test_checksums_depend_on_the_position(checksum: Callable[[torch.Tensor], int], rows: int) -> None:
+    """`positional_sum` is the checksum of tensors on an accelerator. It has the same value on every device."""
+    tensor = torch.arange(rows * 2047, dtype=torch.float32).view(torch.uint8)
+    word = tensor[8:16].clone()
+    swapped = tensor.clone()
+    swapped[8:16], swapped[-16:-8] = tensor[-16:-8], word
+    shifted = tensor.roll(4 * 2047)
+    reversed_rows = tensor.view(rows, -1).flip(0).reshape(-1)
+    values = [checksum(other) for other in (tensor, swapped, shifted, reversed_rows)]
+    assert values[0] == checksum(torch.cat([torch.zeros(3, dtype=torch.uint8), tensor])[3:])
+    assert len(set(values)) == (3 if rows == 2 else 4), "two rows that are shifted by one are also reversed"
+    assert all(-(2**63) <= value < 2**63 for value in values)
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 100)), max_size=8), st.integers(1, 64))

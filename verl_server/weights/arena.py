@@ -54,9 +54,9 @@ class Arena:
         self._memory[TABLE_OFFSET : TABLE_OFFSET + len(table)] = table
         return len(table)
 
-    def checksum(self, name: str) -> int:
-        """The checksum of the tensor `name` as it is in the arena now."""
-        return compute_checksum(self.tensor(name))
+    def checksum(self, name: str, device_type: str) -> int:
+        """The checksum of the tensor `name` as it is in the arena now, for servers that read it on `device_type`."""
+        return compute_checksum(self.tensor(name), device_type)
 
     @property
     def memory(self) -> memoryview:

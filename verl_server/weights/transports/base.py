@@ -112,6 +112,11 @@ class Sender(ABC):
         return
 
     @property
+    def receiver_device_type(self) -> str:
+        """Type of the device on which the receivers have the tensors when they compute checksums."""
+        return "cpu"
+
+    @property
     def sent_bytes(self) -> int:
         """Number of tensor bytes that the last update wrote to a network or a file."""
         return 0

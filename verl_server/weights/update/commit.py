@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 from verl_server.errors import ServerDiedError, ShutDownError, TornWeightsError, VerlServerError
 from verl_server.types import Json
-from verl_server.weights.arena import Arena
 from verl_server.weights.layout import tensor_bytes
 from verl_server.weights.reports import ReceivedReport
 from verl_server.weights.transports.base import Sender, UpdateAttempt
@@ -76,7 +75,7 @@ def commit(
     after a success, or when nothing was loaded and the weights were whole before.
     """
     ordered_names = sender.layout.in_order(names)
-    checksums = staged_checksums(sender.arena, ordered_names) if validated.verify else []
+    checksums = staged_checksums(sender, ordered_names) if validated.verify else []
     update = StagedUpdate(servers, sender, validated, ordered_names, checksums, num_missing)
     attempt = update.new_attempt()
     started = time.monotonic()
@@ -134,7 +133,7 @@ def replay(
         servers.pause(validated.pause_mode)
         load_and_verify(update, attempt)
         # A trainer rank may stage the next update in the meantime, perhaps just behind the reader.
-        if staged_checksums(sender.arena, names) != expected:
+        if staged_checksums(sender, names) != expected:
             raise VerlServerError("the staged weights have changed while a server loaded the published weights")
         servers.resume()
 
@@ -221,9 +220,9 @@ def load_then_end(
                 servers.end_weight_update()
 
 
-def staged_checksums(arena: Arena, names: Sequence[str]) -> list[int]:
-    """The checksums of staged tensors."""
-    return [arena.checksum(name) for name in names]
+def staged_checksums(sender: Sender, names: Sequence[str]) -> list[int]:
+    """The checksums of staged tensors, as the servers compute them."""
+    return [sender.arena.checksum(name, sender.receiver_device_type) for name in names]
 
 
 def verify_reports(

@@ -193,7 +193,7 @@ class StagedUpdater(WeightUpdater):
         assert self._sender is not None
         assert self.ranks.servers is not None
         attempt = UpdateAttempt(update_id, self._layout.in_order(names), verify, self.ranks.servers.members)
-        checksums = staged_checksums(self._arena, attempt.names) if verify else []
+        checksums = staged_checksums(self._sender, attempt.names) if verify else []
         try:
             verify_reports(
                 self._sender.reports(attempt), attempt, checksums, is_whole=self.manifest.is_whole(attempt.names)
