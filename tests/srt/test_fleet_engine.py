@@ -74,6 +74,20 @@ def test_a_replica_dies_during_an_update(engine: Any, fleet: Any, tiny: Callable
         assert_equals_reference(replica.adapter, model)
 
 
+def test_each_prompt_of_a_batch_has_its_own_values(engine: Any, fleet: Any) -> None:
+    replies = engine.generate(
+        input_ids=((1, 2), [3, 4]),
+        sampling_params=(GREEDY, {**GREEDY, "max_new_tokens": 3}),
+        return_logprob=[True, False],
+        logprob_start_len=[0, -1],
+        token_ids_logprob=[[5], None],
+    )
+    assert ["output_token_logprobs" in reply["meta_info"] for reply in replies] == [True, False]
+    assert ["input_token_ids_logprobs" in reply["meta_info"] for reply in replies] == [True, False]
+    assert len(replies[1]["output_ids"]) == 3
+    assert healthy(fleet) == 2
+
+
 def generate_over_update(engine: Any, fleet: Any, mode: str, tiny: Callable[..., Path]) -> tuple[Any, Any, int]:
     """Replies of a request that runs during an update and of a later request, and the version before the update."""
     model = reference_model(tiny("qwen3"))
@@ -165,7 +179,9 @@ def test_released_weights_are_not_served_before_they_are_pushed(
     engine.release_memory_occupation()
     engine.resume_memory_occupation(["weights"])
     engine.resume_memory_occupation()
-    with pytest.raises(NotReadyError, match="no replica serves"):
+    with pytest.raises(
+        NotReadyError, match="no replica serves requests at the moment: verl_server_0 has no whole weights"
+    ):
         asyncio.run(fleet.router.generate(input_ids=[3], sampling_params=GREEDY))
     with pytest.raises(TornWeightsError, match=r"released.*: push all tensors"):
         engine.generate(input_ids=[3])

@@ -118,6 +118,19 @@ def test_text_prompts_and_batches(shared_engine: VerlEngine) -> None:
     assert len(many[1]["output_ids"]) == 3
 
 
+def test_each_prompt_of_a_batch_has_its_own_values(shared_engine: Any) -> None:
+    replies = shared_engine.generate(
+        input_ids=((1, 2), [3, 4]),
+        sampling_params=(GREEDY, {**GREEDY, "max_new_tokens": 3}),
+        return_logprob=[True, False],
+        logprob_start_len=[0, -1],
+        token_ids_logprob=[[5], None],
+    )
+    assert ["output_token_logprobs" in reply["meta_info"] for reply in replies] == [True, False]
+    assert ["input_token_ids_logprobs" in reply["meta_info"] for reply in replies] == [True, False]
+    assert len(replies[1]["output_ids"]) == 3
+
+
 def test_a_stream_grows_to_the_whole_reply(shared_engine: VerlEngine) -> None:
     whole = shared_engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)["output_ids"]
     pieces = [
