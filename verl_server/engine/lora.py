@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from verl_server.engine.backend import Backend
 from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.validation import is_whole_number
+from verl_server.validation import is_list, is_whole_number
 from verl_server.weights.unknown_names import fused_with
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class LoraAdapters:
 
     def require(self, lora_path: Any) -> None:
         """Raise BadInputError unless a request's LoRA adapters are all loaded. `lora_path`: a name or a list."""
-        for name in lora_path if isinstance(lora_path, (list, tuple)) else [lora_path]:
+        for name in lora_path if is_list(lora_path) else [lora_path]:
             if name is not None and name not in self._names:
                 raise BadInputError(
                     f"there is no LoRA adapter {name!r}; loaded are {sorted(self._names)}. "
