@@ -19,6 +19,7 @@ from helpers import (
     adapter_of,
     assert_equals_reference,
     change_weights,
+    greedy_with_logprobs,
     open_files,
     reference_model,
     resident_bytes,
@@ -44,6 +45,37 @@ def _footprint(server_pids: list[int]) -> dict[str, int]:
         "shared": len({line.split()[-1] for pid in pids for line in _mappings(pid) if "/dev/shm/" in line}),
         "resident": sum(resident_bytes(pid) for pid in pids),
     }
+
+
+def test_no_request_is_answered_from_the_cache_of_earlier_weights(
+    shared_engine: VerlEngine, tiny: Callable[..., Path]
+) -> None:
+    """The same long prompts after each of 20 updates that keep the KV cache, while another request runs."""
+    model = reference_model(tiny("qwen3"))
+    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    prompts = [[1 + (7 * i + k) % 249 for i in range(200)] for k in range(3)]
+    params = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+    running = threading.Thread(
+        target=shared_engine.generate,
+        kwargs={"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}},
+    )
+    running.start()
+    for seed in range(20):
+        change_weights(model, seed=seed)
+        shared_engine.update_weights_from_tensor(model.state_dict().items(), pause_mode="in_place", flush_cache=False)
+        for is_repeated in (False, True):
+            replies = shared_engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
+            for prompt, reply in zip(prompts, replies, strict=True):
+                meta = reply["meta_info"]
+                tokens, logprobs = greedy_with_logprobs(model, prompt, 4)
+                assert reply["output_ids"] == tokens
+                found = [logprob for logprob, *_ in meta["output_token_logprobs"]]
+                assert found == pytest.approx(logprobs, abs=1e-5)
+                assert meta["weight_version"] == shared_engine.weight_version
+                assert (meta["cached_tokens"] > 150) is is_repeated, "the cache works for the present weights"
+    running.join(60.0)
+    assert not running.is_alive()
+    shared_engine.update_weights_from_tensor(original.items())
 
 
 @pytest.mark.soak

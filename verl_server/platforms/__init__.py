@@ -2,8 +2,8 @@
 
 SGLang calls two entry points in its launcher, scheduler and detokenizer processes. `activate` (entry point group
 `sglang.srt.platforms`) names the platform class. `register_hooks` (group `sglang.srt.plugins`) registers functions for
-behaviour that the platform interface does not cover. On a machine with an accelerator both do nothing. Importing this
-package imports neither torch nor sglang.
+behaviour that the platform interface does not cover. On a machine with an accelerator `activate` does nothing, and only
+the hooks of the prefix cache are registered. Importing this package imports neither torch nor sglang.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ def activate() -> str | None:
 
 
 def register_hooks() -> None:
-    """Register this platform's hooks with SGLang's `HookRegistry`, if this platform is the active platform."""
+    """Register hooks with SGLang's `HookRegistry`: most of them only if this platform is the active platform."""
     from sglang.srt.platforms import current_platform
 
     from verl_server.platforms.cpu import TorchNativeCpuPlatform
+    from verl_server.platforms.hooks import register
 
-    if isinstance(current_platform, TorchNativeCpuPlatform):
-        from verl_server.platforms.hooks import register
-
-        register()
+    register(on_cpu=isinstance(current_platform, TorchNativeCpuPlatform))
 
 
 def _has_accelerator() -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from verl_server.platforms import cache_namespace
+
 logger = logging.getLogger(__name__)
 
 _MANAGERS = "sglang.srt.managers"
@@ -26,16 +28,19 @@ _SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler"
 
 
-def register() -> None:
-    """Register the hooks of this process. Called by `register_hooks` on the active CPU platform only."""
+def register(*, on_cpu: bool) -> None:
+    """Register the hooks of this process: those of every platform, and those of the CPU platform."""
     in_scheduler = f"{_MANAGERS}.scheduler" in sys.modules
     in_detokenizer = f"{_MANAGERS}.detokenizer_manager" in sys.modules
     # A spawned worker has imported its own manager only. The launcher has imported none, or all of them (`Engine`).
     in_launcher = in_scheduler == in_detokenizer
-    if in_launcher:
+    if in_launcher and on_cpu:
         _register_launcher()
     if in_launcher or in_scheduler:  # the launcher may fork its workers
-        _register_scheduler()
+        for target, hook in cache_namespace.hooks().items():
+            _add(target, hook, HookType.BEFORE)
+        if on_cpu:
+            _register_scheduler()
 
 
 def _register_launcher() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from verl_server.platforms import cache_namespace
 from verl_server.types import Json
 from verl_server.weights.checksum import compute_checksum
 from verl_server.weights.coverage import Coverage
@@ -55,6 +56,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
     """SGLang's custom weight loader, `fn(model, named_tensors)`. Never raises."""
     from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
 
+    cache_namespace.begin_update()
     try:
         message = json.loads(named_tensors[0][0])
         receiver = receiver_class(message["transport"])(message, get_tensor_model_parallel_rank())

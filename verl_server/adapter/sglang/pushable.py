@@ -38,6 +38,8 @@ def _reason(server_args: Mapping[str, Any]) -> str | None:
     for name in QUANTIZATION_ARGUMENTS:
         if server_args.get(name):
             return f"{name}={server_args[name]!r}: serve the model without quantization"
+    if storage := server_args.get("hicache_storage_backend"):
+        return f"hicache_storage_backend={storage!r}, which keeps the KV cache of earlier weights: leave it out"
     config = read_model_config(str(server_args["model_path"])) if server_args.get("model_path") else {}
     if quantization := config.get("quantization_config") or config.get("compression_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
