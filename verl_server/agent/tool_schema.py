@@ -100,10 +100,10 @@ def _require_json_schema(name: str, parameter: str, field: Any) -> None:
             warnings.simplefilter("ignore")  # the same warnings come from the model of all parameters
             pydantic.create_model("parameter", __config__=MODEL_CONFIG, value=field).model_json_schema()
     except (ValueError, TypeError, pydantic.PydanticUserError) as error:
+        reason = str(getattr(error, "message", error)).rstrip(".")
         raise BadInputError(
-            f"tool {name!r}: the annotation of parameter {parameter!r} has no JSON schema: "
-            f"{getattr(error, 'message', error)}. Use a type of JSON, for example str, int, list[float] or a pydantic "
-            "model"
+            f"tool {name!r}: the annotation of parameter {parameter!r} has no JSON schema: {reason}. Use a type of "
+            "JSON, for example str, int, list[float] or a pydantic model"
         ) from error
 
 
