@@ -141,7 +141,7 @@ def _weights(engine_folder: Any) -> dict[str, torch.Tensor]:
         (lambda w: w | {"model.no_such.weight": torch.zeros(2)}, "no_such"),
         (lambda w: w | {"model.norm.weight": torch.zeros(63)}, r"model.norm.weight.*\[63\].*\[64\]"),
         (lambda w: w | {"model.norm.weight": torch.zeros(64, dtype=torch.int64)}, "model.norm.weight.*int64"),
-        (lambda w: w | {"model.norm.weight": torch.zeros(64, dtype=torch.float64)}, "model.norm.weight.*float64"),
+        (lambda w: w | {"model.norm.weight": torch.zeros(64).to(torch.float8_e4m3fn)}, "model.norm.weight.*float8"),
         (lambda w: w | {"model.norm.weight": [0.0]}, "model.norm.weight.*list"),
         (lambda w: {}, "empty"),
         (lambda w: iter(()), "empty"),
