@@ -327,7 +327,7 @@ def test_mistakes_are_explained(args: list[str], code: int, expected: str) -> No
 
 def test_a_router_and_its_status_report_an_unreachable_replica() -> None:
     """The router logs the URL and the reason at its start. The status shows the whole URL in a pipe and fails."""
-    replica = f"http://127.0.0.1:1/{'a-long-path-' * 10}end"
+    replica = f"http://{'a-long-name.' * 10}invalid:1"
     command = [*COMMAND, "router", "--replica", replica]
     env = environment(**KEYS)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as router:
