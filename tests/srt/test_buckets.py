@@ -75,7 +75,7 @@ def test_readers_get_what_writers_wrote_whoever_is_faster(
     }
     layout = plan_double_buffer(specs, None, in_host_memory=True)
     double_buffer = DoubleBuffer.create(layout)
-    other = DoubleBuffer.open(double_buffer.path, layout)
+    other = DoubleBuffer.open(double_buffer.location, layout)
 
     def write(index: int) -> None:
         writer = BucketWriter(double_buffer, number, index, index == 0, range(readers), peers_are_alive)

@@ -20,6 +20,7 @@ from verl_server.doctor import ranks as rank_checks
 from verl_server.doctor import weights as weight_checks
 from verl_server.doctor.finding import Finding
 from verl_server.doctor.hardware import Gpu, Hardware, parse_gpus, visible
+from verl_server.platforms.available_memory import available_memory, container_memory
 
 GIB = 2**30
 LAYOUT = ModelFacts("Qwen3ForCausalLM", layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, context=2048)
@@ -147,7 +148,30 @@ def test_memory() -> None:
     assert memory.check_shared_memory(64 * 2**20, 64 * 2**20).level is Level.WARN
     assert memory.check_shared_memory(64 * GIB, 1024).level is Level.FAIL
     assert memory.check_shared_memory(64 * GIB, 60 * GIB).level is Level.OK
-    assert memory.available_memory() > 0
+    assert available_memory() > 0
+
+
+def test_the_memory_of_a_container_without_its_file_cache(tmp_path: Path) -> None:
+    """Both versions of control groups. A limit above the machine's memory is none."""
+    assert container_memory(tmp_path) is None
+    v1 = tmp_path / "memory"
+    v1.mkdir()
+    (v1 / "memory.limit_in_bytes").write_text("1000000\n")
+    (v1 / "memory.usage_in_bytes").write_text("700000\n")
+    (v1 / "memory.stat").write_text("cache 500000\nactive_file 100000\ninactive_file 300000\nshmem 100000\n")
+    assert container_memory(tmp_path) == (1_000_000, 300_000)
+    for name, text in (
+        ("max", "max"),
+        ("current", "900000"),
+        ("stat", "file 1\nactive_file 0\ninactive_file 400000\n"),
+    ):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert container_memory(tmp_path) == (1_000_000, 300_000), "version 2 has no limit"
+    (tmp_path / "memory.max").write_text("2000000\n")
+    assert container_memory(tmp_path) == (2_000_000, 500_000)
+    (tmp_path / "memory.max").write_text(str(2**60))
+    (v1 / "memory.limit_in_bytes").write_text(str(2**60))
+    assert container_memory(tmp_path) is None
 
 
 def test_orphans_differ_from_children_of_a_launcher() -> None:

@@ -179,6 +179,11 @@ def _two_nodes(rank: int, world: int, folder: str) -> list[list[int]]:
         engine.update_weights_from_tensor(model.state_dict().items())
         second = assert_equals_reference(engine, model)
         assert first != second
+        # plain tensors on the first rank only: the arena of the second node would lack them
+        on_first = model.state_dict() if rank == 0 else {}
+        found = raised(lambda: engine.update_weights_from_tensor(on_first.items()))
+        assert (found[0], "rank 1 pushed 0 tensors" in found[1]) == ("BadInputError", True), found
+        assert assert_equals_reference(engine, model) == second
         assert engine.adapter is not None
         main_pid = engine.adapter.pids.main  # the first rank of each node has its own server
         # the server of the second node dies: the first rank raises at once

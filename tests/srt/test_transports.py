@@ -20,6 +20,7 @@ from helpers import (
 )
 from interceptor import Interceptor
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import LlamaConfig
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, WeightsConfig
 from verl_server.config import TRANSPORTS as ALL_TRANSPORTS
@@ -28,6 +29,7 @@ from verl_server.errors import (
     BadInputError,
     ServerBusyError,
     TornWeightsError,
+    UnsupportedError,
     VerlServerError,
     WeightManifestError,
 )
@@ -179,6 +181,50 @@ def test_requests_of_an_update_are_small(
         assert 0 < front.sent_bytes - before < 16_000
 
 
+@pytest.mark.parametrize("transport", ["shared_memory", "buckets"])
+def test_a_step_that_fails_on_one_of_two_servers(
+    transport: str, servers: list[Any], one_rank: DeviceMesh, tiny: Callable[..., Path]
+) -> None:
+    """If no session can be opened, nothing has happened. If generation does not continue, the new version counts."""
+    model, broken = reference_model(tiny("qwen3")), {""}
+
+    def before(path: str) -> None:
+        if path in broken:
+            raise ConnectionError
+
+    args = servers[1].server_args
+    with Interceptor(servers[1].base_url, before) as front:
+        remote = [remote_server_of(servers[0]), RemoteServer(front.url, args["api_key"], args["admin_api_key"])]
+        with VerlEngine(
+            one_rank,
+            servers=remote,
+            model_path=str(tiny("qwen3")),
+            dtype="float32",
+            weights=WeightsConfig(transport=transport),
+        ) as engine:
+            engine.update_weights_from_tensor(model.state_dict().items())
+            change_weights(model, seed=3)
+            broken.add("/begin_weight_update")
+            with pytest.raises(VerlServerError, match="begin_weight_update"):
+                engine.update_weights_from_tensor(model.state_dict().items())
+            assert engine.weight_version == 1
+            for server in servers:
+                server.begin_weight_update()  # no session is open
+                server.end_weight_update()
+                assert_equals_reference(server, reference_model(tiny("qwen3")))
+            broken.clear()
+            broken.add("/continue_generation")
+            with pytest.raises(VerlServerError, match=r"version 2 is loaded and verified, but generation does not"):
+                engine.update_weights_from_tensor(model.state_dict().items(), weight_version=2)
+            broken.clear()
+            assert engine.weight_version == 2
+            for server in servers:
+                server.continue_generation()
+                assert_equals_reference(server, model)
+            engine.update_weights_from_tensor(model.state_dict().items())
+            assert engine.weight_version == 3
+
+
 def test_the_message_for_the_loader_does_not_grow_with_the_model() -> None:
     def message_length(num_tensors: int, transport: str) -> int:
         layout = plan_arena({f"layers.{i}.weight": TensorSpec((8, 8), "bfloat16") for i in range(num_tensors)})
@@ -216,6 +262,20 @@ def test_a_refused_dict_leaves_the_staged_weights_unchanged(bad: torch.Tensor) -
         assert all(bool((staged == 1.0).all()) for staged in updater.staging_tensors().values())
     assert updater.weight_version == 3
     updater.close()
+
+
+def test_a_model_that_does_not_fit_into_memory_goes_through_buckets(
+    servers: list[Any], one_rank: DeviceMesh, tmp_path: Path
+) -> None:
+    """Otherwise the kernel would kill the trainer or the server during the first update."""
+    LlamaConfig(hidden_size=2**16, intermediate_size=2**18, num_hidden_layers=32).save_pretrained(tmp_path)
+    arguments: dict[str, Any] = {
+        "servers": [remote_server_of(one) for one in servers], "model_path": str(tmp_path), "load_format": "dummy"
+    }  # fmt: skip
+    with pytest.raises(BadInputError, match=r"takes \d{13} bytes of memory, but only \d+ bytes are available"):
+        VerlEngine(one_rank, weights=WeightsConfig(transport="shared_memory"), **arguments)
+    with VerlEngine(one_rank, **arguments) as engine, pytest.raises(UnsupportedError, match="transport 'buckets'"):
+        engine.staging_tensors()
 
 
 def test_bad_settings_are_refused(servers: list[Any], one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:

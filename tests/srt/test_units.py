@@ -237,7 +237,7 @@ def test_broadcast_ranges_contain_whole_tensors_only(gaps_and_sizes: list[tuple[
 def test_all_mappings_of_an_arena_share_its_memory() -> None:
     layout = plan_arena({"a": TensorSpec((3, 4), "float32"), "b": TensorSpec((), "bfloat16")})
     mine = Arena.create(layout)
-    other = Arena.open(mine.path, layout)
+    other = Arena.open(mine.location, layout)
     mine.tensor("a").copy_(torch.arange(12.0).view(3, 4))
     mine.tensor("b").fill_(2.5)
     assert torch.equal(other.tensor("a"), torch.arange(12.0).view(3, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from verl_server.adapter.memory_tags import undefined_weights_reason
 from verl_server.adapter.sglang.server_arguments import loses_weights, require_memory_saver
 from verl_server.types import TensorSpec
 from verl_server.weights.manifest import Manifest
+from verl_server.weights.memory_file import SharedMemoryFile
 from verl_server.weights.read_manifest import read_manifest
 from verl_server.weights.update.shard_writer import ShardWriter
 from verl_server.weights.update.tensor_source import TensorSource
@@ -221,3 +223,33 @@ def test_a_release_without_a_copy_loses_the_weights(has_copy: bool) -> None:
     assert not loses_weights(["kv_cache"], args)
     assert (undefined_weights_reason(loses, []) is not None) is loses
     assert undefined_weights_reason(loses, ["weights"]) is None, "no update is possible while they are released"
+
+
+def test_only_the_memory_file_of_the_name_is_opened() -> None:
+    """`/proc/PID/fd/N` can be another file in another container, or after the owner has ended."""
+    mine, other = SharedMemoryFile.create("arena", 4096), SharedMemoryFile.create("arena", 4096)
+    foreign = os.memfd_create("verl_server_arena", os.MFD_CLOEXEC)
+    os.ftruncate(foreign, 4096)
+    path, _, name = mine.location.partition(":")
+    opened = SharedMemoryFile.open(mine.location, 4096)
+    opened.memory[:2] = b"ab"
+    assert mine.memory[:2] == b"ab"
+    assert opened.exists()
+    for location in (
+        f"{other.location.partition(':')[0]}:{name}",
+        f"/proc/{os.getpid()}/fd/{foreign}:{name}",
+        f"{path}:verl_server_arena",
+        path,
+        f"/etc/passwd:{name}",
+        "/etc/passwd",
+        f"/proc/self/../self/fd/1:{name}",
+    ):
+        with pytest.raises(OSError, match="memory file"):
+            SharedMemoryFile.open(location, 4096)
+    mine.close()
+    assert not opened.exists()
+    with pytest.raises(OSError, match=r"/fd/|memory file"):
+        SharedMemoryFile.open(mine.location, 4096)
+    for file in (opened, other):
+        file.close()
+    os.close(foreign)

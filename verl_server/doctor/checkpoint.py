@@ -8,7 +8,6 @@ from pathlib import Path
 from verl_server.adapter.model_files import ModelFacts, read_facts
 from verl_server.doctor.finding import Finding, fail, ok, warn
 from verl_server.doctor.hardware import Hardware
-from verl_server.doctor.memory import available_memory
 from verl_server.doctor.model import check_architecture, check_tokenizer, known_to_sglang, known_to_transformers
 from verl_server.doctor.ranks import check_devices, check_ranks
 from verl_server.doctor.weights import (
@@ -20,6 +19,7 @@ from verl_server.doctor.weights import (
     serving_item_bytes,
     weights_of_config,
 )
+from verl_server.platforms.available_memory import available_memory
 
 
 def find_folder(model: str) -> Path | None:

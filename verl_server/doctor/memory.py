@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import psutil
-
 from verl_server.doctor.finding import Finding, fail, gib, ok, warn
+from verl_server.platforms.available_memory import available_memory, container_memory
 from verl_server.server.warden.shared_memory_files import SHM_DIR
 
 SHM_FAIL_BYTES = 32 * 2**20
@@ -40,29 +39,6 @@ def check_memory(available: int, limit: int | None = None) -> Finding:
     if available < 2 * SERVER_BYTES:
         return warn("Memory", f"{detail}, enough for small models only", symptom=symptom, fix=fix)
     return ok("Memory", detail)
-
-
-def container_memory() -> tuple[int, int] | None:
-    """Limit and use of memory in this process's control group (cgroup v2, then v1), in bytes. None without a limit."""
-    root = Path("/sys/fs/cgroup")
-    for limit, used in (
-        (root / "memory.max", root / "memory.current"),
-        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            numbers = int(limit.read_text()), int(used.read_text())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        if numbers[0] < psutil.virtual_memory().total:
-            return numbers
-    return None
-
-
-def available_memory() -> int:
-    """Bytes that a new process can allocate within the limit of the container."""
-    available = psutil.virtual_memory().available
-    container = container_memory()
-    return available if container is None else max(0, min(available, container[0] - container[1]))
 
 
 def examine() -> list[Finding]:

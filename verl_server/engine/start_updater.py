@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from verl_server.config import WeightsConfig
 from verl_server.engine.backend import Backend
 from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
+from verl_server.platforms.available_memory import available_memory
 from verl_server.types import Json, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
@@ -60,13 +61,15 @@ def start_weight_updater(
 def _choose_transport(backend: Backend, nnodes: int, config: WeightsConfig, model_bytes: int) -> str:
     """The name of the transport. `model_bytes`: size of the staging memory for the whole model.
 
-    Raises BadInputError for a transport that does not support several nodes or exceeds `max_staging_bytes`.
+    Raises BadInputError for a transport that does not support several nodes, exceeds `max_staging_bytes`, or needs more
+    memory than is available: the kernel would kill the trainer or the server during the first update.
     """
-    limit = config.max_staging_bytes
+    limit, available = config.max_staging_bytes, available_memory()
     transport = config.transport
     if transport == "auto":
         transport = backend.nearest_transport()
-        if transport == "shared_memory" and limit is not None and model_bytes > limit and nnodes == 1:
+        exceeds = model_bytes > available or (limit is not None and model_bytes > limit)
+        if transport == "shared_memory" and exceeds and nnodes == 1:
             transport = "buckets"
     if nnodes > 1 and transport != "shared_memory":
         raise BadInputError(
@@ -76,6 +79,12 @@ def _choose_transport(backend: Backend, nnodes: int, config: WeightsConfig, mode
         raise BadInputError(
             f"staging this model for the transport {transport!r} takes {model_bytes} bytes of memory, more than "
             f"max_staging_bytes={limit}; raise the limit or use the transport 'buckets'"
+        )
+    if model_bytes > available and not is_streamed(transport):
+        raise BadInputError(
+            f"staging this model for the transport {transport!r} takes {model_bytes} bytes of memory, but only "
+            f"{available} bytes are available on this machine or in this container; free memory, raise the limit of "
+            "the container, or use WeightsConfig(transport='buckets') on one machine"
         )
     return transport
 
@@ -91,10 +100,10 @@ def _start_staged(
     """Create an arena on the first rank of each node. With one node, every rank maps that arena if all ranks can."""
     layout, placement = plan_arena(manifest.tensors), ranks.placement
     arena = Arena.create(layout) if placement.is_node_leader else None
-    paths = _gather_values(ranks.coordinator, "arena", arena.path if arena else None)
+    locations = _gather_values(ranks.coordinator, "arena", arena.location if arena else None)
     shared = False
     if placement.nnodes == 1:
-        arena, shared = _map_on_all_ranks(ranks.coordinator, arena, lambda: Arena.open(paths[0], layout))
+        arena, shared = _map_on_all_ranks(ranks.coordinator, arena, lambda: Arena.open(locations[0], layout))
     arena = arena or Arena.create(layout)  # a rank on another machine: pages that are never written use no memory
     sender = None
     if backend is not None:
@@ -102,7 +111,7 @@ def _start_staged(
             arena=arena,
             layout=layout,
             timeout_s=ranks.timeout_s,
-            arena_paths=paths,
+            arena_locations=locations,
             ranks_per_node=placement.ranks_per_node if placement.nnodes > 1 else 0,
             node_rank=placement.node_rank,
             folder=None if config.folder is None else str(config.folder),

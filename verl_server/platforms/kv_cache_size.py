@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import psutil
+from verl_server.platforms.available_memory import available_memory
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,6 @@ def default_kv_cache_tokens(args: Any) -> int:
         * (model.head_dim + getattr(model, "v_head_dim", model.head_dim))
         * element_bytes
     )
-    tokens = pool_tokens(model.context_len, bytes_per_token, psutil.virtual_memory().available)
+    tokens = pool_tokens(model.context_len, bytes_per_token, available_memory())
     logger.info("KV cache: %d tokens of %d bytes (set --max-total-tokens to change)", tokens, bytes_per_token)
     return tokens

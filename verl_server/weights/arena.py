@@ -21,7 +21,7 @@ class Arena:
     """One process's mapping of the staging memory. `create` makes the memory; `open` maps another process's memory."""
 
     def __init__(self, file: SharedMemoryFile, layout: Layout) -> None:
-        self._file, self._layout, self._memory, self.path = file, layout, file.memory, file.path
+        self._file, self._layout, self._memory, self.location = file, layout, file.memory, file.location
         self._tensors: dict[str, torch.Tensor] = {}
         self._flat: torch.Tensor | None = None
         self.reports = SharedReports(self._memory, layout.checksums_offset, len(layout.slots))
@@ -29,12 +29,12 @@ class Arena:
     @classmethod
     def create(cls, layout: Layout) -> Arena:
         """Create an arena that this process owns. Raises the errors of `SharedMemoryFile.create`."""
-        return cls(SharedMemoryFile.create("verl_server_arena", layout.size_bytes), layout)
+        return cls(SharedMemoryFile.create("arena", layout.size_bytes), layout)
 
     @classmethod
-    def open(cls, path: str, layout: Layout) -> Arena:
+    def open(cls, location: str, layout: Layout) -> Arena:
         """Map the arena of another process on this machine. Raises OSError if this process cannot open it."""
-        return cls(SharedMemoryFile.open(path, layout.size_bytes), layout)
+        return cls(SharedMemoryFile.open(location, layout.size_bytes), layout)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor `name` as a view of the arena: writing the tensor writes the arena."""

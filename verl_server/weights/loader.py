@@ -88,6 +88,7 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
 
     try:
         try:
+            _wait_for_device(model)
             coverage = Coverage(model) if verify else None
             try:
                 model.load_weights(received_tensors())
@@ -113,6 +114,13 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
         num_unwritten=len(unwritten),
     )
     return report, checksums
+
+
+def _wait_for_device(model: Any) -> None:
+    """Wait for what runs on the model's accelerator: a pause in place does not wait for the batch that is computed."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 def _require_own_memory(model: Any, receiver: Receiver) -> None:

@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import mmap
 import os
+import re
+import secrets
 from typing import TYPE_CHECKING
 
 from verl_server.errors import UnsupportedError, VerlServerError
@@ -18,12 +20,19 @@ from verl_server.errors import UnsupportedError, VerlServerError
 if TYPE_CHECKING:
     import torch
 
+NAME_PREFIX = "verl_server_"
+"""How the names of our memory files begin. SGLang's servers open no other files for a weight update."""
+LOCATION_PATH = re.compile(r"/proc/\d+/fd/\d+")
+
 
 class SharedMemoryFile:
-    """One process's mapping of a memory file. `create` makes the file; `open` maps the file of another process."""
+    """One process's mapping of a memory file. `create` makes the file; `open` maps the file of another process.
 
-    def __init__(self, fd: int, size_bytes: int, path: str) -> None:
-        self._fd, self.path = fd, path
+    `location`: where other processes find the file, see `open_memory_file`.
+    """
+
+    def __init__(self, fd: int, size_bytes: int, location: str) -> None:
+        self._fd, self.location = fd, location
         try:
             self.memory = mmap.mmap(fd, size_bytes)
         except (OSError, ValueError) as error:
@@ -31,32 +40,62 @@ class SharedMemoryFile:
             raise VerlServerError(f"cannot map {size_bytes} bytes of staging memory: {error}") from error
 
     @classmethod
-    def create(cls, name: str, size_bytes: int) -> SharedMemoryFile:
+    def create(cls, kind: str, size_bytes: int) -> SharedMemoryFile:
         """Create a file that this process owns. The machine provides a page when it is first written.
 
-        Raises UnsupportedError on a system without `memfd_create`, VerlServerError if the memory cannot be mapped.
+        `kind` is a part of the file's name, in which a random number follows. Raises UnsupportedError on a system
+        without `memfd_create`, VerlServerError if the memory cannot be mapped.
         """
         if not hasattr(os, "memfd_create"):
             raise UnsupportedError("staging memory for weights needs memfd_create, which only Linux has")
+        name = f"{NAME_PREFIX}{kind}_{secrets.token_hex(8)}"
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(fd, size_bytes)
-        return cls(fd, size_bytes, f"/proc/{os.getpid()}/fd/{fd}")
+        return cls(fd, size_bytes, f"/proc/{os.getpid()}/fd/{fd}:{name}")
 
     @classmethod
-    def open(cls, path: str, size_bytes: int) -> SharedMemoryFile:
+    def open(cls, location: str, size_bytes: int) -> SharedMemoryFile:
         """Map the file of another process on this machine. Raises OSError if this process cannot open it."""
-        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), size_bytes, path)
+        return cls(open_memory_file(location), size_bytes, location)
 
-    @property
-    def inode(self) -> int:
-        """Inode of the file. Together with `path` it identifies the file on this machine."""
-        return os.fstat(self._fd).st_ino
+    def exists(self) -> bool:
+        """Whether the owner of the file runs and has not closed it."""
+        path, _, name = self.location.partition(":")
+        return _memory_file_name(path) == name
 
     def close(self) -> None:
         """Close the file. The mapping is closed when no object uses it any more."""
         with contextlib.suppress(BufferError):
             self.memory.close()
         os.close(self._fd)
+
+
+def open_memory_file(location: str) -> int:
+    """Open the memory file at a location, "PATH:NAME", and return its file descriptor.
+
+    The path `/proc/PID/fd/N` alone says nothing: in another container, or after the process has ended, the same number
+    can be another file. Therefore the name is compared. Raises OSError if this process cannot open the file, or if the
+    path is another file.
+    """
+    path, _, name = location.partition(":")
+    if not (LOCATION_PATH.fullmatch(path) and name.startswith(NAME_PREFIX)):
+        raise PermissionError(f"{location!r} is not the location of a memory file of verl_server")
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    if _memory_file_name(f"/proc/self/fd/{fd}") != name:
+        os.close(fd)
+        raise FileNotFoundError(
+            f"{path} is not the memory file {name}: its owner has ended, or runs in another container"
+        )
+    return fd
+
+
+def _memory_file_name(path: str) -> str | None:
+    """The name of the memory file that an entry of `/proc/PID/fd` is, or None."""
+    try:
+        target = os.readlink(path)
+    except OSError:
+        return None
+    return target.removeprefix("/memfd:").removesuffix(" (deleted)") if target.startswith("/memfd:") else None
 
 
 def memory_contains(memory: mmap.mmap, tensor: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ class Mirror:
     """Progress of an update that failed."""
 
     def __init__(self, file: SharedMemoryFile, size_bytes: int) -> None:
-        self._file, self.path = file, file.path
+        self._file, self.location = file, file.location
         self.view = memoryview(file.memory)[:size_bytes]
         """All bytes of the copy, at the same offsets as in the arena."""
         self._progress = memoryview(file.memory)[size_bytes : size_bytes + 8].cast("Q")
@@ -31,12 +31,16 @@ class Mirror:
     @classmethod
     def create(cls, size_bytes: int) -> Mirror:
         """Create a mirror of an arena of that size. Raises the errors of `SharedMemoryFile.create`."""
-        return cls(SharedMemoryFile.create("verl_server_mirror", size_bytes + PAGE_BYTES), size_bytes)
+        return cls(SharedMemoryFile.create("mirror", size_bytes + PAGE_BYTES), size_bytes)
 
     @classmethod
-    def open(cls, path: str, size_bytes: int) -> Mirror:
+    def open(cls, location: str, size_bytes: int) -> Mirror:
         """Map the mirror of another process on this machine. Raises OSError if this process cannot open it."""
-        return cls(SharedMemoryFile.open(path, size_bytes + PAGE_BYTES), size_bytes)
+        return cls(SharedMemoryFile.open(location, size_bytes + PAGE_BYTES), size_bytes)
+
+    def exists(self) -> bool:
+        """Whether the process that created the mirror is alive. A zombie has no open files, so it counts as dead."""
+        return self._file.exists()
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in this memory."""

@@ -9,7 +9,6 @@ readers are TP ranks of servers, and the leading trainer rank, which computes ch
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,24 +23,19 @@ class DoubleBuffer:
     """One process's mapping of a double buffer. `create` makes the memory; `open` maps another process's memory."""
 
     def __init__(self, file: SharedMemoryFile, layout: DoubleBufferLayout) -> None:
-        self._file, self.layout, self._memory, self.path = file, layout, file.memory, file.path
+        self._file, self.layout, self._memory, self.location = file, layout, file.memory, file.location
         self.reports = SharedReports(self._memory, layout.checksums_offset, layout.num_tensors)
         self.buckets: BucketMemory = HostBucketMemory(self._memory, layout.buckets_offset, layout.bucket_bytes)
 
     @classmethod
     def create(cls, layout: DoubleBufferLayout) -> DoubleBuffer:
         """Create a double buffer that this process owns. Raises the errors of `SharedMemoryFile.create`."""
-        return cls(SharedMemoryFile.create("verl_server_double_buffer", layout.size_bytes), layout)
+        return cls(SharedMemoryFile.create("double_buffer", layout.size_bytes), layout)
 
     @classmethod
-    def open(cls, path: str, layout: DoubleBufferLayout) -> DoubleBuffer:
+    def open(cls, location: str, layout: DoubleBufferLayout) -> DoubleBuffer:
         """Map the double buffer of another process on this machine. Raises OSError if this process cannot open it."""
-        return cls(SharedMemoryFile.open(path, layout.size_bytes), layout)
-
-    @property
-    def inode(self) -> int:
-        """Inode of the memory file. Together with `path` it identifies the double buffer on this machine."""
-        return self._file.inode
+        return cls(SharedMemoryFile.open(location, layout.size_bytes), layout)
 
     def progress(self, update_number: int) -> ProgressCounters:
         """The progress counters of one update."""
@@ -60,7 +54,7 @@ class DoubleBuffer:
 
     def owner_is_alive(self) -> bool:
         """Whether the process that created the memory is alive. A zombie has no open files, so it counts as dead."""
-        return os.path.exists(self.path)
+        return self._file.exists()
 
     def close(self) -> None:
         """Release the buckets, the mapping and the file."""

@@ -47,7 +47,7 @@ class SenderSettings:
     layout: Layout
     timeout_s: float
     """Deadline of one step of an update in seconds."""
-    arena_paths: Sequence[str] = ()
+    arena_locations: Sequence[str] = ()
     """Path of the arena on each node of one server that spans several nodes. The first is that of `arena`."""
     ranks_per_node: int = 0
     """Number of TP ranks on each node of such a server. 0 for servers that do not span nodes."""

@@ -36,16 +36,16 @@ class Stream:
     @staticmethod
     def describe(double_buffer: DoubleBuffer) -> Json:
         """The description with which a server opens the double buffer, as JSON."""
-        return {"path": double_buffer.path, "inode": double_buffer.inode}
+        return {"location": double_buffer.location}
 
     @staticmethod
     def open(description: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
         """Open a double buffer in another process. Raises OSError if this process cannot open it."""
-        return DoubleBuffer.open(description["path"], layout)
+        return DoubleBuffer.open(description["location"], layout)
 
 
-_opened: dict[tuple[str, int], DoubleBuffer] = {}
-"""The last double buffer, by path and inode. It is kept because a new mapping costs its page faults, and because a
+_opened: dict[str, DoubleBuffer] = {}
+"""The last double buffer, by location. It is kept because a new mapping costs its page faults, and because a
 GPU's IPC handle should be opened only once."""
 
 
@@ -71,7 +71,7 @@ class Receiver(base.Receiver):
         )
 
     def _open(self, description: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
-        key = (description["path"], description["inode"])
+        key = description["location"]
         if key not in _opened:
             while _opened:
                 _opened.popitem()[1].close()

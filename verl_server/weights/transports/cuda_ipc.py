@@ -36,7 +36,7 @@ class Stream(buckets.Stream):
     def open(description: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
         handle = base64.b64decode(description["ipc_handle"])
         return _with_device_buckets(
-            DoubleBuffer.open(description["path"], layout),
+            DoubleBuffer.open(description["location"], layout),
             lambda: DeviceBucketMemory.open(handle, layout.bucket_bytes),
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 HEADER_ALIGNMENT = 64
+FILE_NAME = re.compile(r"update-[0-9a-f]{32}\.safetensors")
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
@@ -124,6 +126,8 @@ class Receiver(base.Receiver):
 
     def __init__(self, message: Json, tp_rank: int) -> None:
         super().__init__(message, tp_rank)
+        if not FILE_NAME.fullmatch(Path(message["file_path"]).name):
+            raise PermissionError(f"{message['file_path']} is not a file that the transport 'disk' writes")
         self._names: list[str] = []
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

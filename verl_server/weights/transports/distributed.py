@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import json
-import os
 import threading
 import time
 import uuid
@@ -148,15 +147,15 @@ class MirrorMember(Membership):
         super().__init__(message, tp_rank)
         placement = self.announce_and_wait(message["num_receivers"])
         group_rank, leader = placement.group_rank_of(self.receiver), placement.leader_of(self.receiver)
-        path_key = mirror_key(self.group_name, leader)
+        location_key = mirror_key(self.group_name, leader)
         self.group: Any = None
         """The process group, on the leader only."""
         if group_rank is None:
-            self.mirror = Mirror.open(get_json(self.store, path_key), message["size_bytes"])
+            self.mirror = Mirror.open(get_json(self.store, location_key), message["size_bytes"])
         else:
             self.mirror = Mirror.create(message["size_bytes"])
             try:
-                set_json(self.store, path_key, self.mirror.path)
+                set_json(self.store, location_key, self.mirror.location)
                 address = own_address(self.trainer_host)
                 self.group = form_gloo_group(self.store, self.group_name, group_rank, placement.group_size, address)
             except BaseException:
@@ -166,8 +165,8 @@ class MirrorMember(Membership):
         """Id of the update whose tensors the mirror holds completely. Empty while the mirror may be inconsistent."""
 
     def leader_is_alive(self) -> bool:
-        """Whether the leader's process is alive. A zombie has no open files, so it counts as dead."""
-        return os.path.exists(self.mirror.path)
+        """Whether the leader's process is alive."""
+        return self.mirror.exists()
 
     def leave(self) -> None:
         self.group = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from verl_server.errors import UnsupportedError
 from verl_server.types import Json
 from verl_server.weights.layout import MAX_TP_RANKS, TABLE_OFFSET
+from verl_server.weights.memory_file import open_memory_file
 from verl_server.weights.reports import ReceivedReport, Report, SharedReports
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt
@@ -35,7 +36,7 @@ class Sender(base.Sender):
 
     def loader_message(self, attempt: UpdateAttempt, member_index: int) -> Json:
         return {
-            "arena_paths": list(self.settings.arena_paths) or [self.arena.path],
+            "arena_locations": list(self.settings.arena_locations) or [self.arena.location],
             "ranks_per_node": self.settings.ranks_per_node or MAX_TP_RANKS,
             "size_bytes": self.layout.size_bytes,
             "table_bytes": len(self.layout.table(attempt.names)),
@@ -90,20 +91,19 @@ class ArenaMapping:
                 memory.close()
 
 
-_mappings: dict[tuple[str, int], ArenaMapping] = {}
-"""The last mapping, by path and inode. It is kept because a new mapping of a gigabyte costs its page faults."""
+_mappings: dict[str, ArenaMapping] = {}
+"""The last mapping, by location. It is kept because a new mapping of a gigabyte costs its page faults."""
 
 
-def map_arena(path: str, size_bytes: int) -> ArenaMapping:
+def map_arena(location: str, size_bytes: int) -> ArenaMapping:
     """Map an arena, or return the mapping of the last update. Raises OSError if the trainer's process has ended."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = open_memory_file(location)
     try:
-        key = (path, os.fstat(fd).st_ino)
-        if key not in _mappings:
+        if location not in _mappings:
             while _mappings:
                 _mappings.popitem()[1].close()
-            _mappings[key] = ArenaMapping(fd, size_bytes)
-        return _mappings[key]
+            _mappings[location] = ArenaMapping(fd, size_bytes)
+        return _mappings[location]
     finally:
         os.close(fd)
 
@@ -113,7 +113,9 @@ class Receiver(base.Receiver):
 
     def __init__(self, message: Json, tp_rank: int) -> None:
         super().__init__(message, tp_rank)
-        self._mapping = map_arena(message["arena_paths"][tp_rank // message["ranks_per_node"]], message["size_bytes"])
+        self._mapping = map_arena(
+            message["arena_locations"][tp_rank // message["ranks_per_node"]], message["size_bytes"]
+        )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._mapping.tensors(self.message["table_bytes"]))

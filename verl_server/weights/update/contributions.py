@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from verl_server.errors import BadInputError
 from verl_server.types import Json
@@ -23,16 +23,16 @@ def require_tensors(contributions: Sequence[Json]) -> None:
         raise BadInputError("named_tensors is empty on rank 0: there is nothing to push")
 
 
-def require_same_names(contributions: Sequence[Json], all_ranks_needed: bool = False) -> None:
+def require_same_names(contributions: Sequence[Json], writers: Container[int] = ()) -> None:
     """Check that all ranks push the same tensors. Raises BadInputError with the first rank that differs from rank 0.
 
-    A rank may push nothing when the state dict was gathered on rank 0: unless tensors come in shards, or with
-    `all_ranks_needed`.
+    A rank may push nothing when the state dict was gathered on rank 0: unless tensors come in shards, or the rank is
+    among `writers`, the ranks that write staging memory of their own.
     """
     require_tensors(contributions)
     first = contributions[0]
     for rank, other in enumerate(contributions):
-        must_match = other["num_tensors"] or first["has_shards"] or all_ranks_needed
+        must_match = other["num_tensors"] or first["has_shards"] or rank in writers
         if must_match and other["digest"] != first["digest"]:
             raise BadInputError(
                 f"rank {rank} pushed {other['num_tensors']} tensors that differ from the {first['num_tensors']} of "

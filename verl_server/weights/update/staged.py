@@ -113,7 +113,9 @@ class StagedUpdater(WeightUpdater):
     def _commit(self, contributions: list[Json], names: list[str], options: UpdateOptions) -> Json:
         """On rank 0: check that all ranks pushed the same tensors, then make the servers load them."""
         validated = validate_options(options, self.weight_version)
-        require_same_names(contributions)
+        nnodes = self.ranks.placement.nnodes
+        node_leaders = range(0, len(contributions), len(contributions) // nnodes) if nnodes > 1 else ()
+        require_same_names(contributions, writers=node_leaders)
         self.require_loadable(names)
         servers, sender = self.ranks.servers, self._sender
         assert servers is not None

@@ -67,6 +67,7 @@ class StreamedUpdater(WeightUpdater):
         super().__init__(ranks, manifest, weight_version)
         self._transport, self._layout, self._role, self._writer_ranks = transport, layout, role, writer_ranks
         self._descriptions = descriptions
+        self._own_buffer_ranks = range(len(descriptions) if len(descriptions) > 1 else 0)
         self._update_number = 0
         """Number of the last update through the double buffers. Equal on all ranks."""
         self._filler: BufferFiller | None = None
@@ -220,7 +221,7 @@ class StreamedUpdater(WeightUpdater):
         names = contributions[0]["names"]
         require_tensors(contributions)
         if all(contribution["is_checked"] for contribution in contributions):
-            require_same_names(contributions, all_ranks_needed=len(self._descriptions) > 1)
+            require_same_names(contributions, writers=self._own_buffer_ranks)
         if names is not None:
             self.require_loadable(names)
         assert self.ranks.servers is not None
@@ -254,7 +255,7 @@ class StreamedUpdater(WeightUpdater):
             try:
                 for error in errors:
                     raise error
-                require_same_names(contributions, all_ranks_needed=len(self._descriptions) > 1)
+                require_same_names(contributions, writers=self._own_buffer_ranks)
             except VerlServerError as error:
                 if self._filler is not None:
                     self._filler.fail(error.message)
