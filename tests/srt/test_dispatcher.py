@@ -361,6 +361,32 @@ def test_a_request_that_ends_every_server_is_tried_on_two_servers_only() -> None
     asyncio.run(run())
 
 
+def test_requests_that_run_beside_a_harmful_request_are_finished_elsewhere() -> None:
+    """Two servers end under three requests. None of them is blamed: each may be the harmless one."""
+
+    dispatcher = Dispatcher()
+
+    class DyingTogether(DyingServer):
+        """Ends when three requests run, after the next replica has been added."""
+
+        async def generate(self, **request: Any) -> Any:
+            self.arrived = getattr(self, "arrived", 0) + 1
+            if self.arrived == 3:
+                dispatcher.pool.add_replica(f"r{len(servers)}", servers.pop(), 0)
+            while self.arrived < 3:
+                await asyncio.sleep(0.001)
+            return await super().generate(**request)
+
+    servers = [RecordingServer(), DyingTogether(aiohttp.ServerDisconnectedError())]
+
+    async def run() -> None:
+        dispatcher.pool.add_replica("first", DyingTogether(aiohttp.ServerDisconnectedError()), 0)
+        replies = await asyncio.wait_for(asyncio.gather(*(dispatcher.generate(REQUEST) for _ in range(3))), 5.0)
+        assert {reply["meta_info"]["attempts"] for reply in replies} == {3}
+
+    asyncio.run(run())
+
+
 def test_a_request_that_did_not_reach_ended_servers_is_tried_on_the_others() -> None:
     async def run() -> None:
         dispatcher = Dispatcher()

@@ -219,10 +219,11 @@ class Dispatcher:
             replica = await self.pool.acquire(routing_request)
             # The counter comes before the router's id, so that no attempt's id is a prefix of another one's.
             attempt_id = f"{key}~{next(self._attempt_numbers):x}~{self._router_id}"
+            was_alone = replica.starts_alone()
             try:
                 await self._attempt(generation, replica, attempt_id)
             except (ServerDiedError, ServerError, ShutDownError, DeadlineError) as error:
-                server_deaths += has_lost_server(error) and not generation.attempt_has_tokens
+                server_deaths += was_alone() and has_lost_server(error) and not generation.attempt_has_tokens
                 generation.end_attempt()
                 if server_deaths >= MAX_SERVER_DEATHS:
                     self.pool.mark_unreachable(replica)

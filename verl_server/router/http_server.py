@@ -33,7 +33,7 @@ from verl_server.errors import (
 )
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.metrics import router_metrics
-from verl_server.router.request_checks import CHARACTERS_PER_TOKEN, MAX_SERVER_DEATHS
+from verl_server.router.request_checks import CHARACTERS_PER_TOKEN
 from verl_server.router.routed_replica import RoutedReplica
 from verl_server.types import Json
 
@@ -126,7 +126,7 @@ class RouterHttpServer:
         """Forward a request unchanged to a replica, and its answer to the caller."""
         body = await request.read()
         session_id = request.headers.get("x-session-id")
-        attempts = server_deaths = 0
+        attempts = 0
         while True:
             async with self._dispatcher.lease_replica(session_id, len(body) // CHARACTERS_PER_TOKEN) as replica:
                 attempts += 1
@@ -134,11 +134,6 @@ class RouterHttpServer:
                     answer = await self._send(replica, request, body)
                 except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                     self._dispatcher.pool.mark_unreachable(replica)
-                    server_deaths += not isinstance(error, (aiohttp.ClientConnectorError, TimeoutError))
-                    if server_deaths >= MAX_SERVER_DEATHS:
-                        raise ServerDiedError(
-                            f"{server_deaths} servers ended during this request: its fields are the likely cause"
-                        ) from error
                     if attempts >= self._dispatcher.config.max_attempts:
                         raise ServerError(f"no replica answered in {attempts} attempts: {error}") from error
                     continue

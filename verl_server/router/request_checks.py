@@ -21,8 +21,9 @@ MAX_ID_LENGTH = 512
 """Maximum number of characters of a request id or a session id."""
 
 MAX_SERVER_DEATHS = 2
-"""Maximum number of servers that may end during one request before they return a token. Such a request probably ends
-every server, so it is not tried on further replicas."""
+"""Maximum number of servers that may end while one request runs alone on them, before they return a token. Such a
+request probably ends every server, so it is not tried on further replicas. Requests that run beside others are not
+blamed, because one of the others may be the cause."""
 
 
 def validate_id(value: str | None, name: str) -> None:

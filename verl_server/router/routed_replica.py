@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,6 +39,8 @@ class RoutedReplica:
     """Whether the replica serves requests, or will serve them again without an action of the user."""
     request_tokens: dict[str, int] = field(default_factory=dict)
     """Number of tokens (prompt and received output) of each running request."""
+    num_started: int = 0
+    """Number of requests that have started on the replica."""
     last_progress_at: float = field(default_factory=time.monotonic)
     """Time of the last new token, or of the first request after an idle period (`time.monotonic`)."""
 
@@ -49,8 +52,14 @@ class RoutedReplica:
     def start_request(self, key: str, prompt_tokens: int) -> None:
         """Record that a request runs on the replica."""
         self.request_tokens[key] = prompt_tokens
+        self.num_started += 1
         if len(self.request_tokens) == 1:
             self.last_progress_at = time.monotonic()
+
+    def starts_alone(self) -> Callable[[], bool]:
+        """A function that says whether the request that starts next has run alone on the replica until now."""
+        was_idle, number = not self.request_tokens, self.num_started + 1
+        return lambda: was_idle and self.num_started == number
 
     def record_progress(self, key: str, tokens: int) -> None:
         """Record that a running request has `tokens` tokens, prompt and output together."""
