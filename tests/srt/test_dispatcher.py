@@ -486,6 +486,27 @@ def test_the_reason_why_no_replica_serves() -> None:
     asyncio.run(run())
 
 
+def test_a_failed_replica_beside_one_that_waits_for_weights() -> None:
+    """A replica without a server that waits for an action of the user has not failed: the error is retryable."""
+
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        reason = "has no whole weights: send an update of all weights"
+        waiting = ReplicaStatus(
+            "a", None, 0, admitted=False, suspect=False, will_serve=False, removed=False, reason=reason
+        )
+        failure = to_wire(ServerDiedError("replica b is not started again"))
+        dispatcher.pool.apply_status(waiting)
+        dispatcher.pool.apply_status(replace(waiting, name="b", reason="has failed", failure=failure))
+        with pytest.raises(NotReadyError, match=f"at the moment: a {reason}; b has failed$"):
+            await dispatcher.generate(REQUEST)
+        dispatcher.pool.apply_status(replace(waiting, name="a", removed=True))
+        with pytest.raises(ServerDiedError, match="every replica has failed"):
+            await dispatcher.generate(REQUEST)
+
+    asyncio.run(run())
+
+
 def test_a_server_that_only_closes_connections_is_not_retried_forever() -> None:
     """The router client raises after its reconnect timeout, also without a deadline of the caller."""
 

@@ -228,7 +228,7 @@ class ReplicaPool:
         if not statuses or any(replica.admitted for replica in self.replicas.values()):
             return error
         failures = [status.failure for status in statuses if status.failure is not None]
-        if failures and not self.replicas:
+        if len(failures) == len(statuses) and not self.replicas:
             return ServerDiedError(
                 "no replica serves requests: every replica has failed and is not started again. Correct the cause, "
                 f"then create a new fleet. {failures[-1]['message']}",
