@@ -123,7 +123,8 @@ class RemoteServer:
     """Address and keys of a running server, which `verl-server launch` or another engine started."""
 
     base_url: str
-    """URL of the server without a path, for example `http://10.0.0.1:30000`. A `/v1` at its end is removed."""
+    """Base URL of the server, for example `http://10.0.0.1:30000`, or `http://proxy/server-1` behind a reverse proxy
+    that removes the path prefix `/server-1`. A `/v1` at its end is removed."""
     api_key: str | None = field(default=None, repr=False)
     """Key for requests."""
     admin_api_key: str | None = field(default=None, repr=False)

@@ -17,6 +17,12 @@ from verl_server.errors import BadInputError
 
 T = TypeVar("T")
 
+#: Paths of requests to a server or a router. They are often copied into a base URL by mistake.
+ENDPOINTS = (
+    "/generate", "/health", "/health_generate", "/metrics", "/model_info", "/replicas", "/server_info",
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/models", "/v1/responses",
+)  # fmt: skip
+
 
 def is_whole_number(value: Any) -> TypeGuard[int]:
     """Whether `value` is an int or a whole number of another library, for example `numpy.int64`. False for a bool."""
@@ -139,9 +145,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def require_http_url(name: str, url: str, example: str = "http://127.0.0.1:30000") -> str:
-    """The root of the server at `url`. Raises BadInputError unless `url` is an HTTP URL with a host and without a path.
+    """The base URL of the server at `url`. A path is kept: the server may be behind a reverse proxy with a path prefix.
 
-    A slash and `/v1` at the end of `url` are removed: the base URL of an OpenAI client is accepted.
+    A slash and `/v1` at the end of `url` are removed: the base URL of an OpenAI client is accepted. Raises
+    BadInputError unless `url` is an HTTP URL with a host, and for a query or an endpoint of the server at its end.
     """
     try:
         parts = urlsplit(url)
@@ -150,9 +157,12 @@ def require_http_url(name: str, url: str, example: str = "http://127.0.0.1:30000
         is_valid = False
     if not is_valid or any(character.isspace() for character in url):
         raise BadInputError(f"{name} {url!r} is not an HTTP URL; write for example {example}")
-    root = url.rstrip("/").removesuffix("/v1").rstrip("/")
-    if root.lower() != f"{parts.scheme}://{parts.netloc}".lower():
+    path = parts.path.rstrip("/")
+    endpoints = [endpoint for endpoint in ENDPOINTS if path.endswith(endpoint)]
+    base_path = path.removesuffix(max(endpoints, key=len, default="")).rstrip("/").removesuffix("/v1").rstrip("/")
+    base_url = f"{parts.scheme}://{parts.netloc}{base_path}"
+    if endpoints or parts.query or parts.fragment:
         raise BadInputError(
-            f"{name} {url!r} must be the root of the server, without a path or a query; write for example {example}"
+            f"{name} {url!r} must be the base URL of the server, without an endpoint or a query; write {base_url}"
         )
-    return root
+    return base_url

@@ -12,16 +12,18 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 
-from verl_server import RouterClient, RouterConfig
+from verl_server import AsyncHttpServerEngineAdapter, RouterClient, RouterConfig
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerDiedError, ServerError, to_wire
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http_server import RouterHttpServer
 from verl_server.router.metrics import router_metrics
 from verl_server.router.policy import VersionRequirement
+from verl_server.router.process.fetch_replicas import fetch_replicas
 from verl_server.router.replica_status import ReplicaStatus
 
 REQUEST: dict[str, Any] = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
@@ -505,6 +507,50 @@ def test_a_failed_replica_beside_one_that_waits_for_weights() -> None:
             await dispatcher.generate(REQUEST)
 
     asyncio.run(run())
+
+
+def test_a_server_behind_a_path_prefix() -> None:
+    """The adapter, the router, its client and `verl-server status` keep the path prefix of a reverse proxy."""
+    paths: list[str] = []
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        """A server and a router at once, under the prefix `/a/b`."""
+        paths.append(request.path_qs)
+        name = request.path.removeprefix("/a/b")
+        reply = {"output_ids": [7], "meta_info": {"weight_version": "3"}}
+        if name == "/generate" and orjson.loads(await request.read()).get("stream"):
+            return web.Response(body=b"data: " + orjson.dumps(reply) + b"\n\n", content_type="text/event-stream")
+        replies: dict[str, Any] = {
+            "/generate": reply, "/server_info": {"model_path": "none"}, "/model_info": {"weight_version": "3"},
+            "/v1/models": [], "/replicas": [{"name": "a"}],
+        }  # fmt: skip
+        return web.json_response(replies[name])
+
+    async def run() -> None:
+        runner = web.ServerRunner(web.Server(answer))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/a/b"
+        try:
+            async with AsyncHttpServerEngineAdapter.attach(f"{url}/v1/") as adapter, RouterClient(url, None) as client:
+                assert (await adapter.get_model_info())["weight_version"] == 3
+                assert (await adapter.generate("x"))["output_ids"] == [7]
+                assert [event["output_ids"] async for event in adapter.generate_stream("x")] == [[7]]
+                assert (await client.generate(prompt="x"))["output_ids"] == [7]
+                assert await asyncio.to_thread(fetch_replicas, url, "", "") == [{"name": "a"}]
+                dispatcher = Dispatcher()
+                dispatcher.pool.add_replica("a", adapter, 0)
+                async with http_router(dispatcher) as router_url, aiohttp.ClientSession() as session:
+                    headers = {"Authorization": f"Bearer {API_KEY}"}
+                    async with session.get(f"{router_url}/v1/models?x=1", headers=headers) as response:
+                        assert (response.status, await response.json()) == (200, [])
+        finally:
+            await runner.cleanup()
+        assert set(paths) == {
+            f"/a/b{path}" for path in ("/generate", "/server_info", "/model_info", "/replicas", "/v1/models?x=1")
+        }
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
 
 
 def test_a_server_that_only_closes_connections_is_not_retried_forever() -> None:

@@ -81,16 +81,18 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         RemoteServer,
         ("http://h:1/generate",),
         {},
-        "'http://h:1/generate' must be the root of the server, without",
+        "'http://h:1/generate' must be the base URL of the server, without an endpoint or a query; write http://h:1",
     ),
     (
         RemoteServer,
         ("http://h:1?x=3",),
         {},
-        "'http://h:1?x=3' must be the root of the server, without",
+        "'http://h:1?x=3' must be the base URL of the server, without an endpoint or a query; write http://h:1",
     ),
+    (ADAPTER.attach, ("http://h/a/v1/chat/completions/",), {}, "without an endpoint or a query; write http://h/a"),
+    (ADAPTER.attach, ("http://h/a/v1/models?x=3#y",), {}, "without an endpoint or a query; write http://h/a"),
     (RemoteServer, ("http://h:1\n",), {}, r"'http://h:1\n' is not an HTTP URL"),
-    (RouterClient, ("http://h:1/generate", None), {}, "url 'http://h:1/generate' must be the root of the server"),
+    (RouterClient, ("http://h:1/generate", None), {}, "url 'http://h:1/generate' must be the base URL of the"),
     (tags_to_release, (5, ()), {}, "tags must be a list of strings, got 5"),
     (validate_options, (UpdateOptions(None, "no", False, "retract", True), 0), {}, "verify must be True or False, got"),  # type: ignore[arg-type]
     (validate_options, (UpdateOptions(None, True, False, "retract", 1), 0), {}, "flush_cache must be True or False"),  # type: ignore[arg-type]
@@ -229,6 +231,11 @@ def test_folders_in_the_home_of_the_user(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_url_of_an_openai_client_is_accepted() -> None:
     for url in ("http://a:1/v1", "http://a:1/v1/", "http://a:1/"):
         assert RemoteServer(url).base_url == ADAPTER.attach(url).base_url == "http://a:1"
+
+
+def test_the_path_prefix_of_a_reverse_proxy_is_kept() -> None:
+    for url in ("http://a/x/server-1", "http://a/x/server-1/", "http://a/x/server-1/v1"):
+        assert RemoteServer(url).base_url == ADAPTER.attach(url).base_url == "http://a/x/server-1"
 
 
 def _sampling_params(params: Any) -> Any:

@@ -132,7 +132,7 @@ class HttpServerEngineAdapter:
 
     @property
     def base_url(self) -> str:
-        """URL of the server, without a path."""
+        """Base URL of the server, without an endpoint."""
         return self.asynchronous.base_url
 
     @property
