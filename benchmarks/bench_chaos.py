@@ -1,19 +1,23 @@
-"""Checks that a fleet loses no request when its processes are killed at random, under load and during weight updates.
+"""Checks that a fleet loses no request under faults, under load and during weight updates.
 
-Servers, schedulers and the router process are killed with `kill -9`. Every reply is greedy. It is compared afterwards,
-token by token, with Hugging Face and the weights that the reply states. The benchmark counts lost, duplicated and wrong
-replies, orphaned processes and leftover files in shared memory; all counts must be 0. It also measures the seconds from
-a death to the recovery of the replica, relative to the start of one server alone and under the same load (servers and
-callers share the cores of the machine).
+Faults: servers, schedulers, the router process and the forkserver are killed with `kill -9`; a replica answers with
+errors at once for ten seconds; a scheduler is stopped for some seconds, also during an update; a burst of requests
+fills the router's queue; callers read streams slowly; the disk of the logs is full. Every reply is greedy. It is
+compared afterwards, token by token, with Hugging Face and the weights that the reply states. The benchmark counts lost,
+duplicated and wrong replies, blocked updates, orphaned processes and leftover files in shared memory; all counts must
+be 0. It also measures the seconds from a death to the recovery of the replica, relative to the start of one server
+alone and under the same load (servers and callers share the cores of the machine).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import os
+import queue
 import random
-import signal
 import tempfile
 import threading
 import time
@@ -22,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import torch
+from chaos_faults import FaultInjector, free_bytes, make_plan, small_log_disk
 from chaos_report import NAME, WEIGHT_SETS, Measurement, check_replies, report
 from common import environment, parse_options
 from servers import one_rank_mesh
@@ -29,14 +34,14 @@ from servers import one_rank_mesh
 from verl_server.types import Json
 
 if TYPE_CHECKING:
-    from verl_server import RolloutManager, VerlEngine
+    from verl_server import RolloutManager, RouterClient, VerlEngine
 
 SERVER: Json = {"dtype": "float32", "max_total_tokens": 16384}
 OUTPUT_TOKENS = (20, 120)
 """Minimum and maximum number of output tokens per request."""
-KILL_INTERVAL_S = (2.0, 12.0)
-"""Minimum and maximum number of seconds between two kills."""
 UPDATE_INTERVAL_S = 3.0
+QUEUED_REQUESTS, RUNNING_REQUESTS = 200, 32
+"""Maximum number of queued requests of the router, and of running requests of a replica. A burst exceeds both."""
 MARK = "VERL_SERVER_CHAOS"
 """Environment variable that all started processes inherit."""
 
@@ -54,22 +59,29 @@ def weight_sets(folder: Path) -> list[dict[str, torch.Tensor]]:
 
 
 def run(folder: Path, replicas: int, requests: int, kills: int, callers: int, seed: int) -> Measurement:
-    """Run the fleet, the load, the weight updates and the kills."""
-    from verl_server import RecoveryConfig, RolloutManager, VerlEngine
+    """Run the fleet, the load, the weight updates and the faults."""
+    from chaos_proxy import ProxiedLauncher
+
+    from verl_server import AdapterConfig, RecoveryConfig, RolloutManager, RouterConfig, VerlEngine
 
     measured, rng = Measurement(), random.Random(seed)
     os.environ[MARK] = "1"
     files_before = set(os.listdir("/dev/shm"))
     sets = weight_sets(folder)
     stop = threading.Event()
+    launcher = ProxiedLauncher()
     recovery = RecoveryConfig(stall_timeout_s=20.0, max_restarts=kills + 1)
-    with one_rank_mesh() as mesh:
+    router = RouterConfig(max_queued_requests=QUEUED_REQUESTS, max_running_requests_per_replica=RUNNING_REQUESTS)
+    with one_rank_mesh() as mesh, small_log_disk(folder.parent / "logs") as log_dir:
         torch.set_num_threads(1)
         started = time.monotonic()
         with RolloutManager(
             1,
             model_path=str(folder),
+            launcher=launcher,
+            config=AdapterConfig(log_dir=log_dir),
             recovery=recovery,
+            router=router,
             router_process=True,
             on_event=measured.events.append,
             **SERVER,
@@ -79,19 +91,22 @@ def run(folder: Path, replicas: int, requests: int, kills: int, callers: int, se
                 fleet.add_replica()
             with VerlEngine(mesh, fleet=fleet, model_path=str(folder), dtype=SERVER["dtype"]) as engine:
                 engine.update_weights_from_tensor(sets[1].items(), weight_version=1)
-                killer = threading.Thread(target=_kill_processes, args=(fleet, measured, kills, rng, stop))
+                load = Load(fleet, measured, requests, seed)
+                injector = FaultInjector(fleet, launcher, measured, load.add_burst)
+                faults = threading.Thread(target=_inject_faults, args=(fleet, injector, measured, kills, rng, stop))
                 updater = threading.Thread(target=_update_weights, args=(engine, sets, measured, stop))
                 started = time.monotonic()
-                killer.start()
+                faults.start()
                 updater.start()
-                asyncio.run(_send_requests(fleet, measured, requests, callers, seed, killer))
+                asyncio.run(load.run(callers, faults))
                 measured.duration_s = time.monotonic() - started
                 stop.set()
-                killer.join()
+                faults.join()
                 updater.join()
                 process = fleet.status().router_process
                 assert process is not None
                 measured.router_restarts = process.restarts
+                measured.log_disk_free_bytes = None if log_dir is None else free_bytes(log_dir)
     time.sleep(1.0)
     measured.leftover_files = sorted(set(os.listdir("/dev/shm")) - files_before)
     measured.orphaned_processes = sum(_is_marked(process) for process in psutil.process_iter())
@@ -106,39 +121,20 @@ def _is_marked(process: psutil.Process) -> bool:
         return False
 
 
-def _kill_processes(
-    fleet: RolloutManager, measured: Measurement, kills: int, rng: random.Random, stop: threading.Event
+def _inject_faults(
+    fleet: RolloutManager,
+    injector: FaultInjector,
+    measured: Measurement,
+    kills: int,
+    rng: random.Random,
+    stop: threading.Event,
 ) -> None:
-    """Start the last replica under load. Then kill random processes while at least two replicas are healthy."""
+    """Start the last replica under load, then inject the faults."""
     time.sleep(3.0)
     started = time.monotonic()
     fleet.add_replica()
     measured.loaded_start_s = time.monotonic() - started
-    while len(measured.kills) < kills and not stop.wait(rng.uniform(*KILL_INTERVAL_S)):
-        status = fleet.status()
-        healthy = [one for one in status.replicas if one.state.value == "healthy" and one.pids is not None]
-        if len(healthy) < 2:
-            continue
-        victim, target = rng.choice(healthy), rng.choice(["server", "scheduler", "router"])
-        try:
-            if target == "router":
-                assert status.router_process is not None
-                pid = status.router_process.pid
-            elif target == "server":
-                assert victim.pids is not None
-                pid = victim.pids.main
-            else:
-                assert victim.pids is not None
-                pid = next(pid for pid in victim.pids.workers if _is_scheduler(pid))
-            os.kill(pid, signal.SIGKILL)
-        except (psutil.Error, StopIteration, ProcessLookupError):
-            continue  # it has ended already
-        replica = None if target == "router" else victim.name
-        measured.kills.append({"time": time.time(), "replica": replica, "process": target})
-
-
-def _is_scheduler(pid: int) -> bool:
-    return any("scheduler" in argument for argument in psutil.Process(pid).cmdline())
+    injector.run(make_plan(kills, rng), rng, stop)
 
 
 def _update_weights(
@@ -147,29 +143,56 @@ def _update_weights(
     version = 1
     while not stop.wait(UPDATE_INTERVAL_S):
         version += 1
+        started = time.monotonic()
         try:
             engine.update_weights_from_tensor(sets[version % WEIGHT_SETS].items(), weight_version=version)
-            measured.weight_updates += 1
         except Exception as error:  # noqa: BLE001 - recorded as an error of the run
             measured.errors.append(f"update {version}: {type(error).__name__}: {error}")
             return
+        finally:
+            measured.update_s.append(time.monotonic() - started)
 
 
-async def _send_requests(
-    fleet: RolloutManager, measured: Measurement, requests: int, callers: int, seed: int, killer: threading.Thread
-) -> None:
-    """Send `requests` requests, and further ones until all kills are done."""
-    from verl_server import RouterClient
+class Load:
+    """Sends `requests` requests, and further ones until all faults are injected."""
 
-    numbers = iter(range(10**9))
+    def __init__(self, fleet: RolloutManager, measured: Measurement, requests: int, seed: int) -> None:
+        self._fleet, self._measured, self._requests, self._seed = fleet, measured, requests, seed
+        self._numbers = itertools.count()
+        self._bursts: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    async def caller(client: RouterClient) -> None:
-        for number in numbers:
-            if number >= requests and not killer.is_alive():
-                return
-            rng = random.Random(seed * 10**6 + number)
-            prompt = [rng.randrange(1, 200) for _ in range(rng.randrange(3, 40))]
-            sampling = {"temperature": 0.0, "max_new_tokens": rng.randrange(*OUTPUT_TOKENS), "ignore_eos": True}
+    def add_burst(self, requests: int) -> None:
+        """Send that many additional requests at once. Can be called from any thread."""
+        self._bursts.put(requests)
+
+    async def run(self, callers: int, faults: threading.Thread) -> None:
+        """Send all requests with `callers` callers, and the bursts."""
+        from verl_server import RouterClient
+
+        async with RouterClient(self._fleet.router_url, self._fleet.router_key) as client:
+
+            async def caller() -> None:
+                while (number := next(self._numbers)) < self._requests or faults.is_alive():
+                    await self._send(client, number)
+
+            callers_done = asyncio.gather(*(caller() for _ in range(callers)))
+            bursts: list[asyncio.Task[None]] = []
+            while not callers_done.done():
+                with contextlib.suppress(queue.Empty):
+                    for _ in range(self._bursts.get_nowait()):
+                        bursts.append(asyncio.create_task(self._send(client, next(self._numbers))))
+                await asyncio.sleep(0.05)
+            await asyncio.gather(callers_done, *bursts)
+
+    async def _send(self, client: RouterClient, number: int) -> None:
+        """Send one request until the router accepts it, and record its reply."""
+        from verl_server import ServerBusyError
+
+        rng = random.Random(self._seed * 10**6 + number)
+        prompt = [rng.randrange(1, 200) for _ in range(rng.randrange(3, 40))]
+        sampling = {"temperature": 0.0, "max_new_tokens": rng.randrange(*OUTPUT_TOKENS), "ignore_eos": True}
+        self._measured.sent += 1
+        while True:
             try:
                 reply = await client.generate(
                     rid=f"request-{number}",
@@ -177,22 +200,23 @@ async def _send_requests(
                     input_ids=prompt,
                     sampling_params=sampling,
                 )
-            except Exception as error:  # noqa: BLE001 - recorded as an error of the run
-                measured.errors.append(f"request {number}: {type(error).__name__}: {error}")
+                meta = reply["meta_info"]
+                self._measured.replies.append({
+                    "number": number, "prompt": prompt, "output": reply["output_ids"],
+                    "max_new_tokens": sampling["max_new_tokens"],
+                    "spans": meta["weight_versions"], "attempts": meta["attempts"],
+                })  # fmt: skip
+            except ServerBusyError:
+                self._measured.refused += 1
+                await asyncio.sleep(rng.uniform(0.2, 1.0))
                 continue
-            meta = reply["meta_info"]
-            measured.replies.append({
-                "number": number, "prompt": prompt, "output": reply["output_ids"],
-                "max_new_tokens": sampling["max_new_tokens"],
-                "spans": meta["weight_versions"], "attempts": meta["attempts"],
-            })  # fmt: skip
-
-    async with RouterClient(fleet.router_url, fleet.router_key) as client:
-        await asyncio.gather(*(caller(client) for _ in range(callers)))
+            except Exception as error:  # noqa: BLE001 - recorded as an error of the run
+                self._measured.errors.append(f"request {number}: {type(error).__name__}: {error}")
+            return
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kills", type=int, help="number of kills; default 20, quick 2")
+    parser.add_argument("--kills", type=int, help="number of kills; default 20, quick 4")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -200,9 +224,9 @@ def main() -> None:
     """Run the benchmark from the command line."""
     from verl_server.tiny import make_model
 
-    options = parse_options(NAME, "Random kills under load.", _add_options)
-    kills = options.extra.kills or (2 if options.quick else 20)
-    settings = {"replicas": 2 if options.quick else 3, "requests": 60 if options.quick else 2000, "kills": kills,
+    options = parse_options(NAME, "Random faults under load.", _add_options)
+    kills = options.extra.kills or (4 if options.quick else 20)
+    settings = {"replicas": 2 if options.quick else 3, "requests": 60 if options.quick else 5000, "kills": kills,
                 "callers": 8, "seed": options.extra.seed}  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="verl-bench-") as folder:
         model = make_model(Path(folder) / "model", "qwen3")

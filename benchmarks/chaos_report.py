@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ WEIGHT_SETS = 3
 """Number of different weight sets. Weight version v has the tensors of set v modulo this number."""
 RECOVERY_TARGET = 1.5
 """Maximum recovery time, as a multiple of one server start."""
+BLOCKED_UPDATE_S = 60.0
+"""Seconds after which a weight update counts as blocked by one replica."""
 LOGIT_TOLERANCE = 1e-4
 """Maximum difference to the largest logit of a greedy token. Larger differences are not rounding errors."""
 
@@ -30,10 +33,18 @@ class Measurement:
     loaded_start_s: float = 0.0
     """Seconds of the start of one more server under the load."""
     duration_s: float = 0.0
-    kills: list[Json] = field(default_factory=list)
+    faults: list[Json] = field(default_factory=list)
+    """Injected faults: `time`, `fault`, `replica`."""
     events: list[Json] = field(default_factory=list)
     """State changes of the replicas."""
-    weight_updates: int = 0
+    update_s: list[float] = field(default_factory=list)
+    """Seconds of each weight update."""
+    sent: int = 0
+    """Number of requests, without repetitions."""
+    refused: int = 0
+    """Number of times that the router refused a request because its queue was full. The request was sent again."""
+    log_disk_free_bytes: int | None = None
+    """Free bytes of the small disk of the logs at the end. None: this process may not mount a file system."""
     replies: list[Json] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     wrong_replies: int = 0
@@ -101,27 +112,36 @@ def report(options: Options, machine: Json, measured: Measurement, settings: Jso
     """Print the tables and write the result file and the plot."""
     recovery_s = recovery_times_s(measured)
     recovery = summarize(recovery_s)
-    lost = max(0, settings["requests"] - len(measured.replies))
+    lost = measured.sent - len(measured.replies)
+    blocked = sum(seconds > BLOCKED_UPDATE_S for seconds in measured.update_s)
+    counts = Counter(fault["fault"] for fault in measured.faults)
+    kills = [fault for fault in measured.faults if fault["fault"] in ("server", "scheduler", "router", "forkserver")]
+    updates = summarize(measured.update_s)
     rows = [
         ["replies", len(measured.replies)],
         ["replies with several attempts", sum(reply["attempts"] > 1 for reply in measured.replies)],
         ["replies with several weight versions", sum(len(reply["spans"]) > 1 for reply in measured.replies)],
-        ["kills", len(measured.kills)],
-        ["kills of the router process", sum(kill["process"] == "router" for kill in measured.kills)],
+        ["requests refused because of a full queue, sent again", measured.refused],
+        ["answers with an injected error", sum(fault.get("answered", 0) for fault in measured.faults)],
+        *([f"fault: {name}", count] for name, count in sorted(counts.items())),
+        ["full disk of the logs", _describe_log_disk(measured)],
         ["restarts of the router process", measured.router_restarts],
-        ["weight updates", measured.weight_updates], ["seconds", f"{measured.duration_s:.0f}"],
+        ["weight updates", len(measured.update_s)],
+        ["weight update, s (median, maximum)", f"{updates.median:.1f}, {max(measured.update_s):.1f}"],
+        ["seconds", f"{measured.duration_s:.0f}"],
         ["start of one server alone, s", f"{measured.single_start_s:.1f}"],
         ["start of one server under load, s", f"{measured.loaded_start_s:.1f}"],
         ["recovery of a replica, s (median, maximum)", f"{recovery.median:.1f}, {max(recovery_s):.1f}"],
     ]  # fmt: skip
-    show_table("Kills under load", ["quantity", "value"], [[name, str(value)] for name, value in rows])
+    show_table("Faults under load", ["quantity", "value"], [[name, str(value)] for name, value in rows])
     for line in [*measured.errors[:10], *map(str, measured.wrong_tokens[:10])]:
         CONSOLE.print(line, style="red")
     targets = [
-        Target("kills", len(measured.kills), settings["kills"], True),
-        Target("lost replies", lost + len(measured.errors), 0, False),
+        Target("kills", len(kills), settings["kills"], True),
+        Target("lost replies and other errors", max(lost, len(measured.errors)), 0, False),
         Target("duplicated replies", measured.duplicated_replies, 0, False),
         Target("replies with tokens that do not match the stated weights", measured.wrong_replies, 0, False),
+        Target(f"updates that took longer than {BLOCKED_UPDATE_S:g} s", blocked, 0, False),
         Target("orphaned processes", measured.orphaned_processes, 0, False),
         Target("files left in shared memory", len(measured.leftover_files), 0, False),
         Target("recovery over the start of one server alone", recovery.median / measured.single_start_s,
@@ -140,10 +160,16 @@ def report(options: Options, machine: Json, measured: Measurement, settings: Jso
     plot(options, samples, settings["replicas"])
 
 
+def _describe_log_disk(measured: Measurement) -> str:
+    if measured.log_disk_free_bytes is None:
+        return "not run: this process may not mount a file system"
+    return f"{measured.log_disk_free_bytes} bytes free at the end"
+
+
 def plot(options: Options, samples: Json, replicas: int) -> None:
     """The state of each replica over time, from the samples of a result file."""
     figure, (axes,) = new_figure(
-        1, f"{len(samples['kills'])} kills in {samples['duration_s']:.0f} s, {replicas} replicas"
+        1, f"{len(samples['faults'])} faults in {samples['duration_s']:.0f} s, {replicas} replicas"
     )
     names = sorted({event["replica"] for event in samples["events"]})
     origin = min(event["time"] for event in samples["events"])
