@@ -109,14 +109,16 @@ def run(folder: Path, replicas: int, requests: int, kills: int, callers: int, se
                 measured.log_disk_free_bytes = None if log_dir is None else free_bytes(log_dir)
     time.sleep(1.0)
     measured.leftover_files = sorted(set(os.listdir("/dev/shm")) - files_before)
-    measured.orphaned_processes = sum(_is_marked(process) for process in psutil.process_iter())
+    measured.orphaned_processes = [" ".join(one.cmdline())[:200] for one in psutil.process_iter() if _is_orphan(one)]
     check_replies(measured, folder, sets)
     return measured
 
 
-def _is_marked(process: psutil.Process) -> bool:
+def _is_orphan(process: psutil.Process) -> bool:
+    """Whether a process of the run is left. This process keeps its forkserver until it ends."""
     try:
-        return process.pid != os.getpid() and MARK in process.environ()
+        is_forkserver = process.ppid() == os.getpid() and any("forkserver" in part for part in process.cmdline())
+        return process.pid != os.getpid() and MARK in process.environ() and not is_forkserver
     except psutil.Error:
         return False
 

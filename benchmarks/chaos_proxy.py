@@ -79,7 +79,8 @@ class FaultProxy:
                 server_writer.write(data)
                 await server_writer.drain()
             if replies is not None and server_writer is not None:
-                server_writer.write_eof()
+                if not server_writer.is_closing():
+                    server_writer.write_eof()
                 await replies
         except OSError:
             pass  # the server or the caller has ended

@@ -52,7 +52,8 @@ class Measurement:
     wrong_tokens: list[Json] = field(default_factory=list)
     """Tokens without the largest logit under the weights of their span."""
     duplicated_replies: int = 0
-    orphaned_processes: int = 0
+    orphaned_processes: list[str] = field(default_factory=list)
+    """Command lines of processes that are left at the end."""
     leftover_files: list[str] = field(default_factory=list)
     """New files in `/dev/shm` after the end."""
     router_restarts: int = 0
@@ -134,7 +135,7 @@ def report(options: Options, machine: Json, measured: Measurement, settings: Jso
         ["recovery of a replica, s (median, maximum)", f"{recovery.median:.1f}, {max(recovery_s):.1f}"],
     ]  # fmt: skip
     show_table("Faults under load", ["quantity", "value"], [[name, str(value)] for name, value in rows])
-    for line in [*measured.errors[:10], *map(str, measured.wrong_tokens[:10])]:
+    for line in [*measured.errors[:10], *measured.orphaned_processes, *map(str, measured.wrong_tokens[:10])]:
         CONSOLE.print(line, style="red")
     targets = [
         Target("kills", len(kills), settings["kills"], True),
@@ -142,7 +143,7 @@ def report(options: Options, machine: Json, measured: Measurement, settings: Jso
         Target("duplicated replies", measured.duplicated_replies, 0, False),
         Target("replies with tokens that do not match the stated weights", measured.wrong_replies, 0, False),
         Target(f"updates that took longer than {BLOCKED_UPDATE_S:g} s", blocked, 0, False),
-        Target("orphaned processes", measured.orphaned_processes, 0, False),
+        Target("orphaned processes", len(measured.orphaned_processes), 0, False),
         Target("files left in shared memory", len(measured.leftover_files), 0, False),
         Target("recovery over the start of one server alone", recovery.median / measured.single_start_s,
                RECOVERY_TARGET, False),
