@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import psutil
-from chaos_report import Measurement
+from chaos_report import KILLS, Measurement
 
 if TYPE_CHECKING:
     from chaos_proxy import ProxiedLauncher
@@ -34,7 +34,6 @@ BURST_REQUESTS = 400
 """Number of additional requests at one moment, more than the replicas run and the router queues."""
 SLOW_READERS = 8
 SLOW_READER_BYTES_PER_S = 400
-KILLS = ("server", "scheduler", "router", "forkserver")
 OTHER_FAULTS = ("error", "abort", "pause", "burst", "slow readers")
 LOG_DISK_BYTES = 64 * 1024
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from common import CONSOLE, Options, Target, show_table, show_targets, summarize, write_result
-from plots import new_figure, save_figure
+from plots import legend_below, new_figure, save_figure
 
 from verl_server.types import Json
 
 NAME = "bench_chaos"
+KILLS = ("server", "scheduler", "router", "forkserver")
+"""Faults that end a process with `kill -9`."""
 WEIGHT_SETS = 3
 """Number of different weight sets. Weight version v has the tensors of set v modulo this number."""
 RECOVERY_TARGET = 1.5
@@ -116,7 +118,7 @@ def report(options: Options, machine: Json, measured: Measurement, settings: Jso
     lost = measured.sent - len(measured.replies)
     blocked = sum(seconds > BLOCKED_UPDATE_S for seconds in measured.update_s)
     counts = Counter(fault["fault"] for fault in measured.faults)
-    kills = [fault for fault in measured.faults if fault["fault"] in ("server", "scheduler", "router", "forkserver")]
+    kills = [fault for fault in measured.faults if fault["fault"] in KILLS]
     updates = summarize(measured.update_s)
     rows = [
         ["replies", len(measured.replies)],
@@ -168,7 +170,7 @@ def _describe_log_disk(measured: Measurement) -> str:
 
 
 def plot(options: Options, samples: Json, replicas: int) -> None:
-    """The state of each replica over time, from the samples of a result file."""
+    """The state of each replica and the faults over time, from the samples of a result file."""
     figure, (axes,) = new_figure(
         1, f"{len(samples['faults'])} faults in {samples['duration_s']:.0f} s, {replicas} replicas"
     )
@@ -181,9 +183,22 @@ def plot(options: Options, samples: Json, replicas: int) -> None:
         for event, end in zip(events, ends, strict=True):
             left, width = event["time"] - origin, end - event["time"]
             axes.barh(row, width, left=left, color=colours.get(event["after"], "tab:gray"), height=0.6)
+    rows = [*names, "fleet"]
+    for number, name in enumerate(sorted({fault["fault"] for fault in samples["faults"]})):
+        faults = [fault for fault in samples["faults"] if fault["fault"] == name]
+        axes.plot(
+            [fault["time"] - origin for fault in faults],
+            [rows.index(fault["replica"] or "fleet") for fault in faults],
+            linestyle="",
+            marker="ovs^PDX*<>"[number],
+            color="black" if name in KILLS else "white",
+            markeredgecolor="black",
+            label=f"kill -9: {name}" if name in KILLS else name,
+        )
+    legend_below(figure, axes)
     axes.set(
-        yticks=range(len(names)),
-        yticklabels=names,
+        yticks=range(len(rows)),
+        yticklabels=rows,
         xlabel="seconds",
         title="green: healthy; orange: restarting; blue: stale",
     )
