@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from mcp import StdioServerParameters
+from mcp import Client, StdioServerParameters, stdio_client
+from mcp.server import MCPServer
 
 from verl_server.agent import Tool, ToolCall, ToolRegistry, ToolResult, mcp_tools
 from verl_server.errors import BadInputError, ServerError
@@ -79,6 +80,21 @@ def test_tools_of_an_mcp_server(program: StdioServerParameters) -> None:
         os.kill(pid, 0)
 
 
+@pytest.mark.parametrize("is_transport", [True, False])
+def test_transport_or_server_of_this_process(program: StdioServerParameters, is_transport: bool) -> None:
+    server = MCPServer("sums")
+
+    @server.tool()
+    def add(a: int, b: int = 1) -> int:
+        return a + b
+
+    async def run() -> ToolResult:
+        async with mcp_tools(stdio_client(program) if is_transport else server, timeout_s=5.0) as tools:
+            return await ToolRegistry(tools).call(ToolCall("add", {"a": 2}))
+
+    assert asyncio.run(run()) == ToolResult("add", "3")
+
+
 def test_command_as_text_and_bad_timeouts_are_refused(program: StdioServerParameters) -> None:
     async def connect(server: StdioServerParameters | str, timeout_s: float = 1.0) -> None:
         async with mcp_tools(server, timeout_s):
@@ -89,6 +105,8 @@ def test_command_as_text_and_bad_timeouts_are_refused(program: StdioServerParame
     for server in (["python", "server.py"], {"command": "python"}, None):
         with pytest.raises(BadInputError, match=r"is no URL.*StdioServerParameters"):
             asyncio.run(connect(server))  # type: ignore[arg-type]
+    with pytest.raises(BadInputError, match="makes its own client, got Client; pass the URL, the transport or the"):
+        asyncio.run(connect(Client(program)))  # type: ignore[arg-type]
     with pytest.raises(BadInputError, match="timeout_s must be a positive number of seconds"):
         asyncio.run(connect(program, timeout_s=0.0))
 

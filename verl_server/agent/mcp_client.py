@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from mcp import Client, StdioServerParameters
+from mcp import Client, ClientSession, StdioServerParameters
+from mcp.client import Transport
+from mcp.server import MCPServer, Server
 from mcp.types import Tool as ToolDescription
 
 from verl_server.agent.tools import Tool
@@ -33,23 +35,24 @@ class McpTool(Tool):
         return text
 
 
+McpServer = Server[Any] | MCPServer | Transport | StdioServerParameters | str
+"""What `mcp.Client` connects to."""
+
+
 @asynccontextmanager
-async def mcp_tools(server: StdioServerParameters | str, timeout_s: float = 30.0) -> AsyncIterator[list[Tool]]:
+async def mcp_tools(server: McpServer, timeout_s: float = 30.0) -> AsyncIterator[list[Tool]]:
     """Connect to an MCP server and yield its tools.
 
-    `server`: a program, which is started and ended with the context, or a URL (streamable HTTP). `timeout_s`: maximum
-    seconds per answer of the server. Parts of a tool result that are not text appear as their type in brackets. After
-    the server has ended, its tools return errors. Raises BadInputError for a server of another type, for a string that
-    is no URL and for a `timeout_s` that is not a positive number, and ServerError with the URL or the program if there
-    is no connection or the tools cannot be listed.
+    `server`: a URL (streamable HTTP), `mcp.StdioServerParameters` of a program, which is started and ended with the
+    context, a transport of `mcp`, for example `streamable_http_client(url, http_client=...)` for a server that needs a
+    key, or an `MCPServer` object, which runs in this process. `timeout_s`: maximum seconds per answer of the server.
+    Parts of a tool result that are not text appear as their type in brackets. After the server has ended, its tools
+    return errors. Raises BadInputError for a server of another type, for a string that is no URL and for a `timeout_s`
+    that is not a positive number, and ServerError with the name of the server if there is no connection or the tools
+    cannot be listed.
     """
     require_seconds("timeout_s", timeout_s)
-    is_url = isinstance(server, str) and server.startswith(("http://", "https://"))
-    if not is_url and not isinstance(server, StdioServerParameters):
-        raise BadInputError(
-            f"{server!r} is no URL of an MCP server (http:// or https://); to start a program, pass "
-            'mcp.StdioServerParameters(command="python", args=["server.py"])'
-        )
+    _require_server(server)
     async with AsyncExitStack() as stack:
         try:
             client = await stack.enter_async_context(Client(server, read_timeout_seconds=timeout_s))
@@ -58,12 +61,33 @@ async def mcp_tools(server: StdioServerParameters | str, timeout_s: float = 30.0
             cause = error
             while isinstance(cause, ExceptionGroup):
                 cause = cause.exceptions[0]
-            name = server if isinstance(server, str) else " ".join([server.command, *server.args])
             raise ServerError(
-                f"no tools from the MCP server {name!r}: {type(cause).__name__}: {cause}; check that the server runs, "
-                "and for a program that it starts without an error"
+                f"no tools from the MCP server {_server_name(server)!r}: {type(cause).__name__}: {cause}; check that "
+                "the server runs, and for a program that it starts without an error"
             ) from error
         yield [McpTool(client, description, timeout_s) for description in descriptions]
+
+
+def _require_server(server: object) -> None:
+    """Raise BadInputError for an object that `mcp.Client` cannot connect to."""
+    if isinstance(server, (Client, ClientSession)):
+        raise BadInputError(
+            f"mcp_tools makes its own client, got {type(server).__name__}; pass the URL, the transport or the server "
+            "that the client is for"
+        )
+    is_url = isinstance(server, str) and server.startswith(("http://", "https://"))
+    known = (Server, MCPServer, StdioServerParameters, AbstractAsyncContextManager)
+    if not is_url and not isinstance(server, known):
+        raise BadInputError(
+            f"{server!r} is no URL of an MCP server (http:// or https://), no transport and no server; to start a "
+            'program, pass mcp.StdioServerParameters(command="python", args=["server.py"])'
+        )
+
+
+def _server_name(server: McpServer) -> str:
+    if isinstance(server, StdioServerParameters):
+        return " ".join([server.command, *server.args])
+    return server if isinstance(server, str) else type(server).__name__
 
 
 async def _list_tools(client: Client) -> list[ToolDescription]:
