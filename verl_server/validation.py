@@ -6,6 +6,7 @@ import difflib
 import inspect
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
@@ -113,9 +114,32 @@ def require_callable(name: str, value: object, hint: str, *args: object, **kwarg
 
 
 def require_coroutine_method(cls: type, name: str, example: str) -> None:
-    """Raise BadInputError unless the method `name` of a class is a coroutine function, also behind decorators."""
-    if not inspect.iscoroutinefunction(inspect.unwrap(getattr(cls, name))):
+    """Raise BadInputError if the method `name` of a class is written as `def` and not as `async def`.
+
+    A decorated method may be a function or an object that returns a coroutine, which cannot be seen before the call,
+    see `find_coroutine_error`. So may a method whose annotation says it: `def run(self) -> Coroutine[Any, Any, str]`.
+    """
+    method = inspect.unwrap(getattr(cls, name))
+    owner, own_name = ["", *getattr(method, "__qualname__", "").split(".")][-2:]
+    is_written_as_def = (
+        inspect.isfunction(method)
+        and not inspect.iscoroutinefunction(method)
+        and own_name == name
+        and owner not in ("", "<locals>")  # not an inner function of a decorator
+        and not re.search("Awaitable|Coroutine", str(method.__annotations__.get("return")))
+    )
+    if is_written_as_def or not callable(method):
         raise BadInputError(f"{cls.__qualname__}.{name} must be a coroutine function; write `{example}`")
+
+
+def find_coroutine_error(cls: type, name: str, result: object, example: str) -> BadInputError | None:
+    """The error of a method whose `result` cannot be awaited. None if it can."""
+    if inspect.isawaitable(result):
+        return None
+    return BadInputError(
+        f"{cls.__qualname__}.{name} must be a coroutine function, but its call returned {type(result).__name__}; write "
+        f"`{example}`, and let decorators return what they call"
+    )
 
 
 def make_writable_folder(name: str, folder: Path | str) -> Path:

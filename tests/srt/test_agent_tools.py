@@ -8,7 +8,7 @@ import functools
 import runpy
 import threading
 import typing
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +32,7 @@ from transformers import AutoTokenizer
 
 from verl_server.agent import (
     FunctionTool,
+    Tool,
     ToolAgentLoop,
     ToolCall,
     ToolRegistry,
@@ -189,6 +190,159 @@ def with_result_for_type_checkers(query: str) -> Thread:  # type: ignore[name-de
 def search_in(index: threading.Thread, query: str, limit: int = 1) -> str:
     """Search an index."""
     return f"{index.name} {query} {limit}"
+
+
+def collect_results(function: Callable[..., Iterator[str]]) -> Callable[..., list[str]]:
+    """A decorator that makes a usable tool from a function with `yield`."""
+
+    @functools.wraps(function)
+    def collect(*args: Any, **kwargs: Any) -> list[str]:
+        return list(function(*args, **kwargs))
+
+    return collect
+
+
+def log_calls(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def log(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return log
+
+
+class Retry:
+    """A decorator that is an object."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+class RetryLater(Retry):
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0)
+        return self._function(*args, **kwargs)
+
+
+def named_partial(function: Callable[..., Any], *args: Any, **kwargs: Any) -> functools.partial[Any]:
+    partial = functools.partial(function, *args, **kwargs)
+    functools.update_wrapper(partial, function)
+    return partial
+
+
+INDEX = threading.Thread(name="index")
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "expected"),
+    [
+        (collect_results(yield_results), "yield_results", '["x"]'),
+        (Retry(with_result_for_type_checkers), "with_result_for_type_checkers", "x"),
+        (RetryLater(with_result_for_type_checkers), "with_result_for_type_checkers", "x"),
+        (Retry(collect_results(yield_results)), "yield_results", '["x"]'),
+        (functools.lru_cache(with_result_for_type_checkers), "with_result_for_type_checkers", "x"),
+        (named_partial(search_in, INDEX, limit=2), "search_in", "index x 2"),
+        (Retry(named_partial(search_in, INDEX, limit=2)), "search_in", "index x 2"),
+        (log_calls(named_partial(search_in, index=INDEX, limit=2)), "search_in", "index x 2"),
+    ],
+)
+def test_decorated_functions_are_tools(function: Any, name: str, expected: str) -> None:
+    """Name, docstring and parameters are those of the function behind the decorators."""
+    (schema,) = ToolRegistry([function]).schemas
+    assert schema["function"]["name"] == name
+    assert schema["function"]["description"].startswith("Search")
+    assert list(schema["function"]["parameters"]["properties"]) == ["query"]
+    assert asyncio.run(ToolRegistry([function]).call(ToolCall(name, {"query": "x"}))).content == expected
+
+
+def test_unnamed_partial_behind_a_decorator_needs_a_name() -> None:
+    partial = functools.partial(search_in, INDEX, limit=2)
+    with pytest.raises(BadInputError, match="which has no name"):
+        ToolRegistry([Retry(partial)])
+    tool = FunctionTool(Retry(partial), name="search")
+    assert tool.schema["function"]["description"] == "Search an index."
+    assert asyncio.run(tool.call({"query": "x"})).content == "index x 2"
+
+
+@pytest.mark.parametrize("function", [log_calls(yield_results), log_calls(yield_later)])
+def test_iterator_as_a_result_is_raised(function: Any) -> None:
+    """A decorator hides the `yield`. The policy cannot avoid the mistake, so the episode fails."""
+    with pytest.raises(BadInputError, match=r"tool '.*' returned an iterator.* return them as a list"):
+        asyncio.run(FunctionTool(function).call({"query": "x"}))
+
+
+def call_through(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator without `functools.wraps`."""
+
+    def call(*args: Any) -> Any:
+        return method(*args)
+
+    return call
+
+
+class CallLater:
+    """A decorator that is an object with an asynchronous call. It has no `__wrapped__`."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, owner: Any, _: type) -> Callable[..., Any]:
+        return functools.partial(self, owner)
+
+    async def __call__(self, *args: Any) -> Any:
+        return await self._method(*args)
+
+
+class EchoTool(Tool):
+    def __init__(self) -> None:
+        super().__init__("echo", "Repeat a text.", {"type": "object"}, 5.0)
+
+    async def run(self, arguments: Any) -> Any:
+        return arguments["text"]
+
+
+class DecoratedTool(EchoTool):
+    run = call_through(EchoTool.run)
+
+
+class LaterTool(EchoTool):
+    run = CallLater(EchoTool.run)
+
+
+class DelegatingTool(EchoTool):
+    def run(self, arguments: Any) -> Coroutine[Any, Any, Any]:
+        return super().run(arguments)
+
+
+@pytest.mark.parametrize("kind", [DecoratedTool, LaterTool, DelegatingTool])
+def test_run_of_a_tool_may_return_a_coroutine(kind: type[EchoTool]) -> None:
+    assert asyncio.run(kind().call({"text": "x"})) == ToolResult("echo", "x")
+    assert asyncio.run(kind().call({})).error_type == "raised"
+
+
+class ReturningTool(EchoTool):
+    run = call_through(lambda self, arguments: "x")
+
+
+def test_run_of_a_tool_that_returns_no_coroutine_is_raised() -> None:
+    with pytest.raises(BadInputError, match=r"ReturningTool.run .* its call returned str; write `async def run"):
+        asyncio.run(ReturningTool().call({}))
+
+
+class UnfinishedTool(Tool):
+    def __init__(self) -> None:
+        """Does not call the constructor of Tool."""
+
+    async def run(self, arguments: Any) -> Any:
+        raise AssertionError
+
+
+def test_tool_without_the_constructor_of_its_base_is_refused() -> None:
+    with pytest.raises(BadInputError, match=r"tool UnfinishedTool has no attribute 'name'; call super\(\).__init__"):
+        ToolRegistry([UnfinishedTool()])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import inspect
 import types
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import pydantic
@@ -21,9 +21,9 @@ EXAMPLE = 'def search(query: str) -> str:\n    """Search the documents."""\n    
 
 
 def require_function(function: object, name: str | None) -> Callable[..., Any]:
-    """The function or method behind a tool. For a callable object, its method `__call__`.
+    """What a tool calls: a function, a method, a `functools.partial` or a decorator object (with `__wrapped__`).
 
-    A `functools.partial` is returned unchanged. Raises BadInputError for an object that cannot be a tool.
+    For another callable object, its method `__call__`. Raises BadInputError for an object that cannot be a tool.
     """
     if isinstance(function, type) or not callable(function):
         got = f"the class {function.__name__}" if isinstance(function, type) else f"{function!r:.80}"
@@ -35,37 +35,55 @@ def require_function(function: object, name: str | None) -> Callable[..., Any]:
             f"a lambda cannot be a tool, because it has no name, annotations and docstring; write a function such as\n"
             f"{EXAMPLE}"
         )
-    if not inspect.isroutine(function) and name is None:
+    if name is None and not isinstance(getattr(function, "__name__", None), str):
         raise BadInputError(
             f"a tool must be a function, a method or a Tool, got {function!r:.80}, which has no name; pass "
             'FunctionTool(..., name="search")'
         )
-    inner = inspect.unwrap(find_inner_function(function))
-    if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
+    called = _as_called(function)
+    if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
         raise BadInputError(
-            f"the function {inner.__name__} has `yield`, so it returns an iterator, but the policy reads one result; "
-            "collect the values and return them as a list"
+            f"the function {find_inner_function(called).__name__} has `yield`, so it returns an iterator, but the "
+            "policy reads one result; collect the values and return them as a list"
         )
-    return function if isinstance(function, functools.partial) else find_inner_function(function)
+    return called
 
 
-def find_inner_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function or method behind a `functools.partial` or a callable object, or else the same function."""
-    inner: Any = function.func if isinstance(function, functools.partial) else function
-    return inner if inspect.isroutine(inner) else inner.__call__
+def _as_called(function: Any) -> Callable[..., Any]:
+    if isinstance(function, functools.partial):  # after `functools.update_wrapper`, its signature is that of `func`
+        return functools.partial(function.func, *function.args, **function.keywords)
+    is_whole = inspect.isroutine(function) or hasattr(function, "__wrapped__")  # its signature is that of `__wrapped__`
+    called: Callable[..., Any] = function if is_whole else function.__call__
+    return called
+
+
+def find_layers(function: Callable[..., Any]) -> Iterator[Any]:
+    """The callable itself, and what it calls: the function behind decorators, a `functools.partial` and an object."""
+    layer: Any = function
+    while True:
+        yield layer
+        if isinstance(layer, functools.partial):
+            layer = layer.func
+        elif hasattr(layer, "__wrapped__"):
+            layer = layer.__wrapped__
+        elif inspect.isroutine(layer):
+            return
+        else:
+            layer = layer.__call__
+
+
+def find_inner_function(function: Callable[..., Any]) -> Any:
+    """The function or method behind decorators, a `functools.partial` and a callable object."""
+    return list(find_layers(function))[-1]
 
 
 def read_description(name: str, function: Callable[..., Any]) -> str:
-    """The docstring of a tool's function. For a callable object, that of its method `__call__` or of its class.
+    """The docstring of the outermost layer that has one. For a callable object, its `__call__` or its class.
 
     Raises BadInputError if there is none.
     """
-    inner = find_inner_function(function)
-    if inner.__name__ == "__call__":  # `inspect.getdoc` returns the docstring of `type.__call__`
-        description = inner.__doc__ or type(getattr(inner, "__self__", None)).__doc__
-    else:
-        description = inspect.getdoc(inner)
-    if not description:
+    description = next(filter(None, map(_own_docstring, find_layers(function))), None)
+    if description is None:
         raise BadInputError(
             f"tool {name!r} has no docstring; the policy reads the docstring as the description of the tool. Write it "
             f"as the first line of the function, for example\n{EXAMPLE}"
@@ -73,10 +91,18 @@ def read_description(name: str, function: Callable[..., Any]) -> str:
     return inspect.cleandoc(description)
 
 
+def _own_docstring(layer: Any) -> str | None:
+    """The docstring of a function or an object, but not that of the object's class unless it has none in `__call__`."""
+    if getattr(layer, "__name__", "") == "__call__":  # `inspect.getdoc` returns the docstring of `type.__call__`
+        return layer.__doc__ or type(getattr(layer, "__self__", None)).__doc__
+    is_of_class = layer.__doc__ in (type(layer).__doc__, functools.partial.__doc__)
+    return None if is_of_class else inspect.getdoc(layer)
+
+
 def make_arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.BaseModel]:
     """A model of the function's parameters, which validates arguments and gives the JSON schema.
 
-    The keyword arguments of a `functools.partial` are no parameters. Raises BadInputError for a parameter without a
+    The arguments of a `functools.partial` are no parameters. Raises BadInputError for a parameter without a
     usable annotation and for one that cannot be passed by name.
     """
     parameters = _read_parameters(name, function)
@@ -109,18 +135,19 @@ def _require_json_schema(name: str, parameter: str, field: Any) -> None:
 
 def _read_parameters(name: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters that the policy sets. Raises BadInputError for one without an annotation or without a name."""
+    partials = [layer for layer in find_layers(function) if isinstance(layer, functools.partial)]
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        signature = inspect.signature(_as_called(partials[0]) if partials else function)
     except (TypeError, ValueError) as error:
         raise BadInputError(f"tool {name!r}: its parameters cannot be read: {error}") from error
-    bound = function.keywords if isinstance(function, functools.partial) else {}
-    parameters = [parameter for parameter in parameters if parameter.name not in bound]
+    bound = {keyword for layer in partials for keyword in layer.keywords}
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in bound]
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise BadInputError(f"tool {name!r}: parameter {parameter.name!r} cannot be passed by name")
         if parameter.annotation is not parameter.empty:
             continue
-        *_, owner, method = "", *find_inner_function(function).__qualname__.split(".")
+        owner, method = ["", *find_inner_function(function).__qualname__.split(".")][-2:]
         if parameter.name == "self" and owner not in ("", "<locals>"):
             raise BadInputError(
                 f"tool {name!r}: {owner}.{method} is a method of the class {owner}; pass the method of an object, for "
@@ -136,7 +163,7 @@ def _read_parameters(name: str, function: Callable[..., Any]) -> list[inspect.Pa
 def _read_annotations(name: str, function: Callable[..., Any], parameters: list[inspect.Parameter]) -> dict[str, Any]:
     """The annotations of the parameters, evaluated. The annotation of the result is not needed."""
     annotations = {parameter.name: parameter.annotation for parameter in parameters}
-    names = getattr(inspect.unwrap(find_inner_function(function)), "__globals__", {})
+    names = getattr(find_inner_function(function), "__globals__", {})
     try:
         holder: Any = types.SimpleNamespace(__annotations__=annotations)
         return typing.get_type_hints(holder, globalns=names, include_extras=True)

@@ -8,7 +8,7 @@ import json
 import os
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,10 @@ from verl_server.agent.daemon_thread import run_in_daemon_thread
 from verl_server.agent.tool_schema import find_inner_function, make_arguments_model, read_description, require_function
 from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.validation import require_coroutine_method, require_list, require_seconds
+from verl_server.validation import find_coroutine_error, require_coroutine_method, require_list, require_seconds
 
+RUN_EXAMPLE = "async def run(self, arguments)"
+"""How the method `run` of a tool is written, for errors."""
 JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -76,7 +78,7 @@ class Tool(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        require_coroutine_method(cls, "run", "async def run(self, arguments)")
+        require_coroutine_method(cls, "run", RUN_EXAMPLE)
 
     source_file: str | None = None
     """Path of the file that defines the tool, if the tool is a function."""
@@ -93,12 +95,15 @@ class Tool(ABC):
         """Execute the tool within its timeout. Exceptions of the tool become results, which the policy can read.
 
         A NameError or an ImportError in the source file of the tool is raised, and the episode fails: it is a mistake
-        in the tool, not in the call.
+        in the tool, not in the call. BadInputError is raised if `run` returns an iterator, or nothing to await.
         """
         timeout = asyncio.timeout(self.timeout_s)
         try:
             async with timeout:
-                return ToolResult(self.name, _as_text(await self.run(arguments)))
+                result = self.run(arguments)
+                mistake = find_coroutine_error(type(self), "run", result, RUN_EXAMPLE)
+                if mistake is None and not isinstance(value := await result, (Iterator, AsyncIterator)):
+                    return ToolResult(self.name, _as_text(value))
         except ToolArgumentsError as error:
             return ToolResult(self.name, f"Error: wrong arguments: {error}", "bad_arguments")
         except asyncio.CancelledError:
@@ -111,6 +116,10 @@ class Tool(ABC):
             if _is_mistake_in_source(error, self.source_file):
                 raise
             return ToolResult(self.name, f"Error: {type(error).__name__}: {error}", "raised")
+        raise mistake or BadInputError(
+            f"tool {self.name!r} returned an iterator, but the policy reads one result; collect the values and return "
+            "them as a list"
+        )
 
 
 class FunctionTool(Tool):
@@ -120,19 +129,20 @@ class FunctionTool(Tool):
     timeout keeps running, and its result is discarded. `Annotated[int, Field(ge=1)]` gives a parameter bounds, and
     `Annotated[str, "text"]` a description.
 
-    A `functools.partial` and an object with `__call__` need a `name`. Keyword arguments of the partial are not shown to
-    the policy. Raises BadInputError for any other object that is neither a function nor a method, for a lambda, for a
-    function with `yield` or without a docstring, for a method without its object, and for parameters that have no
-    annotation or no JSON schema, have a name that begins with `_`, or cannot be passed by name.
+    The function can be behind decorators, also behind those that are objects; parameters and docstring are those of the
+    function in `__wrapped__`, which `functools.wraps` sets. A `functools.partial` and an object with `__call__` need a
+    `name` unless they have a `__name__`. Arguments of the partial are not shown to the policy. Raises BadInputError for
+    any other object that is neither a function nor a method, for a lambda, for a function with `yield` or without a
+    docstring, for a method without its object, and for parameters that have no annotation or no JSON schema, have a
+    name that begins with `_`, or cannot be passed by name.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, timeout_s: float = 30.0) -> None:
         """`name`: name of the tool. None takes the function's name. `timeout_s`: maximum seconds per call."""
-        function = require_function(function, name)
-        name = name or str(function.__name__)
+        self._function = require_function(function, name)
+        name = name or str(getattr(function, "__name__", ""))
         description = read_description(name, function)
-        self._function = function
-        self._arguments_model = make_arguments_model(name, function)
+        self._arguments_model = make_arguments_model(name, self._function)
         super().__init__(name, description, self._arguments_model.model_json_schema(), timeout_s)
         self.source_file = _source_file(function)
 
@@ -153,8 +163,8 @@ class ToolRegistry:
     """The tools of an agent by name. Functions are converted to `FunctionTool`."""
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
-        """Raises BadInputError if `tools` is not a list, for a function that cannot be a tool, and for two tools with
-        the same name.
+        """Raises BadInputError if `tools` is not a list, for a function that cannot be a tool, for a `Tool` whose
+        constructor does not call `super().__init__`, and for two tools with the same name.
         """
         hint = f"write tools=[{getattr(tools, '__name__', 'function')}]"
         if hasattr(tools, "__aenter__"):
@@ -163,9 +173,20 @@ class ToolRegistry:
         self._tools: dict[str, Tool] = {}
         for item in tools:
             tool = item if isinstance(item, Tool) else FunctionTool(item)
+            if missing := [name for name in ("name", "schema", "timeout_s") if not hasattr(tool, name)]:
+                kind = type(tool).__qualname__
+                raise BadInputError(
+                    f"the tool {kind} has no attribute {missing[0]!r}; call super().__init__(name, description, "
+                    f"parameters, timeout_s) in {kind}.__init__"
+                )
             if tool.name in self._tools:
                 raise BadInputError(f"two tools have the name {tool.name!r}; pass name= to FunctionTool")
             self._tools[tool.name] = tool
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tools, in the order of `schemas`."""
+        return list(self._tools)
 
     @property
     def schemas(self) -> list[Json]:
@@ -214,8 +235,7 @@ def _is_mistake_in_source(error: Exception, source_file: str | None) -> bool:
 
 def _source_file(function: Callable[..., Any]) -> str | None:
     """The file that defines a function or a method, also behind decorators and in a `functools.partial`."""
-    function = find_inner_function(function)
-    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    code = getattr(find_inner_function(function), "__code__", None)
     return None if code is None else code.co_filename
 
 
