@@ -29,6 +29,8 @@ PATHS = "[sample.path for sample in samples]"
 """The list of paths that a batch needs, for errors."""
 FAILED = "failed samples: [sample.path for sample in samples if sample.error is None]"
 """How failed samples are left out, for errors."""
+SET_REWARD = "sample.graph.set_rewards(sample.leaf, [-1.0])"
+"""How a sample gets a reward, for errors."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def to_batch(paths: Iterable[GraphPath], pad_token_id: int) -> TensorDict:
 
     `rm_scores` are 0 everywhere if no path has a reward: the trainer then computes its own rewards. Raises
     BadInputError if there are no paths, for a value that is no path, for an unknown node, for the path of a failed
-    sample, for a path without a reward beside paths with rewards, and for a `pad_token_id` that is no token id.
+    sample without a sampled token or without a reward (see `TrajectoryGraph.set_rewards`), for a path without a reward
+    beside paths with rewards, and for a `pad_token_id` that is no token id.
     """
     if pad_token_id is None:
         raise BadInputError("pad_token_id is None: this tokenizer has no padding token; pass tokenizer.eos_token_id")
@@ -164,19 +167,25 @@ def _rows(paths: Iterable[GraphPath]) -> list[_Row]:
             raise BadInputError(
                 f"path {index} must be a tuple of a graph and the id of a node, got {got}; pass {PATHS}"
             )
-        graph, leaf = path
-        termination = graph.terminations.get(leaf)
-        if termination is not None and termination.stop_reason == "error":
-            raise BadInputError(
-                f"path {index} is of a failed sample (session {graph.session_id!r}); leave out {FAILED}"
-            )
     has_reward = [any(node.id in graph.rewards for node in graph.path(leaf)) for graph, leaf in checked]
-    if any(has_reward) and not all(has_reward):
-        index = has_reward.index(False)
-        raise BadInputError(
-            f"path {index} (session {checked[index][0].session_id!r}) has no reward, but other paths have rewards; set "
-            f"its reward with TrajectoryGraph.set_rewards, or leave out {FAILED}"
-        )
+    for index, (graph, leaf) in enumerate(checked):
+        session, termination = f"(session {graph.session_id!r})", graph.terminations.get(leaf)
+        is_failed = termination is not None and termination.stop_reason == "error"
+        if is_failed and not has_reward[index]:
+            raise BadInputError(
+                f"path {index} is of a failed sample {session} without a reward; leave out {FAILED}, or give each of "
+                f"them a reward: {SET_REWARD}"
+            )
+        if is_failed and not graph.num_sampled_tokens(leaf):
+            raise BadInputError(
+                f"path {index} is of a failed sample {session} without a sampled token, so there is nothing to train; "
+                "leave out such samples: [sample.path for sample in samples if sample.num_turns]"
+            )
+        if any(has_reward) and not has_reward[index]:
+            raise BadInputError(
+                f"path {index} {session} has no reward, but other paths have rewards; set its reward: {SET_REWARD}, or "
+                f"leave out {FAILED}"
+            )
     return [_Row(graph.token_sequence(node), _token_rewards(graph, graph.path(node))) for graph, node in checked]
 
 
