@@ -260,6 +260,42 @@ def test_classes_with_a_run_that_is_no_coroutine_function_are_refused() -> None:
                 return "x"
 
 
+def call_through(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator without `functools.wraps`."""
+
+    def call(*args: Any) -> Any:
+        return method(*args)
+
+    return call
+
+
+class DecoratedLoop(AgentLoop):
+    @call_through
+    async def run(self, episode: Episode) -> None:
+        episode.add_messages(episode.task.messages)
+
+
+class DecoratedSyncLoop(AgentLoop):
+    @call_through
+    def run(self, episode: Episode) -> None:
+        return
+
+
+def test_run_of_an_agent_loop_may_be_decorated(renderer: ChatRenderer) -> None:
+    """Only the call shows whether a decorated method returns a coroutine."""
+
+    def run_loop(loop: AgentLoop) -> Sample:
+        (group,), error = collect_groups(make_runner(renderer, loop=loop), make_tasks(1), 1)
+        assert error is None
+        return group.samples[0]
+
+    assert run_loop(DecoratedLoop()).stop_reason == "done"
+    failed = run_loop(DecoratedSyncLoop())
+    assert failed.stop_reason == "error"
+    assert failed.error is not None
+    assert "DecoratedSyncLoop.run must be a coroutine function, but its call returned None" in failed.error["message"]
+
+
 class ReturningLoop(AgentLoop):
     """Ends at once. The sample fails in its reward only."""
 
@@ -310,6 +346,80 @@ def collect_groups(runner: RolloutRunner, tasks: list[Task], n: int) -> tuple[li
     except Exception as error:  # noqa: BLE001 - the exception of the samples is examined
         return groups, error
     return groups, None
+
+
+class PromptLoop(AgentLoop):
+    """Records its prompt, and changes the data of its task. Its attributes are settings, and the URL of a service."""
+
+    def __init__(self, style: str = "brief", rounds: float = 3, url: str = "http://a:1", **public: str) -> None:
+        super().__init__([add])
+        self.style, self.rounds, self._url = style, rounds, url
+        vars(self).update(public)
+
+    async def run(self, episode: Episode) -> None:
+        episode.add_messages(episode.task.messages)
+        episode.task.data["log"].append(self._url)
+
+
+class OtherPromptLoop(PromptLoop):
+    """Another class with the same attributes."""
+
+
+def run_in(run_dir: Path, renderer: ChatRenderer, task: Task, **overrides: Any) -> Sample:
+    groups, error = collect_groups(make_runner(renderer, run_dir=run_dir, **overrides), [task], 1)
+    if error is not None:
+        raise error
+    return groups[0].samples[0]
+
+
+def make_logged_task() -> Task:
+    return Task("t", [USER_MESSAGE], {"answer": 42, "log": []})
+
+
+def test_task_that_its_agent_loop_changes_is_loaded(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """By a second run of this process, and of another process, where the task is as it was."""
+    task = make_logged_task()
+    recorded = run_in(tmp_path, renderer, task, loop=PromptLoop())
+    assert task.data["log"] == ["http://a:1"]
+    for same in (task, make_logged_task()):
+        assert run_in(tmp_path, renderer, same, loop=PromptLoop()).graph == recorded.graph
+        assert len(same.data["log"]) == (same is task), "the recorded sample was run again"
+    with pytest.raises(BadInputError, match=r"a different task\.data\."):
+        run_in(tmp_path, renderer, Task("t", [USER_MESSAGE], {"answer": 43, "log": []}), loop=PromptLoop())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"loop": PromptLoop("long")}, "agent loop PromptLoop: attribute 'style'. .*begin its name with '_'"),
+        ({"loop": PromptLoop(rounds=4)}, "agent loop PromptLoop: attribute 'rounds'. "),
+        ({"loop": OtherPromptLoop("long")}, "agent loop. "),
+        ({"loop": ReturningLoop([search])}, "agent loop, tool 'add', tool 'search', tools. "),
+        ({"limits": RolloutLimits(max_response_tokens=10, max_turns=3)}, "limits.max_turns. "),
+        ({"sampling_params": {"temperature": 0.5}}, r"sampling_params\['temperature'\]. "),
+    ],
+)
+def test_changed_input_is_named(
+    renderer: ChatRenderer, tmp_path: Path, overrides: dict[str, Any], expected: str
+) -> None:
+    same = {"loop": PromptLoop(), "sampling_params": {"temperature": 1.0}}
+    recorded = run_in(tmp_path, renderer, make_logged_task(), **same)
+    with pytest.raises(BadInputError, match=f"was recorded with other inputs: a different {expected}"):
+        run_in(tmp_path, renderer, make_logged_task(), **{**same, **overrides})
+    for loop in (PromptLoop(url="http://b:2"), PromptLoop(rounds=3.0), PromptLoop(new="x")):
+        same = {"loop": loop, "sampling_params": {"temperature": 1}}
+        assert run_in(tmp_path, renderer, make_logged_task(), **same).graph == recorded.graph
+
+
+class UnknownIdentityLoop(ReturningLoop):
+    @property
+    def identity(self) -> Any:
+        raise AssertionError("digests are computed without a run_dir")
+
+
+def test_digests_are_computed_for_a_run_dir_only(renderer: ChatRenderer) -> None:
+    groups, error = collect_groups(make_runner(renderer, loop=UnknownIdentityLoop()), make_tasks(1), 1)
+    assert (len(groups), error) == (1, None)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -207,14 +208,19 @@ def test_samples_of_other_inputs_are_refused(
     others: list[tuple[str, dict[str, Any], Task]] = [
         ("task.messages", {}, make_task("What is 5+5?", 2)),
         ("task.data", {}, make_task("What is 1+1?", 10)),
-        ("agent loop", {"loop": PromptedLoop("take your time")}, task),
-        ("agent loop, tools", {"loop": SingleTurnLoop()}, task),
+        ("agent loop PromptedLoop: attribute 'system_prompt'", {"loop": PromptedLoop("take your time")}, task),
+        ("agent loop, tool 'add', tools", {"loop": SingleTurnLoop()}, task),
         ("renderer", {"renderer": other_renderer}, task),
-        ("limits", {"limits": RolloutLimits(max_response_tokens=999, max_turns=2)}, task),
-        ("sampling_params", {"sampling_params": {"temperature": 0.5}}, task),
+        ("limits.max_response_tokens", {"limits": RolloutLimits(max_response_tokens=999, max_turns=2)}, task),
+        (
+            "sampling_params['max_new_tokens'], sampling_params['regex'], sampling_params['temperature']",
+            {"sampling_params": {"temperature": 0.5}},
+            task,
+        ),
     ]
     for changed, overrides, other_task in others:
-        with pytest.raises(BadInputError, match=rf"session '0-0' in the folder {tmp_path} .* a different {changed}\. "):
+        expected = rf"session '0-0' in the folder {tmp_path} .* a different {re.escape(changed)}\. "
+        with pytest.raises(BadInputError, match=expected):
             make_runner(shared_engine, **{"renderer": renderer, **same, **overrides}).run([other_task])
     assert session_file(tmp_path, "0-0").read_bytes() == content
     assert caplog.records == []

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import date
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +180,36 @@ def test_damaged_files_and_invalid_ids_are_refused(tmp_path: Path) -> None:
             session_file(tmp_path, bad)  # type: ignore[arg-type]
 
 
+def test_folder_is_no_session(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"is a folder.* write \[load_session\(path\) for path in list_"):
+        load_session(tmp_path)
+
+
+def test_nodes_of_other_or_unknown_inputs_are_refused(tmp_path: Path) -> None:
+    """An attribute counts if both have it. Any other input counts if one of them has it."""
+    inputs = {"tools": "1", "agent loop L: attribute 'url'": "2", "agent loop L: attribute 'old'": "3"}
+    with Recorder(tmp_path, "s", inputs=inputs) as recorder:
+        recorder.add_node(None, [1], sampled=False)
+    path = session_file(tmp_path, "s")
+    content = path.read_bytes()
+    with Recorder(tmp_path, "s", inputs={"tools": "1", "agent loop L: attribute 'new'": "4"}) as recorder:
+        assert recorder.graph.inputs == load_session(path).inputs == inputs
+    others = [
+        ({**inputs, "agent loop L: attribute 'url'": "9"}, "a different agent loop L: attribute 'url'.*begin its name"),
+        ({**inputs, "tools": "9", "limits.max_turns": "1"}, "a different limits.max_turns, tools. A run_dir"),
+        ({}, "a different tools. "),
+    ]
+    for other, expected in others:
+        with pytest.raises(BadInputError, match=expected):
+            Recorder(tmp_path, "s", inputs=other)
+    for header in (b'{"format":2,"session_id":"s"}', b'{"format":2,"session_id":"s","inputs":{"tools":"1"}}'):
+        path.write_bytes(header + content[content.index(b"\n") :])
+        with pytest.raises(BadInputError, match=r"no digests of its inputs.* older version .* new run_dir"):
+            Recorder(tmp_path, "s", inputs=inputs)
+        with Recorder(tmp_path, "s") as recorder:
+            assert len(recorder.graph.nodes) == 1
+
+
 def test_files_of_other_formats_and_sessions_are_refused(tmp_path: Path) -> None:
     path = session_file(tmp_path, "s")
     for content, file_format in (
@@ -291,6 +325,23 @@ def test_wrong_paths_are_refused(paths: Any, expected: str) -> None:
             break
 
 
+def test_failed_sample_with_a_reward_is_a_row() -> None:
+    """A trainer may give failed samples a reward of its own. A sample without a turn has nothing to train."""
+    graph = make_conversation()
+    graph.terminate(4, "error")
+    graph.set_rewards(4, [-1.0])
+    batch = to_batch([PATH, (graph, 4)], pad_token_id=0)
+    assert batch["rm_scores"][1].tolist() == [-1.0, 0.0, 0.0, 0.0]
+    assert to_packed([(graph, 4)])["rm_scores"].tolist() == [0.0, 0.0, 0.0, -1.0]
+    del graph.rewards[4]
+    with pytest.raises(BadInputError, match=r"path 1 .* without a reward; .*sample.graph.set_rewards\(sample.leaf"):
+        to_batch([PATH, (graph, 4)], pad_token_id=0)
+    prompt, node = make_path("error")
+    prompt.set_rewards(node, [-1.0])
+    with pytest.raises(BadInputError, match=r"path 0 .* without a sampled token.* if sample.num_turns"):
+        to_batch([(prompt, node)], pad_token_id=0)
+
+
 def test_batch_of_a_generator_and_without_rewards() -> None:
     assert to_batch((make_path("done") for _ in range(2)), pad_token_id=0)["rm_scores"].shape == (2, 0)
 
@@ -329,7 +380,57 @@ def test_digests_are_equal_in_every_process() -> None:
     assert len(results.pop().strip()) == 16
     different = [{"a": 1}, {"a": "1"}, {"a": 1.5}, {"a": [1]}, {"b": 1}, {}, None, [1, 2], [2, 1], [[1], 2], "1", b"1"]
     assert len(set(map(digest, different))) == len(different)
-    assert digest((1, np.int64(2))) == digest([1, 2]) == digest(torch.tensor([1, 2]))
+    assert digest((1, np.int64(2))) == digest([1, 2]) == digest([1.0, np.float32(2)])
+    assert digest(np.bool_(True)) == digest(True) != digest(1)
+    assert digest({"q": np.str_("a")}) == digest({"q": "a"})
+
+
+def test_arrays_have_digests_of_their_bytes() -> None:
+    """Also a tensor of a dtype that numpy does not have. An array is no list, and its shape and its dtype count."""
+    array = np.arange(6).reshape(2, 3)
+    assert digest(array) == digest(torch.arange(6).reshape(2, 3)) == digest(np.asfortranarray(array))
+    halves = torch.tensor([0.5, 1.5], dtype=torch.bfloat16)
+    assert digest(halves) == digest(halves.clone().requires_grad_())
+    changed = array.copy()
+    changed[1, 2] = 7
+    objects = [np.array([{1}], dtype=object), np.array([{2}], dtype=object)]
+    different = [array, array.tolist(), array.ravel(), array.astype(np.int32), changed, halves, halves * 2, *objects]
+    assert len({digest({"image": value}) for value in different}) == len(different)
+    sparse = torch.eye(3).to_sparse()
+    assert digest(sparse) == digest(sparse * 2) != digest(torch.eye(4).to_sparse())
+    assert digest(torch.zeros(2, device="meta")) != digest(torch.zeros(3, device="meta"))
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+def make_nested(depth: int, innermost: Any) -> list[Any]:
+    value = [innermost]
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def make_cycle(text: str) -> dict[str, Any]:
+    value: dict[str, Any] = {"text": text, "items": []}
+    value["items"].append(value)
+    return value
+
+
+def test_every_value_has_a_digest() -> None:
+    """Long ints, deep and cyclic values, classes, functions, and values of the standard library."""
+    different = [
+        10**5000, 10**5000 + 1, Fraction(10**5000, 3), Decimal("0.1"), 0.1, float("nan"), float("-inf"), 1j,
+        make_nested(5000, 1), make_nested(5000, 2), make_nested(4999, 1), make_cycle("a"), make_cycle("b"),
+        int, np.ndarray, Color, Color.RED, Color.BLUE, len, make_cycle, date(2026, 1, 2), date(2026, 1, 3),
+        Span(1, 0, 1), Span(1, 0, 2), object(), "\udcff",
+    ]  # fmt: skip
+    assert len({digest({"answer": value}) for value in different}) == len(different)
+    assert digest(make_cycle("a")) == digest(make_cycle("a"))
+    assert digest(Decimal("1.5")) == digest(Fraction(3, 2)) == digest(1.5)
+    assert digest(Span(1, 0, 2)) == digest({"version": 1, "start": 0, "end": 2})
 
 
 def test_packed_batch_and_tree() -> None:

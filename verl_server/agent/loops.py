@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from numbers import Number
 from typing import Any, TypeVar
 
 from verl_server.agent.episode import Episode, Turn
@@ -16,10 +17,12 @@ from verl_server.agent.tool_parsing import as_tool_call, parse_hermes_tool_calls
 from verl_server.agent.tools import Tool, ToolCall, ToolRegistry, ToolResult
 from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.validation import did_you_mean, require_coroutine_method
+from verl_server.validation import did_you_mean, find_coroutine_error, is_bool, require_coroutine_method
 
 AgentLoopClass = TypeVar("AgentLoopClass", bound="type[AgentLoop]")
 
+RUN_EXAMPLE = "async def run(self, episode)"
+"""How the method `run` of an agent loop is written, for errors."""
 _LOOPS: dict[str, type[AgentLoop]] = {}
 """Registered agent loops by name."""
 
@@ -37,14 +40,17 @@ class AgentLoop(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        require_coroutine_method(cls, "run", "async def run(self, episode)")
+        require_coroutine_method(cls, "run", RUN_EXAMPLE)
 
     @property
     def identity(self) -> Json:
-        """What its samples depend on besides the tools: its class, and its attributes that are strings, for example a
-        system prompt."""
-        texts = {name: value for name, value in vars(self).items() if isinstance(value, str)}
-        return {"class": type(self).__qualname__, "texts": texts}
+        """What its samples depend on besides its class and its tools, by name, for the check of a `run_dir`.
+
+        These are its attributes that are strings, numbers or bools, for example a system prompt. An attribute whose
+        name begins with `_` does not count, for example the URL of a service. A subclass can return other values.
+        """
+        public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {name: value for name, value in public.items() if isinstance(value, (str, Number)) or is_bool(value)}
 
     @abstractmethod
     async def run(self, episode: Episode) -> None:
@@ -57,13 +63,16 @@ class AgentLoop(ABC):
         raised; cancellation is.
         """
         try:
-            await self.run(episode)
+            result: Any = self.run(episode)
+            mistake = find_coroutine_error(type(self), "run", result, RUN_EXAMPLE)
+            if mistake is None:
+                await result
         except EpisodeStopped as stopped:
             stop_reason, exception = stopped.stop_reason, None
         except Exception as failure:  # noqa: BLE001 - a failure belongs to this sample and must not end the batch
             stop_reason, exception = "error", failure
         else:
-            stop_reason, exception = "done", None
+            stop_reason, exception = "done" if mistake is None else "error", mistake
         episode.stop_reason, episode.exception = stop_reason, exception
         return stop_reason
 

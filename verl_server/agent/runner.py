@@ -25,7 +25,7 @@ from verl_server.agent.loops import AgentLoop, as_agent_loop
 from verl_server.agent.samples import Sample, SampleGroup, Task, find_finished_sample
 from verl_server.errors import BadInputError, to_wire
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.inputs import digest
+from verl_server.trajectory.inputs import attribute_input, digest
 from verl_server.trajectory.recorder import Recorder, has_recorded_nodes, session_file
 from verl_server.trajectory.rendering import ChatRenderer
 from verl_server.types import Json
@@ -103,14 +103,6 @@ class RolloutRunner:
         self._limits, self._sampling_params = limits, dict(sampling_params)
         self._reward, self._max_concurrency = reward, max_concurrency
         self._run_dir = None if run_dir is None else make_writable_folder("run_dir", run_dir)
-        self._inputs = {
-            "agent loop": digest(self._loop.identity),
-            "tools": digest(self._loop.tools.schemas),
-            "renderer": digest(renderer.identity),
-            "limits": digest(limits),
-            "sampling_params": digest(sampling_params),
-        }
-        """Digests of what all samples depend on."""
         self.counters = RunnerCounters()
 
     def run(
@@ -260,10 +252,9 @@ class RolloutRunner:
         """The digests of the inputs of each task. Raises BadInputError for a sample recorded with other inputs."""
         if self._run_dir is None:
             return {}
-        num_recorded, inputs = 0, {}
+        num_recorded, inputs, shared = 0, {}, self._digest_shared_inputs()
         for task in tasks:
-            digests = {"task.messages": digest(task.messages), "task.data": digest(task.data), **self._inputs}
-            inputs[task.id] = digests
+            digests = inputs[task.id] = {**task.digests, **shared}
             paths = (session_file(self._run_dir, _session_id(task, index)) for index in range(n))
             num_recorded += sum(has_recorded_nodes(path, digests) for path in paths)
         if num_recorded:
@@ -274,6 +265,20 @@ class RolloutRunner:
                 self._run_dir,
             )
         return inputs
+
+    def _digest_shared_inputs(self) -> dict[str, str]:
+        """Digests of what all samples depend on, by names that errors show."""
+        loop, tools = f"agent loop {type(self._loop).__qualname__}", self._loop.tools
+        inputs = {
+            "agent loop": loop,
+            **{attribute_input(loop, name): value for name, value in self._loop.identity.items()},
+            "tools": tools.names,
+            **{f"tool {name!r}": schema for name, schema in zip(tools.names, tools.schemas, strict=True)},
+            "renderer": self._renderer.identity,
+            **{f"limits.{field.name}": getattr(self._limits, field.name) for field in dataclasses.fields(self._limits)},
+            **{f"sampling_params[{name!r}]": value for name, value in self._sampling_params.items()},
+        }
+        return {name: digest(value) for name, value in inputs.items()}
 
 
 def _session_id(task: Task, index: int) -> str:

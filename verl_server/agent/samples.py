@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -9,6 +10,7 @@ from typing import Any
 
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.inputs import digest
 from verl_server.trajectory.messages import Message, validate_messages
 from verl_server.types import Json
 
@@ -27,7 +29,7 @@ class Task:
     """Messages of the first prompt: dicts with the keys `role` and `content`, of plain JSON values."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Data for tools and rewards, for example the correct answer. The policy does not see it. Only a digest is
-    recorded, so the values can be of any type."""
+    recorded, so the values can be of any type. See `digests` for data that a tool changes."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
@@ -41,6 +43,15 @@ class Task:
             raise BadInputError(
                 f'Task.data of task {self.id!r} must be a dict such as {{"answer": 42}}, got {type(self.data).__name__}'
             )
+
+    @functools.cached_property
+    def digests(self) -> Mapping[str, str]:
+        """Digests of messages and data, by which a recorded sample is found to be of the same task.
+
+        They are computed at the first use: before the first run with a `run_dir`. Later changes of `data`, for example
+        by a tool, do not count. For other data, make another task.
+        """
+        return {"task.messages": digest(self.messages), "task.data": digest(self.data)}
 
 
 @dataclass(frozen=True)

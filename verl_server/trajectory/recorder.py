@@ -26,6 +26,8 @@ from verl_server.types import Json
 FILE_SUFFIX = ".jsonl"
 FILE_FORMAT = 2
 """Version of the file format. Increased when files of earlier versions cannot be read any more."""
+DIGESTS_KEY = "input_digests"
+"""Key of the digests of the inputs in the header. Earlier versions wrote digests of another kind under `inputs`."""
 SESSION_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -40,8 +42,8 @@ class Recorder:
         `inputs`: the digest of each input of the session by name, which is recorded. None accepts any recorded inputs.
 
         Raises ServerBusyError if another `Recorder` has opened the session, BadInputError for an invalid session id, a
-        damaged file, a file of another format, of another session or with nodes of other inputs, and OSError if the
-        file cannot be opened.
+        damaged file, a file of another format, of another session or with nodes of other or unknown inputs, and OSError
+        if the file cannot be opened.
         """
         path = session_file(run_dir, session_id)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +65,7 @@ class Recorder:
             os.ftruncate(self._fd, num_bytes)
             os.lseek(self._fd, num_bytes, os.SEEK_SET)
             if num_bytes == 0:
-                self._write({"format": FILE_FORMAT, "session_id": session_id, "inputs": self.graph.inputs})
+                self._write({"format": FILE_FORMAT, "session_id": session_id, DIGESTS_KEY: self.graph.inputs})
         except BaseException:
             os.close(self._fd)
             raise
@@ -118,17 +120,22 @@ def session_file(run_dir: Path | str, session_id: str) -> Path:
 def load_session(path: Path | str) -> TrajectoryGraph:
     """Load a recorded session. The session may still be written by another process.
 
-    Raises BadInputError for a damaged file, a file of another format, or a file of another session, and
+    Raises BadInputError for a folder, a damaged file, a file of another format, or a file of another session, and
     FileNotFoundError if there is no file.
     """
     path = Path(path)
+    if path.is_dir():
+        raise BadInputError(
+            f"{path} is a folder, and load_session reads the file of one session; for all sessions of a run_dir, write "
+            f"[load_session(path) for path in list_sessions({str(path)!r})]"
+        )
     return parse_session(path.name.removesuffix(FILE_SUFFIX), path.read_bytes())[0]
 
 
 def has_recorded_nodes(path: Path, inputs: Mapping[str, str]) -> bool:
     """Whether the file of a session exists and contains a node. Reads the first lines only.
 
-    Raises BadInputError if the nodes were recorded with other inputs, and for a damaged or foreign file.
+    Raises BadInputError if the nodes were recorded with other or unknown inputs, and for a damaged or foreign file.
     """
     if not path.exists():
         return False
@@ -162,7 +169,7 @@ def parse_session(session_id: str, content: bytes) -> tuple[TrajectoryGraph, int
             raise BadInputError(f"the file of session {session_id!r} is damaged at byte {start}: {error}") from error
         if "format" in line:
             _check_header(session_id, line)
-            graph.inputs = dict(line.get("inputs") or {})
+            graph.inputs = dict(line.get(DIGESTS_KEY) or {})
         start = end + 1
     return graph, start
 
