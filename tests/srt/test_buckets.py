@@ -17,6 +17,7 @@ from helpers import (
     assert_equals_reference,
     change_weights,
     mesh_of,
+    raised,
     reference_model,
     remote_server_of,
 )
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 from test_ranks import shards_of_every_kind
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, WeightsConfig
+from verl_server import HttpServerEngineAdapter, RemoteServer, Timeouts, VerlEngine, WeightsConfig
 from verl_server.errors import BadInputError, TornWeightsError, UnsupportedError, VerlServerError, WeightManifestError
 from verl_server.types import TensorSpec
 from verl_server.weights.double_buffer import reader as reader_module
@@ -208,9 +209,9 @@ def server(tiny: Callable[..., Path]) -> Iterator[Any]:
         yield adapter
 
 
-def engine_on(server: RemoteServer, mesh: Any, folder: str, **weights: Any) -> VerlEngine:
-    config = WeightsConfig(max_staging_bytes=STAGING, **weights)
-    return VerlEngine(mesh, servers=[server], model_path=folder, dtype="float32", weights=config)
+def engine_on(server: RemoteServer, mesh: Any, folder: str, **arguments: Any) -> VerlEngine:
+    config = WeightsConfig(max_staging_bytes=STAGING)
+    return VerlEngine(mesh, servers=[server], model_path=folder, dtype="float32", weights=config, **arguments)
 
 
 def test_staging_smaller_than_the_model(server: Any, one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:
@@ -301,6 +302,29 @@ def _two_ranks(rank: int, world: int, folder: str, server: RemoteServer) -> list
         attempt(pairs if rank == 0 else [])
         assert_equals_reference(engine, model)
     return messages
+
+
+def _a_mistake_while_ranks_gather(rank: int, world: int, folder: str, server: RemoteServer) -> tuple[str, str]:
+    """A generator has a bad tensor on rank 1, while rank 0 writes gathered tensors into the buckets."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    model, mesh = reference_model(folder), mesh_of(world)
+    pending = {name: DTensor.from_local(t / 2, mesh, [Partial()]) for name, t in model.state_dict().items()}
+    name = sorted(pending)[0]
+    nan = DTensor.from_local(torch.full_like(pending[name].to_local(), torch.nan), mesh, [Partial()])
+    bad = {name: nan if rank == 1 else pending[name], **{n: t for n, t in pending.items() if n != name}}
+    with engine_on(server, mesh, folder, timeouts=Timeouts(weights_s=20.0)) as engine:
+        found = raised(lambda: engine.update_weights_from_tensor(iter(bad.items()), check_finite=True))
+        engine.update_weights_from_tensor(iter(pending.items()))  # the trainer's process group can be used
+        assert_equals_reference(engine, model)
+    return found
+
+
+def test_a_mistake_on_one_rank_while_the_ranks_gather(server: Any, two_ranks: Ranks, tiny: Callable[..., Path]) -> None:
+    """Rank 0 does not wait for free buckets while rank 1 waits for rank 0 in a collective operation."""
+    first, second = two_ranks.run(_a_mistake_while_ranks_gather, str(tiny("qwen2")), remote_server_of(server))
+    assert first == second
+    assert (first[0], "not finite" in first[1]) == ("TornWeightsError", True), first
 
 
 def test_two_ranks_fill_the_buckets_together(server: Any, two_ranks: Ranks, tiny: Callable[..., Path]) -> None:

@@ -7,7 +7,8 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,20 @@ from helpers import (
     reference_model,
     trainer_ranks,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server import Timeouts, VerlEngine
+from verl_server import PauseMode, Timeouts, VerlEngine
+from verl_server.engine.start_backend import broadcast_function
 from verl_server.errors import BadInputError, PeerError
+from verl_server.ranks.coordinator import RankCoordinator
+from verl_server.ranks.placement import compute_placement
+from verl_server.types import TensorSpec
+from verl_server.weights.arena import Arena
+from verl_server.weights.layout import plan_arena
+from verl_server.weights.manifest import Manifest
+from verl_server.weights.update.request import UpdateOptions
+from verl_server.weights.update.staged import StagedUpdater
+from verl_server.weights.update.updater import EngineRanks
 
 
 def _one_engine(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any]]:
@@ -219,3 +231,95 @@ def test_a_node_that_does_not_start_is_an_error_on_all_ranks_at_once(
     first, second = two_ranks.run(_one_node_fails, str(tiny("qwen3")))
     assert first == second
     assert first[0] == "StartupError"
+
+
+# -- updates without a server ------------------------------------------------------------------------
+
+GROUP_TIMEOUT_S = 8.0
+"""Deadline of the collective operations of the trainer's process group in these tests."""
+NAMES = [f"t{number}" for number in range(4)]
+
+
+def _updater(rank: int, world: int) -> StagedUpdater:
+    """The updater of one of the trainer ranks, for a model with the tensors `NAMES`. It has no server."""
+    specs = {name: TensorSpec((4,), "float32") for name in NAMES}
+    layout, all_ranks = plan_arena(specs), frozenset(range(world))
+    coordinator = RankCoordinator.connect(rank, world, broadcast_function(mesh_of(world)), False, 60.0)
+    ranks = EngineRanks(coordinator, compute_placement(rank, world, 1, {}), all_ranks, None, 60.0)
+    return StagedUpdater(ranks, Manifest(specs), 0, layout, Arena.create(layout), all_ranks, None)
+
+
+def _update(updater: StagedUpdater, tensors: Any, load_format: str | None = None) -> tuple[str, str]:
+    """Type and message of the error of an update that cannot succeed, because a rank makes a mistake."""
+    options = UpdateOptions(None, verify=True, check_finite=True, pause_mode=PauseMode.RETRACT, flush_cache=True)
+    return raised(lambda: updater.update(tensors, load_format, options))
+
+
+def _failing_disk(pending: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The first tensor, then an error that is not of this library."""
+    yield from list(pending.items())[:1]
+    raise OSError("the disk is gone")
+
+
+def _a_rank_leaves_the_collectives(rank: int, world: int) -> list[tuple[str, str]]:
+    """Errors of a rank that stops gathering: its iterator fails, or it makes another mistake than rank 0."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    errors = []
+    updater = _updater(rank, world)
+    for attempt in ("iterator", "load_format", "lora"):
+        group: Any = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+        mesh = DeviceMesh.from_group(group, "cpu")
+        pending = {name: DTensor.from_local(torch.ones(4), mesh, [Partial()]) for name in NAMES}
+        mine = pending.items() if rank == 0 else _failing_disk(pending)
+        if attempt == "iterator":
+            errors.append(_update(updater, mine))
+        elif attempt == "load_format":
+            errors.append(_update(updater, pending, "direct" if rank == 1 else None))
+        else:
+            call_id = updater.coordinator.next_call_id("load_lora_adapter")
+            error = updater.gather_on_cpu(call_id, mine)[1]
+            errors.append(raised(functools.partial(updater.coordinator.agree, call_id, len, error=error)))
+    updater.coordinator.close()
+    updater.close()
+    return errors
+
+
+def test_a_rank_that_leaves_the_collectives_is_an_error_on_all_ranks_at_once(two_ranks: Ranks) -> None:
+    """The other rank does not wait for the deadline of the process group, whose error does not name the cause."""
+    first, second = two_ranks.run(_a_rank_leaves_the_collectives)
+    assert first == second
+    disk = ("PeerError", "reading named_tensors failed on rank 1: OSError: the disk is gone")
+    assert (first[0], first[2]) == (disk, disk)
+    assert first[1][0] == "BadInputError"
+    assert "load_format 'direct'" in first[1][1]
+
+
+def _a_rank_that_gathers_nothing_makes_a_mistake(rank: int, world: int) -> tuple[tuple[str, str], int]:
+    """Returns the error, and the number of tensors that were read. Rank 0 gathers over a mesh without rank 1."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    updater = _updater(rank, world)
+    group: Any = dist.new_group([0])
+    mesh = DeviceMesh.from_group(group, "cpu") if rank == 0 else None
+    read = []
+
+    def tensors() -> Iterator[tuple[str, Any]]:
+        for name in NAMES:
+            read.append(name)
+            tensor = torch.full((4,), torch.nan if rank == 1 else 1.0)
+            time.sleep(0.2 * (rank == 0))  # rank 1 arrives first
+            yield name, tensor if mesh is None else DTensor.from_local(tensor, mesh, [Partial()])
+
+    error = _update(updater, tensors())
+    updater.coordinator.close()
+    updater.close()
+    return error, len(read)
+
+
+def test_a_mistake_on_a_rank_that_gathers_nothing_does_not_stop_the_collectives_of_others(two_ranks: Ranks) -> None:
+    """A rank that stops in the middle would leave the other ranks of its mesh alone in the collective operation."""
+    (first, read), (second, _) = two_ranks.run(_a_rank_that_gathers_nothing_makes_a_mistake)
+    assert first == second
+    assert (first[0], "'t0' has values that are not finite" in first[1]) == ("WeightManifestError", True)
+    assert read == len(NAMES)

@@ -258,7 +258,7 @@ def test_a_refused_dict_leaves_the_staged_weights_unchanged(bad: torch.Tensor) -
     options = UpdateOptions(None, True, True, PauseMode.RETRACT, True)
     for tensors in ({"a": torch.zeros(2), "b": bad}, [("a", torch.zeros(2)), ("b", bad)]):
         with pytest.raises(WeightManifestError, match="'b'"):
-            updater.update(tensors, None, options)  # type: ignore[arg-type]
+            updater.update(tensors, None, options)
         assert all(bool((staged == 1.0).all()) for staged in updater.staging_tensors().values())
     assert updater.weight_version == 3
     updater.close()

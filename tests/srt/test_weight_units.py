@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from verl_server import errors
 from verl_server.adapter.memory_tags import undefined_weights_reason
@@ -34,13 +36,18 @@ SPECS = {
 }
 
 
-def writer_for(staged: torch.Tensor, spec: TensorSpec, check_finite: bool = False) -> ShardWriter:
-    """The writer of the only trainer rank, for a model with the tensor `x`."""
+def writer_for(
+    staged: torch.Tensor,
+    spec: TensorSpec,
+    check_finite: bool = False,
+    raise_failure: Callable[[], None] = lambda: None,
+) -> ShardWriter:
+    """The writer of the only trainer rank, for a model with the tensors `x`, `y` and `z`."""
     return ShardWriter(
         lambda _: staged,
-        Manifest({"x": spec}),
+        Manifest(dict.fromkeys("xyz", spec)),
         frozenset({0}),
-        lambda: None,
+        raise_failure,
         gather_timeout_s=1.0,
         check_finite=check_finite,
         writes_whole_tensors=True,
@@ -173,6 +180,17 @@ def test_an_argument_that_is_no_pairs_is_refused_with_the_cure(named_tensors: An
     assert caught.value.message.endswith(f"for example model.state_dict().items(); got {got}")
 
 
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, MappingProxyType])
+def test_every_mapping_is_accepted(kind: Any) -> None:
+    spec, staged, given = TensorSpec((2,), "float32"), torch.zeros(2), kind({"x": torch.ones(2)})
+    source = TensorSource(given, Manifest({"x": spec}), check_finite=False)
+    assert (source.is_checked, source.contribution["names"]) == (True, ["x"])
+    writer = writer_for(staged, spec)
+    assert writer.write(given) == ["x"]
+    assert staged.all()
+    assert torch.equal(writer.gather_on_cpu(given)["x"], torch.ones(2))
+
+
 def test_an_array_of_numpy_is_refused_with_the_cure() -> None:
     pairs: Any = [("x", np.zeros(2))]
     with pytest.raises(errors.BadInputError, match=r"'x' is no tensor but ndarray: convert it with torch\.from_numpy"):
@@ -194,6 +212,38 @@ def test_a_shard_of_another_shape_than_its_placement_is_refused(rows: int, one_r
         TensorSource([("x", shard)], Manifest({"x": spec}), check_finite=False)
     with pytest.raises(errors.WeightManifestError, match=message):
         writer_for(staged, spec).write(iter([("x", shard)]))
+    assert not staged.any()
+
+
+@pytest.mark.parametrize(
+    ("bad", "num_read", "has_gathered_all"),
+    [("another rank", 1, False), ("nan", 3, True), ("meta", 1, False), ("array", 1, False)],
+)
+def test_a_rank_gathers_on_after_its_own_mistake_only(
+    bad: str, num_read: int, has_gathered_all: bool, one_rank: DeviceMesh
+) -> None:
+    """Other ranks may wait in a collective operation for this rank.
+
+    After an error of another rank, or a tensor that this rank cannot gather, the ranks gather nothing together.
+    """
+    read: list[str] = []
+
+    def raise_failure() -> None:
+        if bad == "another rank":
+            raise errors.WeightManifestError("the error")
+
+    def pairs() -> Iterator[tuple[str, Any]]:
+        first = torch.full((4,), torch.nan if bad == "nan" else 1.0, device="meta" if bad == "meta" else "cpu")
+        for name, local in (("x", first), ("y", torch.ones(4)), ("z", torch.ones(4))):
+            read.append(name)
+            is_array = bad == "array" and name == "x"
+            yield name, np.ones(4) if is_array else DTensor.from_local(local, one_rank, [Partial()])
+
+    staged = torch.zeros(4)
+    writer = writer_for(staged, TensorSpec((4,), "float32"), check_finite=True, raise_failure=raise_failure)
+    with pytest.raises(errors.BadInputError, match=r"the error|not finite|on the meta device|no tensor but ndarray"):
+        writer.write(pairs())
+    assert (len(read), writer.has_gathered_all) == (num_read, has_gathered_all)
     assert not staged.any()
 
 

@@ -19,7 +19,7 @@ from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.type_checks import check_arguments
 from verl_server.types import Json, WeightUpdateResult
-from verl_server.validation import as_pairs, to_plain
+from verl_server.validation import to_plain
 from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
@@ -184,7 +184,7 @@ class VerlEngine:
         TornWeightsError when the update failed half-way (push all weights again), PeerError, ServerDiedError.
         """
         options = UpdateOptions(to_plain(weight_version), verify, check_finite, pause_mode, flush_cache)
-        return self._require_updater().update(as_pairs(named_tensors), load_format, options)
+        return self._require_updater().update(named_tensors, load_format, options)
 
     def staging_tensors(self) -> dict[str, torch.Tensor]:
         """The staging memory as CPU tensors by Hugging Face name, with full shapes and the server's dtypes.
@@ -196,7 +196,7 @@ class VerlEngine:
         return self._require_updater().staging_tensors()
 
     def load_lora_adapter(
-        self, name: str, named_tensors: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any]
+        self, name: str, named_tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor], config: Json
     ) -> None:
         """Load a LoRA adapter, or replace the adapter of that name. Requests use it with `lora_path=name`.
 
@@ -207,7 +207,7 @@ class VerlEngine:
         Raises BadInputError or WeightManifestError before the servers are involved, PeerError, ServerDiedError.
         """
         call_id, weights = self._group.next_call_id("load_lora_adapter"), self._require_updater()
-        tensors, error = weights.gather_on_cpu(as_pairs(named_tensors))
+        tensors, error = weights.gather_on_cpu(call_id, named_tensors)
 
         def load(_: list[Json]) -> None:
             self._loras.load(self._require_backend(), name, *weights.prepare_lora_adapter(tensors, config))

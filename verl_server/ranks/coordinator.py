@@ -132,8 +132,17 @@ class RankCoordinator:
         """Why the ranks cannot work together any more, or None."""
         return self._calls.failure
 
+    def announce_error(self, call_id: str, error: VerlServerError) -> None:
+        """Tell the other ranks that this rank takes no part in the work before the call `call_id` any more.
+
+        This rank arrives at the call with `error`. The other ranks learn of the first such error in `raise_failure`.
+        """
+        wire = to_wire(error)
+        if self._calls.set_first_error(call_id, wire):
+            self._forward({"call_id": call_id, "first_error": wire}, source=self.rank)
+
     def raise_failure(self, call_id: str | None = None) -> None:
-        """Raise `failure` if it is set, or the error with which another rank has arrived at the call `call_id`.
+        """Raise `failure` if it is set, or the error that a rank has announced for the call `call_id`.
 
         A rank calls this while it waits for the other ranks before it arrives itself.
         """
@@ -175,7 +184,6 @@ class RankCoordinator:
 
     def _collect(self, call_id: str, arrival: Json) -> list[Json]:
         """On rank 0: wait for all ranks. Raises the first error that a rank contributed, on all ranks."""
-        self._announce_error(call_id, arrival, source=0)
         arrivals = self._calls.add_own_arrival(call_id, arrival)
         with _OutcomeSender(self, call_id, only_failure=True):
             try:
@@ -222,9 +230,9 @@ class RankCoordinator:
             self._forward(message, source=peer)
             self._fail(from_wire(message["failure"]))
         elif "first_error" in message:
-            self._calls.set_first_error(message["call_id"], message["first_error"])
+            if self._calls.set_first_error(message["call_id"], message["first_error"]):
+                self._forward(message, source=peer)
         elif "arrival" in message:
-            self._announce_error(message["call_id"], message["arrival"], source=peer)
             outcome = self._calls.add_arrival(message["call_id"], peer, message["arrival"])
             if outcome is not None:
                 self._channels[peer].send({"call_id": message["call_id"], "outcome": outcome})
@@ -244,17 +252,8 @@ class RankCoordinator:
         self._forward({"failure": to_wire(error)}, source=peer)
         self._fail(error)
 
-    def _announce_error(self, call_id: str, arrival: Json, source: int) -> None:
-        """On rank 0: tell all ranks of the first error with which a rank arrives, before all ranks have arrived.
-
-        The error is that of the call, or a part of the rank's contribution if the call deals with errors itself.
-        """
-        error = arrival.get("error") or arrival.get("contribution", {}).get("error")
-        if error is not None and self._calls.set_first_error(call_id, error):
-            self._forward({"call_id": call_id, "first_error": error}, source=source)
-
     def _forward(self, message: Json, source: int) -> None:
-        """Send a message to all connected ranks but `source`."""
+        """Send a message to all connected ranks but `source`. Only rank 0 is connected to several ranks."""
         for rank, channel in self._channels.items():
             if rank != source:
                 channel.send(message)

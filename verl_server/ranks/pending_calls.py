@@ -87,7 +87,7 @@ class PendingCalls:
     # -- all ranks ----------------------------------------------------------------------------------
 
     def set_first_error(self, call_id: str, error: Json) -> bool:
-        """Record the error with which a rank arrived at a call. Returns False if there was one before."""
+        """Record the error that a rank announced for a call. Returns False if there was one before."""
         with self._lock:
             if call_id in self._first_errors:
                 return False
@@ -97,7 +97,7 @@ class PendingCalls:
             return True
 
     def first_error(self, call_id: str) -> Json | None:
-        """The error with which a rank has arrived at a call, or None."""
+        """The first error that a rank has announced for a call, or None."""
         with self._lock:
             return self._first_errors.get(call_id)
 

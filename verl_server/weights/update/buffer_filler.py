@@ -16,6 +16,7 @@ from verl_server.weights.double_buffer.reader import RECLAIM_TIMEOUT_S, BucketRe
 from verl_server.weights.double_buffer.writer import BucketWriter
 from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, receiving_ranks
 from verl_server.weights.update.commit import verify_reports
+from verl_server.weights.update.server_session import OpenedUpdate
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +44,13 @@ class BufferRole:
             if rank.receiver % self.num_buffers == self.buffer_index:
                 yield rank
 
+    def fail(self, update_number: int, message: str) -> None:
+        """Make the readers and the other writers of the double buffer stop waiting in one update."""
+        self.double_buffer.progress(update_number).fail(message)
+
 
 class BufferFiller:
-    """Fills one rank's double buffer with its part of one update.
+    """Fills one rank's double buffer with its part of the update `opened`.
 
     `require_ranks` raises when the trainer ranks cannot work together any more. `require_peers` raises in addition when
     the servers are not loading any more. `deadline` is a time of `time.monotonic`.
@@ -54,25 +59,22 @@ class BufferFiller:
     def __init__(
         self,
         role: BufferRole,
-        update_number: int,
-        members: Sequence[ServerInfo],
-        verify: bool,
+        opened: OpenedUpdate,
         require_ranks: Callable[[], None],
         require_peers: Callable[[], None],
         deadline: float,
     ) -> None:
-        self._role, self._members, self._verify, self._deadline = role, members, verify, deadline
-        self._update_number = update_number
-        readers = [rank.receiver for rank in role.receiving_ranks(members)]
-        if verify:
+        self._role, self._opened, self._deadline = role, opened, deadline
+        readers = [rank.receiver for rank in role.receiving_ranks(opened.members)]
+        if opened.validated.verify:
             readers.append(CHECKSUM_READER)
         self._writer = BucketWriter(
-            role.double_buffer, update_number, role.writer_index, role.is_lead_writer, readers, require_peers
+            role.double_buffer, opened.update_number, role.writer_index, role.is_lead_writer, readers, require_peers
         )
         self._error: VerlServerError | None = None
         """Why the double buffer could not be filled, or None."""
         self._checksums: Future[list[int]] | None = None
-        if role.is_lead_writer and verify:
+        if role.is_lead_writer and opened.validated.verify:
             self._checksums = self._start_checksums(require_ranks)
 
     def reserve(self, name: str, spec: TensorSpec) -> torch.Tensor | None:
@@ -95,13 +97,7 @@ class BufferFiller:
             raise self._error
         self._writer.finish()
 
-    def fail(self, message: str) -> None:
-        """Make the readers and the other writers of this double buffer stop waiting."""
-        self._role.double_buffer.progress(self._update_number).fail(message)
-
-    def report_error(
-        self, update_id: str, names: Sequence[str], is_whole: bool, timeout_s: float
-    ) -> VerlServerError | None:
+    def report_error(self, names: Sequence[str], is_whole: bool, timeout_s: float) -> VerlServerError | None:
         """On the leader: what is wrong with the reports of the TP ranks that this double buffer serves, or None.
 
         `names`: the tensors in the order in which they were written. `is_whole`: they are the whole model. `timeout_s`:
@@ -109,11 +105,12 @@ class BufferFiller:
         """
         if not self._role.is_lead_writer:
             return None
-        attempt = UpdateAttempt(update_id, names, self._verify, self._members)
-        num_checksums = len(names) if self._verify else 0
+        verify = self._opened.validated.verify
+        attempt = UpdateAttempt(self._opened.update_id, names, verify, self._opened.members)
+        num_checksums = len(names) if verify else 0
         reports = {
-            rank.label: self._role.double_buffer.reports.read(rank.receiver, update_id, num_checksums)
-            for rank in self._role.receiving_ranks(self._members)
+            rank.label: self._role.double_buffer.reports.read(rank.receiver, attempt.id, num_checksums)
+            for rank in self._role.receiving_ranks(attempt.members)
         }
         try:
             checksums = [] if self._checksums is None else _checksums_of(self._checksums, timeout_s)
@@ -131,14 +128,19 @@ class BufferFiller:
         """Start a thread that reads the double buffer as one more reader and computes the checksum of each tensor."""
         role = self._role
         reader = BucketReader(
-            role.double_buffer, self._update_number, CHECKSUM_READER, role.num_writers, require_ranks, self._deadline
+            role.double_buffer,
+            self._opened.update_number,
+            CHECKSUM_READER,
+            role.num_writers,
+            require_ranks,
+            self._deadline,
         )
 
         def compute_checksums() -> list[int]:
             try:
                 return [compute_checksum(tensor) for _, tensor in reader.tensors()]
             except Exception as error:
-                self.fail(f"the checksums could not be computed: {error}")
+                role.fail(self._opened.update_number, f"the checksums could not be computed: {error}")
                 raise
 
         pool = ThreadPoolExecutor(1, thread_name_prefix="verl-server-checksums")

@@ -6,26 +6,24 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, DeadlineError, PeerError
 from verl_server.types import TensorSpec
-from verl_server.validation import as_pairs
-from verl_server.weights.gather import (
-    copy_if_elsewhere,
-    copy_shard,
-    is_first_replica,
-    local_slices,
-    require_own_shard,
-)
+from verl_server.weights.gather import copy_if_elsewhere, copy_shard, is_first_replica, local_slices
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.update.tensor_source import require_dense, require_finite, require_new_name, validated_pairs
+from verl_server.weights.update.tensor_source import (
+    NamedTensors,
+    check_tensor,
+    items_of,
+    require_dense,
+    validated_pair,
+    validated_pairs,
+)
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.tensor import DTensor
-
 
 POLL_INTERVAL_S = 0.02
 
@@ -35,8 +33,10 @@ class ShardWriter:
 
     `staging_tensor(name)` returns the tensor in staging memory, or None on a rank that only takes part in gathering.
     `writer_ranks`: global ranks that write the same staging memory as this rank. `check_finite`: refuse NaN and
-    infinity. `raise_failure` raises an error when another rank has failed, and is called while a tensor is gathered.
-    `writes_whole_tensors`: this rank writes plain tensors and gathered tensors; the other writers skip them.
+    infinity. `raise_failure` raises an error when another rank takes no part in gathering any more, and is called
+    before and while a tensor is gathered. `on_bad_tensor` is called with the error before the tensors after a bad one
+    are gathered. `writes_whole_tensors`: this rank writes plain tensors and gathered tensors; the other writers skip
+    them.
     """
 
     def __init__(
@@ -49,16 +49,18 @@ class ShardWriter:
         gather_timeout_s: float,
         check_finite: bool,
         writes_whole_tensors: bool,
+        on_bad_tensor: Callable[[BadInputError], None] = lambda _: None,
     ) -> None:
         self._staging_tensor, self._manifest, self._writer_ranks = staging_tensor, manifest, writer_ranks
         self._raise_failure, self._gather_timeout_s = raise_failure, gather_timeout_s
         self._check_finite, self._writes_whole_tensors = check_finite, writes_whole_tensors
-        self._has_gathered = False
-        """Whether the tensor that is being written was gathered."""
+        self._on_bad_tensor = on_bad_tensor
+        self.has_gathered_all = False
+        """Whether no other rank waits for this rank to gather a tensor with it."""
         self.has_shards = False
         """Whether any tensor was a DTensor, so that every rank is needed."""
 
-    def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    def write(self, named_tensors: NamedTensors) -> list[str]:
         """Write all tensors. Returns their checkpoint names in order.
 
         Raises BadInputError for the first bad tensor, after this rank has taken part in gathering the other tensors:
@@ -67,37 +69,44 @@ class ShardWriter:
         """
         names: list[str] = []
         seen: set[str] = set()
-        pairs = iter(validated_pairs(named_tensors))
-        for given_name, tensor in pairs:
-            self._has_gathered = False
+        items = items_of(named_tensors)
+        for item in items:
             try:
-                for name in self._write_tensor(given_name, tensor):
-                    require_new_name(name, seen)
-                    names.append(name)
-            except BadInputError:
-                self.gather_only(pairs if self._has_gathered else itertools.chain([(given_name, tensor)], pairs))
+                given_name, tensor = validated_pair(item)
+                own_names = check_tensor(given_name, tensor, self._manifest, seen, self._check_finite)
+            except BadInputError as error:
+                self._on_bad_tensor(error)
+                self.gather_only(itertools.chain([item], items))
                 raise
-            del tensor
+            if own_names:
+                self._write_tensor(given_name, tensor)
+                names += own_names
+            del item, tensor
+        self.has_gathered_all = True
         return names
 
-    def gather_only(self, named_tensors: Iterable[Any]) -> None:
+    def gather_only(self, named_tensors: NamedTensors) -> None:
         """Take part in gathering the tensors that the other ranks gather, and write nothing.
 
-        Items that are no pairs of name and tensor are skipped.
+        Stops at an item that other ranks may gather, but this rank cannot: no tensor, or a tensor on the meta device.
         """
-        for item in as_pairs(named_tensors):
-            if self._needs_gather(item):
-                self._gather(item[1])
-            del item
+        for item in items_of(named_tensors):
+            try:
+                name, tensor = validated_pair(item)
+            except BadInputError:
+                return
+            if self._needs_gather(name, tensor):
+                if tensor.is_meta:
+                    return
+                self._gather(tensor)
+            del item, tensor
+        self.has_gathered_all = True
 
-    def _needs_gather(self, item: Any) -> bool:
-        """Whether `item` is a pair of name and DTensor that the ranks gather."""
+    def _needs_gather(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the ranks gather the tensor."""
         from torch.distributed.tensor import DTensor
 
-        if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[1], DTensor)):
-            return False
-        name, tensor = item
-        if name in self._manifest.ignored or tensor.is_meta:
+        if not isinstance(tensor, DTensor) or name in self._manifest.ignored:
             return False
         with contextlib.suppress(BadInputError):
             if self._is_converted(name, tensor):
@@ -109,53 +118,40 @@ class ShardWriter:
         spec = TensorSpec.of(tensor)
         return [part.shape for part in self._manifest.checkpoint_specs(name, spec).values()] != [spec.shape]
 
-    def _write_tensor(self, name: str, tensor: torch.Tensor) -> list[str]:
-        """Write one tensor. Returns its checkpoint names: none if it is ignored, several for fused experts."""
+    def _write_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor that has been checked, as one or more tensors of the checkpoint."""
         from torch.distributed.tensor import DTensor
 
-        if name not in self._manifest.ignored:
-            require_dense(name, tensor)
-        if not self._is_converted(name, tensor):
-            (name,) = self._manifest.checkpoint_specs(name, TensorSpec.of(tensor))
-            return [name] if self._write_checkpoint_tensor(name, tensor) else []
+        is_converted = self._is_converted(name, tensor)
         if isinstance(tensor, DTensor):
-            require_own_shard(name, tensor)
-            tensor = self._gather(tensor)
-        assert self._manifest.checkpoint_names is not None
-        converted = self._manifest.checkpoint_names.tensors(name, tensor)
-        return [new_name for new_name, part in converted if self._write_checkpoint_tensor(new_name, part)]
-
-    def _write_checkpoint_tensor(self, name: str, tensor: torch.Tensor) -> bool:
-        """Write one tensor by its checkpoint name. Returns False if it is ignored."""
-        from torch.distributed.tensor import DTensor
-
-        given = TensorSpec.of(tensor)
-        spec = self._manifest.check(name, given.shape, given.dtype)
-        if spec is None:
-            return False
-        target = self._staging_tensor(name)
-        if self._check_finite:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            require_finite(name, local, self._manifest.smallest_range_dtype(spec))
-        if isinstance(tensor, DTensor):
-            require_own_shard(name, tensor)
             self.has_shards = True
-            self._write_shard(tensor, target)
-        elif self._writes_whole_tensors and target is not None:
-            copy_if_elsewhere(target, tensor.detach())
-        return True
+            if self._needs_gather(name, tensor):
+                tensor = self._gather(tensor)
+        if is_converted:
+            assert self._manifest.checkpoint_names is not None
+            parts = self._manifest.checkpoint_names.tensors(name, tensor)
+        else:
+            (checkpoint_name,) = self._manifest.checkpoint_specs(name, TensorSpec.of(tensor))
+            parts = [(checkpoint_name, tensor)]
+        for part_name, part in parts:
+            self._write_checkpoint_tensor(part_name, part)
 
-    def _write_shard(self, tensor: DTensor, target: torch.Tensor | None) -> None:
-        """Copy this rank's shard, or gather the tensor where copying shards is not enough."""
-        if (slices := local_slices(tensor, self._writer_ranks)) is not None:
-            if is_first_replica(tensor) and target is not None:
-                copy_shard(target, slices, tensor.to_local())
+    def _write_checkpoint_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a whole tensor, or this rank's shard of a DTensor, by its checkpoint name."""
+        from torch.distributed.tensor import DTensor
+
+        target = self._staging_tensor(name)
+        if target is None:
             return
-        whole = self._gather(tensor)
-        if self._writes_whole_tensors and target is not None:
-            target.copy_(whole)
+        if not isinstance(tensor, DTensor):
+            if self._writes_whole_tensors:
+                copy_if_elsewhere(target, tensor.detach())
+        elif is_first_replica(tensor):
+            slices = local_slices(tensor, self._writer_ranks)
+            assert slices is not None
+            copy_shard(target, slices, tensor.to_local())
 
-    def gather_on_cpu(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def gather_on_cpu(self, named_tensors: NamedTensors) -> dict[str, torch.Tensor]:
         """All tensors, complete and on the CPU. For small tensors that do not go through staging memory."""
         from torch.distributed.tensor import DTensor
 
@@ -163,6 +159,7 @@ class ShardWriter:
         for name, tensor in validated_pairs(named_tensors):
             require_dense(name, tensor)
             tensors[name] = (self._gather(tensor) if isinstance(tensor, DTensor) else tensor).detach().cpu()
+        self.has_gathered_all = True
         return tensors
 
     def _gather(self, tensor: Any) -> torch.Tensor:
@@ -172,7 +169,7 @@ class ShardWriter:
         DeadlineError, PeerError, or the failure of the coordinator.
         """
         outcome: dict[str, Any] = {}
-        self._has_gathered = True
+        self._raise_failure()
 
         def gather() -> None:
             try:

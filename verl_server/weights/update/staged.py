@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from verl_server.weights.update.request import (
 )
 from verl_server.weights.update.servers import ReplayFn, UpdatableServers
 from verl_server.weights.update.shard_writer import ShardWriter
-from verl_server.weights.update.tensor_source import TensorSource
+from verl_server.weights.update.tensor_source import NamedTensors, TensorSource
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class StagedUpdater(WeightUpdater):
         """Checksum of each published tensor, on rank 0."""
 
     def _update(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], options: UpdateOptions, refusal: VerlServerError | None
+        self, named_tensors: NamedTensors, options: UpdateOptions, refusal: VerlServerError | None
     ) -> WeightUpdateResult:
         started = time.monotonic()
         call_id = self.coordinator.next_call_id("update_weights")
@@ -79,15 +79,18 @@ class StagedUpdater(WeightUpdater):
         )
 
         def check_and_write() -> list[str]:
+            if refusal is not None:
+                raise refusal
+            if not isinstance(named_tensors, Sized):
+                return writer.write(named_tensors)
             try:
                 source = TensorSource(named_tensors, self.manifest, options.check_finite)
             except BadInputError:
-                if isinstance(named_tensors, Sized):
-                    writer.gather_only(named_tensors)  # the other ranks do not wait for this rank to arrive
+                writer.gather_only(named_tensors)  # the other ranks do not wait for this rank to arrive
                 raise
             return writer.write(source.pairs)
 
-        written, error = (None, refusal) if refusal else self.run_reading(check_and_write)
+        written, error = self.run_writing(writer, call_id, check_and_write)
         names = written or []
         gather_s = time.monotonic() - started
         if self._is_node_leader and self.coordinator.rank != 0 and names:  # the arena of another node

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -38,7 +38,7 @@ from verl_server.weights.update.request import (
 )
 from verl_server.weights.update.server_session import OpenedUpdate, ServerSession
 from verl_server.weights.update.shard_writer import ShardWriter
-from verl_server.weights.update.tensor_source import TensorSource
+from verl_server.weights.update.tensor_source import NamedTensors, TensorSource
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class StreamedUpdater(WeightUpdater):
     # -- the steps on every rank --------------------------------------------------------------------
 
     def _update(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], options: UpdateOptions, refusal: VerlServerError | None
+        self, named_tensors: NamedTensors, options: UpdateOptions, refusal: VerlServerError | None
     ) -> WeightUpdateResult:
         call_id = self.coordinator.next_call_id("update_weights")
         source: TensorSource | None = None
@@ -118,25 +118,28 @@ class StreamedUpdater(WeightUpdater):
 
     def _mark_torn(self, error: BaseException, validated: ValidatedUpdate) -> None:
         """Make everything that waits for this rank stop, and record that the served weights are torn."""
-        if self._filler is not None:
-            self._filler.fail("the trainer abandoned the update")
-        elif self._role is not None:
-            self._role.double_buffer.progress(self._update_number).fail("the trainer abandoned the update")
+        self._stop_filling("the trainer abandoned the update")
         if self.torn is None and not isinstance(error, (ServerDiedError, ShutDownError)):
             cause = error
             if not isinstance(cause, VerlServerError):
                 cause = VerlServerError(f"{type(error).__name__}: {error}")
             self.torn = torn_error(cause, validated)
 
+    def _stop_filling(self, message: str) -> None:
+        """Make the servers and the other writers of this rank's double buffer stop waiting for this rank."""
+        if self._role is not None:
+            self._role.fail(self._update_number, message)
+
     def _fill_and_finish(
         self, call_id: str, source: TensorSource, opened: OpenedUpdate, check_finite: bool
     ) -> tuple[Json, float]:
         """The steps after `open`. Returns rank 0's message about the outcome, and the seconds that reading took."""
-        names, has_shards, error = self._fill(call_id, source, opened, check_finite)
+        load_id = f"{call_id}/load"
+        names, has_shards, error = self._fill(load_id, source, opened, check_finite)
         gather_s = time.monotonic() - opened.opened_at
         action_timeout_s = 2 * self.ranks.timeout_s
         end_outcome = self.coordinator.agree(
-            f"{call_id}/load",
+            load_id,
             lambda contributions: self._end(contributions, opened.validated),
             contribution=contribution_of(names, has_shards) | _error_field(error),
             action_timeout_s=action_timeout_s,
@@ -145,7 +148,7 @@ class StreamedUpdater(WeightUpdater):
         report_error = None
         if self._filler is not None:
             is_whole = self.manifest.is_whole(names)
-            report_error = self._filler.report_error(opened.update_id, names, is_whole, self.ranks.timeout_s)
+            report_error = self._filler.report_error(names, is_whole, self.ranks.timeout_s)
         outcome = self.coordinator.agree(
             f"{call_id}/confirm",
             lambda contributions: self._confirm(contributions, opened, names),
@@ -164,23 +167,20 @@ class StreamedUpdater(WeightUpdater):
             raise self.torn
 
     def _fill(
-        self, call_id: str, source: TensorSource, opened: OpenedUpdate, check_finite: bool
+        self, load_id: str, source: TensorSource, opened: OpenedUpdate, check_finite: bool
     ) -> tuple[list[str], bool, VerlServerError | None]:
         """Write this rank's part of all tensors. Returns their names, whether there were shards, and the error if any.
 
-        An error is passed to the servers at once, and to all ranks in the next step.
+        An error is passed to the servers at once, and to all ranks in the next step, the call `load_id`.
         """
         role = self._role
-        deadline = time.monotonic() + self.ranks.timeout_s
         if role is not None:
             self._filler = BufferFiller(
                 role,
-                self._update_number,
-                opened.members,
-                opened.validated.verify,
+                opened,
                 self.coordinator.raise_failure,
                 self._require_peers,
-                deadline,
+                time.monotonic() + self.ranks.timeout_s,
             )
         filler = self._filler
 
@@ -197,14 +197,15 @@ class StreamedUpdater(WeightUpdater):
             staging_tensor,
             self.manifest,
             self._writer_ranks,
-            partial(self.coordinator.raise_failure, f"{call_id}/load"),
+            partial(self.coordinator.raise_failure, load_id),
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=check_finite and not source.is_checked,
             writes_whole_tensors=role is not None and role.is_lead_writer,
+            on_bad_tensor=lambda error: self._stop_filling(error.message),
         )
-        names, error = self.run_reading(write)
-        if error is not None and filler is not None:
-            filler.fail(error.message)
+        names, error = self.run_writing(writer, load_id, write)
+        if error is not None:
+            self._stop_filling(error.message)
         return names or [], writer.has_shards, error
 
     def _require_peers(self) -> None:
@@ -257,8 +258,7 @@ class StreamedUpdater(WeightUpdater):
                     raise error
                 require_same_names(contributions, writers=self._own_buffer_ranks)
             except VerlServerError as error:
-                if self._filler is not None:
-                    self._filler.fail(error.message)
+                self._stop_filling(error.message)
                 raise
             finally:
                 self._session.end()

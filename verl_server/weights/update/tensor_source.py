@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from verl_server.errors import BadInputError, WeightManifestError
 from verl_server.types import Json, TensorSpec
+from verl_server.validation import as_pairs
 from verl_server.weights.gather import require_own_shard
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.contributions import contribution_of
 
 if TYPE_CHECKING:
     import torch
+
+NamedTensors: TypeAlias = "Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]"
+"""The caller's tensors: a mapping, a list of pairs, or a generator of pairs."""
+EXPECTED = (
+    "named_tensors must be a dict of tensors by name or pairs of name and tensor, for example "
+    "model.state_dict().items()"
+)
 
 
 class TensorSource:
@@ -22,13 +30,11 @@ class TensorSource:
     generator are checked as they come. Raises BadInputError for the first bad tensor.
     """
 
-    def __init__(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, check_finite: bool
-    ) -> None:
+    def __init__(self, named_tensors: NamedTensors, manifest: Manifest, check_finite: bool) -> None:
         self.is_checked = isinstance(named_tensors, Sized)
         """Whether all tensors have been checked."""
         self.pairs: Iterable[tuple[str, torch.Tensor]]
-        """Pairs of name and tensor."""
+        """Pairs of name and tensor. Of a generator only the first item has been checked to be such a pair."""
         self.contribution: Json
         """What this rank tells rank 0 before the update begins."""
         if self.is_checked:
@@ -37,8 +43,10 @@ class TensorSource:
             self.pairs = pairs
             self.contribution = contribution_of(names, has_shards) | {"names": names}
         else:
-            remaining = iter(validated_pairs(named_tensors))
+            remaining = items_of(named_tensors)
             first = next(remaining, None)
+            if first is not None:
+                validated_pair(first)
             self.pairs = _chain(first, remaining)
             self.contribution = {
                 "num_tensors": int(first is not None), "digest": 0, "has_shards": False, "names": None,
@@ -64,50 +72,67 @@ def _check_all(
     seen: set[str] = set()
     has_shards = False
     for given_name, tensor in pairs:
-        spec = TensorSpec.of(tensor)
-        served_dtype = None
-        for name, part in manifest.checkpoint_specs(given_name, spec).items():
-            served = manifest.check(name, part.shape, part.dtype)
-            if served is None:
-                continue
-            require_new_name(name, seen)
-            names.append(name)
-            served_dtype = manifest.smallest_range_dtype(served)
-        if served_dtype is None:  # the tensor is left out
-            continue
-        require_dense(given_name, tensor)
-        if isinstance(tensor, DTensor):
-            require_own_shard(given_name, tensor)
-            has_shards = True
-        if check_finite:
-            require_finite(given_name, tensor.to_local() if isinstance(tensor, DTensor) else tensor, served_dtype)
+        if own_names := check_tensor(given_name, tensor, manifest, seen, check_finite):
+            names += own_names
+            has_shards |= isinstance(tensor, DTensor)
     return names, has_shards
 
 
-def validated_pairs(named_tensors: Iterable[Any]) -> Iterable[tuple[str, torch.Tensor]]:
-    """The pairs of name and tensor in the caller's dict or iterable. Raises BadInputError for anything else."""
+def check_tensor(
+    given_name: str, tensor: torch.Tensor, manifest: Manifest, seen: set[str], check_finite: bool
+) -> list[str]:
+    """Check one tensor, or this rank's shard of it. Returns its checkpoint names: none if the tensor is left out.
+
+    `seen`: the checkpoint names of earlier tensors, to which the names are added. Raises BadInputError.
+    """
+    from torch.distributed.tensor import DTensor
+
+    names: list[str] = []
+    served_dtype = ""
+    for name, part in manifest.checkpoint_specs(given_name, TensorSpec.of(tensor)).items():
+        served = manifest.check(name, part.shape, part.dtype)
+        if served is None:
+            continue
+        require_new_name(name, seen)
+        names.append(name)
+        served_dtype = manifest.smallest_range_dtype(served)
+    if names:
+        require_dense(given_name, tensor)
+        if isinstance(tensor, DTensor):
+            require_own_shard(given_name, tensor)
+            tensor = tensor.to_local()
+        if check_finite:
+            require_finite(given_name, tensor, served_dtype)
+    return names
+
+
+def items_of(named_tensors: Any) -> Iterator[Any]:
+    """The items of the caller's mapping or iterable, which have not been checked. Raises BadInputError for others."""
+    if isinstance(named_tensors, (str, bytes)):
+        raise BadInputError(f"{EXPECTED}; got {named_tensors!r}")
+    try:
+        return iter(as_pairs(named_tensors))
+    except TypeError:
+        raise BadInputError(f"{EXPECTED}; got {type(named_tensors).__name__}") from None
+
+
+def validated_pair(item: Any) -> tuple[str, torch.Tensor]:
+    """The item as a pair of name and tensor. Raises BadInputError for anything else."""
     import torch
 
-    if isinstance(named_tensors, dict):
-        named_tensors = named_tensors.items()
-    expected = (
-        "named_tensors must be a dict of tensors by name or pairs of name and tensor, for example "
-        "model.state_dict().items(); got"
-    )
-    if isinstance(named_tensors, (str, bytes)):
-        raise BadInputError(f"{expected} {named_tensors!r}")
-    try:
-        iterator = iter(named_tensors)
-    except TypeError:
-        raise BadInputError(f"{expected} {type(named_tensors).__name__}") from None
-    for item in iterator:
-        if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str)):
-            shown = type(item).__name__ if isinstance(item, torch.Tensor) else repr(item)[:100]
-            raise BadInputError(f"{expected} the item {shown}")
-        if not isinstance(item[1], torch.Tensor):
-            cure = ": convert it with torch.from_numpy" if type(item[1]).__module__ == "numpy" else ""
-            raise BadInputError(f"{item[0]!r} is no tensor but {type(item[1]).__name__}{cure}", name=item[0])
-        yield item[0], item[1]
+    if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str)):
+        shown = type(item).__name__ if isinstance(item, torch.Tensor) else repr(item)[:100]
+        raise BadInputError(f"{EXPECTED}; got the item {shown}")
+    name, tensor = item
+    if not isinstance(tensor, torch.Tensor):
+        cure = ": convert it with torch.from_numpy" if type(tensor).__module__ == "numpy" else ""
+        raise BadInputError(f"{name!r} is no tensor but {type(tensor).__name__}{cure}", name=name)
+    return name, tensor
+
+
+def validated_pairs(named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """The pairs of name and tensor in the caller's mapping or iterable. Raises BadInputError for anything else."""
+    return map(validated_pair, items_of(named_tensors))
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_server.errors import BadInputError, PeerError, TornWeightsError, VerlServerError
@@ -15,6 +16,7 @@ from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.servers import UpdatableServers
 from verl_server.weights.update.shard_writer import ShardWriter
+from verl_server.weights.update.tensor_source import NamedTensors
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +57,7 @@ class WeightUpdater(ABC):
         """Parts of the servers' memory that are released. Set by the engine."""
 
     def update(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], load_format: str | None, options: UpdateOptions
+        self, named_tensors: NamedTensors, load_format: str | None, options: UpdateOptions
     ) -> WeightUpdateResult:
         """Update the servers' weights. See `VerlEngine.update_weights_from_tensor` for the arguments and errors."""
         refusal: VerlServerError | None = None
@@ -71,7 +73,7 @@ class WeightUpdater(ABC):
 
     @abstractmethod
     def _update(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], options: UpdateOptions, refusal: VerlServerError | None
+        self, named_tensors: NamedTensors, options: UpdateOptions, refusal: VerlServerError | None
     ) -> WeightUpdateResult:
         """The update itself. With a `refusal` all ranks raise that error."""
 
@@ -84,22 +86,22 @@ class WeightUpdater(ABC):
         """Release the staging memory and the transport."""
 
     def gather_on_cpu(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]]
+        self, call_id: str, named_tensors: NamedTensors
     ) -> tuple[dict[str, torch.Tensor], VerlServerError | None]:
-        """All tensors, complete and on the CPU, and the error if that fails.
+        """All tensors, complete and on the CPU, and the error if that fails. For small tensors such as LoRA adapters.
 
-        For small tensors such as LoRA adapters.
+        `call_id`: the call at which the ranks arrive afterwards.
         """
         writer = ShardWriter(
             lambda _: None,
             self.manifest,
             frozenset(),
-            self.coordinator.raise_failure,
+            partial(self.coordinator.raise_failure, call_id),
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=False,
             writes_whole_tensors=False,
         )
-        tensors, error = self.run_reading(lambda: writer.gather_on_cpu(named_tensors))
+        tensors, error = self.run_writing(writer, call_id, lambda: writer.gather_on_cpu(named_tensors))
         return tensors or {}, error
 
     def prepare_lora_adapter(
@@ -168,3 +170,16 @@ class WeightUpdater(ABC):
             )
             wrapped.__cause__ = error
             return None, wrapped
+
+    def run_writing(
+        self, writer: ShardWriter, call_id: str, write: Callable[[], R]
+    ) -> tuple[R | None, VerlServerError | None]:
+        """`run_reading` for a function that gathers tensors with `writer`.
+
+        If it fails before it has gathered all tensors, the other ranks learn of the error at once: they would wait for
+        this rank in a collective operation. `call_id`: the call at which the ranks arrive afterwards.
+        """
+        result, error = self.run_reading(write)
+        if error is not None and not writer.has_gathered_all:
+            self.coordinator.announce_error(call_id, error)
+        return result, error
