@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,60 @@ def _example_of(action: Any) -> list[str]:
     converter = getattr(action.type, "__name__", "str")
     examples = {"float": ".5", "human_readable_int": "4Ki", "loads": '{"a": 1}', "json_list_type": "[1]"}
     return [{**examples, "parse_cuda_graph_config_arg": '{"decode": {}}'}.get(converter, "7")]
+
+
+#: Fields of requests with two prompts.
+BATCHES: list[dict[str, Any]] = [
+    {"image_data": ["x", "y"], "modalities": ["image"]},
+    {"image_data": [None, ["x", "y"]], "modalities": ["video", "video"]},
+    {"image_data": [], "video_data": [], "modalities": ["image", "video"]},
+    {"audio_data": ["a", "b"], "modalities": []},
+    {"image_data": "x", "video_data": ["v", None], "audio_data": "a"},
+    {"image_data": ["x", "y"], "mm_hashes": ["1", "2"], "mm_content_hashes": ["3", "4"]},
+    {"extra_key": [None, "x"], "cache_salt": ["", "y"], "return_hidden_states": [None, True]},
+    {"extra_key": "x", "lora_path": [None, "p"], "sampling_params": [None, {"top_k": 3}]},
+    {"token_ids_logprob": [None, [3]], "top_logprobs_num": [None, 2], "logprob_start_len": 0},
+    {"token_ids_logprob": [3, 4], "return_logprob": [True, None]},
+]
+
+
+def test_requests_with_several_prompts_are_divided_as_sglang_divides_them(sglang_process: Ranks) -> None:
+    """SGLang accepts a request with several prompts. A router divides it into the requests that SGLang makes of it."""
+    (differences,) = sglang_process.run(_divide, BATCHES)
+    assert differences == []
+
+
+def _divide(rank: int, world: int, batches: list[dict[str, Any]]) -> list[str]:
+    """Fields of divided requests that differ from those of SGLang."""
+    from pydantic import TypeAdapter
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    from verl_server.adapter.sglang.batch import split_batch
+    from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
+
+    parse = TypeAdapter(GenerateReqInput).validate_python  # as SGLang's HTTP server does
+
+    def normalize(request: Mapping[str, Any]) -> Any:
+        fields = {"sampling_params": None, "prompt": None, **request}
+        named = {name: fields.pop(name) for name in ("prompt", "input_ids", "sampling_params")}
+        parsed = parse(generate_payload(PromptLimits(), **named, rid=None, stream=False, fields=fields))
+        parsed.normalize_batch_and_arguments()
+        return parsed
+
+    differences = []
+    for batch in batches:
+        request = {"input_ids": [[1], [2, 3]], **batch}
+        whole = normalize(request)
+        for index, one in enumerate(split_batch(request) or ()):
+            alone = normalize(one)
+            assert alone.is_single
+            for name in ("input_ids", "modalities", *batch):
+                ours, theirs = (getattr(item, name) or None for item in (alone, whole[index]))
+                if name in ("modalities", "image_data", "video_data", "audio_data"):  # a value or a list with it
+                    ours, theirs = ([value] if isinstance(value, str) else value for value in (ours, theirs))
+                if ours != theirs:
+                    differences.append(f"{name} of prompt {index} of {batch}: {ours!r} instead of {theirs!r}")
+    return differences
 
 
 def test_in_process_engine_behaves_as_a_server(sglang_process: Ranks, tiny: Callable[..., Path]) -> None:

@@ -316,6 +316,11 @@ def _body(limits: PromptLimits, request: dict[str, Any]) -> dict[str, Any]:
         ),
         ({"prompt": ["a", "b"], "token_ids_logprob": (3, 4)}, {"text": ["a", "b"], "token_ids_logprob": [3, 4]}),
         ({"prompt": "a", "image_data": ["x", "y"]}, {"text": "a", "image_data": ["x", "y"]}),
+        (
+            {"prompt": ["a", "b"], "image_data": [None, "x"], "modalities": ["image"], "video_data": []},
+            {"text": ["a", "b"], "image_data": [[], ["x"]]},
+        ),
+        ({"prompt": ["a", "b"], "extra_key": [None, "x"]}, {"text": ["a", "b"], "extra_key": ["", "x"]}),
     ],
 )
 def test_requests_are_converted(given: dict[str, Any], sent: dict[str, Any]) -> None:
@@ -350,8 +355,14 @@ def test_requests_that_end_a_server_are_refused(given: dict[str, Any], message: 
         _body(PromptLimits(vocab_size=320), {"prompt": "a", **given})
 
 
-@pytest.mark.parametrize("name", ["lora_id", "positional_embed_overrides"])
-def test_fields_that_end_a_server_are_no_arguments(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lora_id", "multi_item_delimiter_indices", "positional_embed_overrides", "session_params",
+        "token_indices_to_pool",
+    ],
+)  # fmt: skip
+def test_fields_that_end_a_server_or_use_earlier_weights_are_no_arguments(name: str) -> None:
     assert unlisted_fields({name: "x"}) == [name]
     with pytest.raises(BadInputError, match=f"there is no argument '{name}'"):
         require_known_fields([name], {name})

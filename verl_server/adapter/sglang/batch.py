@@ -16,10 +16,14 @@ _SINGLE_VALUES = frozenset({
     "return_logprob", "return_sampling_mask", "rid", "sampling_logprobs_mode", "sampling_params", "top_logprobs_num",
     "watermark",
 })  # fmt: skip
-#: Fields whose value is a list. A list of lists has one value for each prompt.
-_LIST_VALUES = frozenset({"multi_item_delimiter_indices", "token_ids_logprob", "token_indices_to_pool"})
+#: Field whose value is a list. A list of lists has one value for each prompt.
+_LIST_VALUE = "token_ids_logprob"
+#: Fields with the media of a prompt, or a list with the media of each prompt.
+_MEDIA_DATA = frozenset({"audio_data", "image_data", "video_data"})
+#: Fields with one string for each image of a prompt, or a list with those of each prompt.
+_IMAGE_HASHES = frozenset({"mm_content_hashes", "mm_hashes"})
 #: Fields whose list belongs to a single prompt, but has one value for each prompt when there are several prompts.
-_MEDIA = frozenset({"audio_data", "image_data", "mm_content_hashes", "mm_hashes", "modalities", "video_data"})
+_MEDIA = _MEDIA_DATA | _IMAGE_HASHES | {"modalities"}
 
 
 def is_batch(prompt: Any, input_ids: Any) -> bool:
@@ -33,9 +37,31 @@ def has_value_per_prompt(name: str, value: Any, *, batch: bool) -> bool:
     """Whether the value of a field is a list with one value for each prompt. `batch`: there is a list of prompts."""
     if not is_list(value):
         return False
-    if name in _LIST_VALUES:
+    if name == _LIST_VALUE:
         return any(is_list(item) for item in value)
-    return name in _SINGLE_VALUES or (name in _MEDIA and batch and len(value) > 0)
+    return name in _SINGLE_VALUES or (name in _MEDIA and batch)
+
+
+def batch_fields(fields: Mapping[str, Any]) -> Json:
+    """The fields of a request with several prompts as SGLang understands them.
+
+    SGLang ignores `modalities` beside images: it derives them from the number of images of each prompt. Empty lists
+    mean that no prompt has such media. A list of media must hold lists only, or single media only: all of them become
+    lists, so that a prompt may have no media and another one several.
+    """
+    kept = dict(fields)
+    for name in _MEDIA_DATA & kept.keys():
+        if is_list(kept[name]):
+            kept[name] = [_as_list(media) for media in kept[name]] or None
+    if kept.get("image_data") is not None or kept.get("modalities") in ([], ()):
+        kept.pop("modalities", None)
+    return kept
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if is_list(value) else [value]
 
 
 def check_lengths(fields: Mapping[str, Any], num_prompts: int, *, batch: bool) -> None:
@@ -82,7 +108,7 @@ def split_batch(request: Mapping[str, Any]) -> list[Json] | None:
     list has another length than the list of prompts.
     """
     batch = is_batch(request.get("prompt"), request.get("input_ids"))
-    plain = plain_prompts(request)
+    plain = batch_fields(plain_prompts(request)) if batch else plain_prompts(request)
     field = "input_ids" if plain.get("input_ids") is not None else "prompt"
     prompts = plain[field] if batch else []
     check_lengths(plain, len(prompts), batch=batch)
@@ -92,6 +118,19 @@ def split_batch(request: Mapping[str, Any]) -> list[Json] | None:
         raise BadInputError("prompt is empty: a list of prompts needs at least one prompt")
     divided = [name for name, value in plain.items() if has_value_per_prompt(name, value, batch=True)]
     return [
-        {**plain, field: prompt, **{name: plain[name][index] for name in divided}}
+        _with_image_lists({**plain, field: prompt, **{name: plain[name][index] for name in divided}})
         for index, prompt in enumerate(prompts)
     ]
+
+
+def _with_image_lists(request: Json) -> Json:
+    """One prompt's request with the lists of a single request, where a batch has one string for each prompt.
+
+    The modalities of its images are those that SGLang sets in a batch.
+    """
+    if num_images := len(_as_list(request.get("image_data"))):
+        request["modalities"] = ["multi-images" if num_images > 1 else "image"]
+    for name in ("modalities", *_IMAGE_HASHES):
+        if request.get(name) is not None:
+            request[name] = _as_list(request[name])
+    return request

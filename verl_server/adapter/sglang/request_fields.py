@@ -19,31 +19,34 @@ from verl_server.types import Json
 from verl_server.validation import did_you_mean, is_bool, is_finite_number, is_list, is_whole_number, to_plain
 
 #: Fields of SGLang's `GenerateReqInput` (`sglang/srt/managers/io_struct.py`) in both 0.5.15 and 0.5.23, without those
-#: that are arguments of `generate_payload`. A server is asked for its other fields.
+#: that are arguments of `generate_payload` and those that are refused. A server is asked for its other fields.
 REQUEST_FIELDS = frozenset({
     "audio_data", "background", "bootstrap_host", "bootstrap_pair_key", "bootstrap_port", "bootstrap_room",
     "conversation_id", "custom_labels", "custom_logit_processor", "decode_tp_size", "disagg_prefill_dp_rank",
     "encoder_urls", "external_trace_header", "extra_key", "http_worker_ipc", "image_data", "image_max_dynamic_patch",
-    "images_config", "log_metrics", "logprob_start_len", "lora_path", "max_dynamic_patch",
-    "min_dynamic_patch", "mm_hashes", "modalities", "multi_item_delimiter_indices", "need_wait_for_mm_inputs",
-    "no_logs", "num_items_assigned", "priority", "received_time", "require_reasoning",
-    "return_bytes", "return_entropy", "return_hidden_states", "return_indexer_topk", "return_logprob",
-    "return_prompt_token_ids", "return_routed_experts", "return_text_in_logprobs", "routed_dp_rank",
-    "routed_experts_start_len", "routing_key", "session_id", "session_params", "token_ids_logprob", "top_logprobs_num",
-    "use_audio_in_video", "video_data", "video_max_dynamic_patch",
+    "images_config", "log_metrics", "logprob_start_len", "lora_path", "max_dynamic_patch", "min_dynamic_patch",
+    "mm_hashes", "modalities", "need_wait_for_mm_inputs", "no_logs", "num_items_assigned", "priority",
+    "received_time", "require_reasoning", "return_bytes", "return_entropy", "return_hidden_states",
+    "return_indexer_topk", "return_logprob", "return_prompt_token_ids", "return_routed_experts",
+    "return_text_in_logprobs", "routed_dp_rank", "routed_experts_start_len", "routing_key", "session_id",
+    "token_ids_logprob", "top_logprobs_num", "use_audio_in_video", "video_data", "video_max_dynamic_patch",
 })  # fmt: skip
 #: Fields of a generation request that a router reads and does not send to a server. (SGLang has a `session_id` too.)
 ROUTER_FIELDS = ("session_id", "weight_version", "min_weight_version", "timeout_s")
 #: Arguments of `generate`, which are no sampling parameters.
 _ARGUMENTS = frozenset({*REQUEST_FIELDS, *ROUTER_FIELDS, "prompt", "input_ids", "rid", "sampling_params", "stream"})
+_SCORING = "SGLang's scoring requests set it, and a wrong position ends its scheduler"
 #: Fields of SGLang's JSON that are no arguments here.
-_RENAMED_FIELDS = {
+_REFUSED_FIELDS = {
     "text": "the argument is called `prompt`",
     "stream": "an adapter streams with `generate_stream`, and a router returns whole generations only",
     "input_embeds": "this library supports prompts as text (`prompt`) and as token ids (`input_ids`) only",
     "lora_id": "the argument is called `lora_path`, which is the name of a loaded LoRA adapter",
+    "session_params": "a session of SGLang continues on the KV cache of earlier weights; send the whole prompt of each "
+    "turn, and `session_id` to keep the turns of a conversation on one replica",
+    "multi_item_delimiter_indices": _SCORING, "token_indices_to_pool": _SCORING,
     "positional_embed_overrides": "it takes Python objects, which cannot be sent to a server",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,8 @@ _FIELD_KINDS: Mapping[str, ValueKind] = {
 }  # fmt: skip
 #: SGLang's defaults of the fields that do not accept None as one of several values.
 _DEFAULTS: Mapping[str, Any] = {
-    "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0, "token_ids_logprob": [],
+    "cache_salt": "", "extra_key": "", "logprob_start_len": -1, "modalities": "image", "return_hidden_states": False,
+    "return_logprob": False, "return_sampling_mask": False, "token_ids_logprob": [], "top_logprobs_num": 0,
 }  # fmt: skip
 
 
@@ -156,8 +160,8 @@ def unlisted_fields(fields: Mapping[str, Any]) -> list[str]:
 def require_known_fields(names: Collection[str], server_fields: Collection[str]) -> None:
     """Raise BadInputError for a name that is no field of the server, with the reason or the similar field."""
     for name in names:
-        if name in _RENAMED_FIELDS:
-            raise BadInputError(f"there is no argument {name!r}: {_RENAMED_FIELDS[name]}")
+        if name in _REFUSED_FIELDS:
+            raise BadInputError(f"there is no argument {name!r}: {_REFUSED_FIELDS[name]}")
         if name in server_fields:
             continue
         if name in ROUTER_FIELDS:

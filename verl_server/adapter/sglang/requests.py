@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl_server.adapter.json_body import tolist_hint
-from verl_server.adapter.sglang.batch import check_lengths, is_batch, plain_prompts
+from verl_server.adapter.sglang.batch import batch_fields, check_lengths, is_batch, plain_prompts
 from verl_server.adapter.sglang.request_fields import parse_fields, parse_sampling_params
 from verl_server.errors import BadInputError
 from verl_server.types import Json
@@ -63,6 +63,7 @@ def generate_payload(
     if rid is not None:
         rids = rid if is_list(rid) else [rid]
         require(all(isinstance(r, str) and r for r in rids), f"rid must be a non-empty string, got {rid!r}")
+    fields = batch_fields(fields) if batch else fields
     check_lengths({**fields, "sampling_params": sampling_params, "rid": rid}, num_prompts, batch=batch)
     all_params = _parse_all_sampling_params(sampling_params)
     plain = plain_prompts({"prompt": prompt, "input_ids": input_ids})
