@@ -307,6 +307,7 @@ def test_each_prompt_of_a_batch_gets_its_own_values(field: str, prompts: Any) ->
         for index, request in enumerate(server.requests):
             prompt = prompts[index] if field == "prompt" else list(prompts[index])
             expected = {name: value[index] for name, value in values.items()}
+            expected |= ({"image_data": ["x"], "modalities": ["image"]}, {"modalities": ["multi-images"]})[index]
             assert {**request, "rid": None} == {field: prompt, **expected, "priority": 7, "rid": None}
 
     asyncio.run(run())
