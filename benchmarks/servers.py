@@ -152,7 +152,7 @@ class BareServer:
                 process.kill()
         self._process.wait()
         psutil.wait_procs(tree, timeout=EXIT_TIMEOUT_S)
-        remove_shared_memory(files, set(pids))
+        remove_shared_memory(files)
         self._log.close()
 
     def _log_tail(self) -> str:

@@ -101,7 +101,7 @@ def test_launch_serves_until_sigterm_and_leaves_nothing(
     assert not any(key in text for key in KEYS.values() for text in (ready, example, out, err, *tree.values()))
     assert "Traceback" not in err
     wait_until(lambda: not marked_processes(mark), 10.0, f"left behind: {marked_processes(mark)}")
-    assert not shared & set(os.listdir("/dev/shm"))
+    assert not shared.keys() & set(os.listdir("/dev/shm"))
     assert [path.name for path in scratch.iterdir() if path.name.startswith("verl-server-")] == []
     assert list((tmp_path / "logs").iterdir())
 

@@ -230,7 +230,10 @@ def test_limits() -> None:
     assert limits.check_open_files(65536).level is limits.check_open_files(limits.UNLIMITED).level is Level.OK
     assert [limits.check_processes(count).level for count in (100, 1000, 96000)] == [Level.FAIL, Level.WARN, Level.OK]
     assert limits.check_processes(limits.UNLIMITED).level is Level.OK
-    assert "pidfd_open" in limits.check_kernel("Linux", "5.2.0", memfd=True, pidfd=False).detail
+    for memfd, pidfd, level in ((True, False, Level.WARN), (False, True, Level.FAIL), (True, True, Level.OK)):
+        finding = limits.check_kernel("Linux", "5.2.0", memfd=memfd, pidfd=pidfd)
+        assert finding.level is level
+        assert ("without pidfd_open" in finding.detail) is not pidfd
     assert limits.check_staging("Permission denied").level is Level.FAIL
     assert limits.probe_staging() == ""
 

@@ -163,7 +163,7 @@ def test_killed_warden_ends_the_server(own_adapter: Any) -> None:
     with pytest.raises(ServerDiedError, match="warden"):
         own_adapter.get_model_info()
     assert owned
-    wait_until(lambda: not owned.intersection(os.listdir("/dev/shm")), 10.0, f"left in /dev/shm: {owned}")
+    wait_until(lambda: not owned.keys() & set(os.listdir("/dev/shm")), 10.0, f"left in /dev/shm: {owned}")
 
 
 def test_start_up_failures_carry_the_reason(tiny: Callable[..., Path], tmp_path: Path) -> None:
@@ -233,6 +233,7 @@ def test_a_file_that_is_made_just_before_a_death_is_removed(tmp_path: Path) -> N
         "env": {**os.environ, "MARK": mark},
         "payload": "",
         "scratch": str(tmp_path),
+        "temporary": str(tmp_path),
         "log_path": str(tmp_path / "log"),
         "log_limit_bytes": 1 << 20,
         "secrets": [],

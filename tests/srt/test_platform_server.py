@@ -91,7 +91,7 @@ def launch(model: Path, log: Path, *arguments: str, **env: str) -> Iterator[Serv
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=30)
-        remove_shared_memory(leftovers, set(pids))
+        remove_shared_memory(leftovers)
 
 
 @pytest.fixture(scope="module")

@@ -473,9 +473,12 @@ def test_the_warden_imports_the_standard_library_only() -> None:
         "verl_server.lazy_exports",
         "verl_server.server",
         "verl_server.server.warden",
+        "verl_server.server.warden.events",
         "verl_server.server.warden.log_file",
         "verl_server.server.warden.process_tree",
+        "verl_server.server.warden.process_watch",
         "verl_server.server.warden.shared_memory_files",
+        "verl_server.server.warden.spawned_server",
         "verl_server.server.warden.warden",
     }
 

@@ -128,7 +128,7 @@ def leftovers(folder: Path = Path(SHM_DIR)) -> tuple[dict[str, int], int]:
             old[path.name] = status.st_blocks * 512
     pids = set(psutil.pids())
     opened, uninspected = find_open_files(pids) if old else (set(), 0)
-    used = find_shared_memory(sorted(pids)) | opened if old else set()
+    used = find_shared_memory(pids).keys() | opened if old else set()
     files = {name: size for name, size in old.items() if name not in used and not _owner_is_running(name, pids)}
     return files, uninspected
 

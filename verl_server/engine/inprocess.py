@@ -196,7 +196,7 @@ class InProcessBackend:
             owned = find_shared_memory(list_descendants(os.getpid()))
             self._executor.submit(engine.shutdown).result()
             self._executor.shutdown()
-            remove_shared_memory(owned, set(), reader=os.getpid())
+            remove_shared_memory(owned, reader=os.getpid())
 
 
 def _make_engine(server_args: Json) -> Any:

@@ -27,7 +27,7 @@ class ExitStatus:
         if self.code is None:
             return f"its worker {self.reason}" if self.reason.startswith("sglang::") else self.reason
         if self.code < 0:
-            return f"killed by {signal.Signals(-self.code).name}"
+            return f"killed by {_signal_name(-self.code)}"
         return f"exit code {self.code}"
 
 
@@ -68,4 +68,15 @@ class ExitNotifier:
         self._exited.set()
         logger.info("a server ended: %s", exit_status.describe())
         for listener in listeners:
-            listener(exit_status)
+            try:
+                listener(exit_status)
+            except Exception:  # the error of one listener must not hide the end from the others
+                logger.exception("a listener failed when a server ended")
+
+
+def _signal_name(number: int) -> str:
+    """Name of a signal. Of the real-time signals, only the first and the last have names."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,9 +26,10 @@ from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, St
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import inherited_environment, no_proxy_environment
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
+from verl_server.server.server_folder import LOG_NAME, WORKING_FOLDER, make_server_folder
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT, REFUSAL
 from verl_server.server.supervisor import AbortCheck, ServerPids, never_abort
-from verl_server.server.warden.shared_memory_files import SHM_DIR, remove_shared_memory
+from verl_server.server.warden.shared_memory_files import remove_shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +90,9 @@ class ServerProcess(ExitNotifier):
         start_timeout_s: float,
         warden_factory: WardenFactory,
     ) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="verl-server-"))
-        scratch = self._folder / "tmp"
-        scratch.mkdir()
-        self.log_path = self._folder / "server.log" if log_dir is None else Path(log_dir) / f"{self._folder.name}.log"
+        self._folder = make_server_folder()
+        scratch = self._folder / WORKING_FOLDER
+        self.log_path = self._folder / LOG_NAME if log_dir is None else Path(log_dir) / f"{self._folder.name}.log"
         super().__init__()
         self._main_pid: int | None = None
         spec = {
@@ -106,6 +105,7 @@ class ServerProcess(ExitNotifier):
             },
             "payload": json.dumps(dict(server_args)) + "\n",
             "scratch": str(scratch),
+            "temporary": str(scratch if log_dir is None else self._folder),
             "log_path": str(self.log_path),
             "log_limit_bytes": LOG_LIMIT_BYTES,
             "secrets": [str(server_args[name]) for name in profile.secret_arguments if server_args.get(name)],
@@ -194,6 +194,7 @@ class ServerProcess(ExitNotifier):
                     seconds=timeout_s,
                     log_path=str(self.log_path),
                 )
+        self._send_command("ready")
 
     def _startup_error(self) -> VerlServerError:
         """The error for a server that has ended before it was ready."""
@@ -211,14 +212,11 @@ class ServerProcess(ExitNotifier):
     def stop(self, deadline_s: float = 10.0) -> None:
         """End the whole process tree and remove its files. May be called more than once, and after a crash.
 
-        The log of a crashed server is kept.
+        The log of a crashed server is kept, see `server_folder.py`.
         """
         crashed = self.exit is not None
         if self.exit is None:
-            with contextlib.suppress(OSError):
-                assert self._warden.stdin is not None
-                self._warden.stdin.write(b"stop\n")
-                self._warden.stdin.flush()
+            self._send_command("stop")
             if self.wait_exit(deadline_s) is None:
                 self._kill_session()
         with contextlib.suppress(OSError):
@@ -230,6 +228,13 @@ class ServerProcess(ExitNotifier):
             self._kill_session()
         if not crashed:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send_command(self, command: str) -> None:
+        """Send the warden a command. Does nothing when the warden has ended."""
+        with contextlib.suppress(OSError, ValueError):
+            assert self._warden.stdin is not None
+            self._warden.stdin.write(f"{command}\n".encode())
+            self._warden.stdin.flush()
 
     def _read_log_end(self) -> str:
         """The last `LOG_SCAN_BYTES` of the log file."""
@@ -243,7 +248,7 @@ class ServerProcess(ExitNotifier):
     def _listen(self) -> None:
         """Read the warden's events until its pipe ends. Runs in a thread of its own."""
         assert self._warden.stdout is not None
-        shared_memory: set[str] = set()
+        shared_memory: dict[str, int] = {}
         for line in self._warden.stdout:
             event = json.loads(line)
             if event["event"] == "started":
@@ -264,13 +269,10 @@ class ServerProcess(ExitNotifier):
             os.killpg(self._warden.pid, signal.SIGKILL)
 
 
-def _remove_unmapped(shared_memory: set[str]) -> None:
+def _remove_unmapped(shared_memory: Mapping[str, int]) -> None:
     """Remove these files of a killed warden's tree as soon as no process maps them any more."""
     deadline = time.monotonic() + SHARED_MEMORY_TIMEOUT_S
-    while remaining := shared_memory.intersection(os.listdir(SHM_DIR)):
-        remove_shared_memory(remaining, set())
-        if time.monotonic() > deadline:
-            return
+    while remove_shared_memory(shared_memory) and time.monotonic() < deadline:
         time.sleep(SHARED_MEMORY_POLL_S)
 
 

@@ -9,6 +9,7 @@ without a server. `AdapterConfig(use_forkserver=False)` starts no forkserver. Pr
 A server is forked only when it sees what a server that is started as a new program would see. Otherwise it is spawned:
 
 * where there may be an accelerator, whose driver does not survive a fork, and on systems other than Linux;
+* where there are no pidfds, through which this process watches a warden that is not its child;
 * with another SGLang platform than ours (`SGLANG_PLATFORM`, `SGLANG_USE_CPU_ENGINE`) or a selection of SGLang plugins;
 * when the forkserver cannot fork, because an SGLang plugin has started a thread, for example.
 
@@ -37,6 +38,7 @@ from verl_server.server.forkserver import socket_folder
 from verl_server.server.forkserver.forkserver import Forkserver, OwnForkserver
 from verl_server.server.process import WardenFactory, spawn_warden
 from verl_server.server.supervisor import AbortCheck
+from verl_server.server.warden.process_watch import has_pidfds
 from verl_server.server.warden.warden import IGNORED_SIGNALS
 
 logger = logging.getLogger(__name__)
@@ -255,6 +257,8 @@ def _read_text(path: str) -> str:
 
 def _can_be_forked(environment: Mapping[str, str]) -> bool:
     if not sys.platform.startswith("linux") or any(environment.get(name) for name in PLATFORM_VARIABLES):
+        return False
+    if not has_pidfds():
         return False
     return not may_have_accelerator(environment)
 

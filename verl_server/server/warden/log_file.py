@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+from typing import BinaryIO
 
 TAIL_BYTES = 32 * 1024
 #: Minimum number of characters of a key. Hiding a shorter key would also hide parts of ordinary words in the log.
@@ -15,15 +16,21 @@ class BoundedLog:
     """A log file of at most about twice `limit_bytes` (with its predecessor `PATH.1`), and its last lines in memory.
 
     Every occurrence of a string of `secrets` with at least `MIN_SECRET_CHARACTERS` characters is written as `***`.
+    A file that was moved or removed is created again. Lines that cannot be written, for example because the disk is
+    full or the folder was removed, are kept in memory only. The constructor raises OSError if it cannot open the file.
     """
 
     def __init__(self, path: str, limit_bytes: int, secrets: list[str]) -> None:
         self._path, self._limit_bytes = path, limit_bytes
         self._secrets = [secret.encode() for secret in secrets if len(secret) >= MIN_SECRET_CHARACTERS]
         self._partial_line = b""
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
+        self._file: BinaryIO | None = self._open()
+        """None while the file cannot be opened."""
         self._tail: collections.deque[bytes] = collections.deque()
         self._tail_bytes = 0
+
+    def _open(self) -> BinaryIO:
+        return open(self._path, "ab", buffering=0)
 
     def write(self, chunk: bytes) -> None:
         """Append output. Only whole lines are written, because SGLang logs its arguments, API keys included."""
@@ -40,11 +47,32 @@ class BoundedLog:
         while self._tail_bytes - len(self._tail[0]) >= TAIL_BYTES:
             self._tail_bytes -= len(self._tail.popleft())
         with contextlib.suppress(OSError):  # a full disk must not end the server
-            if self._file.tell() > self._limit_bytes:
-                self._file.close()
+            self._current_file().write(lines)
+
+    def _current_file(self) -> BinaryIO:
+        """The file at the path, opened again when the open file is not there any more or has its full size."""
+        if self._file is not None:
+            status = os.fstat(self._file.fileno())
+            if not self._is_at_path(status):
+                self._close_file()
+            elif status.st_size > self._limit_bytes:
+                self._close_file()
                 os.replace(self._path, self._path + ".1")
-                self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
-            self._file.write(lines)
+        if self._file is None:
+            self._file = self._open()
+        return self._file
+
+    def _is_at_path(self, status: os.stat_result) -> bool:
+        try:
+            return os.path.samestat(status, os.stat(self._path))
+        except OSError:
+            return False
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
 
     def tail(self) -> str:
         """The last `TAIL_BYTES` of the log."""
@@ -53,4 +81,4 @@ class BoundedLog:
     def close(self) -> None:
         self._write_lines(self._partial_line)
         self._partial_line = b""
-        self._file.close()
+        self._close_file()

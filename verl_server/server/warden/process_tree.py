@@ -33,6 +33,19 @@ def list_descendants(root: int) -> list[int]:
     return [pid for pid in found if pid not in zombies]
 
 
+def is_descendant(pid: int, root: int) -> bool:
+    """Whether a living process is in the tree below `root`."""
+    while pid > 1:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                pid = int(file.read().rpartition(b")")[2].split()[1])
+        except OSError:
+            return False
+        if pid == root:
+            return True
+    return False
+
+
 def read_command_line(pid: int) -> bytes:
     """The command line of a process, with arguments separated by NUL bytes. Empty when the process has ended."""
     try:

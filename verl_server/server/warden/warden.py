@@ -5,17 +5,19 @@
 The warden imports the standard library only (about 15 MB of memory, one thread), because it must work when everything
 else fails. It does the following:
 
-* When the trainer ends (its pidfd becomes readable, or the warden's standard input ends), it ends the whole tree.
+* When the trainer ends (`process_watch.py`), or the warden's standard input ends, it ends the whole tree.
 * When the server main or one of its workers ends, it ends the rest of the tree and reports the exit code and the end of
   the log to the trainer. SGLang itself takes 5 s and more to notice that a worker has ended.
 * It is the sub-reaper of the tree: an orphaned scheduler becomes a child of the warden and cannot escape.
 * It copies the server's output into a log file of bounded size.
-* After the end it removes the scratch folder and the shared-memory files that the tree had mapped.
+* After the end it removes the temporary folder and the shared-memory files that the tree had mapped.
 
-Protocol: standard input carries one JSON line, the specification, and then the command `stop`. Standard output carries
-JSON lines, the events `started`, `owns` (shared-memory files) and `exited`. Keys of the specification:
+Protocol: standard input carries one JSON line, the specification, and then the commands `ready` (the server has
+started) and `stop`. Standard output carries JSON lines, the events `started`, `owns` (shared-memory files) and
+`exited`. Keys of the specification:
 
     argv, env, scratch   command, complete environment and working folder of the server main
+    temporary            folder that is removed when the tree has ended
     payload              text for the standard input of the server main: its server arguments as one JSON line
     log_path, log_limit_bytes, secrets   see `BoundedLog`
     trainer_pid          process id of the trainer
@@ -37,17 +39,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from verl_server.server.warden.events import describe_failure, emit, emit_exit
 from verl_server.server.warden.log_file import BoundedLog
 from verl_server.server.warden.process_tree import is_cleanup_helper, list_descendants, sglang_worker_name
+from verl_server.server.warden.process_watch import ProcessWatch
 from verl_server.server.warden.shared_memory_files import (
-    SHM_NAMES_WITHOUT_PID,
+    created_since,
     find_shared_memory,
+    may_belong_to_tree,
     read_created_names,
     remove_shared_memory,
     watch_shared_memory,
 )
+from verl_server.server.warden.spawned_server import ServerMain, spawn_server
 
 if TYPE_CHECKING:  # the warden itself imports the standard library only
     from verl_server.types import Json
@@ -62,6 +68,8 @@ START_SURVEY_INTERVAL_S = 2.0
 SURVEY_INTERVAL_S = 30.0
 #: Seconds after which the creator of a file in shared memory has mapped it.
 SHM_MAPPING_DELAY_S = 0.1
+#: Seconds by which the time of a file can be before the time of the clock that processes read.
+FILE_CLOCK_LAG_S = 0.1
 MAX_SELECT_S = 0.5
 #: Seconds between two looks at a tree that is being killed: at first, and at most. Each look reads all of `/proc`.
 KILL_POLL_S, MAX_KILL_POLL_S = 0.01, 0.1
@@ -70,39 +78,8 @@ READ_BYTES = 65536
 #: Signals that come from a terminal, on which the trainer decides. The warden and its server ignore them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 TRAINER_GONE = "trainer gone"
-STOP = "stop"
-
-
-class ServerMain(Protocol):
-    """The main process of a server: the part of `subprocess.Popen` that the warden uses."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """Standard output and standard error of the process."""
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-
-def spawn_server(spec: Json) -> ServerMain:
-    """Start the server main as a new program."""
-    server = subprocess.Popen(
-        spec["argv"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=spec["env"],
-        cwd=spec["scratch"],
-    )
-    assert server.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # the process has already ended; the warden's loop reports its exit
-        server.stdin.write(spec["payload"].encode())
-        server.stdin.close()
-    return server
+WARDEN_KILLED = "warden killed"
+READY, STOP = "ready", "stop"
 
 
 class Warden:
@@ -112,24 +89,23 @@ class Warden:
         self._spec = spec
         self._log = BoundedLog(spec["log_path"], spec["log_limit_bytes"], spec["secrets"])
         self._selector = selectors.DefaultSelector()
-        self._shared_memory: set[str] = set()
-        """Names of the shared-memory files that the tree has mapped."""
-        self._tree_pids: set[int] = set()
-        """Process ids of all processes that were seen in the tree."""
+        self._processes = ProcessWatch(self._selector)
+        self._shared_memory: dict[str, int] = {}
+        """Names and inodes of the shared-memory files that the tree has created and mapped."""
         self._watched_workers: set[int] = set()
         self._next_survey = 0.0
+        self._started_at = time.time() - FILE_CLOCK_LAG_S
         self._server = start_server(spec)
-        self._emit({"event": "started", "pid": self._server.pid})
-
-    def _emit(self, event: Json) -> None:
-        with contextlib.suppress(OSError):  # the trainer has ended, so nobody reads the events
-            os.write(1, json.dumps(event).encode() + b"\n")
+        emit({"event": "started", "pid": self._server.pid})
 
     def run(self) -> None:
         """Watch until the server, the trainer or the command `stop` ends the tree; then remove what is left."""
-        reason = TRAINER_GONE
+        reason = WARDEN_KILLED  # SIGTERM raises SystemExit
         try:
             reason = self._watch()
+        except Exception as error:
+            reason = describe_failure(error)
+            raise
         finally:
             self._end(reason)
 
@@ -144,22 +120,16 @@ class Warden:
         if (created := watch_shared_memory()) is not None:
             self._selector.register(created, selectors.EVENT_READ, lambda: self._on_shared_memory(created))
         for pid, name in ((self._server.pid, "server"), (self._spec["trainer_pid"], "trainer")):
-            if not self._watch_process(pid, name):
+            if not self._processes.add(pid, f"{name} gone"):
                 return f"{name} gone"
         while True:
             timeout_s = min(MAX_SELECT_S, max(self._next_survey - time.monotonic(), 0.0))
-            for key, _ in self._selector.select(timeout_s):
+            for key, _ in self._selector.select(self._processes.max_wait_s(timeout_s)):
                 if (reason := key.data()) is not None:
                     return str(reason)
+            if (reason := self._processes.poll()) is not None:
+                return reason
             self._survey()
-
-    def _watch_process(self, pid: int, name: str) -> bool:
-        """End the tree when the process ends. Returns False when it has already ended."""
-        try:
-            self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, lambda: f"{name} gone")
-        except ProcessLookupError:
-            return False
-        return True
 
     def _on_output(self) -> None:
         assert self._server.stdout is not None
@@ -168,14 +138,16 @@ class Warden:
 
     def _on_command(self) -> str | None:
         """The reason for which standard input ends the tree, if it does."""
-        command = os.read(0, READ_BYTES)
-        if not command:
+        commands = os.read(0, READ_BYTES).decode().split()
+        if not commands:
             return TRAINER_GONE
-        return STOP if STOP.encode() in command else None
+        if READY in commands:
+            self._spec["start_deadline"] = time.monotonic()
+        return STOP if STOP in commands else None
 
     def _on_shared_memory(self, created: int) -> None:
-        """Look for the owner of a new file soon, when its name does not tell the owner."""
-        if any(SHM_NAMES_WITHOUT_PID.match(name) for name in read_created_names(created)):
+        """Look soon whether a new file belongs to the tree: the processes may end before the next survey."""
+        if any(may_belong_to_tree(name, os.getpid()) for name in read_created_names(created)):
             self._next_survey = min(self._next_survey, time.monotonic() + SHM_MAPPING_DELAY_S)
 
     def _copy_output(self) -> bool:
@@ -189,7 +161,7 @@ class Warden:
         return bool(chunk)
 
     def _survey(self) -> None:
-        """Record the tree's processes, watch new workers, and report new shared-memory files to the trainer.
+        """Watch new workers, and report new shared-memory files to the trainer.
 
         The trainer removes these files if the warden itself is killed.
         """
@@ -197,14 +169,18 @@ class Warden:
         if now < self._next_survey:
             return
         pids = list_descendants(os.getpid())
-        self._tree_pids.update(pids)
-        if new_files := find_shared_memory(pids) - self._shared_memory:
+        new_files = {
+            name: inode
+            for name, inode in find_shared_memory(pids).items()
+            if self._shared_memory.get(name) != inode and created_since(name, self._started_at)
+        }
+        if new_files:
             self._shared_memory |= new_files
-            self._emit({"event": "owns", "shared_memory": sorted(new_files)})
+            emit({"event": "owns", "shared_memory": new_files})
         for pid in set(pids) - self._watched_workers:
             if (name := sglang_worker_name(pid)) is not None:
                 self._watched_workers.add(pid)
-                self._watch_process(pid, name)
+                self._processes.add(pid, f"{name} gone")
         is_starting = now < self._spec["start_deadline"]
         self._next_survey = now + (START_SURVEY_INTERVAL_S if is_starting else SURVEY_INTERVAL_S)
 
@@ -215,10 +191,10 @@ class Warden:
         exit_code = self._exit_code(reason)
         with contextlib.ExitStack() as steps:  # the steps run in reverse order
             steps.callback(self._log.close)
-            steps.callback(shutil.rmtree, self._spec["scratch"], ignore_errors=True)
-            steps.callback(lambda: remove_shared_memory(self._shared_memory, self._tree_pids))
+            steps.callback(shutil.rmtree, self._spec["temporary"], ignore_errors=True)
+            steps.callback(remove_shared_memory, self._shared_memory)
             steps.callback(self._kill_tree)
-            steps.callback(lambda: self._emit_exit(reason, exit_code))  # before the removal: callers wait for it
+            steps.callback(lambda: emit_exit(reason, exit_code, self._log.tail()))  # callers wait for it
             steps.callback(self._drain_output)
             self._next_survey = 0.0
             self._survey()
@@ -229,15 +205,12 @@ class Warden:
 
         When a worker ends, the server main often ends with it.
         """
-        if reason in (STOP, TRAINER_GONE):
+        if reason in (STOP, TRAINER_GONE, WARDEN_KILLED):
             return None
         try:
             return self._server.wait(MAIN_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return None
-
-    def _emit_exit(self, reason: str, exit_code: int | None) -> None:
-        self._emit({"event": "exited", "reason": reason, "code": exit_code, "tail": self._log.tail()})
 
     def _drain_output(self) -> None:
         while self._copy_output():
@@ -254,7 +227,6 @@ class Warden:
     def _kill_once(self, spare_helpers: bool) -> bool:
         """Send SIGKILL to every process of the tree. Returns False when no process was left."""
         pids = list_descendants(os.getpid())
-        self._tree_pids.update(pids)
         for pid in pids:
             if not (spare_helpers and is_cleanup_helper(pid)):
                 with contextlib.suppress(ProcessLookupError):
@@ -285,5 +257,11 @@ def main(start_server: Callable[[Json], ServerMain] = spawn_server) -> None:
             return  # the trainer ended before it sent the specification
         received += chunk
     specification, _, command = received.partition(b"\n")
-    if STOP.encode() not in command:  # it is there when the start was aborted at once
-        Warden(json.loads(specification), start_server).run()
+    if STOP.encode() in command:  # the start was aborted at once
+        return
+    try:
+        warden = Warden(json.loads(specification), start_server)
+    except Exception as error:
+        emit_exit(describe_failure(error), None, "")
+        raise
+    warden.run()

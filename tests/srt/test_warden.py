@@ -1,0 +1,362 @@
+"""Wardens with small programs in place of SGLang: moved logs, systems without pidfds, files of others, lost parents."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import MARK, marked_processes, no_new_shared_memory, wait_until
+
+from verl_server.server.exit_status import ExitNotifier, ExitStatus
+from verl_server.server.process import WARDEN_SCRIPT
+from verl_server.server.server_folder import LOG_NAME, MAX_KEPT_LOGS, WORKING_FOLDER, make_server_folder
+from verl_server.server.warden import process_watch
+from verl_server.server.warden.log_file import BoundedLog
+from verl_server.server.warden.process_watch import has_pidfds, start_time
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class RunningWarden:
+    """A warden whose server main is a Python program. `code` runs first in the process of the warden."""
+
+    def __init__(self, folder: Path, program: str, code: str = "", trainer_pid: int | None = None) -> None:
+        self.folder, self.mark, self.log_path = folder, uuid.uuid4().hex, folder / "logs" / "server.log"
+        self.log_path.parent.mkdir()
+        (folder / "scratch").mkdir()
+        spec = {
+            "argv": [sys.executable, "-c", program],
+            "env": {**os.environ, MARK: self.mark},
+            "payload": "",
+            "scratch": str(folder / "scratch"),
+            "temporary": str(folder / "scratch"),
+            "log_path": str(self.log_path),
+            "log_limit_bytes": 1000,
+            "secrets": [],
+            "trainer_pid": os.getpid() if trainer_pid is None else trainer_pid,
+            "start_deadline": time.monotonic(),
+        }
+        command = [sys.executable, "-I", str(WARDEN_SCRIPT)]
+        if code:
+            start = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from verl_server.server.warden import warden"
+            command = [sys.executable, "-c", f"{code}\n{start}; warden.main()"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.send(json.dumps(spec))
+        self.events = self._events()
+
+    def send(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        assert self.process.stdout is not None
+        return map(json.loads, self.process.stdout)
+
+    def wait_for(self, name: str) -> dict[str, Any]:
+        return next(event for event in self.events if event["event"] == name)
+
+    def end(self, command: str = "stop") -> dict[str, Any]:
+        """The event `exited`, after a command if there is one."""
+        if command:
+            self.send(command)
+        exited = self.wait_for("exited")
+        self.process.wait(30)
+        assert not marked_processes(self.mark)
+        return exited
+
+    def __enter__(self) -> RunningWarden:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+        for pid in marked_processes(self.mark):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+# -- logs --------------------------------------------------------------------------------------------
+
+TALKATIVE = """
+import time
+for number in range(10_000):
+    print(f"line {number} " + 60 * "x", flush=True)
+    time.sleep(0.01)
+"""
+
+
+def remove_file(log: Path) -> None:
+    log.unlink()
+
+
+def move_file(log: Path) -> None:
+    log.rename(log.with_name("moved"))
+
+
+def remove_folder(log: Path) -> None:
+    for path in log.parent.iterdir():
+        path.unlink()
+    log.parent.rmdir()
+
+
+@pytest.mark.parametrize("change", [remove_file, move_file, remove_folder])
+def test_a_server_outlives_its_log(change: Callable[[Path], None], tmp_path: Path) -> None:
+    """The log grows over its limit several times after it was moved or removed. The server goes on."""
+    with RunningWarden(tmp_path, TALKATIVE) as warden:
+        pid = warden.wait_for("started")["pid"]
+        wait_until(lambda: warden.log_path.exists() and warden.log_path.stat().st_size, 10.0, "no log")
+        with contextlib.suppress(FileNotFoundError):  # the log was just rotated
+            change(warden.log_path)
+        time.sleep(0.6)
+        assert start_time(pid) is not None
+        if change is not remove_folder:
+            assert "line" in warden.log_path.read_text()
+        exited = warden.end()
+        assert (exited["reason"], exited["code"]) == ("stop", None)
+        last = exited["tail"].splitlines()[-1]
+        assert int(last.split()[1]) > 40, "the tail has the last lines, whether or not there is a file"
+
+
+def test_a_log_is_written_again_when_its_folder_is_back(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    log = BoundedLog(str(folder / "log"), 100, ["a secret key"])
+    log.write(b"first\n")
+    remove_folder(folder / "log")
+    log.write(b"lost\n")
+    folder.mkdir()
+    log.write(b"again a secret key\n")
+    assert (folder / "log").read_text() == "again ***\n"
+    log.write(100 * b"x" + b"\n")
+    log.write(b"rotated\n")
+    assert (folder / "log").read_text() == "rotated\n"
+    assert (folder / "log.1").read_text().startswith("again")
+    log.close()
+    assert log.tail().startswith("first\nlost\nagain ***\n")
+
+
+# -- the end of processes ----------------------------------------------------------------------------
+
+WITHOUT_PIDFDS = "import os; del os.pidfd_open"
+#: Forbids pidfd_open(2), system call 434, as a seccomp profile does: a BPF program of three instructions.
+FORBIDDEN = """
+import ctypes, struct
+program = b"".join(struct.pack("HBBI", *line) for line in (
+    (0x20, 0, 0, 0),           # load the number of the system call
+    (0x15, 0, 1, 434),         # if it is pidfd_open
+    (0x06, 0, 0, 0x00050001),  # return EPERM
+    (0x06, 0, 0, 0x7FFF0000),  # else allow it
+))
+memory = ctypes.create_string_buffer(program)
+filter = struct.pack("HxxxxxxQ", 4, ctypes.addressof(memory))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, filter, 0, 0) == 0, ctypes.get_errno()
+"""
+
+
+@pytest.mark.parametrize("code", [WITHOUT_PIDFDS, FORBIDDEN], ids=["no os.pidfd_open", "seccomp"])
+def test_a_warden_without_pidfds(code: str, tmp_path: Path) -> None:
+    """It notices the end of its server and of its trainer."""
+    trainer = subprocess.Popen(["sleep", "600"])
+    for name, expected in (("server", {"reason": "server gone", "code": 3}), ("trainer", {"reason": "trainer gone"})):
+        folder = tmp_path / name
+        folder.mkdir()
+        program = "import sys, time; time.sleep(1); sys.exit(3)" if name == "server" else "import time; time.sleep(600)"
+        with RunningWarden(folder, program, code, trainer.pid) as warden:
+            pid = warden.wait_for("started")["pid"]
+            if name == "trainer":
+                time.sleep(0.5)
+                assert start_time(pid) is not None
+                trainer.kill()
+                wait_until(lambda: start_time(pid) is None, 10.0, "the server outlives its trainer")  # noqa: B023
+            assert warden.end("").items() >= expected.items()
+    trainer.wait()
+
+
+def test_processes_that_have_ended_have_no_start_time() -> None:
+    """A zombie has ended, unless only its first thread has ended."""
+    child = subprocess.Popen(["sleep", "600"])
+    assert start_time(child.pid) == start_time(child.pid) is not None
+    child.kill()
+    wait_until(lambda: start_time(child.pid) is None, 10.0, "a zombie counts as alive")
+    assert Path(f"/proc/{child.pid}").exists()
+    child.wait()
+    assert start_time(child.pid) is None
+    assert start_time(os.getpid()) is not None
+
+
+def test_servers_are_not_forked_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forkserver hands out pidfds of its wardens, so servers are started as new programs."""
+    from verl_server.server.environment import inherited_environment
+    from verl_server.server.forkserver.shared_forkserver import SharedForkserver
+
+    assert has_pidfds()
+    monkeypatch.delattr(os, "pidfd_open")
+    assert not process_watch.has_pidfds()
+    assert SharedForkserver().prepare(inherited_environment()) is None
+
+
+def test_an_error_of_the_warden_is_the_reason_of_the_end(tmp_path: Path) -> None:
+    """The folder of the log is missing in one case; the selector fails in the other, while the server runs."""
+    broken = "import selectors; selectors.DefaultSelector.select = lambda *_: 1 / 0"
+    with RunningWarden(tmp_path, "import time; time.sleep(600)", broken) as warden:
+        assert warden.end("")["reason"] == "warden failed: ZeroDivisionError: division by zero"
+    (tmp_path / "second").mkdir()
+    missing = "import os; os.stat = None; import builtins; builtins.open = lambda *_, **__: 1 / 0"
+    with RunningWarden(tmp_path / "second", "", missing) as warden:
+        assert "warden failed: ZeroDivisionError" in warden.end("")["reason"]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(-9, "killed by SIGKILL"), (-40, "killed by signal 40"), (1, "exit code 1"), (None, "sglang::scheduler gone")],
+)
+def test_every_end_is_reported_to_all_listeners(code: int | None, expected: str) -> None:
+    """Signal 40 has no name. A listener that fails does not hide the end from the others."""
+    server, seen = ExitNotifier(), []
+
+    def fail(_: ExitStatus) -> None:
+        raise RuntimeError
+
+    server.on_exit(fail)
+    server.on_exit(lambda exit_status: seen.append(exit_status.describe()))
+    server.note_exit(ExitStatus("sglang::scheduler gone", code, ""))
+    assert len(seen) == 1
+    assert seen[0].endswith(expected)
+
+
+# -- shared memory -----------------------------------------------------------------------------------
+
+#: Maps a file and says its process id. The file is older than the process or is created now.
+MAPS_A_FILE = """
+import mmap, os, time
+fd = os.open({path!r}.format(pid=os.getpid()), os.O_CREAT | os.O_RDWR)
+os.ftruncate(fd, 4096) if os.fstat(fd).st_size == 0 else None
+memory = mmap.mmap(fd, 4096)
+print("mapped", flush=True)
+time.sleep(600)
+"""
+
+
+def make_file(name: str) -> Path:
+    path = Path("/dev/shm", name)
+    path.write_bytes(bytes(4096))
+    return path
+
+
+def test_only_files_of_the_tree_are_removed(tmp_path: Path) -> None:
+    """Containers can share /dev/shm but not process ids: a file of another container may have the id of our server."""
+    mark = uuid.uuid4().hex
+    with contextlib.ExitStack() as files:
+        older = make_file(f"torch_older_{mark}")
+        files.callback(older.unlink, missing_ok=True)
+        for number, path in enumerate(("/dev/shm/torch_{pid}_" + mark, str(older))):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            with RunningWarden(folder, MAPS_A_FILE.format(path=path)) as warden:
+                pid = warden.wait_for("started")["pid"]
+                foreign = make_file(f"torch_{pid}_foreign_{mark}")
+                files.callback(foreign.unlink, missing_ok=True)
+                wait_until(lambda: "mapped" in warden.log_path.read_text(), 10.0, "not mapped")
+                warden.end()
+            assert foreign.exists()
+            assert older.exists()
+            assert not Path(path.format(pid=pid)).exists() or path == str(older)
+
+
+def test_a_name_that_another_file_has_now_is_not_removed(tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    path = Path(f"/dev/shm/sglang_loads_{mark}")
+    try:
+        with RunningWarden(tmp_path, MAPS_A_FILE.format(path=str(path))) as warden:
+            owned = warden.wait_for("owns")["shared_memory"]
+            assert owned == {path.name: path.stat().st_ino}
+            path.unlink()
+            make_file(path.name)
+            warden.end()
+        assert path.exists()
+    finally:
+        path.unlink(missing_ok=True)
+
+
+#: A worker of Ray that ends: it kills its children with SIGKILL, then itself.
+DYING_PARENT = """
+import os, signal, subprocess, sys, threading
+warden = subprocess.Popen([sys.executable, "-I", sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+spec = sys.stdin.readline().replace('"TRAINER"', str(os.getpid()))
+warden.stdin.write(spec)
+warden.stdin.flush()
+for line in warden.stdout:
+    if "owns" in line:
+        break
+os.kill(warden.pid, signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("parent_dies", [True, False])
+def test_a_warden_outlives_its_parents(parent_dies: bool, tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    path = f"/dev/shm/sglang_loads_{mark}"
+    spec = {
+        "argv": [sys.executable, "-c", MAPS_A_FILE.format(path=path)],
+        "env": {**os.environ, MARK: mark},
+        "payload": "",
+        "scratch": str(tmp_path),
+        "temporary": str(tmp_path),
+        "log_path": str(tmp_path / "log"),
+        "log_limit_bytes": 1 << 20,
+        "secrets": [],
+        "trainer_pid": "TRAINER",
+        "start_deadline": time.monotonic(),
+    }
+    program = DYING_PARENT if parent_dies else DYING_PARENT.replace("os.kill(os.getpid(), signal.SIGKILL)", "")
+    with no_new_shared_memory():
+        parent = subprocess.Popen(
+            [sys.executable, "-c", program, str(WARDEN_SCRIPT)],
+            stdin=subprocess.PIPE,
+            env={**os.environ, MARK: mark},
+            text=True,
+        )
+        parent.communicate(json.dumps(spec) + "\n", timeout=60)
+        wait_until(lambda: not marked_processes(mark), 10.0, f"left behind: {marked_processes(mark)}")
+        wait_until(lambda: not Path(path).exists(), 10.0, "the file of the server was not removed")
+
+
+# -- logs of crashed servers -------------------------------------------------------------------------
+
+
+def test_logs_of_crashed_servers_are_kept_in_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "verl-server-other").mkdir()
+    (tmp_path / "verl-server-other" / "file").touch()
+    crashed = []
+    for number in range(MAX_KEPT_LOGS + 3):
+        folder = make_server_folder()
+        (folder / LOG_NAME).write_text("the end")
+        os.utime(folder / LOG_NAME, (number, number))
+        if number != 1:  # server 1 still runs
+            (folder / WORKING_FOLDER).rmdir()
+            crashed.append(folder)
+    running = set(tmp_path.iterdir()) - set(crashed)
+    assert len(running) == 2
+    last = make_server_folder()
+    assert set(tmp_path.iterdir()) == {*running, *crashed[-MAX_KEPT_LOGS:], last}
