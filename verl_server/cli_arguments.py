@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from verl_server.adapter.sglang.argument_table import find_option, option_name, read_options
+from verl_server.adapter.sglang.argument_values import convert, guess_value
+from verl_server.adapter.sglang.early_argument_check import find_early_refusal
 from verl_server.errors import BadInputError
-from verl_server.server.argument_check import find_early_refusal
-from verl_server.server.argument_table import option_name, read_options
-from verl_server.server.argument_values import convert, guess_value
 from verl_server.server.server_main import REFUSAL
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
 from verl_server.validation import did_you_mean
@@ -52,6 +52,8 @@ Dtype = Annotated[str, typer.Option(help="The --dtype with which the server will
 RENAMED_ARGUMENTS = {
     "model_path": "the first argument, MODEL",
     "tp_size": "--tp",
+    "host": "--host",
+    "port": "--port",
     "config": "the options of the file, written on the command line",
 }
 #: Arguments of SGLang that hold keys, and the environment variables with which this command sets them.
@@ -63,9 +65,9 @@ def parse_server_args(args: list[str]) -> dict[str, Any]:
     """Read SGLang's arguments from a command line: MODEL first, then options.
 
     Options are written as `--name value`, `--name=value`, and `--name value1 value2` for a list. A bool option is True
-    as `--name` or `--name true`, and False as `--no-name` or `--name false`. The values get the types that SGLang
-    declares. The values of options that SGLang does not declare, which its plugins can add, are parsed as JSON if they
-    are JSON, otherwise taken as text.
+    as `--name` or `--name true`, and False as `--no-name` or `--name false`. A name may be cut off where only one
+    option begins so. The values get the types that SGLang declares. The values of options that SGLang does not declare,
+    which its plugins can add, are parsed as JSON if they are JSON, otherwise taken as text.
 
     Raises BadInputError for an argument that cannot be read. Keys are refused too, because other users of the machine
     can read a command line.
@@ -127,8 +129,7 @@ def _similar_option(argument: str) -> str:
 
 def _parse_option(written: str, texts: list[str]) -> tuple[str, Any]:
     """The field of SGLang's `ServerArgs` that an option sets, and the value. Raises BadInputError if it is refused."""
-    name = option_name(written)
-    option = read_options().get(name)
+    name, option = find_option(option_name(written))
     field = option.field if option else name
     if field in KEY_ARGUMENTS:
         raise BadInputError(
@@ -138,7 +139,7 @@ def _parse_option(written: str, texts: list[str]) -> tuple[str, Any]:
     if field in RENAMED_ARGUMENTS:
         raise BadInputError(f"{written} is not an option of this command; use {RENAMED_ARGUMENTS[field]}")
     if option is not None:
-        return field, convert(written, option, texts)
+        return field, convert(f"--{name.replace('_', '-')}", option, texts)
     if not texts and name.startswith("no_"):
         return name.removeprefix("no_"), False
     guesses = [guess_value(text) for text in texts]

@@ -234,6 +234,11 @@ def test_server_arguments() -> None:
         ("--fp8-gemm-backend auto", {"fp8_gemm_runner_backend": "auto"}),
         ("--context-bucket 1k", {"cuda_graph_prefill_max_context": 1000}),
         ("--monokernel-backend amd", {"enable_amd_monokernel": True}),
+        # Abbreviations.
+        ("--mem-fraction 0.5", {"mem_fraction_static": 0.5}),
+        ("--data-par=2", {"dp_size": 2}),
+        ("--no-skip-tok", {"skip_tokenizer_init": False}),
+        ("--fp8-gemm auto", {"fp8_gemm_runner_backend": "auto"}),
         # Text that is also JSON, and numbers that are no JSON.
         ("--served-model-name 7", {"served_model_name": "7"}),
         ('--watermark-config {"key":1}', {"watermark_config": '{"key":1}'}),
@@ -268,6 +273,11 @@ def test_values_get_the_types_that_sglang_declares(option: str, expected: dict[s
         ("Org/Model stray", "'stray' does not follow an option"),
         ("Org/Model -x 1", "'-x' does not follow an option"),
         ("Org/Model --tp-size 2", "use --tp"),
+        ("Org/Model --tensor-par 2", "--tensor-par is not an option of this command; use --tp"),
+        ("Org/Model --hos ::", "--hos is not an option of this command; use --host"),
+        ("Org/Model --api-k secret", "--api-k is not accepted, because all users of this machine"),
+        ("Org/Model --log-leve info", "write one of --log-level, --log-level-http"),
+        ("Org/Model --mem-fraction half", "--mem-fraction-static must be a number, got 'half'"),
         ("/no/such/folder", "is not a folder"),
         ("models/no/such", "is not a folder"),
     ],

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from verl_server.errors import BadInputError
+
 #: Files below `sglang/srt` with the fields, and those with the calls of `add_argument`.
 FIELD_SOURCES, CALL_SOURCES = "arg_groups/fields/*.py", "server_args.py"
 FLAG_ACTIONS = {"store_true", "BooleanOptionalAction", "DeprecatedStoreTrueAction"}
@@ -55,6 +57,23 @@ def read_options() -> Mapping[str, Option]:
                 options[name] = option
     flags = {name: option for name, option in options.items() if option.converter == "bool"}
     return options | {f"no_{name}": replace(option, constant=False) for name, option in flags.items()}
+
+
+def find_option(name: str) -> tuple[str, Option | None]:
+    """Name and option that a command line means by `name`: an option, or the beginning of the names of one option only.
+
+    As SGLang's own parser (argparse) does. A name of no option is returned without an option. Raises BadInputError when
+    the names of several options begin with `name`.
+    """
+    options = read_options()
+    if name in options:
+        return name, options[name]
+    is_negation = name.startswith("no_")
+    found = [full for full in options if full.startswith(name) and (is_negation or not full.startswith("no_"))]
+    if any(options[full] != options[found[0]] for full in found):
+        written = ", ".join(f"--{full.replace('_', '-')}" for full in found)
+        raise BadInputError(f"--{name.replace('_', '-')} can mean several options; write one of {written}")
+    return (found[0], options[found[0]]) if found else (name, None)
 
 
 def _parse_files(pattern: str) -> list[ast.Module]:

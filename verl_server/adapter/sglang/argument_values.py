@@ -8,8 +8,8 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
+from verl_server.adapter.sglang.argument_table import Option
 from verl_server.errors import BadInputError
-from verl_server.server.argument_table import Option
 
 SI_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 IEC_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
