@@ -1,11 +1,13 @@
 """Storage of sessions: one append-only file of JSON lines per session.
 
 A process that is killed while it writes leaves a torn last line. The torn line is removed when the session is opened
-again. Data is on disk (`fdatasync`) when a method of `Recorder` returns, unless `sync` is False.
+again. Data is on disk (`fdatasync`) when a method of `Recorder` returns, unless `sync` is False. A line that cannot be
+written, for example because the disk is full, leaves no part of it in the file, and the recorder writes nothing more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -48,6 +50,8 @@ class Recorder:
         path = session_file(run_dir, session_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._sync = sync
+        self._failure: Exception | None = None
+        """Exception of the first line that could not be written, for example because the disk is full."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -86,11 +90,21 @@ class Recorder:
         self._write({"termination": asdict(self.graph.terminate(node, stop_reason, error))})
 
     def _write(self, line: Json) -> None:
-        remaining = memoryview(orjson.dumps(line) + b"\n")
-        while remaining:
-            remaining = remaining[os.write(self._fd, remaining) :]
-        if self._sync:
-            os.fdatasync(self._fd)
+        """Append a line. After a failure, the file ends with its last complete line, and all later calls fail too."""
+        if self._failure is not None:
+            raise self._failure
+        end = os.lseek(self._fd, 0, os.SEEK_CUR)
+        try:
+            remaining = memoryview(orjson.dumps(line) + b"\n")
+            while remaining:
+                remaining = remaining[os.write(self._fd, remaining) :]
+            if self._sync:
+                os.fdatasync(self._fd)
+        except Exception as failure:
+            self._failure = failure  # the graph has what the file lacks: a later line would not fit to the file
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, end)
+            raise
 
     def close(self) -> None:
         """Close the file. Calling this a second time has no effect."""
