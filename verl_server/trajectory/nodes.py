@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -127,6 +128,13 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _are_finite(values: Sequence[float]) -> bool:
+    try:
+        return all(map(math.isfinite, values))
+    except TypeError:  # None, for example
+        return False
+
+
 def validate_node(node: Node) -> None:
     """Raise BadInputError if the fields of a node contradict each other."""
     count = len(node.token_ids)
@@ -138,6 +146,8 @@ def validate_node(node: Node) -> None:
         return
     if len(node.logprobs) != count:
         raise BadInputError(f"{count} sampled tokens need {count} log probabilities, got {len(node.logprobs)}")
+    if not _are_finite(node.logprobs):  # NaN and infinity would be null in a file
+        raise BadInputError(f"log probabilities of sampled tokens must be finite numbers, got {node.logprobs!r:.80}")
     if not all(_is_count(span.version) for span in node.spans):
         raise BadInputError(f"weight versions must be integers, 0 or more, got {list(node.spans)}")
     edges = [0, *(span.end for span in node.spans)]
