@@ -90,6 +90,11 @@ def test_path_contains_the_added_nodes(nodes: list[tuple[bool, list[int], int]])
         ({"token_ids": [True], "sampled": False}, "0 or more"),
         ({"token_ids": [1], "sampled": False, "logprobs": [-0.1]}, "sampled tokens only"),
         ({"token_ids": [1, 2], "sampled": True, "logprobs": [-0.1]}, "2 log probabilities, got 1"),
+        (
+            {"token_ids": [1], "sampled": True, "logprobs": [None], "spans": [Span(1, 0, 1)]},
+            r"finite numbers, got \(None",
+        ),
+        ({"token_ids": [1], "sampled": True, "logprobs": [float("nan")]}, "must be finite numbers"),
         ({"token_ids": [1], "sampled": True, "logprobs": [-0.1], "spans": []}, "without gaps"),
         ({"token_ids": [1], "sampled": True, "logprobs": [-0.1], "spans": [Span(1, 0, 2)]}, "without gaps"),
         ({"token_ids": [1], "sampled": True, "logprobs": [-0.1], "spans": [Span(-1, 0, 1)]}, "versions must be int"),
@@ -252,6 +257,31 @@ def test_killed_writer_loses_no_node_that_it_reported(tmp_path: Path) -> None:
         assert [node.token_ids for node in recorder.graph.nodes[: len(reported)]] == [(index,) for index in reported]
 
 
+FULL_DISK = """
+import resource, signal, sys
+from verl_server.trajectory import Recorder
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+recorder = Recorder(sys.argv[1], "s")
+recorder.add_node(None, [1], sampled=False)
+resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))
+for limit in (150, resource.RLIM_INFINITY):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        recorder.add_node(0, [2] * 100, sampled=False, fork_reason="retry")
+    except OSError as error:
+        print(error.strerror)
+"""
+
+
+def test_line_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    """Also when there is space again: the lines after it would not fit to the file."""
+    output = subprocess.check_output([sys.executable, "-c", FULL_DISK, str(tmp_path)], text=True)
+    assert output == "File too large\nFile too large\n"
+    path = session_file(tmp_path, "s")
+    assert path.read_bytes().endswith(b"}\n")
+    assert [node.token_ids for node in load_session(path).nodes] == [(1,)]
+
+
 def make_conversation() -> TrajectoryGraph:
     """Prompt, turn, tool result, turn, and a second sample of the first turn."""
     graph = TrajectoryGraph("s")
@@ -340,6 +370,23 @@ def test_failed_sample_with_a_reward_is_a_row() -> None:
     prompt.set_rewards(node, [-1.0])
     with pytest.raises(BadInputError, match=r"path 0 .* without a sampled token.* if sample.num_turns"):
         to_batch([(prompt, node)], pad_token_id=0)
+
+
+def test_reward_after_the_last_turn_belongs_to_its_last_token() -> None:
+    """An episode can end after the result of a tool, which the policy did not sample."""
+    graph = TrajectoryGraph("s")
+    graph.add_node(None, [10], sampled=False)
+    graph.add_node(0, [20, 21], sampled=True, logprobs=[-0.5, -0.5], spans=[Span(3, 0, 2)])
+    graph.add_node(1, [30], sampled=False)
+    graph.add_node(1, [40, 41, 42], sampled=False, fork_reason=ForkReason.EDITED)
+    graph.set_rewards(2, [1.0])
+    graph.set_rewards(3, [2.0])
+    batch = to_batch([(graph, 2), (graph, 3)], pad_token_id=0)
+    assert batch["rm_scores"].tolist() == [[0.0, 1.0, 0.0, 0.0, 0.0], [0.0, 2.0, 0.0, 0.0, 0.0]]
+    assert to_packed([(graph, 2)])["rm_scores"].tolist() == [0.0, 0.0, 1.0, 0.0]
+    assert to_tree(graph)["rm_scores"].tolist() == [0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]
+    graph.set_rewards(3, [0.5, 0.25, 0.125])
+    assert to_packed([(graph, 3)])["rm_scores"].tolist() == [0.0, 0.0, 0.0, 0.5, 0.25, 0.125]
 
 
 def test_batch_of_a_generator_and_without_rewards() -> None:

@@ -56,7 +56,7 @@ def to_batch(paths: Iterable[GraphPath], pad_token_id: int) -> TensorDict:
     `prompts` [B, P]; `responses`, `response_mask`, `rollout_log_probs`, `rm_scores`, `weight_versions` [B, R];
     `input_ids`, `attention_mask`, `position_ids` [B, P + R]. Masked positions have log prob 0, score 0 and weight
     version `NO_VERSION` (-1). A reward per token is stored at its token. A reward of a whole node is stored at the
-    last token of the node.
+    last token of the node, or at the last sampled token before a node that the policy did not sample.
 
     `rm_scores` are 0 everywhere if no path has a reward: the trainer then computes its own rewards. Raises
     BadInputError if there are no paths, for a value that is no path, for an unknown node, for the path of a failed
@@ -196,12 +196,25 @@ def _is_path(value: object) -> bool:
 
 
 def _token_rewards(graph: TrajectoryGraph, nodes: Sequence[Node]) -> list[float]:
-    """The reward of each token of `nodes`. A reward of a whole node belongs to its last token."""
+    """The reward of each token of `nodes`, in which each node follows its parent.
+
+    A reward of a whole node belongs to its last token. If the policy did not sample the node, for example because the
+    episode reached a limit after the result of a tool, the reward belongs to the last sampled token before the node.
+    """
     rewards: list[float] = []
+    last_sampled: dict[int | None, int] = {}
+    """Position of the last sampled token on the path to each node."""
     for node in nodes:
-        values, count = graph.rewards.get(node.id, ()), len(node.token_ids)
-        if count:
-            rewards += values if len(values) == count else [*[0.0] * (count - 1), *(values or [0.0])]
+        values, count = graph.rewards.get(node.id, []), len(node.token_ids)
+        has_token_values = len(values) == count and (node.sampled or count > 1)
+        rewards += values if has_token_values else [0.0] * count
+        if node.sampled and count:
+            last_sampled[node.id] = len(rewards) - 1
+        elif node.parent in last_sampled:
+            last_sampled[node.id] = last_sampled[node.parent]
+        position = last_sampled.get(node.id, len(rewards) - 1 if count else None)
+        if values and not has_token_values and position is not None:
+            rewards[position] += values[0]
     return rewards
 
 
