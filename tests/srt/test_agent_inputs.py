@@ -34,7 +34,7 @@ from verl_server.agent import (
     register_agent_loop,
 )
 from verl_server.errors import BadInputError
-from verl_server.trajectory import ASSISTANT_PLACEHOLDER, ChatRenderer, TrajectoryGraph
+from verl_server.trajectory import ASSISTANT_PLACEHOLDER, ChatRenderer, ForkReason, TrajectoryGraph
 
 USER_MESSAGE = {"role": "user", "content": "x"}
 
@@ -409,6 +409,53 @@ def test_changed_input_is_named(
     for loop in (PromptLoop(url="http://b:2"), PromptLoop(rounds=3.0), PromptLoop(new="x")):
         same = {"loop": loop, "sampling_params": {"temperature": 1}}
         assert run_in(tmp_path, renderer, make_logged_task(), **same).graph == recorded.graph
+
+
+async def generate_tokens(*, rid: str, session_id: str, **request: Any) -> Any:
+    """As an engine that samples up to eight tokens."""
+    await asyncio.sleep(0)
+    count = min(8, request["sampling_params"]["max_new_tokens"])
+    logprobs = [[-1.0, token, None] for token in range(count)]
+    meta = {"finish_reason": {"type": "length"}, "weight_version": "1", "output_token_logprobs": logprobs}
+    return {"output_ids": list(range(count)), "meta_info": meta}
+
+
+@pytest.mark.parametrize(
+    ("max_response_tokens", "context_room", "expected"),
+    [(8, 99, "max_response_tokens"), (99, 5, "max_context_tokens"), (9, 99, "done")],
+)
+def test_turn_that_a_limit_cut_off_stops_at_the_limit(
+    renderer: ChatRenderer, max_response_tokens: int, context_room: int, expected: str
+) -> None:
+    """In the last case, the engine cuts the turn off, and no limit does."""
+    graph, max_context_tokens = TrajectoryGraph("s"), len(renderer.render_prompt([USER_MESSAGE])) + context_room
+    limits = RolloutLimits(max_response_tokens=max_response_tokens, max_context_tokens=max_context_tokens)
+    episode = Episode(Task("t", [USER_MESSAGE]), graph, generate_tokens, renderer, limits, {})
+    assert asyncio.run(SingleTurnLoop().run_episode(episode)) == episode.stop_reason == expected
+    assert [node.finish_reason for node in graph.nodes] == [None, "length"]
+
+
+def test_turns_of_one_episode_are_generated_one_after_the_other(renderer: ChatRenderer) -> None:
+    """Two turns at a time would be recorded one below the other, which the engine never saw."""
+    episode = Episode(Task("t", [USER_MESSAGE]), TrajectoryGraph("s"), generate_tokens, renderer, RolloutLimits(99), {})
+
+    async def run() -> None:
+        generating = asyncio.create_task(episode.generate([USER_MESSAGE]))
+        await asyncio.sleep(0)
+        with pytest.raises(BadInputError, match="'t' is generating a turn; await it first"):
+            await episode.generate()
+        with pytest.raises(BadInputError, match="is generating a turn"):
+            episode.add_messages([USER_MESSAGE])
+        with pytest.raises(BadInputError, match="is generating a turn"):
+            episode.append_text("x")
+        with pytest.raises(BadInputError, match="is generating a turn"):
+            episode.fork(0, ForkReason.SAMPLE)
+        await generating
+        episode.fork(0, ForkReason.SAMPLE)
+        await episode.generate()
+
+    asyncio.run(run())
+    assert [(node.parent, node.sampled) for node in episode.graph.nodes] == [(None, False), (0, True), (0, True)]
 
 
 class UnknownIdentityLoop(ReturningLoop):

@@ -86,6 +86,8 @@ class Episode:
         """Number of nodes that the record contained at the start."""
         self._replayed_nodes: set[int] = set()
         """Ids of recorded nodes that were replayed. A node is replayed once, because the branches of a fork differ."""
+        self._is_generating = False
+        """Whether a turn is being generated, which will be added below `leaf`."""
         self._has_images = False
         self._fork_reason = ForkReason.RETRY
         """Reason of the next node's fork, in case the next node is a fork."""
@@ -107,6 +109,14 @@ class Episode:
         return self._record if isinstance(self._record, TrajectoryGraph) else self._record.graph
 
     @property
+    def reached_limit(self) -> str | None:
+        """Name of the limit that cut off the last turn. None if no limit did."""
+        if self.leaf is None or self.graph.node(self.leaf).finish_reason != "length":
+            return None
+        remaining, limit = self._remaining_tokens()
+        return limit if remaining <= 0 else None
+
+    @property
     def num_response_tokens(self) -> int:
         """Number of tokens after the first prompt so far."""
         return 0 if self.leaf is None else self.graph.num_tokens(self.leaf) - self._num_prompt_tokens
@@ -116,8 +126,9 @@ class Episode:
 
         Tool results after the first prompt are truncated to `max_tool_tokens`. Raises EpisodeStopped if messages after
         the first prompt do not fit into the limits; the path then ends with the last turn. Raises BadInputError for
-        messages that the renderer refuses.
+        messages that the renderer refuses, and while a turn is being generated.
         """
+        self._require_idle()
         if self.leaf is None:
             token_ids = self._renderer.render_prompt(messages, self._tools or None)
             self._num_prompt_tokens = len(token_ids)
@@ -132,14 +143,20 @@ class Episode:
     def append_text(self, text: str) -> None:
         """Append text to the turn that the policy has just generated, within that turn.
 
-        The text is truncated to `max_tool_tokens`. Raises EpisodeStopped if it does not fit into the limits.
+        The text is truncated to `max_tool_tokens`. Raises EpisodeStopped if it does not fit into the limits, and
+        BadInputError while a turn is being generated.
         """
+        self._require_idle()
         token_ids = self._renderer.encode(text)[: self.limits.max_tool_tokens]
         self._require_room(len(token_ids))
         self._add_context(token_ids, {"appended_text": text})
 
     def fork(self, node: int, reason: ForkReason) -> None:
-        """Continue from an earlier node: the next node is a new branch. Raises BadInputError for an unknown node."""
+        """Continue from an earlier node: the next node is a new branch.
+
+        Raises BadInputError for an unknown node, and while a turn is being generated.
+        """
+        self._require_idle()
         self.graph.node(node)
         self.leaf, self._fork_reason = node, reason
 
@@ -147,9 +164,11 @@ class Episode:
         """Let the policy generate a turn, after appending `messages` if given.
 
         `sampling_params` override those of the episode for this turn. `max_new_tokens` is reduced to the tokens that
-        the limits leave. Raises EpisodeStopped at a limit, BadInputError for messages that the renderer refuses and for
-        a first turn without messages, and the exceptions of the generate function.
+        the limits leave. Raises EpisodeStopped at a limit, BadInputError for messages that the renderer refuses, for a
+        first turn without messages and while another turn is being generated, and the exceptions of the generate
+        function.
         """
+        self._require_idle()
         params = require_sampling_params({**self._sampling_params, **sampling_params})
         if messages is not None:
             self.add_messages(messages)
@@ -164,6 +183,7 @@ class Episode:
             return self._as_turn(replayed)
         self._require_room(0)
         timeout = asyncio.timeout(remaining_s)
+        self._is_generating = True
         try:
             async with timeout:
                 reply = await self._request_turn(self.leaf, params)
@@ -171,6 +191,8 @@ class Episode:
             if timeout.expired():
                 raise EpisodeStopped("timeout_s") from error
             raise  # a timeout of the generate function
+        finally:
+            self._is_generating = False
         return self._as_turn(self._add_sampled(reply))
 
     async def _request_turn(self, leaf: int, params: Json) -> Json:
@@ -186,6 +208,13 @@ class Episode:
             return_logprob=True,
             **({"image_data": images} if images else {}),
         )
+
+    def _require_idle(self) -> None:
+        if self._is_generating:
+            raise BadInputError(
+                f"the episode of task {self.task.id!r} is generating a turn; await it first, also for another branch. "
+                "For concurrent samples, call RolloutRunner.run(tasks, n=...)"
+            )
 
     def _remaining_tokens(self) -> tuple[int, str]:
         """Number of tokens that may still be added, and the name of the limit that determines the number."""

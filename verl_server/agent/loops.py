@@ -59,6 +59,7 @@ class AgentLoop(ABC):
     async def run_episode(self, episode: Episode) -> str:
         """Call `run` and return the stop reason: `done`, the name of a limit, or `error`.
 
+        A loop that returns after a turn which a limit has cut off has stopped at this limit.
         The stop reason and the exception of a failed episode are also stored in the episode. An `Exception` is not
         raised; cancellation is.
         """
@@ -72,7 +73,8 @@ class AgentLoop(ABC):
         except Exception as failure:  # noqa: BLE001 - a failure belongs to this sample and must not end the batch
             stop_reason, exception = "error", failure
         else:
-            stop_reason, exception = "done" if mistake is None else "error", mistake
+            stop_reason = "error" if mistake is not None else episode.reached_limit or "done"
+            exception = mistake
         episode.stop_reason, episode.exception = stop_reason, exception
         return stop_reason
 
