@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
-import threading
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from verl_server import cli_arguments as options
 from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY, LOOPBACK, REPLICA_API_KEY, take_key
-from verl_server.cli_output import print_line, print_replicas, print_server, show_progress
+from verl_server.cli_output import print_line, print_replicas, show_progress
+from verl_server.cli_server import run_server
 from verl_server.errors import BadInputError, NotReadyError, VerlServerError
 from verl_server.validation import require_http_url
-
-if TYPE_CHECKING:
-    from verl_server.adapter import HttpServerEngineAdapter
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
@@ -93,18 +88,7 @@ def launch(
     generated_keys = options.missing_keys([API_KEY, ADMIN_API_KEY], shown=sys.stdout.isatty())
     options.require_long_keys([API_KEY, ADMIN_API_KEY])
     server_args |= {"api_key": take_key(API_KEY), "admin_api_key": take_key(ADMIN_API_KEY)}
-    signals = _StopSignals()
-    try:
-        with signals, _start(server_args, log_dir) as adapter:
-            signals.is_server_ready = True
-            print_server(adapter, server_args, generated_keys)
-            process = adapter.process
-            assert process is not None
-            process.wait_exit(threading.TIMEOUT_MAX)
-            raise process.died(adapter.base_url)
-    except _StopRequested as stop:
-        print_line("The server and all of its processes have ended.")
-        raise typer.Exit(0 if signals.is_server_ready else 128 + stop.number) from None
+    raise typer.Exit(run_server(server_args, log_dir, generated_keys))
 
 
 @app.command()
@@ -244,45 +228,6 @@ def demo(
     from verl_server.demo import run
 
     raise typer.Exit(run(seed=seed, steps=steps, output_dir=output))
-
-
-class _StopRequested(BaseException):
-    """A signal asked this command to end. Not an `Exception`, so that no handler of errors catches it."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-class _StopSignals:
-    """Raises `_StopRequested` on the first signal and ignores later signals, so that the cleanup can finish."""
-
-    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        self.is_server_ready = False
-
-    def __enter__(self) -> None:
-        for number in self.NUMBERS:
-            signal.signal(number, self._stop)
-
-    def __exit__(self, *_: object) -> None:
-        for number in self.NUMBERS:
-            signal.signal(number, signal.SIG_DFL)
-
-    def _stop(self, number: int, _: FrameType | None) -> NoReturn:
-        for other in self.NUMBERS:
-            signal.signal(other, signal.SIG_IGN)
-        raise _StopRequested(number)
-
-
-def _start(server_args: dict[str, Any], log_dir: Path | None) -> HttpServerEngineAdapter:
-    from verl_server.adapter import HttpServerEngineAdapter
-    from verl_server.config import AdapterConfig
-    from verl_server.server.forkserver.socket_folder import shares_forkservers
-
-    config = AdapterConfig(log_dir=log_dir, use_forkserver=shares_forkservers())  # its own would serve only one server
-    with show_progress(f"Starting a server for {server_args['model_path']}"):
-        return HttpServerEngineAdapter(config=config, **server_args)
 
 
 def main() -> None:

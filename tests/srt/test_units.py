@@ -47,6 +47,7 @@ PACKAGE = Path(verl_server.__file__).parent
 #: Packages from top to bottom. A package imports only from those below it (ARCHITECTURE.md).
 PACKAGES = [
     "cli",
+    "cli_server",
     "cli_output",
     "cli_arguments",
     "demo",
