@@ -93,6 +93,19 @@ def test_only_the_files_of_the_index_count(tmp_path: Path, tiny: Callable[..., P
     assert read_manifest({"model_path": tmp_path}).tensors.keys() == {"a"}
 
 
+def test_a_folder_with_the_index_alone_is_read_from_the_architecture(tmp_path: Path, tiny: Callable[..., Path]) -> None:
+    """The trainer of a running server may have the configuration only. An incomplete checkpoint is refused."""
+    folder = tiny("llama")
+    expected = read_manifest({"model_path": folder})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    files = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(expected.tensors)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert read_manifest({"model_path": tmp_path}) == expected
+    save_file({"a": torch.zeros(2)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(BadInputError, match=f"cannot read the checkpoint in {tmp_path}.*model-00002-of-00002"):
+        read_manifest({"model_path": tmp_path})
+
+
 @pytest.mark.parametrize("content", [b"", b"12345678", b"\x02\0\0\0\0\0\0\0[]", b"\xff" * 8 + b"{}"])
 def test_a_damaged_checkpoint_is_refused_with_its_folder(
     content: bytes, tmp_path: Path, tiny: Callable[..., Path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from verl_server import errors
 from verl_server.adapter.memory_tags import undefined_weights_reason
+from verl_server.adapter.sglang.pushable import require_pushable
 from verl_server.adapter.sglang.server_arguments import loses_weights, require_memory_saver
 from verl_server.types import TensorSpec
 from verl_server.weights.manifest import Manifest
@@ -263,6 +265,21 @@ def test_a_gpu_releases_memory_only_with_the_memory_saver(server_args: dict[str,
     with pytest.raises(errors.BadInputError, match="enable_memory_saver=True") as caught:
         require_memory_saver(server_args)
     assert caught.value.details == {"argument": "enable_memory_saver"}
+
+
+@pytest.mark.parametrize(
+    ("server_args", "refused"),
+    [
+        ({"quantization": "fp8"}, "quantization='fp8': serve the model without quantization"),
+        ({"torchao_config": "int4wo-128"}, "torchao_config='int4wo-128'"),
+        ({"quantization": "unquant", "torchao_config": ""}, None),
+        ({"quantization": None}, None),
+    ],
+)
+def test_servers_with_quantization_take_no_pushed_weights(server_args: dict[str, Any], refused: str | None) -> None:
+    """SGLang's value "unquant" means no quantization."""
+    with contextlib.nullcontext() if refused is None else pytest.raises(errors.UnsupportedError, match=refused):
+        require_pushable(server_args)
 
 
 @pytest.mark.parametrize("has_copy", [False, True])

@@ -89,7 +89,7 @@ def _served_dtype(argument: str, config: Any) -> str | None:
 
 
 def _checkpoint_tensors(server_args: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    """The specs of the checkpoint's tensors by name, empty if there are no safetensors files on this machine.
+    """The specs of the checkpoint's tensors by name, empty if none of its safetensors files is on this machine.
 
     As in SGLang, only the files in the checkpoint's index count: folders of Mistral models contain a second copy of the
     weights.
@@ -104,6 +104,8 @@ def _checkpoint_tensors(server_args: Mapping[str, Any]) -> dict[str, TensorSpec]
         if index.is_file():
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             files = [folder / name for name in sorted(set(names))]
+            if not any(file.is_file() for file in files):  # only the small files of the model were downloaded
+                return {}
         else:
             files = sorted(folder.glob("*.safetensors"))
             if [file.name for file in files] == [CONSOLIDATED_FILE, "model.safetensors"]:

@@ -9,6 +9,8 @@ from verl_server.adapter.model_files import read_model_config
 from verl_server.errors import UnsupportedError
 
 QUANTIZATION_ARGUMENTS = ("quantization", "torchao_config")
+NO_QUANTIZATION = (None, "", "unquant")
+"""Values of these arguments that quantize nothing."""
 ALGORITHMS_WITHOUT_DRAFT_MODEL = frozenset({"NGRAM"})
 
 
@@ -36,7 +38,7 @@ def _reason(server_args: Mapping[str, Any]) -> str | None:
     if algorithm is not None and str(algorithm).upper() not in ALGORITHMS_WITHOUT_DRAFT_MODEL:
         return f"speculative_algorithm={algorithm!r}, which has a draft model: leave it out, or use 'NGRAM'"
     for name in QUANTIZATION_ARGUMENTS:
-        if server_args.get(name):
+        if server_args.get(name) not in NO_QUANTIZATION:
             return f"{name}={server_args[name]!r}: serve the model without quantization"
     if storage := server_args.get("hicache_storage_backend"):
         return f"hicache_storage_backend={storage!r}, which keeps the KV cache of earlier weights: leave it out"
