@@ -24,7 +24,7 @@ from helpers import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server import RolloutManager, VerlEngine
+from verl_server import HttpServerEngineAdapter, RolloutManager, VerlEngine
 from verl_server.errors import BadInputError, PeerError, VerlServerError, WeightManifestError
 from verl_server.rollout.health import ReplicaState
 
@@ -77,7 +77,7 @@ def merged(model: Any, adapter: dict[str, torch.Tensor], scale: float = SCALE) -
     return merged_model.eval()
 
 
-def assert_serves(engine: VerlEngine, name: str, reference: Any) -> None:
+def assert_serves(engine: VerlEngine | HttpServerEngineAdapter, name: str, reference: Any) -> None:
     sampling = {**GREEDY, "max_new_tokens": 8}
     for prompt in PROMPTS:
         tokens, logprobs = greedy_with_logprobs(reference, prompt, 8)
@@ -137,6 +137,19 @@ def test_configurations_of_peft_equal_the_merged_model(
     engine.load_lora_adapter("peft", adapter.items(), {"r": RANK, "lora_alpha": 8, "target_modules": TARGETS, **config})
     assert_serves(engine, "peft", merged(model, adapter, scale))
     engine.unload_lora_adapter("peft")
+
+
+def test_an_adapter_of_one_server_converts_the_configuration(engine: VerlEngine, tiny: Callable[..., Path]) -> None:
+    model, server = reference_model(tiny("qwen3")), adapter_of(engine)
+    lora = adapter_for(model, 7, "[a-z]+_proj")
+    config = {**CONFIG, "target_modules": {*TARGETS, "k_proj", "up_proj"}, "r": 8, "rank_pattern": {".*proj": RANK}}
+    server.load_lora_adapter("direct", lora, {**config, "use_rslora": True})
+    assert_serves(server, "direct", merged(model, lora, 8 / math.sqrt(RANK)))
+    server.unload_lora_adapter("direct")
+    for field, value in (("init_lora_weights", "pissa"), ("use_dora", True)):
+        with pytest.raises(BadInputError) as caught:
+            server.load_lora_adapter("direct", lora, {**config, field: value})
+        assert caught.value.details == {"argument": field}
 
 
 def test_adapters_that_do_not_fit_are_refused(engine: VerlEngine, tiny: Callable[..., Path]) -> None:

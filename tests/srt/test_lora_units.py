@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from verl_server.engine.lora import LoraAdapters, names_in_lora_paths
+from verl_server.adapter.lora_config import lora_paths_by_name, plain_lora_config
+from verl_server.adapter.sglang.server_arguments import validate_server_args
+from verl_server.engine.lora import LoraAdapters
 from verl_server.errors import BadInputError
 from verl_server.rollout.backend import FleetLoras
 from verl_server.types import TensorSpec
@@ -43,16 +49,16 @@ class RecordingServer:
 
 
 @pytest.mark.parametrize(
-    ("lora_paths", "names"),
+    ("lora_paths", "by_name"),
     [
-        (None, set()),
-        ({"a": "/models/a"}, {"a"}),
-        (["a=/models/a", "/models/b"], {"a", "/models/b"}),
-        ([{"lora_name": "a", "lora_path": "/models/a"}], {"a"}),
+        (None, {}),
+        ({"a": "/models/a"}, {"a": "/models/a"}),
+        (["a=/models/a", "/models/b"], {"a": "/models/a", "/models/b": "/models/b"}),
+        ([{"lora_name": "a", "lora_path": "/models/a"}], {"a": "/models/a"}),
     ],
 )
-def test_names_in_the_server_argument_lora_paths(lora_paths: Any, names: set[str]) -> None:
-    assert names_in_lora_paths(lora_paths) == names
+def test_the_server_argument_lora_paths(lora_paths: Any, by_name: dict[str, str]) -> None:
+    assert lora_paths_by_name(lora_paths) == by_name
 
 
 def test_load_replaces_an_adapter_that_the_servers_loaded_at_the_start() -> None:
@@ -116,18 +122,82 @@ def test_a_refused_adapter_leaves_the_adapter_of_that_name_loaded(name: Any, con
         {"r": np.int64(4), "lora_alpha": np.int64(8)},
         {"use_rslora": True, "lora_alpha": 4},
         {"bias": "none", "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None},
+        {"rank_pattern": {"q_proj": 4, "down_proj": 8}, "alpha_pattern": {"proj": 9, "layers.1.*": 9}},
+        {"r": 2, "lora_alpha": 9, "rank_pattern": {"layers.0.*q_proj": 4}, "alpha_pattern": {r"^model\..*proj": 8}},
+        {"init_lora_weights": True},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "eva"},
+        {"init_lora_weights": "orthogonal"},
     ],
 )
 def test_configurations_of_peft_become_those_of_sglang(config: dict[str, Any]) -> None:
-    assert check_lora_adapter(SPECS, {**CONFIG, **config}, MANIFEST) == CONFIG
+    """In `VerlEngine`, and in an adapter of one server, which does not know the model."""
+    config = {**CONFIG, **config}
+    assert check_lora_adapter(SPECS, config, MANIFEST) == CONFIG
+    plain = plain_lora_config(config, SPECS)
+    assert {**plain, "target_modules": ["q_proj"]} == CONFIG
+    assert plain_lora_config(plain, SPECS) == plain
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, None),
+        ({"rank_pattern": {"k_proj": 8}}, None),
+        (
+            {"use_rslora": True},
+            "'lora_alpha': 16.0.* instead of .*'lora_alpha': 8.*load_lora_adapter",
+        ),
+        ({"rank_pattern": {"q_proj": 4}, "r": 2}, "'r': 4.* instead of .*'r': 2"),
+        ({"init_lora_weights": "pissa_niter_4"}, "with init_lora_weights='pissa_niter_4' PEFT has changed"),
+        ({"use_dora": True}, "SGLang does not support use_dora=True"),
+    ],
+)
+def test_adapters_that_a_server_loads_at_its_start(config: Any, message: str | None, tmp_path: Path) -> None:
+    """SGLang reads their files itself, so that nothing can be converted."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**CONFIG, "lora_alpha": 8, **config}))
+    tensors = {name: torch.zeros(spec.shape) for name, spec in SPECS.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    server_args = {"model_path": "a/model", "lora_paths": [f"a={tmp_path}", "b=/nowhere", "a/hub_name"]}
+    if message is None:
+        assert validate_server_args(server_args)["lora_paths"] == server_args["lora_paths"]
+        return
+    with pytest.raises(BadInputError, match=f"the LoRA adapter in {tmp_path}.*{message}"):
+        validate_server_args(server_args)
+
+
+@pytest.mark.parametrize(("field", "value"), [("rank_pattern", 2), ("alpha_pattern", 9)])
+def test_modules_with_different_ranks_or_scales_are_refused(field: str, value: int) -> None:
+    names = [f"base_model.model.model.layers.{n}.mlp.up_proj.lora_{part}.weight" for n in (0, 1) for part in "AB"]
+    for key in ("0.mlp.up_proj", "layers.1.*", r"^model\.layers\.0.*proj"):
+        with pytest.raises(BadInputError, match=f"SGLang does not support {field}="):
+            plain_lora_config({**CONFIG, field: {key: value}}, names)
+    for key in ("up_proj", r"model\..*", "mlp.up_proj"):
+        name = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}[field]
+        assert plain_lora_config({**CONFIG, field: {key: value}}, names)[name] == value
+    for key in ("p_proj", "mlp", "down_proj"):
+        assert plain_lora_config({**CONFIG, field: {key: value}}, names)["r"] == CONFIG["r"]
+
+
+def test_a_pattern_may_match_modules_whose_names_are_unknown() -> None:
+    """For example those of a LoRA adapter on disk without safetensors."""
+    assert plain_lora_config({**CONFIG, "rank_pattern": {"k_proj": 4}}, [])["r"] == 4
+    with pytest.raises(BadInputError, match="SGLang does not support rank_pattern"):
+        plain_lora_config({**CONFIG, "rank_pattern": {"k_proj": 8}}, [])
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"use_dora": True}, "SGLang does not support use_dora=True"),
-        ({"rank_pattern": {"q_proj": 8}}, r"SGLang does not support rank_pattern=\{'q_proj': 8\}"),
-        ({"alpha_pattern": {"q_proj": 8}}, "SGLang does not support alpha_pattern"),
+        ({"alpha_pattern": {"(": 9}}, "a name in alpha_pattern is no regular expression"),
+        ({"alpha_pattern": [9]}, "alpha_pattern must be a dict of numbers by name, got list"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' PEFT has changed.*path_initial_model"),
+        ({"init_lora_weights": "pissa_niter_16"}, "Push the weights of the trainer's model"),
+        ({"init_lora_weights": "OLoRA"}, "PEFT has changed the weights"),
+        ({"init_lora_weights": "corda"}, "PEFT has changed the weights"),
+        ({"init_lora_weights": "lora_ga"}, "PEFT has changed the weights"),
+        ({"init_lora_weights": "loftq"}, "PEFT has changed the weights"),
         ({"bias": "lora_only"}, "SGLang does not support bias='lora_only'"),
         ({"modules_to_save": ["lm_head"]}, "SGLang does not support modules_to_save"),
         ({"peft_type": "IA3"}, "only LoRA adapters can be served, .* peft_type='IA3'"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from verl_server.adapter.lora_config import plain_lora_config
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.payloads import load_lora_payload
 from verl_server.adapter.sglang.server_arguments import require_lora
@@ -26,12 +27,14 @@ async def load_lora_adapter(
 ) -> None:
     """Load a LoRA adapter. `tensors` have PEFT's names; `config` is PEFT's `adapter_config.json`.
 
-    Every TP rank compares SHA-256 sums of the tensors that it received. Raises BadInputError for a server without
-    `enable_lora`, and ServerError when the server refuses: a LoRA rank above `max_lora_rank`, or a name that is loaded
-    already.
+    Every TP rank compares SHA-256 sums of the tensors that it received. The tensors are not compared with the model,
+    as `VerlEngine.load_lora_adapter` does it. Raises BadInputError for a server without `enable_lora` and for a
+    configuration that SGLang does not support, and ServerError when the server refuses: a LoRA rank above
+    `max_lora_rank`, or a name that is loaded already.
     """
+    plain_config = plain_lora_config(config, tensors)
     require_lora(await adapter.connection.get_resolved_args())
-    body = load_lora_payload(name, tensors, config, await adapter.connection.get_tp_size())
+    body = load_lora_payload(name, tensors, plain_config, await adapter.connection.get_tp_size())
     await adapter.connection.call_weights(endpoints.LOAD_LORA, body)
 
 

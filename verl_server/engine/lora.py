@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from verl_server.adapter.lora_config import lora_paths_by_name
 from verl_server.engine.backend import Backend
 from verl_server.errors import BadInputError
 from verl_server.types import Json
@@ -24,7 +25,7 @@ class LoraAdapters:
 
     def __init__(self, server_args: Mapping[str, Any]) -> None:
         """`server_args`: SGLang's arguments of the servers, as far as the caller knows them."""
-        self._names = names_in_lora_paths(server_args.get("lora_paths"))
+        self._names = set(lora_paths_by_name(server_args.get("lora_paths")))
         self._max_rank = server_args.get("max_lora_rank")
         self._targets = server_args.get("lora_target_modules")
 
@@ -76,13 +77,3 @@ class LoraAdapters:
                     f"there is no LoRA adapter {name!r}; loaded are {sorted(self._names)}. "
                     "Load it with load_lora_adapter"
                 )
-
-
-def names_in_lora_paths(lora_paths: Any) -> set[str]:
-    """Names in SGLang's server argument `lora_paths`: a dict by name, or a list of `name=path`, paths or dicts."""
-    if isinstance(lora_paths, Mapping):
-        return {str(name) for name in lora_paths}
-    names = set()
-    for item in lora_paths or ():
-        names.add(str(item.get("lora_name")) if isinstance(item, Mapping) else str(item).partition("=")[0])
-    return names

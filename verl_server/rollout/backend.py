@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.event_loop_thread import EventLoopThread
+from verl_server.adapter.lora_config import lora_paths_by_name
 from verl_server.adapter.memory_tags import undefined_weights_reason
 from verl_server.config import PauseMode, RolloutMode
-from verl_server.engine.lora import names_in_lora_paths
 from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.fleet import Fleet
 from verl_server.rollout.launchers.base import Launcher
@@ -32,7 +32,7 @@ class FleetLoras:
 
     def __init__(self, lora_paths: Any) -> None:
         """`lora_paths`: SGLang's server argument with the LoRA adapters that each server loads when it starts."""
-        self._loaded_at_start = names_in_lora_paths(lora_paths)
+        self._loaded_at_start = set(lora_paths_by_name(lora_paths))
         self._removed: set[str] = set()
         """Those of them that were removed or replaced."""
         self._adapters: dict[str, tuple[dict[str, Any], Json]] = {}

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_server.adapter.lora_config import check_lora_paths
 from verl_server.adapter.sglang.misplaced_arguments import refuse_misplaced_arguments
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import MemoryTag
@@ -63,8 +64,8 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     """Return a copy of `server_args` that can travel to the server process as JSON.
 
     Paths, numbers of numpy and torch dtypes are converted. Raises BadInputError for another value that is not plain
-    JSON, an argument that is not meant for SGLang, a model path that does not exist, a short key, and a number that no
-    server can have.
+    JSON, an argument that is not meant for SGLang, a model path that does not exist, a short key, a number that no
+    server can have, and a LoRA adapter on this machine that SGLang would serve wrongly.
     """
     refuse_misplaced_arguments(server_args)
     args: Json = to_plain(server_args)
@@ -81,6 +82,7 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
                 argument=name,
             ) from error
     _validate_numbers(args)
+    check_lora_paths(args.get("lora_paths"))
     return args
 
 
