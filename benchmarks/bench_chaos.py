@@ -71,7 +71,7 @@ def run(folder: Path, replicas: int, requests: int, kills: int, callers: int, se
     stop = threading.Event()
     launcher = ProxiedLauncher()
     recovery = RecoveryConfig(stall_timeout_s=20.0, max_restarts=kills + 1)
-    router = RouterConfig(max_queued_requests=QUEUED_REQUESTS, max_running_requests_per_replica=RUNNING_REQUESTS)
+    router = RouterConfig(max_queued_requests=QUEUED_REQUESTS, max_running_requests_per_dp_rank=RUNNING_REQUESTS)
     with one_rank_mesh() as mesh, small_log_disk(folder.parent / "logs") as log_dir:
         torch.set_num_threads(1)
         started = time.monotonic()

@@ -193,16 +193,18 @@ class RecoveryConfig:
 class RouterConfig:
     """How a router distributes requests over replicas, and how long it keeps results and sessions."""
 
-    max_running_requests_per_replica: int = 256
-    """Maximum number of requests that run on one replica at the same time."""
+    max_running_requests_per_dp_rank: int = 256
+    """Maximum number of requests that run on one replica at the same time, for each of its data parallel ranks
+    (SGLang's `dp_size`)."""
     overload_factor: float = 1.5
     """Maximum load of a session's replica, as a multiple of the mean number of tokens in flight. A session may move to
     another replica when its own replica would exceed this load."""
     max_queued_requests: int = 4096
-    """Maximum number of queued requests. A further request is refused with ServerBusyError."""
+    """Maximum number of queued requests of other processes. A further request over HTTP is refused with
+    ServerBusyError. Requests of this process are never refused."""
     max_attempts: int = 8
-    """Maximum number of attempts per request, the first included. When the last attempt is lost with its replica, its
-    error is raised."""
+    """Maximum number of failed attempts per call. The error of the last one is raised. Attempts that the server
+    aborts, for example for a weight update, are not counted."""
     min_tokens_per_event: int = 16
     """Minimum number of tokens per stream event of a replica. A lost replica costs each of its requests at most the
     tokens of one event. Long generations use larger events, at most 64 events each."""

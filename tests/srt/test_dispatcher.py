@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import functools
 import math
 import time
 from collections import UserList
@@ -18,11 +20,21 @@ from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 
 from verl_server import AsyncHttpServerEngineAdapter, RouterClient, RouterConfig
-from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerDiedError, ServerError, to_wire
+from verl_server.errors import (
+    BadInputError,
+    DeadlineError,
+    NotReadyError,
+    ServerBusyError,
+    ServerDiedError,
+    ServerError,
+    to_wire,
+)
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http_server import RouterHttpServer
 from verl_server.router.metrics import router_metrics
-from verl_server.router.policy import VersionRequirement
+from verl_server.router.placement import error_history, request_queues
+from verl_server.router.placement.load_index import LoadIndex
+from verl_server.router.placement.policy import VersionRequirement
 from verl_server.router.process.fetch_replicas import fetch_replicas
 from verl_server.router.replica_status import ReplicaStatus
 
@@ -218,7 +230,7 @@ def test_running_generation_needs_the_required_weight_version() -> None:
 @pytest.mark.parametrize("reason", ["full", "suspect", "not admitted"])
 def test_session_leaves_a_replica_that_cannot_serve_it(reason: str) -> None:
     async def run() -> None:
-        dispatcher = Dispatcher(RouterConfig(max_running_requests_per_replica=1))
+        dispatcher = Dispatcher(RouterConfig(max_running_requests_per_dp_rank=1))
         servers = {name: RecordingServer() for name in ("a", "b")}
         for name, server in servers.items():
             dispatcher.pool.add_replica(name, server, 0)
@@ -227,7 +239,7 @@ def test_session_leaves_a_replica_that_cannot_serve_it(reason: str) -> None:
         assert [len(server.requests) for server in servers.values()] == [2, 0], "the session stays on a"
         async with contextlib.AsyncExitStack() as stack:
             if reason == "full":
-                assert (await stack.enter_async_context(dispatcher.lease_replica("conversation", 0))).name == "a"
+                assert (await stack.enter_async_context(dispatcher.lease_slot("conversation", 0))).replica.name == "a"
             elif reason == "suspect":
                 dispatcher.pool.update_replica("a", suspect=True)
             else:
@@ -245,7 +257,7 @@ def test_details_of_an_error_reach_the_client() -> None:
     """The third request finds one running and one queued request; the maximum is one queued request."""
 
     async def run() -> None:
-        dispatcher = Dispatcher(RouterConfig(max_running_requests_per_replica=1, max_queued_requests=1))
+        dispatcher = Dispatcher(RouterConfig(max_running_requests_per_dp_rank=1, max_queued_requests=1))
         server = RecordingServer()
         server.may_finish.clear()
         dispatcher.pool.add_replica("a", server, 0)
@@ -454,11 +466,11 @@ def test_requests_do_not_wait_for_a_replica_that_needs_an_update() -> None:
         dispatcher = Dispatcher()
         server: Any = RecordingServer()
         status = ReplicaStatus("a", server, 0, admitted=False, suspect=False, will_serve=False, removed=False)
-        dispatcher.pool.apply_status(status)
+        dispatcher.pool.apply_statuses([status])
         async with asyncio.timeout(5.0):
             with pytest.raises(NotReadyError, match="no replica serves"):
                 await dispatcher.generate(REQUEST)
-        dispatcher.pool.apply_status(replace(status, admitted=True, will_serve=True))
+        dispatcher.pool.apply_statuses([replace(status, admitted=True, will_serve=True)])
         assert (await dispatcher.generate(REQUEST))["output_ids"] == [0, 1, 2, 3]
 
     asyncio.run(run())
@@ -475,15 +487,15 @@ def test_the_reason_why_no_replica_serves() -> None:
         )
         failure = to_wire(ServerDiedError("replica b is not started again", log_tail="out of memory"))
         failed = replace(status, name="b", adapter=None, reason="has failed", failure=failure)
-        dispatcher.pool.apply_status(status)
-        dispatcher.pool.apply_status(failed)
+        dispatcher.pool.apply_statuses([status])
+        dispatcher.pool.apply_statuses([failed])
         with pytest.raises(NotReadyError, match=r"at the moment: a is being removed; b has failed$"):
             await dispatcher.generate(REQUEST)
-        dispatcher.pool.apply_status(replace(failed, name="a"))
+        dispatcher.pool.apply_statuses([replace(failed, name="a")])
         with pytest.raises(ServerDiedError, match=r"every replica has failed.*b is not started again") as raised:
             await dispatcher.generate(REQUEST)
         assert (raised.value.retryable, raised.value.details) == (False, {"log_tail": "out of memory"})
-        dispatcher.pool.apply_status(replace(status, name="c", admitted=True, will_serve=True, reason=""))
+        dispatcher.pool.apply_statuses([replace(status, name="c", admitted=True, will_serve=True, reason="")])
         assert (await dispatcher.generate(REQUEST))["output_ids"] == [0, 1, 2, 3]
 
     asyncio.run(run())
@@ -499,11 +511,11 @@ def test_a_failed_replica_beside_one_that_waits_for_weights() -> None:
             "a", None, 0, admitted=False, suspect=False, will_serve=False, removed=False, reason=reason
         )
         failure = to_wire(ServerDiedError("replica b is not started again"))
-        dispatcher.pool.apply_status(waiting)
-        dispatcher.pool.apply_status(replace(waiting, name="b", reason="has failed", failure=failure))
+        dispatcher.pool.apply_statuses([waiting])
+        dispatcher.pool.apply_statuses([replace(waiting, name="b", reason="has failed", failure=failure)])
         with pytest.raises(NotReadyError, match=f"at the moment: a {reason}; b has failed$"):
             await dispatcher.generate(REQUEST)
-        dispatcher.pool.apply_status(replace(waiting, name="a", removed=True))
+        dispatcher.pool.apply_statuses([replace(waiting, name="a", removed=True)])
         with pytest.raises(ServerDiedError, match="every replica has failed"):
             await dispatcher.generate(REQUEST)
 
@@ -552,6 +564,488 @@ def test_a_server_behind_a_path_prefix() -> None:
         }
 
     asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+# -- replicas that fail ------------------------------------------------------------------------------
+
+
+class FailingServer(RecordingServer):
+    """A `GenerationServer` that fails at once, as long as `fails` is set."""
+
+    def __init__(self, **details: Any) -> None:
+        super().__init__()
+        self.fails = True
+        self.details = details
+
+    async def generate(self, **request: Any) -> Any:
+        if self.fails:
+            self.requests.append(request)
+            raise ServerError("the server fails", **self.details)
+        return await super().generate(**request)
+
+    async def generate_stream(self, **request: Any) -> Any:
+        yield await self.generate(**request)
+
+
+async def generate_many(dispatcher: Dispatcher, count: int) -> list[Any]:
+    return await asyncio.wait_for(asyncio.gather(*(dispatcher.generate(REQUEST) for _ in range(count))), 30.0)
+
+
+def test_a_replica_that_fails_at_once_loses_no_request() -> None:
+    """It always has the fewest tokens in flight. No request is sent to it twice while others have capacity."""
+
+    async def run() -> None:
+        dispatcher, failing = Dispatcher(), FailingServer(status=500)
+        dispatcher.pool.add_replica("a", failing, 0)
+        servers = [RecordingServer() for _ in range(3)]
+        for name, server in zip("bcd", servers, strict=True):
+            dispatcher.pool.add_replica(name, server, 0)
+        replies = await generate_many(dispatcher, 50)
+        assert [reply["output_ids"] for reply in replies] == [[0, 1, 2, 3]] * 50
+        first_failures = len(failing.requests)
+        assert all(reply["meta_info"]["attempts"] <= 2 for reply in replies)
+        for _ in range(50):
+            await dispatcher.generate(REQUEST)
+        assert len(failing.requests) == first_failures, "a suspect replica receives no requests before its probe"
+        assert dispatcher.snapshot().replica("a").suspect  # type: ignore[union-attr]
+
+    asyncio.run(run())
+
+
+def test_a_suspect_replica_returns_by_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request at a time probes the replica. When the probe succeeds, the replica is used as before."""
+    monkeypatch.setattr(error_history, "FIRST_PROBE_DELAY_S", 0.02)
+
+    async def run() -> None:
+        dispatcher, failing, server = Dispatcher(), FailingServer(status=503), RecordingServer()
+        dispatcher.pool.add_replica("a", failing, 0)
+        dispatcher.pool.add_replica("b", server, 0)
+        for number in range(1, 4):
+            await dispatcher.generate(REQUEST)
+            assert len(failing.requests) == number
+        for number in (4, 5):
+            await wait_for(lambda: not dispatcher.snapshot().replica("a").suspect)  # type: ignore[union-attr]
+            await generate_many(dispatcher, 20)
+            assert len(failing.requests) == number, "one probe, which fails"
+        failing.fails = False
+        failing.may_finish.clear()
+        await wait_for(lambda: not dispatcher.snapshot().replica("a").suspect)  # type: ignore[union-attr]
+        calls = asyncio.ensure_future(generate_many(dispatcher, 20))
+        await wait_for(lambda: len(server.requests) == 3 + 40 + 19)
+        assert failing.running_requests == 1, "the other requests do not wait for the probe"
+        failing.may_finish.set()
+        await calls
+        for one in (failing, server):
+            one.may_finish.clear()
+        calls = asyncio.ensure_future(generate_many(dispatcher, 20))
+        await wait_for(lambda: failing.running_requests + server.running_requests == 20)
+        assert failing.running_requests == 10
+        for one in (failing, server):
+            one.may_finish.set()
+        await calls
+
+    asyncio.run(run())
+
+
+def test_requests_are_tried_on_suspect_replicas_when_no_other_serves() -> None:
+    """Errors that every replica returns are raised after `max_attempts` attempts. The delays between them grow."""
+
+    async def run() -> None:
+        dispatcher, failing = Dispatcher(RouterConfig(max_attempts=5)), FailingServer(status=500)
+        dispatcher.pool.add_replica("a", failing, 0)
+        started = time.monotonic()
+        with pytest.raises(ServerError, match="the server fails"):
+            await dispatcher.generate(REQUEST)
+        assert time.monotonic() - started > 0.05 + 0.1 + 0.2 + 0.4
+        assert len(failing.requests) == 5
+        failing.fails = False
+        await generate_many(dispatcher, 10)
+        assert not dispatcher.snapshot().replica("a").suspect  # type: ignore[union-attr]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("status", "error_type"), [(400, BadInputError), (500, None), (503, None)])
+def test_an_abort_with_a_status_is_no_finished_generation(status: int, error_type: type[Exception] | None) -> None:
+    """SGLang's streams report a full queue, too little KV cache or a bad grammar as an abort with a status."""
+    abort = {"type": "abort", "message": "no memory", "status_code": status, "err_type": None}
+
+    async def answer(request: web.BaseRequest, reason: Any) -> web.StreamResponse:
+        if request.path != "/generate":
+            return web.json_response({"model_path": "none"})
+        event = {"output_ids": [7], "meta_info": {"weight_version": "3", "finish_reason": reason}}
+        return web.Response(body=b"data: " + orjson.dumps(event) + b"\n\ndata: [DONE]\n\n")
+
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        async with contextlib.AsyncExitStack() as stack:
+            for name, reason in (("a", abort), ("b", {"type": "stop"})):
+                runner = web.ServerRunner(web.Server(functools.partial(answer, reason=reason)))
+                await runner.setup()
+                stack.push_async_callback(runner.cleanup)
+                await web.TCPSite(runner, "127.0.0.1", 0).start()
+                url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+                adapter = await stack.enter_async_context(AsyncHttpServerEngineAdapter.attach(url))
+                dispatcher.pool.add_replica(name, adapter, 3)
+            request = {"input_ids": [1], "sampling_params": {"max_new_tokens": 100}}
+            if error_type is not None:
+                with pytest.raises(error_type, match="no memory"):
+                    await dispatcher.generate(request)
+                return
+            reply = await dispatcher.generate(request)
+            assert (reply["output_ids"], reply["meta_info"]["finish_reason"]) == ([7], {"type": "stop"})
+            assert reply["meta_info"]["attempts"] == 2
+            assert all(replica.admitted for replica in dispatcher.snapshot().replicas)
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+def test_requests_that_end_servers_beside_others_are_found() -> None:
+    """Harmless requests run beside it all the time. After two servers it is tried while no other suspect is."""
+    request = {"input_ids": [6, 6, 6], "sampling_params": {"max_new_tokens": 4}}
+
+    class FragileServer(RecordingServer):
+        """Ends when it runs the harmful request beside another one. The other requests on it fail, too."""
+
+        has_ended = False
+
+        async def generate(self, **request: Any) -> Any:
+            self.requests.append(request)
+            await asyncio.sleep(0.01)
+            self.has_ended = self.has_ended or request["input_ids"] == [6, 6, 6]
+            if self.has_ended:
+                raise ServerError("the connection broke") from aiohttp.ServerDisconnectedError()
+            return self._reply(4, finished=True)
+
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        servers = [FragileServer() for _ in range(8)]
+        for index, server in enumerate(servers):
+            dispatcher.pool.add_replica(f"r{index}", server, 0)
+        harmless = [asyncio.ensure_future(dispatcher.generate(REQUEST)) for _ in range(40)]
+        with pytest.raises(ServerDiedError, match="the request was given up"):
+            await dispatcher.generate(request)
+        assert {tuple((await call)["output_ids"]) for call in harmless} == {(0, 1, 2, 3)}
+        assert sum(server.has_ended for server in servers) == 3
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+def test_too_many_open_files_are_no_fault_of_a_replica() -> None:
+    """Requests that cannot be sent wait until others have ended."""
+
+    class Connections(RecordingServer):
+        """A server to which this process can open five connections."""
+
+        async def generate(self, **request: Any) -> Any:
+            if self.running_requests == 5:
+                key = ConnectionKey("h", 1, False, True, None, None, None)
+                error = aiohttp.ClientConnectorError(key, OSError(errno.EMFILE, "too many open files"))
+                raise ServerError("nothing answers") from error
+            async with self._record(request) as count:
+                await asyncio.sleep(0.005)
+                return self._reply(count, finished=True)
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), Connections()
+        dispatcher.pool.add_replica("a", server, 0)
+        await generate_many(dispatcher, 100)
+        (replica,) = dispatcher.snapshot().replicas
+        assert (replica.admitted, replica.suspect, len(server.requests)) == (True, False, 100)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_first_requests_share_one_request_for_the_limits(fails: bool) -> None:
+    """The requests of a burst need the limits of the server at the same time. An error is raised by all of them."""
+    paths: list[str] = []
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        paths.append(request.path)
+        await asyncio.sleep(0.05)
+        if request.path == "/server_info":
+            return web.json_response({"model_path": "none"}, status=500 if fails and len(paths) == 1 else 200)
+        return web.json_response({"output_ids": [7], "meta_info": {"weight_version": "3"}})
+
+    async def run() -> None:
+        runner = web.ServerRunner(web.Server(answer))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            async with AsyncHttpServerEngineAdapter.attach(f"http://127.0.0.1:{runner.addresses[0][1]}") as adapter:
+                calls = [asyncio.ensure_future(adapter.generate("x")) for _ in range(50)]
+                await asyncio.sleep(0)
+                calls[0].cancel()
+                results = await asyncio.gather(*calls[1:], return_exceptions=True)
+                assert {type(result) for result in results} == {ServerError if fails else dict}
+                assert paths.count("/server_info") == 1
+                assert (await adapter.generate("x"))["output_ids"] == [7]
+                assert paths.count("/server_info") == 1 + fails
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+# -- generations that are continued ------------------------------------------------------------------
+
+
+class PausingServer(RecordingServer):
+    """A `GenerationServer` that aborts each stream after ten tokens, as long as `pauses` is set."""
+
+    pauses = True
+
+    async def generate_stream(self, **request: Any) -> Any:
+        async with self._record(request) as count:
+            if self.pauses:
+                reply = self._reply(10, finished=True)
+                reply["meta_info"]["finish_reason"] = {"type": "abort", "message": "paused"}
+                yield reply
+            else:
+                yield self._reply(count, finished=True)
+
+    async def generate(self, **request: Any) -> Any:
+        async for reply in self.generate_stream(**request):
+            return reply
+
+
+LONG_REQUEST: dict[str, Any] = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 200}}
+
+
+@pytest.mark.parametrize("reason", ["refused", "cancelled"])
+def test_returned_tokens_survive_a_call_that_does_not_finish(reason: str) -> None:
+    """A caller has received the first tokens of an aborted generation. It is never sampled anew."""
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), PausingServer()
+        dispatcher.pool.add_replica("a", server, 0)
+        first = await dispatcher.generate(LONG_REQUEST, rid="same")
+        assert first["meta_info"]["finish_reason"]["type"] == "abort"
+        for _ in range(2):
+            dispatcher.pool.update_replica("a", admitted=False, will_serve=reason == "cancelled")
+            with pytest.raises(NotReadyError if reason == "refused" else DeadlineError):
+                await dispatcher.generate(LONG_REQUEST, rid="same", timeout_s=0.01)
+        server.pauses = False
+        dispatcher.pool.update_replica("a", admitted=True)
+        reply = await dispatcher.generate(LONG_REQUEST, rid="same")
+        assert server.requests[-1]["input_ids"] == [1, 2, *range(10)]
+        assert reply["output_ids"] == [*range(10), *range(190)]
+        assert await dispatcher.generate(LONG_REQUEST, rid="same") == reply
+        assert len(server.requests) == 2
+
+    asyncio.run(run())
+
+
+def test_pauses_are_no_failed_attempts() -> None:
+    async def run() -> None:
+        dispatcher, server = Dispatcher(RouterConfig(max_attempts=3)), PausingServer()
+        dispatcher.pool.add_replica("a", server, 0)
+        for _ in range(10):
+            await dispatcher.generate(LONG_REQUEST, rid="same")
+        dispatcher.pool.update_replica("a", admitted=False)
+        failing = FailingServer()
+        dispatcher.pool.add_replica("b", failing, 0)
+        call = asyncio.ensure_future(dispatcher.generate(LONG_REQUEST, rid="same"))
+        await wait_for(lambda: bool(dispatcher.snapshot().queued_requests))
+        server.pauses = False
+        dispatcher.pool.update_replica("a", admitted=True)
+        reply = await call
+        assert len(reply["output_ids"]) == 200
+        assert reply["meta_info"]["attempts"] == 2, "the failed one and the last one"
+
+    asyncio.run(run())
+
+
+def test_a_generation_that_is_lost_at_the_end_of_the_context_starts_again() -> None:
+    """The continued prompt is too long for the server, although the prompt of the caller is not."""
+
+    class ShortContext(RecordingServer):
+        async def generate_stream(self, **request: Any) -> Any:
+            if len(request["input_ids"]) >= 100:
+                raise BadInputError("the server accepts at most 99 tokens")
+            async with self._record(request) as count:
+                yield self._reply(98, finished=False)
+                if len(self.requests) == 1:
+                    raise ServerError("the connection broke")
+                yield self._reply(count, finished=True)
+
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        server = ShortContext()
+        dispatcher.pool.add_replica("a", server, 0)
+        call = asyncio.ensure_future(dispatcher.generate({**LONG_REQUEST, "sampling_params": {"max_new_tokens": 150}}))
+        await wait_for(lambda: bool(dispatcher.snapshot().queued_requests))
+        dispatcher.pool.update_replica("a", admitted=True)
+        assert (await call)["output_ids"] == list(range(150))
+        with pytest.raises(BadInputError, match="at most 99"):
+            await dispatcher.generate({"input_ids": [1] * 100, "sampling_params": {"max_new_tokens": 150}})
+
+    asyncio.run(run())
+
+
+# -- waiting requests --------------------------------------------------------------------------------
+
+
+def test_waiting_requests_are_distributed_over_all_replicas_that_open_together() -> None:
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        servers: list[Any] = [RecordingServer() for _ in range(4)]
+        statuses = [
+            ReplicaStatus(name, server, 0, admitted=False, suspect=False, will_serve=True, removed=False)
+            for name, server in zip("abcd", servers, strict=True)
+        ]
+        dispatcher.pool.apply_statuses(statuses)
+        for server in servers:
+            server.may_finish.clear()
+        calls = asyncio.ensure_future(generate_many(dispatcher, 120))
+        await wait_for(lambda: dispatcher.snapshot().queued_requests == 120)
+        dispatcher.pool.apply_statuses(replace(status, admitted=True) for status in statuses)
+        await wait_for(lambda: sum(server.running_requests for server in servers) == 120)
+        assert [server.running_requests for server in servers] == [30] * 4
+        for server in servers:
+            server.may_finish.set()
+        await calls
+
+    asyncio.run(run())
+
+
+def test_a_request_that_was_lost_comes_first_and_is_not_refused() -> None:
+    """The queue is full and all replicas are full. The request goes before all requests that were not tried."""
+
+    async def run() -> None:
+        dispatcher = Dispatcher(RouterConfig(max_running_requests_per_dp_rank=1, max_queued_requests=1))
+        first, second = RecordingServer(), RecordingServer()
+        lost = asyncio.Event()
+
+        async def lose(**request: Any) -> Any:
+            await lost.wait()
+            raise ServerError("the connection broke")
+
+        first.generate = lose  # type: ignore[method-assign]
+        second.may_finish.clear()
+        dispatcher.pool.add_replica("a", first, 0)
+        call = asyncio.ensure_future(dispatcher.generate({**REQUEST, "input_ids": [7]}, is_remote=True))
+        await wait_for(lambda: dispatcher.snapshot().replica("a").running_requests == 1)  # type: ignore[union-attr]
+        dispatcher.pool.add_replica("b", second, 0)
+        others = [asyncio.ensure_future(dispatcher.generate(REQUEST, is_remote=True)) for _ in range(2)]
+        await wait_for(lambda: second.running_requests == 1 and dispatcher.snapshot().queued_requests == 1)
+        with pytest.raises(ServerBusyError):
+            await dispatcher.generate(REQUEST, is_remote=True)
+        lost.set()
+        await wait_for(lambda: dispatcher.snapshot().queued_requests == 2)
+        second.may_finish.set()
+        assert (await call)["meta_info"]["attempts"] == 2
+        await asyncio.gather(*others)
+        assert [request["input_ids"] for request in second.requests] == [[1, 2], [7], [1, 2]]
+
+    asyncio.run(run())
+
+
+def test_a_batch_of_this_process_waits_in_a_full_queue() -> None:
+    """Over HTTP, requests beyond the maximum are refused."""
+
+    async def run() -> None:
+        dispatcher = Dispatcher(RouterConfig(max_running_requests_per_dp_rank=2, max_queued_requests=3))
+        server = RecordingServer()
+        server.may_finish.clear()
+        dispatcher.pool.add_replica("a", server, 0)
+        batch = {**REQUEST, "input_ids": [[number] for number in range(50)]}
+        call = asyncio.ensure_future(dispatcher.generate_request(batch))
+        await wait_for(lambda: dispatcher.snapshot().queued_requests == 48)
+        server.may_finish.set()
+        assert len(await asyncio.wait_for(call, 30.0)) == 50
+        server.may_finish.clear()
+        with pytest.raises(ServerBusyError, match="the maximum is 3"):
+            await dispatcher.generate_request(batch, is_remote=True)
+
+    asyncio.run(run())
+
+
+def test_a_replica_runs_the_maximum_for_each_of_its_data_parallel_ranks() -> None:
+    async def run() -> None:
+        dispatcher = Dispatcher(RouterConfig(max_running_requests_per_dp_rank=2))
+        server: Any = RecordingServer()
+        server.may_finish.clear()
+        status = ReplicaStatus("a", server, 0, admitted=True, suspect=False, will_serve=True, removed=False, dp_size=8)
+        dispatcher.pool.apply_statuses([status])
+        calls = asyncio.ensure_future(generate_many(dispatcher, 20))
+        await wait_for(lambda: dispatcher.snapshot().queued_requests == 4)
+        assert server.running_requests == 16
+        server.may_finish.set()
+        await calls
+
+    asyncio.run(run())
+
+
+def test_cancelled_waiting_requests_leave_no_trace() -> None:
+    """Also a request that is cancelled after it was placed and before it could begin."""
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(RouterConfig(max_running_requests_per_dp_rank=1)), RecordingServer()
+        dispatcher.pool.add_replica("a", server, 0, admitted=False)
+        calls = [asyncio.ensure_future(dispatcher.generate(REQUEST)) for _ in range(10)]
+        await wait_for(lambda: dispatcher.snapshot().queued_requests == 10)
+        for call in calls[:9]:
+            call.cancel()
+        await asyncio.gather(*calls[:9], return_exceptions=True)
+        await wait_for(lambda: dispatcher.snapshot().queued_requests == 1)
+        dispatcher.pool.update_replica("a", admitted=True)  # places the last request
+        calls[9].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calls[9]
+        await wait_for(lambda: dispatcher.snapshot().replica("a").running_requests == 0)  # type: ignore[union-attr]
+        assert (await dispatcher.generate(REQUEST))["output_ids"] == [0, 1, 2, 3]
+
+    asyncio.run(run())
+
+
+def test_requests_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end with DeadlineError when no request of their queue was placed for `MAX_STANDSTILL_S` seconds."""
+    monkeypatch.setattr(request_queues, "MAX_STANDSTILL_S", 0.2)
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(RouterConfig(max_running_requests_per_dp_rank=1)), RecordingServer()
+        dispatcher.pool.add_replica("a", server, 0)
+        server.may_finish.clear()
+        running = asyncio.ensure_future(dispatcher.generate(REQUEST))
+        waiting = [asyncio.ensure_future(dispatcher.generate(REQUEST)) for _ in range(3)]
+        for call in waiting:
+            with pytest.raises(
+                DeadlineError, match=r"no request that needs any weight version was placed .* for 0.2 s"
+            ):
+                await asyncio.wait_for(call, 10.0)
+        server.may_finish.set()
+        assert (await running)["output_ids"] == [0, 1, 2, 3]
+
+    asyncio.run(run())
+
+
+def test_requests_that_wait_for_a_version_cost_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = 0
+    choose = LoadIndex.choose
+
+    def counted(self: LoadIndex, *arguments: Any) -> Any:
+        nonlocal choices
+        choices += 1
+        return choose(self, *arguments)
+
+    async def run() -> None:
+        nonlocal choices
+        dispatcher, server = Dispatcher(), RecordingServer()
+        dispatcher.pool.add_replica("a", server, 0)
+        dispatcher.pool.add_replica("b", RecordingServer(), 1, admitted=False)
+        needs_update = VersionRequirement(weight_version=1)
+        waiting = [asyncio.ensure_future(dispatcher.generate(REQUEST, requirement=needs_update)) for _ in range(1000)]
+        await wait_for(lambda: dispatcher.snapshot().queued_requests == 1000)
+        monkeypatch.setattr(LoadIndex, "choose", counted)
+        for _ in range(10):
+            await dispatcher.generate(REQUEST)
+        assert choices == 10
+        for call in waiting:
+            call.cancel()
+
+    asyncio.run(run())
 
 
 def test_a_server_that_only_closes_connections_is_not_retried_forever() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from verl_server.rollout.health import Observation, ReplicaState, classify_healt
 from verl_server.rollout.modes import parse_mode, server_args_for_mode
 from verl_server.rollout.parallel_config import parse_parallel_config, require_devices
 from verl_server.rollout.replica import Replica
-from verl_server.router.targets import RoutingTargets
+from verl_server.rollout.updates import FleetUpdates
+from verl_server.router.replica_status import ReplicaStats, ReplicaStatus
+from verl_server.router.targets import RoutingTarget, RoutingTargets
 
 RECOVERY = RecoveryConfig(
     stall_timeout_s=10.0,
@@ -125,8 +128,28 @@ class RecordingServer:
         self.was_shut_down = True
 
 
-def make_fleet(launcher: Any) -> Fleet:
-    return Fleet(lambda name: Replica(name, launcher, {}, AdapterConfig()), 0, RoutingTargets([]), lambda event: None)
+class RecordingTarget:
+    """A router that records the statuses that it receives."""
+
+    def __init__(self) -> None:
+        self.reports: list[Sequence[ReplicaStatus]] = []
+
+    def update_statuses(self, statuses: Sequence[ReplicaStatus]) -> None:
+        self.reports.append(statuses)
+
+    def replica_stats(self, name: str) -> ReplicaStats | None:
+        return None
+
+    def wait_until_applied(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_fleet(launcher: Any, targets: Sequence[RoutingTarget] = (), **server_args: Any) -> Fleet:
+    def make_replica(name: str) -> Replica:
+        return Replica(name, launcher, server_args, AdapterConfig())
+
+    return Fleet(make_replica, 0, RoutingTargets(targets), lambda event: None)
 
 
 def test_servers_of_a_fleet_are_detached_before_they_end() -> None:
@@ -163,4 +186,27 @@ def test_weights_of_an_unfinished_load_are_undefined() -> None:
         fleet.finish_update(whole)
         is_open.append(fleet.is_open)
     assert is_open == [False, False, True]
+    fleet.close()
+
+
+def test_replicas_are_opened_together() -> None:
+    """Routers distribute waiting requests over all replicas, also when the replicas change their weight version."""
+    target = RecordingTarget()
+    fleet = make_fleet(RecordingLauncher(), [target], dp_size=8)
+    servers: list[Any] = [RecordingServer() for _ in range(4)]
+    for server in servers:
+        fleet.add_server(fleet.create_replica(), server)
+    recovery: Any = None
+    updates = FleetUpdates(fleet, recovery, RoutingTargets([target]), 1.0)
+    assert len(updates.members) == 4
+    target.reports.clear()
+    fleet.set_admission_paused(True)
+    updates.published(7, whole=True, replay=None)
+    fleet.set_admission_paused(False)
+    assert [[(one.admitted, one.weight_version) for one in report] for report in target.reports] == [
+        [(False, 0)] * 4,
+        [(False, 7)] * 4,
+        [(True, 7)] * 4,
+    ]
+    assert {one.dp_size for report in target.reports for one in report} == {8}
     fleet.close()

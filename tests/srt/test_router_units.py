@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import os
 import random
+import signal
+import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
+from helpers import free_port, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl_server.adapter.sglang.replies import prompt_limits
+from verl_server.adapter.sglang.requests import generate_payload
 from verl_server.config import RouterConfig
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
-from verl_server.router.policy import (
-    ReplicaLoad,
+from verl_server.router.placement.error_history import ErrorHistory, Trust
+from verl_server.router.placement.load_index import LoadIndex
+from verl_server.router.placement.policy import (
+    RoutingRequest,
     VersionRequirement,
-    choose_replica,
     require_queue_capacity,
-    suitable_replicas,
+    session_moves,
 )
+from verl_server.router.placement.request_queues import RequestQueues
+from verl_server.router.placement.routed_replica import RoutedReplica, Slot
+from verl_server.router.process.supervisor import RouterSupervisor
 from verl_server.router.replica_status import ReplicaStats, ReplicaStatus, StatusQueue, merge_stats
 from verl_server.router.result_cache import ResultCache, estimate_bytes
 from verl_server.router.resumable_generation import DEFAULT_MAX_NEW_TOKENS, ResumableGeneration, join_version_spans
 
-CONFIG = RouterConfig(max_running_requests_per_replica=4, overload_factor=1.5)
+CONFIG = RouterConfig(max_running_requests_per_dp_rank=4, overload_factor=1.5)
 
 
 def event(tokens: list[int], version: int, finish: Any = None, **meta: Any) -> dict[str, Any]:
@@ -206,92 +223,244 @@ def test_router_settings_are_positive_numbers(field: str) -> None:
             RouterConfig(**{field: bad})  # type: ignore[arg-type]
 
 
-LOADS = st.lists(
-    st.builds(
-        ReplicaLoad,
-        name=st.sampled_from(list("abcdef")),
-        tokens_in_flight=st.integers(0, 5000),
-        running_requests=st.integers(0, 6),
-        weight_version=st.integers(0, 3),
-        admitted=st.booleans(),
-        suspect=st.booleans(),
-    ),
-    max_size=6,
-    unique_by=lambda load: load.name,
+def make_replica(name: str, tokens: int = 0, running: int = 0, version: int = 0, **state: Any) -> RoutedReplica:
+    replica = RoutedReplica(name, FakeServer(), version, CONFIG.max_running_requests_per_dp_rank, **state)
+    replica.tokens_in_flight, replica.running_requests = tokens, running
+    return replica
+
+
+class FakeServer:
+    """A server that receives no requests."""
+
+    base_url = "http://none"
+    api_key: str | None = None
+
+    async def generate(self, **request: Any) -> Any:
+        raise AssertionError
+
+    def generate_stream(self, **request: Any) -> Any:
+        raise AssertionError
+
+
+def make_index(replicas: Iterable[RoutedReplica]) -> LoadIndex:
+    index = LoadIndex(CONFIG.overload_factor)
+    for replica in replicas:
+        index.refresh(replica)
+    return index
+
+
+def choose_by_comparing_all(
+    replicas: Iterable[RoutedReplica], request: RoutingRequest, session_replica: str | None, tried: set[RoutedReplica]
+) -> str | None:
+    """The rule of `LoadIndex.choose` in its plainest form: it looks at every replica."""
+    fit = [one for one in replicas if one.admitted and request.requirement.is_met_by(one.weight_version)]
+    if not fit:
+        raise NotReadyError("none")
+    healthy = [one for one in fit if not one.is_suspect] or fit
+    available = [one for one in healthy if not one.is_full]
+    available = [one for one in available if one not in tried] or available
+    if not available:
+        return None
+    least = min(available, key=lambda one: one.load)
+    current = next((one for one in available if one.name == session_replica), None)
+    if current is None or session_moves(
+        current.tokens_in_flight,
+        least.tokens_in_flight,
+        sum(one.tokens_in_flight for one in healthy),
+        len(healthy),
+        request.prompt_tokens,
+        CONFIG.overload_factor,
+    ):
+        return least.name
+    return current.name
+
+
+NAMES = st.sampled_from("abcdef")
+VERSIONS = st.none() | st.integers(0, 3)
+STEPS = st.lists(
+    st.tuples(st.just("place"), VERSIONS, VERSIONS, st.none() | NAMES, st.sets(NAMES, max_size=3), st.integers(0, 500))
+    | st.tuples(st.just("grow"), st.integers(0, 40), st.integers(0, 300))
+    | st.tuples(st.just("end"), st.integers(0, 40))
+    | st.tuples(st.just("state"), NAMES, st.integers(0, 2), st.booleans(), st.booleans())
+    | st.tuples(st.just("remove"), NAMES),
+    max_size=60,
 )
 
 
-VERSIONS = st.none() | st.integers(0, 4)
+@given(STEPS)
+def test_the_index_chooses_as_a_comparison_of_all_replicas(steps: list[Any]) -> None:
+    """After any sequence of placements, new tokens, ends, and changes of state."""
+    replicas: dict[str, RoutedReplica] = {}
+    index = LoadIndex(CONFIG.overload_factor)
+    slots: list[Slot] = []
+    for kind, *arguments in steps:
+        if kind == "place":
+            exact, minimum, session_replica, tried_names, tokens = arguments
+            request = RoutingRequest(VersionRequirement(exact, minimum), None, tokens)
+            tried = {replicas[name] for name in tried_names if name in replicas}
+            try:
+                expected = choose_by_comparing_all(replicas.values(), request, session_replica, tried)
+            except NotReadyError:
+                with pytest.raises(NotReadyError):
+                    index.choose(request, session_replica, tried)
+                continue
+            chosen = index.choose(request, session_replica, tried)
+            assert (None if chosen is None else chosen.name) == expected
+            if chosen is not None:
+                slots.append(Slot(chosen, tokens))
+                index.update_load(chosen, tokens)
+        elif kind == "grow" and slots:
+            slot = slots[arguments[0] % len(slots)]
+            index.update_load(slot.replica, slot.set_tokens(slot.tokens + arguments[1]))
+        elif kind == "end" and slots:
+            slot = slots.pop(arguments[0] % len(slots))
+            slot.release()
+            index.update_load(slot.replica, -slot.tokens)
+        elif kind == "state":
+            name, version, admitted, stalled = arguments
+            replica = replicas.setdefault(name, make_replica(name))
+            replica.weight_version, replica.admitted, replica.is_stalled = version, admitted, stalled
+            index.refresh(replica)
+        elif kind == "remove" and arguments[0] in replicas:
+            index.remove(replicas.pop(arguments[0]))
 
 
-def choose(loads: list[ReplicaLoad], session_replica: str | None, prompt_tokens: int) -> str | None:
-    return choose_replica(
-        loads, VersionRequirement(), session_replica=session_replica, prompt_tokens=prompt_tokens, config=CONFIG
-    )
+@pytest.mark.parametrize("replicas", [10, 1000])
+def test_a_placement_compares_few_replicas(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of loads that are read per placement does not grow with the number of replicas or of requests."""
+    reads = 0
+    load_of: Any = vars(RoutedReplica)["load"]
+
+    def counted(replica: RoutedReplica) -> Any:
+        nonlocal reads
+        reads += 1
+        return load_of.fget(replica)
+
+    monkeypatch.setattr(RoutedReplica, "load", property(counted))
+    rng = random.Random(0)
+    members = [make_replica(f"r{number:04}") for number in range(replicas)]
+    for member in members:
+        member.max_running_requests = 10**6
+    index = make_index(members)
+    slots: list[Slot] = []
+    reads = 0
+    for number in range(10_000):
+        chosen = index.choose(RoutingRequest(prompt_tokens=100), f"r{number % replicas:04}", ())
+        assert chosen is not None
+        slots.append(Slot(chosen, rng.randrange(1, 2000)))
+        index.update_load(chosen, slots[-1].tokens)
+        grown = rng.choice(slots)
+        index.update_load(grown.replica, grown.set_tokens(grown.tokens + 16))
+        if number % 2:
+            ended = slots.pop(rng.randrange(len(slots)))
+            ended.release()
+            index.update_load(ended.replica, -ended.tokens)
+    assert reads < 10_000 * 10
 
 
-@given(LOADS, VERSIONS, VERSIONS, st.none() | st.sampled_from("abcdef"), st.integers(0, 500))
-def test_requests_go_only_to_suitable_replicas(
-    loads: list[ReplicaLoad], exact: int | None, minimum: int | None, session_replica: str | None, prompt_tokens: int
-) -> None:
-    requirement = VersionRequirement(exact, minimum)
-    suitable = [load for load in loads if load.admitted and requirement.is_met_by(load.weight_version)]
-
-    def find() -> str | None:
-        return choose_replica(
-            loads, requirement, session_replica=session_replica, prompt_tokens=prompt_tokens, config=CONFIG
-        )
-
-    if not suitable:
-        with pytest.raises(NotReadyError):
-            find()
-        return
-    found = find()
-    assert suitable_replicas(loads, requirement) == suitable
-    healthy = [load for load in suitable if not load.suspect] or suitable
-    limit = CONFIG.max_running_requests_per_replica
-    available = {load.name: load for load in healthy if load.running_requests < limit}
-    assert (found is None) == (not available)
-    if found is not None:
-        assert found in available
-        least = min(load.tokens_in_flight for load in available.values())
-        assert found == session_replica or available[found].tokens_in_flight == least
+def choose(replicas: list[RoutedReplica], session_replica: str | None, prompt_tokens: int) -> str | None:
+    chosen = make_index(replicas).choose(RoutingRequest(prompt_tokens=prompt_tokens), session_replica, ())
+    return None if chosen is None else chosen.name
 
 
 def test_session_stays_until_its_replica_is_overloaded() -> None:
     def choose_at(tokens: int, elsewhere: int = 0) -> str | None:
-        return choose([ReplicaLoad("a", tokens, 1, 0), ReplicaLoad("b", elsewhere, 0, 0)], "a", 200)
+        return choose([make_replica("a", tokens, 1), make_replica("b", elsewhere)], "a", 200)
 
     assert choose_at(150) == "a", "moving costs the computation of a prompt of 200 tokens"
     assert choose_at(250) == "b"
     assert choose_at(3000, 2700) == "a", "the load of a is close to the mean load"
-    full = [ReplicaLoad("a", 10, 4, 0), ReplicaLoad("b", 500, 1, 0)]
-    assert choose(full, "a", 50) == "b"
-    assert choose([ReplicaLoad("a", 10, 4, 0)], None, 50) is None
+    assert choose([make_replica("a", 10, 4), make_replica("b", 500, 1)], "a", 50) == "b", "a is full"
+    assert choose([make_replica("a", 10, 4)], None, 50) is None
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_skewed_sessions_are_balanced(replicas: int) -> None:
     """Many concurrent sessions of very different lengths: on average the largest load is below 1.5 times the mean."""
     rng = random.Random(replicas)
-    tokens = dict.fromkeys("abcd"[:replicas], 0)
-    running: list[tuple[str, int]] = []
+    members = {name: make_replica(name) for name in "abcd"[:replicas]}
+    for member in members.values():
+        member.max_running_requests = 1000
+    index = make_index(members.values())
+    slots: list[Slot] = []
     session_replicas: dict[int, str] = {}
     lengths = {session: int(rng.paretovariate(1.1) * 40) % 1500 + 20 for session in range(64)}
     imbalances: list[float] = []
     for _ in range(4000):
         session = rng.randrange(64)
-        loads = [ReplicaLoad(name, in_flight, 0, 0) for name, in_flight in tokens.items()]
-        name = choose(loads, session_replicas.get(session), lengths[session])
-        assert name is not None
-        session_replicas[session] = name
-        tokens[name] += lengths[session]
-        running.append((name, lengths[session]))
-        if len(running) > 48:  # one request ends
-            ended, size = running.pop(rng.randrange(len(running)))
-            tokens[ended] -= size
-        imbalances.append(max(tokens.values()) * replicas / sum(tokens.values()))
+        request = RoutingRequest(prompt_tokens=lengths[session])
+        chosen = index.choose(request, session_replicas.get(session), ())
+        assert chosen is not None
+        session_replicas[session] = chosen.name
+        slots.append(Slot(chosen, lengths[session]))
+        index.update_load(chosen, lengths[session])
+        if len(slots) > 48:  # one request ends
+            ended = slots.pop(rng.randrange(len(slots)))
+            ended.release()
+            index.update_load(ended.replica, -ended.tokens)
+        tokens = [member.tokens_in_flight for member in members.values()]
+        imbalances.append(max(tokens) * replicas / sum(tokens))
     assert sum(imbalances[200:]) / len(imbalances[200:]) < 1.5
+
+
+def test_errors_in_a_row_make_a_replica_suspect() -> None:
+    """Requests that run when the suspicion begins are not counted. Each failed probe doubles the delay of the next."""
+    history = ErrorHistory()
+    first = [history.start_request() for _ in range(10)]
+    assert [history.record_error(period) for period in first] == [None, None, 0.5] + [None] * 7
+    assert history.trust is Trust.SUSPECT
+    delays_s: list[float | None] = []
+    for _ in range(9):
+        history.begin_probe(history.period)
+        assert (history.trust, history.has_probe) == (Trust.PROBED, False)
+        probe = history.start_request()
+        assert history.has_probe, "one request at a time is the probe"
+        assert history.record_error(first[0]) is None
+        delays_s.append(history.record_error(probe))
+    assert delays_s == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+
+
+def test_a_probe_that_returns_tokens_makes_a_replica_trusted() -> None:
+    """Until a request has finished, the next error makes the replica suspect again."""
+    history = ErrorHistory()
+    for _ in range(3):
+        history.record_error(history.start_request())
+    suspect_period = history.period
+    history.begin_probe(suspect_period)
+    history.end_request(history.start_request())
+    assert (history.trust, history.has_probe) == (Trust.PROBED, False), "a probe without an outcome is repeated"
+    period = history.start_request()
+    history.record_progress(period)
+    assert history.record_error(history.start_request()) == 1.0
+    history.begin_probe(suspect_period)
+    assert history.record_error(history.start_request()) is None, "the timer of an earlier suspicion has no effect"
+    history.begin_probe(history.period)
+    history.record_finish(history.start_request())
+    errors = [history.record_error(history.start_request()) for _ in range(3)]
+    assert errors == [None, None, 0.5], "a finished request ends the row of errors"
+
+
+def test_waiting_requests_are_ordered_by_requirement_and_arrival() -> None:
+    """Retries come first. Removing any request leaves the order of the others."""
+
+    async def run() -> None:
+        queues = RequestQueues()
+        any_version, exact = VersionRequirement(), VersionRequirement(weight_version=7)
+        new = [queues.add(RoutingRequest(any_version), (), is_retry=False) for _ in range(4)]
+        retry = queues.add(RoutingRequest(any_version), (), is_retry=True)
+        waits_for_version = queues.add(RoutingRequest(exact), (), is_retry=False)
+        assert len(queues) == 6
+        assert [len(queue) for queue in queues.get(3)] == [5], "requests that need version 7 are not looked at"
+        (queue,) = queues.get(3)
+        assert list(queue) == [retry, *new]
+        queues.discard(new[1])
+        queues.discard(new[1])
+        queues.discard(retry)
+        assert (list(queue), len(queues)) == ([new[0], new[2], new[3]], 4)
+        queues.discard(waits_for_version)
+        assert queues.get() == [queue]
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("bad", [-1, "2", 1.5, True])
@@ -304,6 +473,142 @@ def test_full_queue_refuses_requests() -> None:
     require_queue_capacity(9, 10)
     with pytest.raises(ServerBusyError):
         require_queue_capacity(10, 10)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"return_hidden_states": True}, {"custom_logit_processor": "x"}, {"image_data": "x"},
+        {"return_routed_experts": True}, {"return_entropy": True}, {"field_of_a_later_version": 1},
+    ],
+)  # fmt: skip
+def test_results_of_the_whole_output_are_not_continued(field: dict[str, Any]) -> None:
+    """Hidden states have an entry for each prompt token; a processor counts on the output that it has seen itself."""
+    request = {"input_ids": [1], "return_logprob": True, "sampling_params": {"temperature": 0.5, "top_p": 0.9}}
+    assert ResumableGeneration({**request, "lora_path": "x", "image_data": None, "priority": 3}).can_continue
+    generation = ResumableGeneration({**request, **field})
+    generation.begin_attempt()
+    generation.record_event(event([5, 6], 1))
+    generation.end_attempt()
+    assert (generation.can_continue, generation.tokens) == (False, [])
+
+
+def test_prompts_are_shorter_than_the_shortest_that_sglang_refuses() -> None:
+    """SGLang refuses a prompt of `max_req_input_len` tokens."""
+    limits = prompt_limits({"max_req_input_len": 10}, {})
+    body: Any = {"prompt": None, "sampling_params": None, "rid": None, "stream": False, "fields": {}}
+    assert generate_payload(limits, input_ids=[1] * 9, **body)
+    with pytest.raises(BadInputError, match="has 10 tokens; the server accepts at most 9 tokens"):
+        generate_payload(limits, input_ids=[1] * 10, **body)
+
+
+# -- processes ---------------------------------------------------------------------------------------
+
+
+def test_a_router_process_answers_while_its_parent_reads_no_reports() -> None:
+    """The report of 1,000 replicas is larger than the pipe. The end of the parent's messages ends the process."""
+    port = free_port()
+    settings = {"host": "127.0.0.1", "port": port, "api_key": "k", "config": {}, "parent_pid": os.getpid()}
+    status: dict[str, Any] = {
+        "url": "http://127.0.0.1:1", "api_key": None, "weight_version": 0, "admitted": True, "suspect": False,
+        "will_serve": True, "removed": False, "reason": "", "failure": None, "dp_size": 1,
+    }  # fmt: skip
+    statuses = [{"name": f"replica_{number}", **status} for number in range(1000)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "verl_server.router.process.router_main"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stderr is not None
+    try:
+        for message in (settings, {"sequence": 1, "statuses": statuses, "metrics": ""}):
+            process.stdin.write(orjson.dumps(message) + b"\n")
+        process.stdin.flush()
+
+        def serving_replicas() -> int:
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as r,
+            ):
+                return int(orjson.loads(r.read())["serving"])
+            return 0
+
+        wait_until(lambda: serving_replicas() == 1000, 60.0, "the router process does not answer")
+        time.sleep(0.5)  # several reports
+        assert serving_replicas() == 1000
+        process.stdin.write(b'{"sequence": 2, "stat')  # a parent that is killed writes half a line
+        process.stdin.close()
+        assert process.wait(10.0) == 0
+        assert process.stderr.read() == b""
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_half_a_report_does_not_end_the_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router process that is killed may write half a line. Another process takes over."""
+    report = orjson.dumps({"sequence": 0, "replicas": {}}).decode()
+    program = tmp_path / "router"
+    program.write_text(
+        f"#!/bin/sh\necho '{report}'\n"
+        f"if [ -e {tmp_path}/started ]; then exec sleep 60; fi\ntouch {tmp_path}/started\nprintf '{report[:9]}'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    supervisor = RouterSupervisor(RouterConfig(), None, lambda: "")
+    try:
+        wait_until(lambda: supervisor.restarts == 1, 10.0, "no other process was started")
+    finally:
+        supervisor.close()
+
+
+STOPPED_PARENT = """
+import sys, time
+from verl_server.config import RouterConfig
+from verl_server.router.process.supervisor import RouterSupervisor
+supervisor = RouterSupervisor(RouterConfig(report_timeout_s=1.0), None, lambda: "")
+print("ready", flush=True)
+sys.stdin.readline()
+print(supervisor.restarts, flush=True)
+supervisor.close()
+"""
+
+
+def test_a_router_process_survives_a_stop_of_its_parent() -> None:
+    """While the parent is stopped it reads no reports. Afterwards it does not take the router process for hung."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", STOPPED_PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    try:
+        assert parent.stdout.readline() == "ready\n"
+        for _ in range(3):
+            parent.send_signal(signal.SIGSTOP)
+            time.sleep(2.5)
+            parent.send_signal(signal.SIGCONT)
+            time.sleep(0.5)
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        assert parent.stdout.readline() == "0\n"
+        assert parent.wait(20.0) == 0
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    """As far as the hard limit allows."""
+    program = (
+        "import resource; limit = resource.RLIMIT_NOFILE\n"
+        "resource.setrlimit(limit, (256, 3000))\n"
+        "from verl_server.router.dispatcher import Dispatcher; Dispatcher()\n"
+        "print(*resource.getrlimit(limit))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "3000 3000\n"
 
 
 def test_progress_at_any_router_is_progress_of_the_replica() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Generic, TypeVar
 
 from verl_server.adapter.http_client import HttpClient
 from verl_server.adapter.model_files import read_model_config
@@ -15,6 +16,37 @@ from verl_server.adapter.sglang.request_fields import require_known_fields, unli
 from verl_server.adapter.sglang.requests import PromptLimits
 from verl_server.errors import NotReadyError
 from verl_server.types import Json
+
+T = TypeVar("T")
+
+
+class SharedAnswer(Generic[T]):
+    """The answer to a question that is asked once. Calls that need it at the same time share one request.
+
+    A failed request is not kept: its error is raised by all calls that wait for it, and the next call asks again. Each
+    event loop sends a request of its own until one of them has the answer.
+    """
+
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._ask = ask
+        self._answer: tuple[T] | None = None
+        self._requests: dict[asyncio.AbstractEventLoop, asyncio.Task[T]] = {}
+
+    async def get(self) -> T:
+        """The answer. Cancelling one of several calls does not cancel the request."""
+        if self._answer is None:
+            loop = asyncio.get_running_loop()
+            request = self._requests.get(loop)
+            if request is None:
+                request = self._requests[loop] = loop.create_task(self._ask())
+                request.add_done_callback(self._forget_request)
+            self._answer = (await asyncio.shield(request),)
+        return self._answer[0]
+
+    def _forget_request(self, request: asyncio.Task[T]) -> None:
+        self._requests.pop(request.get_loop(), None)
+        if not request.cancelled():
+            request.exception()  # no call may be waiting for it any more
 
 
 class ServerConnection:
@@ -36,10 +68,10 @@ class ServerConnection:
         """Whether this adapter has released the weights, and they were not all loaded since."""
         self.requests_in_flight = 0
         """Number of generation calls of this adapter that have not returned."""
-        self._resolved_args: Json | None = None
-        self._limits: PromptLimits | None = None
-        self._capabilities: Capabilities | None = None
-        self._request_fields: frozenset[str] | None = None
+        self._resolved_args = SharedAnswer(self.get_server_info)
+        self._limits = SharedAnswer(self._read_limits)
+        self._capabilities = SharedAnswer(lambda: probe_capabilities(http))
+        self._request_fields = SharedAnswer(lambda: probe_request_fields(http))
 
     async def call(self, endpoint: Endpoint, body: Json | None = None) -> Any:
         """Send one request and return the decoded reply."""
@@ -68,33 +100,27 @@ class ServerConnection:
 
     async def get_resolved_args(self) -> Json:
         """The server's arguments with the values that SGLang has chosen (`/server_info`). They are requested once."""
-        if self._resolved_args is None:
-            self._resolved_args = await self.get_server_info()
-        return self._resolved_args
+        return await self._resolved_args.get()
 
     async def get_tp_size(self) -> int:
         return int((await self.get_server_args()).get("tp_size") or 1)
 
     async def get_limits(self) -> PromptLimits:
         """Limits of the prompts that this server accepts. They are requested once."""
-        if self._limits is None:
-            server_info = await self.get_resolved_args()
-            self._limits = prompt_limits(server_info, read_model_config(str(server_info.get("model_path"))))
-        return self._limits
+        return await self._limits.get()
+
+    async def _read_limits(self) -> PromptLimits:
+        server_info = await self.get_resolved_args()
+        return prompt_limits(server_info, read_model_config(str(server_info.get("model_path"))))
 
     async def require_known_fields(self, fields: Mapping[str, Any]) -> None:
         """Raise BadInputError for a field of `/generate` that the server does not know.
 
-        The server is asked only when a request has a field that is not in `REQUEST_FIELDS`. The answer is kept;
-        requests that are sent at the same time may each ask.
+        The server is asked only when a request has a field that is not in `REQUEST_FIELDS`. The answer is kept.
         """
         if unlisted := unlisted_fields(fields):
-            if self._request_fields is None:
-                self._request_fields = await probe_request_fields(self.http)
-            require_known_fields(unlisted, self._request_fields)
+            require_known_fields(unlisted, await self._request_fields.get())
 
     async def get_capabilities(self) -> Capabilities:
         """Abilities of this version of SGLang. They are probed once."""
-        if self._capabilities is None:
-            self._capabilities = await probe_capabilities(self.http)
-        return self._capabilities
+        return await self._capabilities.get()

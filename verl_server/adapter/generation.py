@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from verl_server.adapter.connection import ServerConnection
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.payloads import abort_payload, pause_payload
-from verl_server.adapter.sglang.replies import convert_weight_versions
+from verl_server.adapter.sglang.replies import convert_weight_versions, require_no_abort
 from verl_server.adapter.sglang.request_fields import explain_refusal
 from verl_server.adapter.sglang.requests import generate_payload
 from verl_server.config import PauseMode
@@ -104,6 +104,7 @@ async def generate_stream(
     connection.requests_in_flight += 1
     try:
         async for event in connection.http.stream(endpoints.GENERATE, body):
+            require_no_abort(event, connection.base_url + endpoints.GENERATE.path)
             yield convert_weight_versions(event)
     except (BadInputError, ServerError) as error:
         raise explain_refusal(error, sampling_params) from error.__cause__

@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,6 @@ Server = tuple[Replica, HttpServerEngineAdapter]
 LISTENER_TIMEOUT_S = 10.0
 """Seconds that a listener has for the last events when the fleet ends."""
 MAX_THREADS = 64
-
 SERVING = frozenset({ReplicaState.HEALTHY, ReplicaState.SUSPECT})
 RUNNING = SERVING | {ReplicaState.STALE}
 """States of a replica whose server runs and takes part in weight updates."""
@@ -193,7 +192,7 @@ class Fleet:
             loses_weights = MemoryTag.WEIGHTS.value in tags - self.released_memory
             self.weights_undefined = self.weights_undefined or self.update_incomplete or loses_weights
             self.released_memory = tags
-            self._notify_all()
+            self.notify(*self.replicas)
 
     def undo_release(self, released_memory: frozenset[str], weights_undefined: bool) -> None:
         """Restore the state before a release of memory that failed."""
@@ -217,7 +216,7 @@ class Fleet:
             self.update_incomplete, becomes_defined = False, self.weights_undefined and whole
             if becomes_defined:
                 self.weights_undefined = False
-                self._notify_all()
+                self.notify(*self.replicas)
 
     def abandon_update(self) -> bool:
         """Forget the weights that the trainer keeps, at the end of its use. Returns whether an update loaded in part.
@@ -229,7 +228,7 @@ class Fleet:
             self.replay = None
             self.admission_paused = False
             self.weights_undefined = self.weights_undefined or self.update_incomplete
-            self._notify_all()
+            self.notify(*self.replicas)
             return self.update_incomplete
 
     def set_admission_paused(self, paused: bool) -> None:
@@ -237,14 +236,23 @@ class Fleet:
         with self.lock:
             if self.admission_paused != paused:
                 self.admission_paused = paused
-                self._notify_all()
+                self.notify(*self.replicas)
 
     # -- notification -----------------------------------------------------------------------------------
 
     def change_state(self, replica: Replica, state: ReplicaState, error: VerlServerError | None = None) -> None:
         """Change the state of a replica; notify the routers and the listener. Must be called under the lock."""
-        before, replica.state = replica.state, state
-        replica.error = error
+        self._set_state(replica, state, error)
+        self.notify(replica)
+
+    def change_states(self, states: Mapping[Replica, ReplicaState]) -> None:
+        """`change_state` for several replicas. The listener is notified of those that differ from before."""
+        for replica in [replica for replica, state in states.items() if replica.state is not state]:
+            self._set_state(replica, states[replica], None)
+        self.notify(*states)
+
+    def _set_state(self, replica: Replica, state: ReplicaState, error: VerlServerError | None) -> None:
+        before, replica.state, replica.error = replica.state, state, error
         event = {
             "time": time.time(),
             "replica": replica.name,
@@ -253,31 +261,28 @@ class Fleet:
             "version": replica.weight_version,
             "error": None if error is None else error.message,
         }
-        logger.info("replica %s: %s -> %s%s", replica.name, before, state, f" ({error.message})" if error else "")
-        self.notify(replica)
         self._events.put(event)
+        logger.info("replica %s: %s -> %s%s", replica.name, before, state, f" ({error.message})" if error else "")
 
-    def _notify_all(self) -> None:
-        for replica in self.replicas:
-            self.notify(replica)
+    def notify(self, *replicas: Replica) -> None:
+        """Report the statuses of replicas to the routers, all together: the first would get all waiting requests."""
+        self._targets.update_statuses([self._status(replica) for replica in replicas])
 
-    def notify(self, replica: Replica) -> None:
-        """Report the status of a replica to the routers."""
+    def _status(self, replica: Replica) -> ReplicaStatus:
         state = replica.state
         waits_for_update = state is ReplicaState.STALE and (self.replay is None or replica.needs_update)
         stays_in_use = state is not ReplicaState.DRAINING and not waits_for_update
-        self._targets.update_status(
-            ReplicaStatus(
-                name=replica.name,
-                adapter=None if replica.adapter is None else replica.adapter.asynchronous,
-                weight_version=replica.weight_version,
-                admitted=state in SERVING and self.is_open,
-                suspect=state is ReplicaState.SUSPECT,
-                will_serve=stays_in_use and not self.released_memory and not self.weights_undefined,
-                removed=state is ReplicaState.REMOVED,
-                reason=unavailable_reason(state, self.released_memory, self.weights_undefined, waits_for_update),
-                failure=to_wire(replica.error) if state is ReplicaState.FAILED and replica.error else None,
-            )
+        return ReplicaStatus(
+            name=replica.name,
+            adapter=None if replica.adapter is None else replica.adapter.asynchronous,
+            weight_version=replica.weight_version,
+            admitted=state in SERVING and self.is_open,
+            suspect=state is ReplicaState.SUSPECT,
+            will_serve=stays_in_use and not self.released_memory and not self.weights_undefined,
+            removed=state is ReplicaState.REMOVED,
+            reason=unavailable_reason(state, self.released_memory, self.weights_undefined, waits_for_update),
+            failure=to_wire(replica.error) if state is ReplicaState.FAILED and replica.error else None,
+            dp_size=replica.dp_size,
         )
 
     def _deliver_events(self) -> None:

@@ -54,6 +54,11 @@ class Replica:
         """Its server as a member of weight updates. The name changes when a new server takes over."""
         return ServerInfo(f"{self.name}/{len(self.deaths)}", int(self._server_args.get("tp_size") or 1))
 
+    @property
+    def dp_size(self) -> int:
+        """Number of data parallel ranks of its server."""
+        return int(self._server_args.get("dp_size") or 1)
+
     def start(self, on_ready: Callable[[Replica, HttpServerEngineAdapter], None]) -> None:
         """Start a new server and call `on_ready` when the server is ready. The server is ended when `on_ready` fails.
 

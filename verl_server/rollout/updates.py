@@ -14,6 +14,7 @@ from verl_server.errors import DeadlineError, ServerDiedError, ShutDownError, Ve
 from verl_server.rollout.fleet import RUNNING, SERVING, Fleet, Server
 from verl_server.rollout.health import ReplicaState
 from verl_server.rollout.recovery import RecoveryLoop
+from verl_server.rollout.replica import Replica
 from verl_server.router.targets import RoutingTargets
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.update.servers import ReplayFn
@@ -128,16 +129,15 @@ class FleetUpdates:
             fleet.weight_version, fleet.replay = version, replay
             fleet.counters.updates += 1
             loaded = {adapter for _, adapter in self._servers}
+            states: dict[Replica, ReplicaState] = {}
             for replica in fleet.replicas:
                 replica.needs_update = False
                 if replica.adapter in loaded and replica.state in (RUNNING if whole else SERVING):
                     replica.weight_version = version
-                    if replica.state is ReplicaState.HEALTHY:
-                        fleet.notify(replica)
-                    else:
-                        fleet.change_state(replica, ReplicaState.HEALTHY)
+                    states[replica] = ReplicaState.HEALTHY
                 elif replica.state in SERVING:
-                    fleet.change_state(replica, ReplicaState.STALE)
+                    states[replica] = ReplicaState.STALE
+            fleet.change_states(states)
             fleet.finish_update(whole)
 
     def detach(self) -> None:

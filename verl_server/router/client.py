@@ -69,7 +69,7 @@ class RouterClient:
     ) -> Json:
         """One generation for one prompt. Arguments, reply and errors are those of `RolloutRouter.generate`.
 
-        Also raises ServerError when no router was reachable for `reconnect_timeout_s` seconds.
+        Also raises ServerBusyError (full queue, retryable), ServerError (no router for `reconnect_timeout_s` seconds).
         """
         if split_batch(request) is not None:
             raise BadInputError("a generation has one prompt; make one call for each prompt, each with its own rid")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
@@ -33,8 +32,8 @@ from verl_server.errors import (
 )
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.metrics import router_metrics
-from verl_server.router.request_checks import CHARACTERS_PER_TOKEN
-from verl_server.router.routed_replica import RoutedReplica
+from verl_server.router.placement.routed_replica import RoutedReplica, Slot
+from verl_server.router.request_checks import CHARACTERS_PER_TOKEN, is_out_of_files
 from verl_server.types import Json
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -114,7 +113,7 @@ class RouterHttpServer:
         body["session_id"] = body.get("session_id") or request.headers.get("x-session-id")
         if stream and split_batch(body) is not None:
             raise BadInputError("a list of prompts cannot be streamed: send one request for each prompt")
-        reply = await self._dispatcher.generate_request(body, keep_orphan=True)
+        reply = await self._dispatcher.generate_request(body, is_remote=True)
         if not stream:
             return _json_response(reply)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -126,19 +125,25 @@ class RouterHttpServer:
         """Forward a request unchanged to a replica, and its answer to the caller."""
         body = await request.read()
         session_id = request.headers.get("x-session-id")
-        attempts = 0
+        pool, attempts = self._dispatcher.pool, 0
+        tried: set[RoutedReplica] = set()
         while True:
-            async with self._dispatcher.lease_replica(session_id, len(body) // CHARACTERS_PER_TOKEN) as replica:
+            async with self._dispatcher.lease_slot(session_id, len(body) // CHARACTERS_PER_TOKEN, tried) as slot:
                 attempts += 1
                 try:
-                    answer = await self._send(replica, request, body)
+                    answer = await self._send(slot.replica, request, body)
                 except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-                    self._dispatcher.pool.mark_unreachable(replica)
+                    if is_out_of_files(error):
+                        pool.limit_running_requests(slot)
+                    else:
+                        tried.add(slot.replica)
+                        pool.record_error(slot)
+                        pool.mark_unreachable(slot.replica)
                     if attempts >= self._dispatcher.config.max_attempts:
                         raise ServerError(f"no replica answered in {attempts} attempts: {error}") from error
                     continue
                 async with answer:
-                    return await _relay(answer, request, replica)
+                    return await self._relay(answer, request, slot)
 
     async def _send(self, replica: RoutedReplica, request: web.BaseRequest, body: bytes) -> aiohttp.ClientResponse:
         assert self._session is not None
@@ -154,6 +159,26 @@ class RouterHttpServer:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         )
 
+    async def _relay(self, answer: aiohttp.ClientResponse, request: web.BaseRequest, slot: Slot) -> web.StreamResponse:
+        """Pass a replica's answer on to the caller, chunk by chunk."""
+        response = web.StreamResponse(
+            status=answer.status, headers={"Content-Type": answer.headers.get("Content-Type", "")}
+        )
+        await response.prepare(request)
+        pool = self._dispatcher.pool
+        try:
+            async for chunk in answer.content.iter_any():
+                if answer.status < 500:
+                    pool.record_progress(slot, slot.tokens)
+                await response.write(chunk)
+        except aiohttp.ClientError:
+            pool.record_error(slot)
+            if request.transport is not None:
+                request.transport.abort()  # the caller must not take an incomplete answer for a complete one
+        else:
+            (pool.record_finish if answer.status < 500 else pool.record_error)(slot)
+        return response
+
     async def _health(self, _: web.BaseRequest) -> web.StreamResponse:
         replicas = self._dispatcher.snapshot().replicas
         serving = sum(replica.admitted for replica in replicas)
@@ -165,24 +190,6 @@ class RouterHttpServer:
 
     async def _replicas(self, _: web.BaseRequest) -> web.StreamResponse:
         return _json_response([asdict(replica) for replica in self._dispatcher.snapshot().replicas])
-
-
-async def _relay(
-    answer: aiohttp.ClientResponse, request: web.BaseRequest, replica: RoutedReplica
-) -> web.StreamResponse:
-    """Pass a replica's answer on to the caller, chunk by chunk."""
-    response = web.StreamResponse(
-        status=answer.status, headers={"Content-Type": answer.headers.get("Content-Type", "")}
-    )
-    await response.prepare(request)
-    try:
-        async for chunk in answer.content.iter_any():
-            replica.last_progress_at = time.monotonic()
-            await response.write(chunk)
-    except aiohttp.ClientError:
-        if request.transport is not None:
-            request.transport.abort()  # the caller must not take an incomplete answer for a complete one
-    return response
 
 
 def _key_error(request: web.BaseRequest) -> ServerError:

@@ -31,7 +31,7 @@ GAUGE_HELP = {
     "running_requests": "Requests that run on the replica",
     "tokens_in_flight": "Tokens of the requests that run on the replica",
     "admitted": "1 if the router sends requests to the replica",
-    "suspect": "1 if the replica made no progress for a long time",
+    "suspect": "1 if the replica made no progress for a long time, or failed several times in a row",
     "weight_version": "Version of the weights that the replica serves",
 }
 """Help text of each gauge, a field of `ReplicaSnapshot`."""

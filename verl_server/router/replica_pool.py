@@ -1,78 +1,59 @@
-"""`ReplicaPool`: the replicas of one router, the replica of each session, and the queue of waiting requests."""
+"""`ReplicaPool`: places the requests of one router on its replicas, and lets requests wait for them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
-import uuid
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+import logging
+import time
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 
 from verl_server.config import RouterConfig
-from verl_server.errors import BadInputError, NotReadyError, ServerDiedError, ShutDownError, VerlServerError
-from verl_server.router.policy import VersionRequirement, choose_replica, require_queue_capacity
+from verl_server.errors import ShutDownError, VerlServerError
+from verl_server.router.placement.error_history import Trust
+from verl_server.router.placement.policy import RoutingRequest, require_queue_capacity
+from verl_server.router.placement.replica_table import ReplicaTable
+from verl_server.router.placement.request_queues import RequestQueue, RequestQueues
+from verl_server.router.placement.routed_replica import GenerationServer, RoutedReplica, Slot
 from verl_server.router.replica_status import ReplicaStatus
-from verl_server.router.routed_replica import GenerationServer, RoutedReplica
 from verl_server.router.snapshot import RouterCounters
 
-
-@dataclass(frozen=True)
-class RoutingRequest:
-    """What the choice of a replica depends on."""
-
-    requirement: VersionRequirement = field(default_factory=VersionRequirement)
-    """Which weights the request must be generated with."""
-    session_id: str | None = None
-    """Session of the request. Requests of a session share a prefix and prefer the same replica."""
-    prompt_tokens: int = 0
-    """Number of prompt tokens."""
+logger = logging.getLogger(__name__)
 
 
 class ReplicaPool:
-    """The replicas of one router. All methods must be called in one event loop."""
+    """The replicas of one router and the requests that run on them or wait for them.
+
+    All methods must be called in one event loop. Between two calls, no waiting request could be placed on a replica.
+    """
 
     def __init__(self, config: RouterConfig, counters: RouterCounters) -> None:
         """`counters.refused` is counted here."""
         self._config, self._counters = config, counters
-        self.replicas: dict[str, RoutedReplica] = {}
-        """Replicas that have a server, by name."""
-        self._session_replicas: OrderedDict[str, str] = OrderedDict()
-        self._queue: deque[tuple[RoutingRequest, asyncio.Future[RoutedReplica]]] = deque()
+        self._table = ReplicaTable(config, counters)
+        self._queues = RequestQueues()
         self._closed = False
-        self._starting: set[str] = set()
-        self._unavailable: dict[str, ReplicaStatus] = {}
-        """The last status of each replica that does not serve until the user acts, and of each failed replica."""
+        self._running_requests = 0
+        self._max_running_requests: int | None = None
+        """Maximum number of requests on all replicas together. None: no limit."""
 
     # -- replicas -----------------------------------------------------------------------------------
 
-    def apply_status(self, status: ReplicaStatus) -> None:
-        """Bring a replica to the state that the fleet reports."""
-        known = self.replicas.get(status.name)
-        self._unavailable.pop(status.name, None)
-        if not status.removed and (status.reason or status.failure is not None):
-            self._unavailable[status.name] = status
-        if status.removed or status.failure is not None:
-            self.remove_replica(status.name)
-        elif status.adapter is not None and (known is None or known.server is not status.adapter):
-            self.add_replica(
-                status.name,
-                status.adapter,
-                status.weight_version,
-                admitted=status.admitted,
-                will_serve=status.will_serve,
-            )
-        elif known is None:
-            self.set_without_server(status.name, will_serve=status.will_serve)
-        else:
-            self.update_replica(
-                status.name,
-                weight_version=status.weight_version,
-                admitted=status.admitted,
-                suspect=status.suspect,
-                will_serve=status.will_serve,
-            )
+    @property
+    def replicas(self) -> Mapping[str, RoutedReplica]:
+        """Replicas that have a server, by name."""
+        return self._table.replicas
+
+    def apply_statuses(self, statuses: Iterable[ReplicaStatus]) -> None:
+        """Bring replicas to the states that the fleet reports.
+
+        Waiting requests are placed afterwards, so that they are distributed over all replicas that are admitted
+        together.
+        """
+        for status in statuses:
+            self._table.apply_status(status)
+        self._serve_queues()
 
     def add_replica(
         self,
@@ -82,11 +63,11 @@ class ReplicaPool:
         *,
         admitted: bool = True,
         will_serve: bool = True,
+        dp_size: int = 1,
     ) -> None:
-        """Add a replica, or replace the server of a known replica."""
-        self._starting.discard(name)
-        self.replicas[name] = RoutedReplica(name, server, weight_version, admitted, will_serve=will_serve)
-        self._serve_queue()
+        """Add a replica, or replace the server of a known replica. `dp_size`: number of its data parallel ranks."""
+        self._table.add(name, server, weight_version, admitted=admitted, will_serve=will_serve, dp_size=dp_size)
+        self._serve_queues()
 
     def update_replica(
         self,
@@ -96,44 +77,26 @@ class ReplicaPool:
         admitted: bool | None = None,
         suspect: bool | None = None,
         will_serve: bool | None = None,
+        dp_size: int | None = None,
     ) -> None:
         """Change the state of a replica. None keeps a value. Raises BadInputError for an unknown replica."""
-        replica = self.get_replica(name)
-        if weight_version is not None:
-            replica.weight_version = weight_version
-        if admitted is not None:
-            replica.admitted = admitted
-        if suspect is not None:
-            replica.suspect = suspect
-        if will_serve is not None:
-            replica.will_serve = will_serve
-        self._serve_queue()
-
-    def set_without_server(self, name: str, *, will_serve: bool) -> None:
-        """Record whether a replica that has no server yet will get one. If so, requests are queued for it."""
-        if will_serve:
-            self._starting.add(name)
-        else:
-            self._starting.discard(name)
-        self._serve_queue()
-
-    def remove_replica(self, name: str) -> None:
-        """Remove a replica. Its running requests continue on other replicas when they fail there."""
-        self._starting.discard(name)
-        self.replicas.pop(name, None)
-        self._serve_queue()
+        self._table.update(
+            name,
+            weight_version=weight_version,
+            admitted=admitted,
+            suspect=suspect,
+            will_serve=will_serve,
+            dp_size=dp_size,
+        )
+        self._serve_queues()
 
     def mark_unreachable(self, replica: RoutedReplica) -> None:
         """Record a broken connection. The replica receives no requests until its next status admits it."""
         replica.admitted = False
+        self._table.refresh(replica)
+        self._serve_queues()
 
-    def get_replica(self, name: str) -> RoutedReplica:
-        """The replica with this name. Raises BadInputError for an unknown name."""
-        if name not in self.replicas:
-            raise BadInputError(f"there is no replica {name!r}; the replicas are {sorted(self.replicas)}")
-        return self.replicas[name]
-
-    # -- requests -----------------------------------------------------------------------------------
+    # -- placement ----------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
@@ -148,127 +111,147 @@ class ReplicaPool:
     @property
     def queued_requests(self) -> int:
         """Number of requests that wait for a replica."""
-        return len(self._queue)
+        return len(self._queues)
 
-    async def acquire(self, request: RoutingRequest) -> RoutedReplica:
-        """A replica with capacity for one more request. Waits in the queue, in order of arrival.
+    async def acquire(
+        self, request: RoutingRequest, *, tried: Collection[RoutedReplica] = (), is_retry: bool = False
+    ) -> Slot:
+        """A place for a request on a replica. Waits in the queue of its requirement, in order of arrival.
 
-        The caller must call `start_request` on the replica before it yields to the event loop, and `release` at the
-        end. Raises NotReadyError, ServerBusyError when the queue is full, ShutDownError when the router is closed.
+        Replicas in `tried` are chosen only when no other replica has capacity. A retry is placed before other requests
+        and is not refused because of a full queue. The caller must call `release` at the end. Raises NotReadyError,
+        ServerBusyError when the queue is full, DeadlineError when the queue stands still, ShutDownError when the router
+        is closed.
         """
-        replica = None if self._queue else self._choose(request)
+        self.require_open()
+        replica = None if request.requirement in self._queues else self._choose(request, tried)
         if replica is not None:
-            return replica
-        require_queue_capacity(len(self._queue), self._config.max_queued_requests)
-        ticket: asyncio.Future[RoutedReplica] = asyncio.get_running_loop().create_future()
-        self._queue.append((request, ticket))
-        self._serve_queue()
-        return await ticket
-
-    def release(self, replica: RoutedReplica, key: str) -> None:
-        """Record that a request no longer runs on the replica."""
-        replica.request_tokens.pop(key, None)
-        self._serve_queue()
+            return self._start(replica, request)
+        if request.may_be_refused and not is_retry:
+            require_queue_capacity(len(self._queues), self._config.max_queued_requests)
+        waiting = self._queues.add(request, tried, is_retry)
+        try:
+            return await waiting.ticket
+        except asyncio.CancelledError:
+            self._queues.discard(waiting)
+            if waiting.ticket.done() and not waiting.ticket.cancelled() and waiting.ticket.exception() is None:
+                self.release(waiting.ticket.result())  # placed, but cancelled before it could begin
+            raise
 
     @contextlib.asynccontextmanager
-    async def lease(self, request: RoutingRequest) -> AsyncIterator[RoutedReplica]:
-        """A replica for the duration of one request. Raises the errors of `acquire`."""
-        replica = await self.acquire(request)
-        key = uuid.uuid4().hex
-        replica.start_request(key, request.prompt_tokens)
+    async def lease(self, request: RoutingRequest, *, tried: Collection[RoutedReplica] = ()) -> AsyncIterator[Slot]:
+        """A place for the duration of one request. Arguments and errors are those of `acquire`."""
+        slot = await self.acquire(request, tried=tried, is_retry=bool(tried))
         try:
-            yield replica
+            yield slot
         finally:
-            self.release(replica, key)
+            self.release(slot)
+
+    def release(self, slot: Slot) -> None:
+        """Record that a request no longer runs on its replica. May be called more than once."""
+        if slot.is_released:
+            return
+        replica = slot.replica
+        slot.release()
+        self._running_requests -= 1
+        self._table.update_load(replica, -slot.tokens)
+        self._serve_queues(replica.weight_version if self._max_running_requests is None else None)
+
+    def limit_running_requests(self, slot: Slot) -> None:
+        """Run no more requests at the same time than now, without that of `slot`, which could not be sent.
+
+        For a process that cannot open more connections. The request of `slot` waits like the requests of full replicas.
+        """
+        others = max(1, self._running_requests - (not slot.is_released))
+        if self._max_running_requests is None or others < self._max_running_requests:
+            self._max_running_requests = others
+            logger.warning(
+                "this process cannot open more files, so it runs at most %d requests at the same time; raise the limit "
+                "of open files (ulimit -n) before it starts",
+                others,
+            )
 
     def close(self) -> None:
         """Refuse new requests and end the queued ones with ShutDownError."""
         self._closed = True
-        for _, ticket in self._queue:
-            if not ticket.done():
-                ticket.set_exception(ShutDownError("the router was shut down"))
-        self._queue.clear()
+        for queue in self._queues.get():
+            self._queues.fail(queue, lambda: ShutDownError("the router was shut down"))
 
-    def _choose(self, request: RoutingRequest) -> RoutedReplica | None:
-        """The replica for a request. None when the request has to wait in the queue."""
-        session_id = request.session_id
-        try:
-            name = choose_replica(
-                [replica.load() for replica in self.replicas.values()],
-                request.requirement,
-                session_replica=None if session_id is None else self._session_replicas.get(session_id),
-                prompt_tokens=request.prompt_tokens,
-                config=self._config,
-            )
-        except NotReadyError as error:
-            if self._awaits_a_replica():
-                return None
-            self._counters.refused += 1
-            raise self._explain(error) from None
-        if name is None:
+    def _choose(self, request: RoutingRequest, tried: Collection[RoutedReplica]) -> RoutedReplica | None:
+        """The replica for a request. None when the request has to wait."""
+        if self._max_running_requests is not None and self._running_requests >= self._max_running_requests:
             return None
-        if session_id is not None:
-            self._session_replicas[session_id] = name
-            self._session_replicas.move_to_end(session_id)
-            while len(self._session_replicas) > self._config.max_sessions:
-                self._session_replicas.popitem(last=False)
-        return self.replicas[name]
+        return self._table.choose(request, tried)
 
-    def _awaits_a_replica(self) -> bool:
-        return bool(self._starting) or any(
-            replica.will_serve and not replica.admitted for replica in self.replicas.values()
-        )
+    def _start(self, replica: RoutedReplica, request: RoutingRequest) -> Slot:
+        slot = Slot(replica, request.prompt_tokens)
+        self._running_requests += 1
+        self._table.update_load(replica, slot.tokens)
+        return slot
 
-    def _explain(self, error: NotReadyError) -> VerlServerError:
-        """The error for a request that no replica can take, with the state of each replica if none is admitted.
+    def _serve_queues(self, weight_version: int | None = None) -> None:
+        """Place waiting requests until no replica has capacity for any of them.
 
-        It is not retryable when every replica has failed.
+        `weight_version`: the capacity of replicas with this version has changed. None: any state may have changed.
         """
-        statuses = sorted(self._unavailable.values(), key=lambda status: status.name)
-        if not statuses or any(replica.admitted for replica in self.replicas.values()):
-            return error
-        failures = [status.failure for status in statuses if status.failure is not None]
-        if len(failures) == len(statuses) and not self.replicas:
-            return ServerDiedError(
-                "no replica serves requests: every replica has failed and is not started again. Correct the cause, "
-                f"then create a new fleet. {failures[-1]['message']}",
-                **failures[-1]["details"],
-            )
-        reasons = "; ".join(f"{status.name} {status.reason}" for status in statuses)
-        return NotReadyError(f"{error.message}: {reasons}")
+        queues = self._queues.get(weight_version) if self._queues else []
+        while queues:
+            queue = min(queues, key=lambda queue: queue.rank)
+            if not self._serve_first(queue) or not queue:
+                queues.remove(queue)
 
-    def _serve_queue(self) -> None:
-        """Assign replicas to queued requests, in order of arrival, as long as a replica has capacity."""
-        if not self._queue:
+    def _serve_first(self, queue: RequestQueue) -> bool:
+        """Place the first request of a queue. Returns False when none of its requests can be placed."""
+        waiting = queue.first
+        if waiting.ticket.done():  # its caller no longer waits
+            self._queues.discard(waiting)
+            return True
+        try:
+            replica = self._choose(waiting.request, waiting.tried)
+        except VerlServerError as error:
+            self._counters.refused += len(queue) - 1  # one is counted already
+            self._queues.fail(queue, functools.partial(type(error), error.message, **error.details))
+            return False
+        if replica is None:
+            return False
+        queue.moved_at = time.monotonic()
+        self._queues.discard(waiting)
+        waiting.ticket.set_result(self._start(replica, waiting.request))
+        return True
+
+    # -- outcomes -----------------------------------------------------------------------------------
+
+    def record_progress(self, slot: Slot, tokens: int) -> None:
+        """Record that a running request has `tokens` tokens, prompt and output together."""
+        replica = slot.replica
+        added_tokens = slot.set_tokens(tokens)
+        was_probed = replica.errors.trust is Trust.PROBED
+        replica.errors.record_progress(slot.period)
+        self._table.update_load(replica, added_tokens)
+        if was_probed:
+            self._serve_queues()
+
+    def record_finish(self, slot: Slot) -> None:
+        """Record that a request has finished without an error of its replica."""
+        slot.replica.errors.record_finish(slot.period)
+        self._table.refresh(slot.replica)
+
+    def record_error(self, slot: Slot) -> None:
+        """Record that a request has failed because of its replica. After several errors in a row it is suspect."""
+        replica, errors = slot.replica, slot.replica.errors
+        probe_delay_s = errors.record_error(slot.period)
+        if probe_delay_s is None:
             return
-        still_queued: deque[tuple[RoutingRequest, asyncio.Future[RoutedReplica]]] = deque()
-        while self._queue:
-            request, ticket = self._queue.popleft()
-            if ticket.done():  # its caller no longer waits
-                continue
-            try:
-                replica = self._choose(request)
-            except VerlServerError as error:
-                ticket.set_exception(error)
-                continue
-            if replica is None:
-                still_queued.append((request, ticket))
-                if not self._has_capacity():
-                    break
-                continue
-            replica.request_tokens[_reservation(ticket)] = 0  # counts as running until its request has started
-            ticket.add_done_callback(functools.partial(self._end_reservation, replica))
-            ticket.set_result(replica)
-        still_queued.extend(self._queue)
-        self._queue = still_queued
+        logger.warning(
+            "replica %s failed several times in a row; other replicas are preferred for %g s",
+            replica.name,
+            probe_delay_s,
+        )
+        asyncio.get_running_loop().call_later(probe_delay_s, self._begin_probe, replica, errors.period)
+        self._table.refresh(replica)
+        self._serve_queues()
 
-    def _end_reservation(self, replica: RoutedReplica, ticket: asyncio.Future[RoutedReplica]) -> None:
-        self.release(replica, _reservation(ticket))
-
-    def _has_capacity(self) -> bool:
-        limit = self._config.max_running_requests_per_replica
-        return any(replica.admitted and replica.running_requests < limit for replica in self.replicas.values())
-
-
-def _reservation(ticket: asyncio.Future[RoutedReplica]) -> str:
-    return f"reserved-{id(ticket)}"
+    def _begin_probe(self, replica: RoutedReplica, period: int) -> None:
+        replica.errors.begin_probe(period)
+        self._table.refresh(replica)
+        self._serve_queues()

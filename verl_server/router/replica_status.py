@@ -34,6 +34,8 @@ class ReplicaStatus:
     """Why the replica does not serve requests until the user acts, for example "has released its memory"."""
     failure: Json | None = None
     """The error (`to_wire`) after which the replica is not started again."""
+    dp_size: int = 1
+    """Number of data parallel ranks of the replica's server."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,14 @@ class StatusQueue:
         self.sequence = 0
         """Sequence number of the last added status."""
 
-    def put(self, status: ReplicaStatus) -> None:
-        """Add a status. It replaces a pending status of the same replica."""
+    def put(self, *statuses: ReplicaStatus) -> None:
+        """Add statuses, which a reader takes together. Each replaces a pending status of the same replica."""
         with self._condition:
             self.sequence += 1
-            self._pending[status.name] = self._current[status.name] = status
-            if status.removed:
-                del self._current[status.name]
+            for status in statuses:
+                self._pending[status.name] = self._current[status.name] = status
+                if status.removed:
+                    del self._current[status.name]
             self._condition.notify_all()
 
     def requeue_all(self) -> None:

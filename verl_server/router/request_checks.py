@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import aiohttp
 
 from verl_server.adapter.sglang.request_fields import ROUTER_FIELDS
 from verl_server.errors import BadInputError, NotReadyError, ServerDiedError, VerlServerError
-from verl_server.router.policy import VersionRequirement
+from verl_server.router.placement.policy import VersionRequirement
 from verl_server.router.resumable_generation import version_spans
 from verl_server.types import Json
 from verl_server.validation import is_finite_number, is_list
@@ -22,8 +23,8 @@ MAX_ID_LENGTH = 512
 
 MAX_SERVER_DEATHS = 2
 """Maximum number of servers that may end while one request runs alone on them, before they return a token. Such a
-request probably ends every server, so it is not tried on further replicas. Requests that run beside others are not
-blamed, because one of the others may be the cause."""
+request probably ends every server, so it is not tried on further replicas. A request that ran beside others on so many
+servers is tried once more while no other request of this kind is tried. It is given up if the next server ends, too."""
 
 
 def validate_id(value: str | None, name: str) -> None:
@@ -84,6 +85,12 @@ def has_lost_server(error: BaseException) -> bool:
     return isinstance(cause, (aiohttp.ClientError, ConnectionError)) and not isinstance(
         cause, aiohttp.ClientConnectorError
     )
+
+
+def is_out_of_files(error: BaseException) -> bool:
+    """Whether an attempt's error says that this process or this machine cannot open another connection."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def repeated_death_error(error: VerlServerError, request: Mapping[str, Any]) -> ServerDiedError:

@@ -19,12 +19,20 @@ from verl_server.types import Json, parse_weight_version
 
 #: SGLang's default of `max_new_tokens`.
 DEFAULT_MAX_NEW_TOKENS = 128
-#: Sampling parameters whose effect depends on the start of the output, with the values that have no such effect.
-_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "json_schema": (None,), "regex": (None,), "ebnf": (None,), "structural_tag": (None,),
-    "stop": (None, [], ""), "stop_regex": (None, [], ""),
-    "frequency_penalty": (None, 0), "presence_penalty": (None, 0), "repetition_penalty": (None, 1),
-}  # fmt: skip
+#: Request fields and sampling parameters that a continuation can have: their effect on a token does not depend on where
+#: the output began, and their results are one entry for each token or belong to the prompt.
+_CONTINUABLE = frozenset({
+    "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob",
+    "return_text_in_logprobs", "lora_path", "priority", "extra_key", "cache_salt", "routing_key", "routed_dp_rank",
+    "session_id", "conversation_id", "custom_labels", "external_trace_header", "log_metrics", "no_logs", "background",
+    "received_time",
+    "max_new_tokens", "min_new_tokens", "n", "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos",
+    "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "sampling_seed",
+    "stream_interval",
+})  # fmt: skip
+#: Values of all other fields and parameters that have no effect.
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {"repetition_penalty": (None, 1)}
+_NEUTRAL_VALUE: tuple[Any, ...] = (None, False, 0, "", [])
 #: Lists in the reply's `meta_info` that have one entry for each output token.
 LOGPROB_LISTS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 
@@ -62,13 +70,17 @@ class ResumableGeneration:
         """For each event of the current attempt: the number of tokens so far, and the server's weight version then."""
         self.attempts = 0
         """Number of attempts that have begun."""
+        self._paused_attempts = 0
+        """Number of attempts that ended because the server aborted the generation."""
+        self._is_in_attempt = False
 
     @property
     def can_continue(self) -> bool:
         """Whether a lost generation continues from the tokens received so far, instead of starting again."""
-        if self._prompt is None or self.request.get("return_routed_experts") or self.request.get("image_data"):
-            return False
-        return all(self._params.get(name) in neutral for name, neutral in _NEUTRAL_VALUES.items())
+        return self._prompt is not None and all(
+            name in _CONTINUABLE or value in _NEUTRAL_VALUES.get(name, _NEUTRAL_VALUE)
+            for name, value in (*self.request.items(), *self._params.items())
+        )
 
     @property
     def attempt_has_tokens(self) -> bool:
@@ -83,6 +95,7 @@ class ResumableGeneration:
     def begin_attempt(self) -> Json:
         """Start the next attempt; returns its request."""
         self.attempts += 1
+        self._is_in_attempt = True
         tokens = self.tokens
         params = dict(self._params)
         if tokens:
@@ -106,6 +119,10 @@ class ResumableGeneration:
 
     def end_attempt(self) -> None:
         """End the current attempt before its generation finished. Keep the tokens whose weight version is certain."""
+        if not self._is_in_attempt:
+            return
+        self._is_in_attempt = False
+        self._paused_attempts += self.is_aborted
         event, self._event = self._event, None
         event_versions, self._event_versions = self._event_versions, []
         if event is None or not self.can_continue:
@@ -114,6 +131,18 @@ class ResumableGeneration:
             event = _truncate(event, *_certain_tokens(event_versions))
         if event["output_ids"]:
             self._parts.append(event)
+
+    @property
+    def counted_attempts(self) -> int:
+        """Number of attempts, without those that the server aborted, for example for a weight update."""
+        return max(1, self.attempts - self._paused_attempts)
+
+    def restart(self) -> bool:
+        """Forget all tokens if earlier attempts brought any; returns whether they did."""
+        if not self._parts:
+            return False
+        self._parts, self._event, self._event_versions = [], None, []
+        return True
 
     @property
     def _max_new_tokens(self) -> int:
@@ -136,16 +165,21 @@ class ResumableGeneration:
         reason = (self._event or {}).get("meta_info", {}).get("finish_reason") or {}
         return bool(reason.get("type") == "abort")
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the reply is final: nothing remains to be generated."""
+        return self.is_complete or (self._event is not None and not self.is_aborted)
+
     def _all_parts(self) -> list[Json]:
         return [*self._parts, *([self._event] if self._event is not None else [])]
 
     def reply(self) -> Json:
-        """The whole reply, equal to that of a single attempt. `meta_info.attempts` is the number of attempts."""
+        """The whole reply, equal to that of a single attempt. `meta_info.attempts` is `counted_attempts`."""
         parts = self._all_parts()
         if not parts:
             raise ValueError("the generation has received no event yet")
         last = parts[-1]
-        meta: Json = {**parts[0]["meta_info"], **last["meta_info"], "attempts": self.attempts}
+        meta: Json = {**parts[0]["meta_info"], **last["meta_info"], "attempts": self.counted_attempts}
         if len(parts) > 1:
             for name in ("prompt_tokens", "cached_tokens"):
                 if name in parts[0]["meta_info"]:

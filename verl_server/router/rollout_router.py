@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.policy import VersionRequirement
+from verl_server.router.placement.policy import VersionRequirement
 from verl_server.types import Json
 
 
@@ -43,8 +43,8 @@ class RolloutRouter:
         and `attempts` (number of attempts on replicas). Cancelling the call aborts the generation in the server.
 
         Raises BadInputError; NotReadyError (retryable) when no replica serves the required weights, the weights changed
-        during the generation, or the result of the same rid has other weights; ServerBusyError (retryable) when too
-        many requests are queued; DeadlineError; or the error of the last replica.
+        during the generation, or the result of the same rid has other weights; DeadlineError; or the error of the last
+        replica.
         """
         coroutine = self._dispatcher.generate(
             request,

@@ -45,7 +45,7 @@ class ReplicaSnapshot:
     admitted: bool
     """Whether the router sends requests to the replica."""
     suspect: bool
-    """Whether the replica made no progress for a long time."""
+    """Whether the replica made no progress for a long time, or failed several times in a row."""
     weight_version: int
     """Version of the weights that the replica serves."""
     running_requests: int

@@ -29,8 +29,8 @@ REGISTRATION_RETRY_S = 1.0
 class RoutingTarget(Protocol):
     """A router that distributes requests according to the statuses that a fleet reports."""
 
-    def update_status(self, status: ReplicaStatus) -> None:
-        """Report a new status of a replica. Does not block for long."""
+    def update_statuses(self, statuses: Sequence[ReplicaStatus]) -> None:
+        """Report new statuses of replicas, which take effect together. Does not block for long."""
 
     def replica_stats(self, name: str) -> ReplicaStats | None:
         """What this router observes of a replica. None when it does not know the replica or observes nothing."""
@@ -49,12 +49,13 @@ class RoutingTargets:
         self._targets = list(targets)
 
     def add(self, target: RoutingTarget) -> None:
-        """Add a target. Must be called before the first `update_status`."""
+        """Add a target. Must be called before the first `update_statuses`."""
         self._targets.append(target)
 
-    def update_status(self, status: ReplicaStatus) -> None:
+    def update_statuses(self, statuses: Sequence[ReplicaStatus]) -> None:
+        """Report new statuses of replicas to all targets."""
         for target in self._targets:
-            target.update_status(status)
+            target.update_statuses(statuses)
 
     def replica_stats(self, name: str) -> ReplicaStats:
         """What all targets together observe of a replica."""
@@ -77,9 +78,9 @@ class InProcessTarget:
     def __init__(self, dispatcher: Dispatcher, loop: EventLoopThread) -> None:
         self._dispatcher, self._loop = dispatcher, loop
 
-    def update_status(self, status: ReplicaStatus) -> None:
+    def update_statuses(self, statuses: Sequence[ReplicaStatus]) -> None:
         async def apply() -> None:
-            self._dispatcher.pool.apply_status(status)
+            self._dispatcher.pool.apply_statuses(statuses)
 
         with contextlib.suppress(ShutDownError):
             self._loop.run(apply())
@@ -89,7 +90,7 @@ class InProcessTarget:
         return None if replica is None else replica.stats()
 
     def wait_until_applied(self) -> None:
-        """`update_status` has already waited."""
+        """`update_statuses` has already waited."""
 
     def close(self) -> None:
         with contextlib.suppress(ShutDownError):
@@ -111,8 +112,8 @@ class SglangRouterTarget:
         self._thread = threading.Thread(target=self._apply_statuses, name="verl-server-sglang-router", daemon=True)
         self._thread.start()
 
-    def update_status(self, status: ReplicaStatus) -> None:
-        self._status_queue.put(status)
+    def update_statuses(self, statuses: Sequence[ReplicaStatus]) -> None:
+        self._status_queue.put(*statuses)
 
     def replica_stats(self, name: str) -> ReplicaStats | None:
         """None: an `sglang-router` does not report the requests of its workers."""

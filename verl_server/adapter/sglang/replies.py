@@ -55,6 +55,19 @@ def error_from_reply(status: int, url: str, body: Any) -> VerlServerError:
     return ServerError(f"{url} failed ({status}): {message}", **details)
 
 
+def require_no_abort(event: Json, url: str) -> None:
+    """Raise the error of a stream event that ends a generation because the server cannot run it.
+
+    Without a stream, SGLang answers such a request with the HTTP status that `finish_reason` has here: for example 400
+    for an invalid grammar, 503 for a full queue, 500 when the KV cache is too small. An abort without a status, for
+    example for a weight update, is no error.
+    """
+    reason = event.get("meta_info", {}).get("finish_reason") or {}
+    status = reason.get("status_code") if reason.get("type") == "abort" else None
+    if status is not None and status >= 400:
+        raise error_from_reply(int(status), url, {"error": {"message": str(reason.get("message"))}})
+
+
 def key_error(base_url: str, endpoint: Endpoint, has_key: bool) -> ServerError:
     """The error for status 401. `has_key`: whether this client was given the key that the endpoint needs."""
     name = "admin_api_key" if endpoint.needs_admin_key else "api_key"
@@ -95,12 +108,16 @@ def convert_weight_versions(reply: Any) -> Any:
 
 
 def prompt_limits(server_info: Json, model_config: Json) -> PromptLimits:
-    """The longest prompt, from `/server_info`, and the vocabulary size, from the model's `config.json`."""
+    """The longest prompt, from `/server_info`, and the vocabulary size, from the model's `config.json`.
+
+    SGLang's `max_req_input_len` is the shortest prompt that the server refuses.
+    """
     states = server_info.get("internal_states") or [{}]
     text_config = model_config.get("text_config") or model_config
+    shortest_refused = server_info.get("max_req_input_len") or states[0].get("max_req_input_len")
     return PromptLimits(
         vocab_size=text_config.get("vocab_size"),
-        max_prompt_tokens=server_info.get("max_req_input_len") or states[0].get("max_req_input_len"),
+        max_prompt_tokens=None if shortest_refused is None else shortest_refused - 1,
     )
 
 

@@ -3,8 +3,9 @@
 The wire is one JSON object per line. The parent (`supervisor.py`) sends the settings first:
 `{"host", "port", "api_key", "config", "parent_pid"}`. Then it sends changes: `{"sequence", "statuses", "metrics"}`,
 where each status is an `encode_status` object and `metrics` is the text of the fleet's own metrics. The router process
-writes ten reports per second to its standard output: `{"sequence", "replicas"}`, where `sequence` is the last applied
-change and `replicas` maps each name to `{"running_requests", "no_progress_s", "admitted"}`.
+writes up to ten reports per second to its standard output: `{"sequence", "replicas"}`, where `sequence` is the last
+applied change and `replicas` maps each name to `{"running_requests", "no_progress_s", "admitted"}`. It writes the next
+report only when the parent has read the last one.
 """
 
 from __future__ import annotations
@@ -68,11 +69,20 @@ class PipeReplicas:
         reports = asyncio.create_task(self._report(dispatcher))
         exit_code = 1
         try:
-            while line := await self._stdin.readline():
+            while (line := await self._stdin.readline()).endswith(
+                b"\n"
+            ):  # a parent that is killed may write half a line
                 message = orjson.loads(line)
-                for status in message["statuses"]:
-                    adapter = await self._adapter(status["name"], status.pop("url"), status.pop("api_key"))
-                    dispatcher.pool.apply_status(ReplicaStatus(adapter=adapter, **status))
+                adapters = [
+                    await self._adapter(status["name"], status.pop("url"), status.pop("api_key"))
+                    for status in message["statuses"]
+                ]
+                dispatcher.pool.apply_statuses(
+                    [
+                        ReplicaStatus(adapter=adapter, **status)
+                        for adapter, status in zip(adapters, message["statuses"], strict=True)
+                    ]
+                )
                 self._applied_sequence, self._fleet_metrics = message["sequence"], message["metrics"]
             exit_code = 0
         except Exception:  # the process cannot continue; its parent starts another one
@@ -104,20 +114,26 @@ class PipeReplicas:
         """Report observations to the parent until it ends.
 
         The parent's end must be noticed even if another of its children still holds the write end of standard input.
+        Nothing blocks when the parent does not read, for example because it is busy or stopped.
         """
+        stdout, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.Protocol, sys.stdout)
         while os.getppid() == self.settings["parent_pid"]:
-            now = time.monotonic()
-            replicas = {
-                replica.name: {
-                    "running_requests": replica.running_requests,
-                    "no_progress_s": now - replica.last_progress_at,
-                    "admitted": replica.admitted,
-                }
-                for replica in dispatcher.pool.replicas.values()
-            }
-            os.write(1, orjson.dumps({"sequence": self._applied_sequence, "replicas": replicas}) + b"\n")
+            if not stdout.get_write_buffer_size():
+                stdout.write(self._encode_report(dispatcher))
             await asyncio.sleep(REPORT_INTERVAL_S)
         os._exit(0)
+
+    def _encode_report(self, dispatcher: Dispatcher) -> bytes:
+        now = time.monotonic()
+        replicas = {
+            replica.name: {
+                "running_requests": replica.running_requests,
+                "no_progress_s": now - replica.last_progress_at,
+                "admitted": replica.admitted,
+            }
+            for replica in dispatcher.pool.replicas.values()
+        }
+        return orjson.dumps({"sequence": self._applied_sequence, "replicas": replicas}) + b"\n"
 
     async def close(self) -> None:
         """Nothing to close: `run` ends the process."""
@@ -137,4 +153,5 @@ def encode_status(status: ReplicaStatus) -> Json:
         "removed": status.removed,
         "reason": status.reason,
         "failure": status.failure,
+        "dp_size": status.dp_size,
     }

@@ -1,8 +1,9 @@
-"""A fixed list of servers that somebody else starts and stops. The router probes each of them twice per second."""
+"""A fixed list of servers that somebody else starts and stops. The router probes each of them repeatedly."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
@@ -10,13 +11,16 @@ from collections.abc import Sequence
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.config import AdapterConfig, RemoteServer, Timeouts
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, VerlServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.types import parse_weight_version
 
 logger = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 0.5
+"""Minimum number of seconds between two probes of one server."""
+MAX_PROBES_PER_S = 400
+"""Maximum number of probes of all servers per second. A probe costs about half a millisecond of CPU time."""
 PROBE_TIMEOUT_S = 5.0
 """The HTTP loop of a server answers the probe. It is never busy for so long."""
 CONNECT_TIMEOUT_S = 2.0
@@ -48,6 +52,8 @@ class StaticReplicas:
         self._probes: list[asyncio.Task[None]] = []
         self._answered_at: dict[str, float] = {}
         """Time of each server's last answer (`time.monotonic`)."""
+        self._sized: set[str] = set()
+        """Servers whose number of data parallel ranks is known."""
         self._unusable: set[str] = set()
         """Servers whose last probe failed. The reason is logged once."""
         self._stop = asyncio.Event()
@@ -70,8 +76,9 @@ class StaticReplicas:
         await self._stop.wait()
 
     async def _keep_probing(self, dispatcher: Dispatcher, name: str) -> None:
+        interval_s = max(PROBE_INTERVAL_S, len(self._adapters) / MAX_PROBES_PER_S)
         while True:
-            await asyncio.sleep(PROBE_INTERVAL_S)
+            await asyncio.sleep(interval_s)
             await self._probe(dispatcher, name)
 
     async def _probe(self, dispatcher: Dispatcher, name: str) -> None:
@@ -87,8 +94,15 @@ class StaticReplicas:
             if name not in self._unusable:
                 logger.warning("replica %s receives no requests until it answers: %s", name, error)
             self._unusable.add(name)
+            self._sized.discard(name)  # another server may answer at this address later
             silent_s = time.monotonic() - self._answered_at.get(name, 0.0)
             pool.update_replica(name, admitted=False, will_serve=silent_s < RETURN_TIMEOUT_S)
+            return
+        if name not in self._sized:
+            with contextlib.suppress(VerlServerError):  # a scheduler that is busy answers a later probe
+                server_info = await self._adapters[name].get_server_info()
+                pool.update_replica(name, dp_size=int(server_info.get("dp_size") or 1))
+                self._sized.add(name)
 
     async def close(self) -> None:
         """Stop probing and close the connections to the servers. The servers keep running."""

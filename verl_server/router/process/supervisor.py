@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
@@ -175,17 +175,26 @@ class RouterSupervisor:
             _write_line(self._process.stdin, message)
 
     def _detect_hang(self) -> None:
-        """Kill a process that sends no reports. `_read_reports` then starts another one."""
+        """Kill a process that sends no reports. `_read_reports` then starts another one.
+
+        Only the time between two checks is counted. After a time in which this process itself was stopped or too busy
+        to check, the reports of the router process may not have been read yet.
+        """
+        silent_s, last_reported_at = 0.0, self._reported_at
         while not self._closed.wait(HANG_CHECK_INTERVAL_S):
+            reported_at = self._reported_at
+            silent_s = silent_s + HANG_CHECK_INTERVAL_S if reported_at == last_reported_at else 0.0
+            last_reported_at = reported_at
             timeout_s = self._report_timeout_s if self._ready.is_set() else START_TIMEOUT_S
-            if time.monotonic() - self._reported_at > timeout_s:
+            if silent_s > timeout_s:
+                silent_s = 0.0
                 logger.warning("the router process sent no report for %g s and is killed", timeout_s)
                 self._process.kill()
 
     # -- RoutingTarget --------------------------------------------------------------------------------
 
-    def update_status(self, status: ReplicaStatus) -> None:
-        self._status_queue.put(status)
+    def update_statuses(self, statuses: Sequence[ReplicaStatus]) -> None:
+        self._status_queue.put(*statuses)
 
     def replica_stats(self, name: str) -> ReplicaStats | None:
         stats, status = self._stats.get(name), self._status_queue.latest(name)
