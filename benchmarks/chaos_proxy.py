@@ -121,9 +121,14 @@ class ProxiedLauncher(LocalLauncher):
         """The proxy of each replica's present server, by the name of the replica."""
 
     def start_server(
-        self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, check_abort: AbortCheck
+        self,
+        name: str,
+        server_args: Mapping[str, Any],
+        config: AdapterConfig,
+        env: Mapping[str, str],
+        check_abort: AbortCheck,
     ) -> HttpServerEngineAdapter:
-        server = launch_sglang_server(server_args, config, {}, check_abort)
+        server = launch_sglang_server(server_args, config, env, check_abort)
         proxy = FaultProxy(server.base_url)
         try:
             self._loop.run(proxy.open())

@@ -147,7 +147,7 @@ class RecordingTarget:
 
 def make_fleet(launcher: Any, targets: Sequence[RoutingTarget] = (), **server_args: Any) -> Fleet:
     def make_replica(name: str) -> Replica:
-        return Replica(name, launcher, server_args, AdapterConfig())
+        return Replica(name, launcher, server_args, AdapterConfig(), {})
 
     return Fleet(make_replica, 0, RoutingTargets(targets), lambda event: None)
 

@@ -134,7 +134,12 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         {"recovery": RouterConfig()},
         "recovery must be a RecoveryConfig or None, got RouterC",
     ),
-    (LocalLauncher().reserve, (ParallelConfig(nnodes=2), 1), {}, "nnodes=2, but LocalLauncher starts servers on this"),
+    (
+        LocalLauncher().reserve,
+        (ParallelConfig(nnodes=2), 1, {}),
+        {},
+        "nnodes=2, but LocalLauncher starts servers on this",
+    ),
     (
         compute_placement,
         (0, 3, 2, {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from verl_server.errors import BadInputError, ServerDiedError, VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import Placement
 from verl_server.server.ports import PortReservation, join_host_port
+from verl_server.server.visible_devices import VISIBLE_DEVICES, devices_of_ranks, gpus_needed, require_gpus
 from verl_server.type_checks import find_type_error
 from verl_server.types import Json, parse_weight_version
 
@@ -100,6 +102,8 @@ def start_backend(
     """
     starts_server = source.fleet is None and not source.servers
     args = _agree_on_server_args(group, placement, server_args, source.validate(), starts_server=starts_server)
+    if starts_server:
+        env = _agree_on_devices(group, placement, args, env, is_in_process=source.launch_server is False)
     backend: Backend | None = None
     if placement.is_node_leader:
         try:
@@ -140,6 +144,37 @@ def _make_backend(
     assert process is not None
     process.on_exit(lambda _: on_server_death(process.died(backend.adapter.base_url)))
     return backend
+
+
+def _agree_on_devices(
+    group: RankCoordinator, placement: Placement, args: Json, env: Mapping[str, str], *, is_in_process: bool
+) -> Mapping[str, str]:
+    """The environment of this node's server: `env`, and the GPUs that the trainer ranks of the node see together.
+
+    All ranks raise BadInputError if a server would see too few GPUs, or if an engine in the process of the first rank
+    would: it sees the GPUs of that rank only.
+    """
+    import torch
+
+    def choose(contributions: list[Json]) -> list[str | None]:
+        ranks = len(contributions) // placement.nnodes
+        chosen = []
+        for node in range(placement.nnodes):
+            on_node = contributions[node * ranks : (node + 1) * ranks]
+            values = [item["visible"] for item in (on_node[:1] if is_in_process else on_node)]
+            own = on_node[0]["env"]
+            chosen.append(devices_of_ranks(values) if own is None else own)
+            needed = gpus_needed(args, placement.ranks_per_node)
+            require_gpus(needed, chosen[-1], on_node[0]["num_gpus"])
+        return chosen
+
+    contribution = {
+        "visible": os.environ.get(VISIBLE_DEVICES), "env": env.get(VISIBLE_DEVICES),
+        "num_gpus": torch.cuda.device_count(),
+    }  # fmt: skip
+    call_id = group.next_call_id("devices")
+    visible = group.agree(call_id, choose, contribution=contribution, action_timeout_s=10.0)[placement.node_rank]
+    return env if visible is None else {**env, VISIBLE_DEVICES: visible}
 
 
 def _agree_on_server_args(

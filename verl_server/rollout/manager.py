@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from verl_server.adapter.event_loop_thread import EventLoopThread
@@ -58,6 +58,8 @@ class RolloutManager:
         router_process: Also serve the router over HTTP, in a process of its own, at `router_url`.
         on_event: Called with each change of a replica's state, from a thread of the manager. An event is a dict
             with `time` (seconds since the epoch), `replica`, `before`, `after`, `version` and `error`.
+        env: Environment variables to add to the environment of each server. With `CUDA_VISIBLE_DEVICES`, replicas on
+            this machine share these GPUs; otherwise they share those that this process sees.
         server_args: SGLang's `ServerArgs`, the same for all servers. `model_path` is required.
 
     Raises BadInputError, UnsupportedError, StartupError or DeadlineError. All servers are ended then.
@@ -75,6 +77,7 @@ class RolloutManager:
         router: RouterConfig | None = None,
         router_process: bool = False,
         on_event: Callable[[Event], None] = lambda event: None,
+        env: Mapping[str, str] | None = None,
         **server_args: Any,
     ) -> None:
         require_whole_number("replicas", replicas)
@@ -84,7 +87,7 @@ class RolloutManager:
         if capabilities_of(self.mode).takes_weights:
             require_pushable(args)
         self._launcher = launcher = launcher or LocalLauncher()
-        launcher.reserve(parallel_config, replicas)
+        launcher.reserve(parallel_config, replicas, env or {})
         require_divisible_model(args)
         config = config or AdapterConfig()
         server_config = dataclasses.replace(config, router_ip=None, router_port=None)
@@ -96,7 +99,7 @@ class RolloutManager:
         self._router_process: RouterSupervisor | None = None
         self._targets = targets = RoutingTargets([InProcessTarget(self._dispatcher, self._loop)])
         self._fleet = fleet = Fleet(
-            lambda name: Replica(name, launcher, args, server_config),
+            lambda name: Replica(name, launcher, args, server_config, env or {}),
             parse_weight_version(args.get("weight_version")),
             targets,
             on_event,

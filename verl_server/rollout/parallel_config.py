@@ -65,10 +65,13 @@ def parse_parallel_config(server_args: Mapping[str, Any]) -> ParallelConfig:
     return config
 
 
-def require_devices(config: ParallelConfig, replicas: int, available: int | None) -> None:
-    """Raise BadInputError when `replicas` replicas take more than the available devices. None: unknown number."""
+def require_devices(config: ParallelConfig, replicas: int, available: int | None, reason: str = "") -> None:
+    """Raise BadInputError when `replicas` replicas take more than the available devices. None: unknown number.
+
+    `reason`: the end of the message, which says why there are no more.
+    """
     if available is not None and replicas * config.devices > available:
         raise BadInputError(
             f"{replicas} replicas of {config.devices} devices each take {replicas * config.devices}; "
-            f"there are {available}"
+            f"there are {available}{reason}"
         )

@@ -25,8 +25,16 @@ class Replica:
     The public attributes are written under the fleet's lock only.
     """
 
-    def __init__(self, name: str, launcher: Launcher, server_args: Mapping[str, Any], config: AdapterConfig) -> None:
+    def __init__(
+        self,
+        name: str,
+        launcher: Launcher,
+        server_args: Mapping[str, Any],
+        config: AdapterConfig,
+        env: Mapping[str, str],
+    ) -> None:
         self.name, self._launcher, self._server_args, self._config = name, launcher, dict(server_args), config
+        self._env = dict(env)
         self.state = ReplicaState.STARTING
         self.weight_version = 0
         """Version of the weights that its server has."""
@@ -67,7 +75,9 @@ class Replica:
         with self._start_lock:
             if (error := self._check_abort()) is not None:
                 raise error
-            adapter = self._launcher.start_server(self.name, self._server_args, self._config, self._check_abort)
+            adapter = self._launcher.start_server(
+                self.name, self._server_args, self._config, self._env, self._check_abort
+            )
             self._scheduler_cpu = (0.0, time.monotonic())
             try:
                 on_ready(self, adapter)

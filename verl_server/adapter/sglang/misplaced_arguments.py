@@ -33,7 +33,8 @@ _ARGUMENTS = {
     "servers": "servers=[RemoteServer(...)] of a VerlEngine", "launch_server": "launch_server=... of a VerlEngine",
     "config": "config=AdapterConfig(...) of an adapter or a RolloutManager, or as timeouts=... and log_dir=... of a "
     "VerlEngine",
-    "env": "env={...} of a VerlEngine or an adapter", "mode": "mode=RolloutMode... of a RolloutManager",
+    "env": "env={...} of a VerlEngine, a RolloutManager or an adapter",
+    "mode": "mode=RolloutMode... of a RolloutManager",
     "replicas": "replicas=... of a RolloutManager", "launcher": "launcher=... of a RolloutManager",
     "recovery": "recovery=RecoveryConfig(...) of a RolloutManager",
     "router": "router=RouterConfig(...) of a RolloutManager",

@@ -15,15 +15,24 @@ from verl_server.server.supervisor import AbortCheck
 class Launcher(Protocol):
     """Starts the servers of one fleet, on this machine or others."""
 
-    def reserve(self, parallel_config: ParallelConfig, replicas: int) -> None:
-        """Prepare for that many replicas of that size. Raises BadInputError when there are not enough devices."""
+    def reserve(self, parallel_config: ParallelConfig, replicas: int, env: Mapping[str, str]) -> None:
+        """Prepare for that many replicas of that size. Raises BadInputError when there are not enough devices.
+
+        `env`: what `start_server` gets.
+        """
 
     def start_server(
-        self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, check_abort: AbortCheck
+        self,
+        name: str,
+        server_args: Mapping[str, Any],
+        config: AdapterConfig,
+        env: Mapping[str, str],
+        check_abort: AbortCheck,
     ) -> HttpServerEngineAdapter:
         """Start a server for the replica `name` and wait until it is ready.
 
-        Raises StartupError and the error that `check_abort` returns.
+        `env`: environment variables to add to the server's environment. Raises StartupError and the error that
+        `check_abort` returns.
         """
 
     def forget_replica(self, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,9 @@ from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError
 from verl_server.rollout.parallel_config import ParallelConfig, require_devices
+from verl_server.server.forkserver.shared_forkserver import may_have_accelerator
 from verl_server.server.supervisor import AbortCheck
+from verl_server.server.visible_devices import VISIBLE_DEVICES, parse_devices
 
 
 class LocalLauncher:
@@ -28,22 +31,29 @@ class LocalLauncher:
         """Share of the devices of each replica: slot n has the devices from n * devices."""
         self._devices = 1
 
-    def reserve(self, parallel_config: ParallelConfig, replicas: int) -> None:
+    def reserve(self, parallel_config: ParallelConfig, replicas: int, env: Mapping[str, str]) -> None:
         if parallel_config.nnodes > 1:
             raise BadInputError(
                 f"nnodes={parallel_config.nnodes}, but LocalLauncher starts servers on this machine only; "
                 "use launcher=RayLauncher(), or leave nnodes out"
             )
         self._devices = parallel_config.devices
-        require_devices(parallel_config, replicas, count_accelerators())
+        visible = env.get(VISIBLE_DEVICES, os.environ.get(VISIBLE_DEVICES))
+        hidden = f", because {VISIBLE_DEVICES}={visible}: pass env= with GPUs for the servers" if visible else ""
+        require_devices(parallel_config, replicas, count_accelerators(env), hidden)
 
     def start_server(
-        self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, check_abort: AbortCheck
+        self,
+        name: str,
+        server_args: Mapping[str, Any],
+        config: AdapterConfig,
+        env: Mapping[str, str],
+        check_abort: AbortCheck,
     ) -> HttpServerEngineAdapter:
         args = dict(server_args)
-        if count_accelerators() is not None:
+        if count_accelerators(env) is not None:
             args["base_gpu_id"] = int(args.get("base_gpu_id") or 0) + self._slot(name) * self._devices
-        return HttpServerEngineAdapter(config=config, check_abort=check_abort, **args)
+        return HttpServerEngineAdapter(config=config, env=env, check_abort=check_abort, **args)
 
     def _slot(self, name: str) -> int:
         """The replica's slot; the first free slot for a new replica."""
@@ -63,8 +73,15 @@ class LocalLauncher:
         """Does nothing: the servers belong to their replicas."""
 
 
-def count_accelerators() -> int | None:
-    """Number of accelerators of this machine. None without accelerators; servers then run on the CPU."""
+def count_accelerators(env: Mapping[str, str]) -> int | None:
+    """Number of accelerators that a server with the additional environment variables `env` sees.
+
+    None without accelerators; servers then run on the CPU.
+    """
+    if not may_have_accelerator({**os.environ, **env}):
+        return None
+    if VISIBLE_DEVICES in env:
+        return len(parse_devices(env[VISIBLE_DEVICES])) or None
     import torch
 
     return torch.cuda.device_count() or None

@@ -81,7 +81,7 @@ class RayLauncher:
     def _device(self) -> str:
         return "GPU" if ray.cluster_resources().get("GPU") else "CPU"
 
-    def reserve(self, parallel_config: ParallelConfig, replicas: int) -> None:
+    def reserve(self, parallel_config: ParallelConfig, replicas: int, env: Mapping[str, str]) -> None:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         if parallel_config.nnodes > len(nodes):
             raise BadInputError(f"one replica takes nnodes={parallel_config.nnodes}; the cluster has {len(nodes)}")
@@ -94,7 +94,12 @@ class RayLauncher:
         self._parallel_config = parallel_config
 
     def start_server(
-        self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, check_abort: AbortCheck
+        self,
+        name: str,
+        server_args: Mapping[str, Any],
+        config: AdapterConfig,
+        env: Mapping[str, str],
+        check_abort: AbortCheck,
     ) -> HttpServerEngineAdapter:
         num_nodes = self._parallel_config.nnodes
         resources = {self._device: float(self._parallel_config.devices_per_node)}
@@ -110,7 +115,7 @@ class RayLauncher:
                 actors.append(self._create_actor(actor_name, group, node, resources, config, check_abort))
             no_answer = f"an actor of {name} does not answer"
             nodes = [_wait(actor.describe_node.remote(), ANSWER_TIMEOUT_S, check_abort, no_answer) for actor in actors]
-            replies = self._start_on_nodes(name, actors, nodes, server_args, config, check_abort)
+            replies = self._start_on_nodes(name, actors, nodes, server_args, config, env, check_abort)
         except BaseException as failure:
             end_actors(actors, config.timeouts.stop_s)
             remove_placement_group(group)
@@ -135,12 +140,13 @@ class RayLauncher:
         nodes: list[Json],
         server_args: Mapping[str, Any],
         config: AdapterConfig,
+        env: Mapping[str, str],
         check_abort: AbortCheck,
     ) -> list[Json]:
         """Start the server on all of its nodes at the same time, because the nodes wait for each other."""
         keys = {key: server_args.get(key) or secrets.token_urlsafe(32) for key in SECRET_ARGUMENTS}
         calls = [
-            actor.start.remote(node_arguments({**server_args, **keys}, node, nodes), config)
+            actor.start.remote(node_arguments({**server_args, **keys}, node, nodes), config, dict(env))
             for node, actor in enumerate(actors)
         ]
         timeout_s = config.timeouts.start_s + ANSWER_TIMEOUT_S

@@ -45,7 +45,7 @@ class ServerActor:
         reservation.release()
         return {"host": host, "machine": machine_id(), "free_address": join_host_port(host, reservation.port)}
 
-    def start(self, server_args: Json, config: AdapterConfig) -> Json:
+    def start(self, server_args: Json, config: AdapterConfig, env: Mapping[str, str]) -> Json:
         """Start the server and wait until it is ready. Returns URL, process id and keys, or an error as JSON."""
 
         def check_abort() -> VerlServerError | None:
@@ -54,7 +54,7 @@ class ServerActor:
         try:
             # An actor starts one server: a forkserver of its own would be of no use.
             own_config = replace(config, use_forkserver=config.use_forkserver and shares_forkservers())
-            server = launch_sglang_server(server_args, own_config, {}, check_abort)
+            server = launch_sglang_server(server_args, own_config, env, check_abort)
         except Exception as error:  # noqa: BLE001 - the process that starts the replica raises it
             return {"error": to_wire(error)}
         with self._lock:

@@ -1,0 +1,94 @@
+"""The GPUs that servers see: those of all trainer ranks on a machine together, or those of `env`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import Ranks, mesh_of
+
+from verl_server import AdapterConfig, RolloutManager, VerlEngine
+from verl_server.errors import BadInputError, StartupError
+from verl_server.rollout.launchers.local import LocalLauncher, count_accelerators
+from verl_server.rollout.parallel_config import ParallelConfig, require_devices
+from verl_server.server.visible_devices import VISIBLE_DEVICES, devices_of_ranks, gpus_needed, require_gpus
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (["3", "1", "0", "2"], "3,1,0,2"),
+        (["0,1", "0,1"], "0,1"),
+        (["GPU-5ae1", "GPU-77b0"], "GPU-5ae1,GPU-77b0"),
+        ([None, None], None),
+        ([None, "1"], None),
+        (["1", None], "1"),
+        (["", ""], ""),
+        ([" 2, 3", "3,4 "], "2,3,4"),
+    ],
+)
+def test_a_server_sees_the_gpus_of_all_ranks_of_its_machine(values: list[str | None], expected: str | None) -> None:
+    assert devices_of_ranks(values) == expected
+
+
+def test_a_server_that_sees_too_few_gpus_is_refused() -> None:
+    assert gpus_needed({}, 4) == 4
+    assert gpus_needed({"base_gpu_id": 2, "gpu_id_step": 2}, 3) == 7
+    require_gpus(4, "3,1,0,2", 1)
+    require_gpus(4, None, 4)
+    require_gpus(4, "0", 0)  # a machine without GPUs
+    with pytest.raises(BadInputError, match=r"needs 4 GPUs .* CUDA_VISIBLE_DEVICES=3 makes visible 1: .* env="):
+        require_gpus(4, "3", 1)
+    with pytest.raises(BadInputError, match=r"needs 4 GPUs .* this machine has 2"):
+        require_gpus(4, None, 2)
+
+
+def test_the_gpus_of_a_fleet_are_those_of_its_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not those of the trainer's process. `tmp_path` stands for /dev with a GPU."""
+    assert count_accelerators({VISIBLE_DEVICES: "0,1"}) is None, "this machine has no GPU"
+    device = tmp_path / "nvidia0"
+    device.touch()
+    monkeypatch.setattr(
+        "verl_server.server.forkserver.shared_forkserver.ACCELERATOR_FILES", [os.path.relpath(device, "/dev")]
+    )
+    monkeypatch.setenv(VISIBLE_DEVICES, "0")
+    assert count_accelerators({VISIBLE_DEVICES: "4,5,6"}) == 3
+    launcher = LocalLauncher()
+    launcher.reserve(ParallelConfig(), 3, {VISIBLE_DEVICES: "4,5,6"})
+    with pytest.raises(BadInputError, match=r"there are 3, because CUDA_VISIBLE_DEVICES=4,5,6: pass env="):
+        launcher.reserve(ParallelConfig(), 4, {VISIBLE_DEVICES: "4,5,6"})
+    with pytest.raises(BadInputError, match=r"there are 1$"):
+        require_devices(ParallelConfig(), 2, 1)
+
+
+class _NamesEnvironment(LocalLauncher):
+    """Starts no server: fails with the environment variables that it got."""
+
+    def start_server(
+        self, name: str, server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], check_abort: Any
+    ) -> Any:
+        raise StartupError(f"environment: {dict(env)}")
+
+
+def test_a_fleet_passes_its_environment_to_its_servers(tiny: Callable[..., Path]) -> None:
+    with pytest.raises(StartupError, match=r"environment: \{'NAME': 'value'\}"):
+        RolloutManager(1, model_path=str(tiny("qwen3")), launcher=_NamesEnvironment(), env={"NAME": "value"})
+
+
+def _engine_of_two_ranks(rank: int, world: int, folder: str) -> str | None:
+    os.environ[VISIBLE_DEVICES] = str(7 - rank)
+    try:
+        with VerlEngine(mesh_of(world), model_path=folder, max_total_tokens=4096, use_forkserver=False) as engine:
+            if engine.adapter is None:
+                return None
+            variables = Path(f"/proc/{engine.adapter.pids.main}/environ").read_bytes().split(b"\0")
+            return next(value.decode() for value in variables if value.startswith(VISIBLE_DEVICES.encode()))
+    finally:
+        del os.environ[VISIBLE_DEVICES]
+
+
+def test_a_server_gets_the_gpus_of_two_ranks(two_ranks: Ranks, tiny: Callable[..., Path]) -> None:
+    assert two_ranks.run(_engine_of_two_ranks, str(tiny("qwen3"))) == [f"{VISIBLE_DEVICES}=7,6", None]
