@@ -71,7 +71,7 @@ class SGLangModel:
     def begin_weight_update(self) -> None:
         self._on_all_ranks("restore")
 
-    def load(self, messages: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
+    def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
         self._on_all_ranks(messages[0])
 
     def end_weight_update(self) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    GREEDY,
+    PROMPTS,
     Ranks,
     assert_equals_reference,
     change_weights,
@@ -27,15 +29,26 @@ from test_ranks import shards_of_every_kind
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, Timeouts, VerlEngine, WeightsConfig
+from verl_server.config import AdapterConfig, PauseMode
+from verl_server.engine.servers import connect_servers
 from verl_server.errors import BadInputError, TornWeightsError, UnsupportedError, VerlServerError, WeightManifestError
+from verl_server.ranks.coordinator import RankCoordinator
+from verl_server.ranks.placement import compute_placement
 from verl_server.types import TensorSpec
 from verl_server.weights.double_buffer import reader as reader_module
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
+from verl_server.weights.double_buffer.device_memory import find_device
 from verl_server.weights.double_buffer.layout import NUM_BUCKETS, plan_double_buffer
 from verl_server.weights.double_buffer.reader import BucketReader
 from verl_server.weights.double_buffer.writer import BucketWriter
 from verl_server.weights.layout import tensor_bytes
+from verl_server.weights.read_manifest import read_manifest
 from verl_server.weights.transports import stream_class
+from verl_server.weights.update.buffer_filler import BufferRole
+from verl_server.weights.update.opening import DoubleBuffers
+from verl_server.weights.update.request import UpdateOptions
+from verl_server.weights.update.streamed import StreamedUpdater
+from verl_server.weights.update.updater import EngineRanks
 
 STAGING = 3 << 17
 """Bytes of staging memory: less than half of the tiny model in float32, more than twice its largest tensor."""
@@ -192,6 +205,22 @@ def test_waiting_ends_when_the_other_side_fails_or_misses_the_deadline() -> None
     double_buffer.close()
 
 
+def test_the_gpu_of_a_bucket_is_found_by_its_uuid() -> None:
+    """Its number differs between processes that see different GPUs."""
+    assert find_device("GPU-b", ["GPU-a", "GPU-b"]) == 1
+    with pytest.raises(UnsupportedError, match=r"on the GPU GPU-c, which this server does not see .*CUDA_VISIBLE_"):
+        find_device("GPU-c", ["GPU-a", "GPU-b"])
+
+
+def test_two_ranks_with_one_current_gpu_are_refused() -> None:
+    """Unless they see only this GPU."""
+    seen = [{"device_uuid": "GPU-a", "num_visible": 2}, {"device_uuid": "GPU-b", "num_visible": 2}]
+    stream_class("cuda_ipc").require_usable(seen)
+    stream_class("cuda_ipc").require_usable([{"device_uuid": "GPU-a", "num_visible": 1}] * 2)
+    with pytest.raises(BadInputError, match=r"ranks 0 and 2 have the same current GPU \(GPU-a\).*set_device"):
+        stream_class("cuda_ipc").require_usable([*seen, seen[0]])
+
+
 def test_gpu_buckets_without_a_gpu_are_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -257,6 +286,39 @@ def test_staging_smaller_than_the_model(server: Any, one_rank: DeviceMesh, tiny:
         part = {"model.norm.weight": weights["model.norm.weight"]}
         assert engine.update_weights_from_tensor(part.items(), verify=False).num_tensors == 1
         model.load_state_dict(part, strict=False)
+        assert_equals_reference(engine, model)
+
+
+def test_a_server_that_cannot_open_the_buckets_keeps_its_weights(
+    server: Any, one_rank: DeviceMesh, tiny: Callable[..., Path]
+) -> None:
+    """The server has no GPU, so it opens the host memory of `cuda_ipc`, but not the buckets. It says so at once."""
+    folder = str(tiny("qwen2"))
+    model = reference_model(folder)
+    with engine_on(remote_server_of(server), one_rank, folder) as engine:
+        engine.update_weights_from_tensor(model.state_dict().items())
+        old = assert_equals_reference(engine, model)
+        manifest = read_manifest({"model_path": folder, "dtype": "float32"})
+        double_buffer = DoubleBuffer.create(plan_double_buffer(manifest.tensors, None, in_host_memory=True))
+        description = {"location": double_buffer.location, "ipc_handle": "", "device_uuid": "GPU-a"}
+        servers = connect_servers([remote_server_of(server)], AdapterConfig(), weight_version=1)
+        ranks = EngineRanks(
+            RankCoordinator(0, 1, {}, 20.0), compute_placement(0, 1, 1, {}), frozenset({0}), servers, 20.0
+        )
+        buffers = DoubleBuffers("cuda_ipc", double_buffer.layout, [description], 1, 20.0)
+        role = BufferRole(double_buffer, 0, 1, True, buffer_index=0, num_buffers=1)
+        updater = StreamedUpdater(ranks, manifest, 1, buffers, role, frozenset({0}))
+        change_weights(model, seed=9)
+        options = UpdateOptions(None, True, False, PauseMode.RETRACT, True)
+        with pytest.raises(UnsupportedError, match=r"cannot open the staging memory .* needs an NVIDIA GPU"):
+            updater.update(model.state_dict().items(), None, options)
+        assert updater.find_torn() is None
+        updater.close()
+        servers.shutdown()
+        reply = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
+        assert [one["output_ids"] for one in reply] == old
+        assert {one["meta_info"]["weight_version"] for one in reply} == {1}
+        engine.update_weights_from_tensor(model.state_dict().items())
         assert_equals_reference(engine, model)
 
 

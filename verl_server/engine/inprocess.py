@@ -137,7 +137,7 @@ class InProcessBackend:
         if self._has_update_sessions:
             self._run(lambda: _require_success(self._engine.begin_weight_update()))
 
-    def load(self, messages: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
+    def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
         (message,) = messages
         tensors = message_as_named_tensors(message)
         self._run(
@@ -145,7 +145,8 @@ class InProcessBackend:
                 self._engine.update_weights_from_tensor(tensors, load_format=WEIGHT_LOADER, flush_cache=flush_cache)
             )
         )
-        self.weight_version = weight_version
+        if weight_version is not None:
+            self.weight_version = weight_version
 
     def end_weight_update(self) -> None:
         if self._has_update_sessions:

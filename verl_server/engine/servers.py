@@ -114,7 +114,7 @@ class HttpServers:
     def begin_weight_update(self) -> None:
         self._call_all(lambda adapter: adapter.begin_weight_update())
 
-    def load(self, messages: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
+    def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
         """See `UpdatableServers.load`. Raises as soon as one server fails: a transport may have to stop the others."""
         if len(self._adapters) == 1:
             load_weights(self._adapters[0], self._members[0].tp_size, messages[0], weight_version, flush_cache)
@@ -211,7 +211,7 @@ def connect_servers(servers: Sequence[RemoteServer], config: AdapterConfig, weig
 
 
 def load_weights(
-    adapter: HttpServerEngineAdapter, tp_size: int, message: Json, weight_version: int, flush_cache: bool
+    adapter: HttpServerEngineAdapter, tp_size: int, message: Json, weight_version: int | None, flush_cache: bool
 ) -> None:
     """Make every TP rank of one server call our weight loader with `message`."""
     adapter.update_weights_from_tensor(

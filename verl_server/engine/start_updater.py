@@ -22,6 +22,7 @@ from verl_server.weights.read_manifest import checkpoint_names_of, read_manifest
 from verl_server.weights.transports import is_streamed, sender_class, stream_class
 from verl_server.weights.transports.base import SenderSettings
 from verl_server.weights.update.buffer_filler import BufferRole
+from verl_server.weights.update.opening import DoubleBuffers
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.streamed import StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
@@ -153,6 +154,7 @@ def _start_streamed(
         )
     try:
         descriptions = _gather_values(coordinator, "double_buffer", description, failure)
+        stream.require_usable(descriptions)
     except BaseException:
         if buffer is not None:
             buffer.close()  # memory of a GPU is not freed automatically
@@ -161,7 +163,9 @@ def _start_streamed(
     logger.info("weights go by %s, through %.1f MB of memory", transport, num_buffers * layout.size_bytes / 1e6)
     role, writer_ranks = None, ranks.global_ranks if coordinator.size == 1 else frozenset()
     if stream.in_host_memory:
-        buffer, shared = _map_on_all_ranks(coordinator, buffer, lambda: stream.open(descriptions[0], layout))
+        buffer, shared = _map_on_all_ranks(
+            coordinator, buffer, lambda: DoubleBuffer.open(descriptions[0]["location"], layout)
+        )
         writer_ranks = ranks.global_ranks if shared else frozenset()
         index, count = (coordinator.rank, coordinator.size) if shared else (0, 1)
         if shared or is_lead_writer:
@@ -170,7 +174,9 @@ def _start_streamed(
     else:
         assert buffer is not None
         role = BufferRole(buffer, 0, 1, True, buffer_index=coordinator.rank, num_buffers=num_buffers)
-    return StreamedUpdater(ranks, manifest, weight_version, transport, layout, role, writer_ranks, descriptions)
+    num_writers = 1 if role is None else role.num_writers
+    buffers = DoubleBuffers(transport, layout, descriptions, num_writers, ranks.timeout_s)
+    return StreamedUpdater(ranks, manifest, weight_version, buffers, role, writer_ranks)
 
 
 def _gather_values(

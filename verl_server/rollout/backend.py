@@ -215,7 +215,7 @@ class ManagedBackend:
     def begin_weight_update(self) -> None:
         self._updates.begin_weight_update()
 
-    def load(self, messages: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
+    def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
         self._updates.load(messages, weight_version, flush_cache)
 
     def end_weight_update(self) -> None:

@@ -96,13 +96,14 @@ class FleetUpdates:
         with self._timed("begin"):
             self._call_members(begin)
 
-    def load(self, messages: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
+    def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
         """See `UpdatableServers.load`. Raises as soon as one server fails: a transport may have to stop the others.
 
         A replica whose server has died is left out of the next attempt.
         """
         loads: dict[Future[None], Server] = {}
-        self._fleet.begin_load()
+        if weight_version is not None:
+            self._fleet.begin_load()
         with self._timed("load"):
             for (replica, adapter), message in zip(self._servers, messages, strict=True):
                 tp_size = replica.member.tp_size

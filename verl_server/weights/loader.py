@@ -56,10 +56,14 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
     """SGLang's custom weight loader, `fn(model, named_tensors)`. Never raises."""
     from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
 
-    cache_namespace.begin_update()
     try:
         message = json.loads(named_tensors[0][0])
+        if not message.get("opens_only"):
+            cache_namespace.begin_update()
         receiver = receiver_class(message["transport"])(message, get_tensor_model_parallel_rank())
+        if message.get("opens_only"):
+            receiver.send_report(Report(message["update_id"], ok=True), [])
+            return
         receiver.send_report(*load_weights(receiver, model, message["update_id"], message["verify"]))
     except Exception:  # an exception would end the server; the trainer misses the report and refers to the log
         logger.exception("the weight loader could not receive the update or could not send its report")

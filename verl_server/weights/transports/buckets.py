@@ -8,7 +8,7 @@ completely before generation is paused.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from verl_server.types import Json
@@ -39,9 +39,14 @@ class Stream:
         return {"location": double_buffer.location}
 
     @staticmethod
-    def open(description: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
-        """Open a double buffer in another process. Raises OSError if this process cannot open it."""
-        return DoubleBuffer.open(description["location"], layout)
+    def require_usable(descriptions: Sequence[Json]) -> None:
+        """Raise BadInputError if the double buffers of all ranks cannot be used together."""
+        return
+
+    @staticmethod
+    def open_buckets(double_buffer: DoubleBuffer, description: Json) -> None:
+        """Open the buckets of a double buffer that was opened in another process, unless they are in host memory."""
+        return
 
 
 _opened: dict[str, DoubleBuffer] = {}
@@ -75,7 +80,15 @@ class Receiver(base.Receiver):
         if key not in _opened:
             while _opened:
                 _opened.popitem()[1].close()
-            _opened[key] = self.stream.open(description, layout)
+            double_buffer = DoubleBuffer.open(key, layout)
+            try:
+                self.stream.open_buckets(double_buffer, description)
+            except Exception as error:
+                report = Report(self.message["update_id"], ok=False, error=f"{type(error).__name__}: {error}"[:1500])
+                double_buffer.reports.write(self._receiver, report, [])
+                double_buffer.close()
+                raise
+            _opened[key] = double_buffer
         return _opened[key]
 
     def _require_trainer(self) -> None:

@@ -8,11 +8,12 @@ transport `buckets`. This transport has not been run on a GPU yet.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+from collections.abc import Sequence
 
+from verl_server.errors import BadInputError
 from verl_server.types import Json
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
-from verl_server.weights.double_buffer.device_memory import DeviceBucketMemory
+from verl_server.weights.double_buffer.device_memory import DeviceBucketMemory, visible_uuids
 from verl_server.weights.double_buffer.layout import DoubleBufferLayout
 from verl_server.weights.transports import buckets
 
@@ -24,20 +25,43 @@ class Stream(buckets.Stream):
 
     @staticmethod
     def create(layout: DoubleBufferLayout) -> DoubleBuffer:
-        return _with_device_buckets(DoubleBuffer.create(layout), lambda: DeviceBucketMemory.create(layout.bucket_bytes))
+        double_buffer = DoubleBuffer.create(layout)
+        try:
+            double_buffer.buckets = DeviceBucketMemory.create(layout.bucket_bytes)
+        except BaseException:
+            double_buffer.close()
+            raise
+        return double_buffer
 
     @staticmethod
     def describe(double_buffer: DoubleBuffer) -> Json:
         memory = double_buffer.buckets
         assert isinstance(memory, DeviceBucketMemory)
-        return {**buckets.Stream.describe(double_buffer), "ipc_handle": base64.b64encode(memory.handle()).decode()}
+        return {
+            **buckets.Stream.describe(double_buffer),
+            "ipc_handle": base64.b64encode(memory.handle()).decode(),
+            "device_uuid": memory.device_uuid,
+            "num_visible": len(visible_uuids()),
+        }
 
     @staticmethod
-    def open(description: Json, layout: DoubleBufferLayout) -> DoubleBuffer:
+    def require_usable(descriptions: Sequence[Json]) -> None:
+        """Raise BadInputError if two ranks that see several GPUs have their buckets on the same GPU."""
+        ranks: dict[str, int] = {}
+        for rank, description in enumerate(descriptions):
+            first = ranks.setdefault(description["device_uuid"], rank)
+            if first != rank and description["num_visible"] > 1:
+                raise BadInputError(
+                    f"trainer ranks {first} and {rank} have the same current GPU ({description['device_uuid']}), "
+                    f"although rank {rank} sees {description['num_visible']} GPUs. The transport 'cuda_ipc' stages the "
+                    "weights on the current GPU of each rank: call torch.cuda.set_device(local_rank) before VerlEngine"
+                )
+
+    @staticmethod
+    def open_buckets(double_buffer: DoubleBuffer, description: Json) -> None:
         handle = base64.b64decode(description["ipc_handle"])
-        return _with_device_buckets(
-            DoubleBuffer.open(description["location"], layout),
-            lambda: DeviceBucketMemory.open(handle, layout.bucket_bytes),
+        double_buffer.buckets = DeviceBucketMemory.open(
+            handle, description["device_uuid"], double_buffer.layout.bucket_bytes
         )
 
 
@@ -45,13 +69,3 @@ class Receiver(buckets.Receiver):
     """Reads the tensors from a double buffer in GPU memory."""
 
     stream = Stream
-
-
-def _with_device_buckets(double_buffer: DoubleBuffer, make_buckets: Callable[[], DeviceBucketMemory]) -> DoubleBuffer:
-    """The double buffer with buckets on a GPU. It is closed if they cannot be made."""
-    try:
-        double_buffer.buckets = make_buckets()
-    except BaseException:
-        double_buffer.close()
-        raise
-    return double_buffer

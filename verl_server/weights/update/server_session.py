@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -70,24 +70,40 @@ class ServerSession:
                 "use fewer servers"
             )
 
-    def pause_and_begin(self, weights_are_torn: bool) -> None:
-        """Pause generation and open the session. On an error, generation continues unless the weights were torn."""
+    def pause_and_begin(self, weights_are_torn: bool, prepare: Callable[[], None]) -> None:
+        """Pause generation, open the session and call `prepare`, which must not change the weights.
+
+        On an error, generation continues unless the weights were torn.
+        """
         self.pause_started = time.monotonic()
         try:
             self._servers.pause(self._validated.pause_mode)
             begin_on_all(self._servers)
+            try:
+                prepare()
+            except VerlServerError:
+                with suppress(VerlServerError):
+                    self._servers.end_weight_update()
+                raise
         except VerlServerError:
             if not weights_are_torn:
                 with suppress(VerlServerError):
                     self._servers.resume()
             raise
 
+    def call_loaders(self, message: Json) -> None:
+        """Call the loaders of all servers with a message that changes no weights, and wait for them."""
+        self._servers.load(self._messages(message), None, flush_cache=False)
+
     def start_loading(self, message: Json) -> None:
         """Start the loaders of all servers in a background thread. `message`: the message that all loaders get."""
-        tp_sizes = [member.tp_size for member in self.members]
-        messages = [{**message, "first_receiver": sum(tp_sizes[:index])} for index in range(len(tp_sizes))]
         self._open_session = ExitStack()
-        self._loading = self._open_session.enter_context(load_then_end(self._servers, messages, self._validated))
+        loading = load_then_end(self._servers, self._messages(message), self._validated)
+        self._loading = self._open_session.enter_context(loading)
+
+    def _messages(self, message: Json) -> list[Json]:
+        tp_sizes = [member.tp_size for member in self.members]
+        return [{**message, "first_receiver": sum(tp_sizes[:index])} for index in range(len(tp_sizes))]
 
     def require_loading(self) -> None:
         """Raise VerlServerError if the servers are not loading any more."""

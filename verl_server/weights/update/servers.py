@@ -36,12 +36,12 @@ class UpdatableServers(Protocol):
     def begin_weight_update(self) -> None:
         """Open a weight update session on every member."""
 
-    def load(self, messages: Sequence[Json], weight_version: int, flush_cache: bool) -> None:
+    def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
         """Make every TP rank of every member call the weight loader (`verl_server.weights.loader.load`).
 
         `messages` holds the loader's JSON message for each member, in the order of `members`. The method returns when
-        all loaders have returned. Requests that start afterwards carry `weight_version`. `flush_cache` removes the
-        prefix cache, which was computed with the old weights.
+        all loaders have returned. Requests that start afterwards carry `weight_version`; None: the messages change no
+        weights. `flush_cache` removes the prefix cache, which was computed with the old weights.
         """
 
     def end_weight_update(self) -> None:

@@ -1,6 +1,7 @@
 """Updates through double buffers: the servers load the first tensors while the ranks write the next ones.
 
-    open      all ranks agree; rank 0 pauses the servers, begins the session and starts the loaders
+    open      all ranks agree; rank 0 pauses the servers and begins the session; TP ranks that have not done it yet
+              open the double buffers; rank 0 starts the loaders
     fill      every rank writes its part of the tensors into the buckets
     end       rank 0 waits until the servers have loaded, and ends the session
     verify    the leader of each double buffer checks the reports of its TP ranks
@@ -16,17 +17,17 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
 from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError, from_wire, to_wire
-from verl_server.types import Json, WeightUpdateResult
-from verl_server.weights.double_buffer.layout import NUM_BUCKETS, DoubleBufferLayout
+from verl_server.types import Json, ServerInfo, WeightUpdateResult
+from verl_server.weights.double_buffer.layout import NUM_BUCKETS
 from verl_server.weights.layout import tensor_bytes
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.buffer_filler import BufferFiller, BufferRole
 from verl_server.weights.update.contributions import contribution_of, require_same_names, require_tensors
+from verl_server.weights.update.opening import DoubleBuffers
 from verl_server.weights.update.request import (
     UpdateOptions,
     ValidatedUpdate,
@@ -49,8 +50,7 @@ class StreamedUpdater(WeightUpdater):
     """The weight updater for transports that take tensors as they come.
 
     `role`: this rank's role at a double buffer, or None for a rank that only takes part in gathering. `writer_ranks`:
-    global ranks that write the same double buffer as this rank. `descriptions`: what servers need to open each of the
-    double buffers.
+    global ranks that write the same double buffer as this rank. `buffers`: the double buffers of all ranks.
     """
 
     def __init__(
@@ -58,16 +58,15 @@ class StreamedUpdater(WeightUpdater):
         ranks: EngineRanks,
         manifest: Manifest,
         weight_version: int,
-        transport: str,
-        layout: DoubleBufferLayout,
+        buffers: DoubleBuffers,
         role: BufferRole | None,
         writer_ranks: frozenset[int],
-        descriptions: Sequence[Json],
     ) -> None:
         super().__init__(ranks, manifest, weight_version)
-        self._transport, self._layout, self._role, self._writer_ranks = transport, layout, role, writer_ranks
-        self._descriptions = descriptions
-        self._own_buffer_ranks = range(len(descriptions) if len(descriptions) > 1 else 0)
+        self._buffers, self._role, self._writer_ranks = buffers, role, writer_ranks
+        self._own_buffer_ranks = range(len(buffers.descriptions) if len(buffers.descriptions) > 1 else 0)
+        self._opened_members: Sequence[ServerInfo] = ()
+        """The servers whose TP ranks have opened the double buffers, on rank 0."""
         self._update_number = 0
         """Number of the last update through the double buffers. Equal on all ranks."""
         self._filler: BufferFiller | None = None
@@ -75,7 +74,9 @@ class StreamedUpdater(WeightUpdater):
         """The servers' session during an update, on rank 0."""
 
     def staging_tensors(self) -> dict[str, torch.Tensor]:
-        raise UnsupportedError(f"with the transport {self._transport!r} there is no memory that holds the whole model")
+        raise UnsupportedError(
+            f"with the transport {self._buffers.transport!r} there is no memory that holds the whole model"
+        )
 
     def close(self) -> None:
         if self._role is not None:
@@ -227,26 +228,21 @@ class StreamedUpdater(WeightUpdater):
             self.require_loadable(names)
         assert self.ranks.servers is not None
         session = ServerSession(self.ranks.servers, validated)
-        session.pause_and_begin(weights_are_torn=self.find_torn() is not None)
         opened = OpenedUpdate(
             validated, uuid.uuid4().hex, self._update_number + 1, session.members, opened_at=time.monotonic()
         )
-        self._session = session
-        session.start_loading(self._loader_message(opened))
-        return opened.to_message()
 
-    def _loader_message(self, opened: OpenedUpdate) -> Json:
-        """The message for the loaders of all servers."""
-        return {
-            "transport": self._transport,
-            "update_id": opened.update_id,
-            "verify": opened.validated.verify,
-            "update_number": opened.update_number,
-            "double_buffers": list(self._descriptions),
-            "layout": asdict(self._layout),
-            "num_writers": 1 if self._role is None else self._role.num_writers,
-            "timeout_s": self.ranks.timeout_s,
-        }
+        def open_buffers() -> None:
+            """Open the double buffers on servers that have not done it yet: an error here does not tear weights."""
+            if session.members != self._opened_members:
+                session.call_loaders(self._buffers.opening_message(opened))
+                self._buffers.require_opened(opened)
+                self._opened_members = session.members
+
+        session.pause_and_begin(self.find_torn() is not None, open_buffers)
+        self._session = session
+        session.start_loading(self._buffers.loader_message(opened))
+        return opened.to_message()
 
     def _end(self, contributions: list[Json], validated: ValidatedUpdate) -> Json:
         """Wait until the servers have loaded, and end their session. Returns the outcome if that failed."""
@@ -287,8 +283,8 @@ class StreamedUpdater(WeightUpdater):
             num_tensors=len(names),
             num_bytes=sum(tensor_bytes(specs[name]) for name in names),
             num_missing=self.manifest.num_missing(names),
-            transport=self._transport,
-            staging_bytes=len(self._descriptions) * NUM_BUCKETS * self._layout.bucket_bytes,
+            transport=self._buffers.transport,
+            staging_bytes=len(self._buffers.descriptions) * NUM_BUCKETS * self._buffers.layout.bucket_bytes,
             sent_bytes=0,
             load_s=time.monotonic() - self._session.pause_started,
         )
