@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 UV_VERSION := 0.13.8
 
-.PHONY: setup demo test test-quick check format docs doctor bench clean
+.PHONY: setup demo test test-quick check format docs doctor bench gpu-proof clean
 
 setup: $(READY)
 
@@ -54,6 +54,12 @@ bench: setup
 	$(BIN)/python benchmarks/bench_router.py
 	$(BIN)/python benchmarks/bench_chaos.py
 	$(BIN)/python benchmarks/bench_agent_loop.py
+
+# What only a GPU can prove, in under nine minutes. Uses .venv if it is there, or PYTHON if it is given, with packages on
+# PYTHONPATH. Results: benchmarks/results/gpu-<device>/. Exit codes of the program: benchmarks/gpu_proof/__main__.py.
+PROOF_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
+gpu-proof:
+	PYTHONPATH="$(CURDIR):$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" $(PROOF_PYTHON) -m gpu_proof $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

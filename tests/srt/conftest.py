@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fleet_helpers import RECOVERY, RESTART_S, ROUTER, healthy, states
+from gpu_proof.settings import device
 from helpers import (
     Ranks,
     adapter_of,
@@ -69,7 +70,23 @@ LONG_FILES = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_report_header() -> str | None:
+    if torch.cuda.is_available():
+        return None
+    return "tests with the marker gpu are deselected: torch finds no NVIDIA GPU here. `make gpu-proof` runs them on one"
+
+
+def _can_run(item: pytest.Item) -> bool:
+    """Whether this machine can run a test: tests with the marker `gpu` need a GPU, or a rehearsal (`gpu_proof`)."""
+    marker = item.get_closest_marker("gpu")
+    is_rehearsed = device() == "cpu" and marker is not None and marker.kwargs.get("rehearsable", False)
+    return marker is None or is_rehearsed or torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if without_gpu := [item for item in items if not _can_run(item)]:
+        config.hook.pytest_deselected(items=without_gpu)
+        items[:] = [item for item in items if _can_run(item)]
     places = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
