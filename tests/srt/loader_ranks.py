@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from model_families import make_family_model, save_family_model
 from safetensors.torch import load_file, save_file
 
 from verl_server.config import PauseMode
+from verl_server.errors import VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import Json, ServerInfo
@@ -76,6 +77,9 @@ class SGLangModel:
 
     def end_weight_update(self) -> None:
         self._on_all_ranks("postprocess")
+
+    def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
+        return False
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         self._on_all_ranks(None)

@@ -16,7 +16,7 @@ from verl_server.adapter.lora_config import lora_paths_by_name, plain_lora_confi
 from verl_server.adapter.sglang.server_arguments import validate_server_args
 from verl_server.engine.lora import LoraAdapters
 from verl_server.errors import BadInputError
-from verl_server.rollout.backend import FleetLoras
+from verl_server.rollout.loras import FleetLoras
 from verl_server.types import TensorSpec
 from verl_server.weights.lora import check_lora_adapter
 from verl_server.weights.manifest import Manifest

@@ -196,8 +196,8 @@ def test_replicas_are_opened_together() -> None:
     servers: list[Any] = [RecordingServer() for _ in range(4)]
     for server in servers:
         fleet.add_server(fleet.create_replica(), server)
-    recovery: Any = None
-    updates = FleetUpdates(fleet, recovery, RoutingTargets([target]), 1.0)
+    unused: Any = None
+    updates = FleetUpdates(fleet, unused, unused, RoutingTargets([target]), 1.0)
     assert len(updates.members) == 4
     target.reports.clear()
     fleet.set_admission_paused(True)

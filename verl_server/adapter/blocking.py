@@ -101,6 +101,9 @@ class HttpServerEngineAdapter:
     weights_checker = _blocking(AsyncHttpServerEngineAdapter.weights_checker)
     release_memory_occupation = _blocking(AsyncHttpServerEngineAdapter.release_memory_occupation)
     resume_memory_occupation = _blocking(AsyncHttpServerEngineAdapter.resume_memory_occupation)
+    prepare_release = _blocking(AsyncHttpServerEngineAdapter.prepare_release)
+    cancel_release = _blocking(AsyncHttpServerEngineAdapter.cancel_release)
+    update_released_memory = _blocking(AsyncHttpServerEngineAdapter.update_released_memory)
     get_model_info = _blocking(AsyncHttpServerEngineAdapter.get_model_info)
     get_server_info = _blocking(AsyncHttpServerEngineAdapter.get_server_info)
     get_loads = _blocking(AsyncHttpServerEngineAdapter.get_loads)
@@ -175,7 +178,7 @@ class HttpServerEngineAdapter:
 
     @property
     def released_memory(self) -> frozenset[str]:
-        """Memory tags that this adapter has released."""
+        """Memory tags that are released, as of this adapter's last call that released or resumed memory."""
         return self.asynchronous.released_memory
 
     def shutdown(self) -> None:

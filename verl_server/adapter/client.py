@@ -144,7 +144,7 @@ class AsyncHttpServerEngineAdapter:
 
     @property
     def released_memory(self) -> frozenset[str]:
-        """Memory tags that this adapter has released."""
+        """Memory tags that are released, as of this adapter's last call that released or resumed memory."""
         return self.connection.released_memory
 
     @property
@@ -182,6 +182,9 @@ class AsyncHttpServerEngineAdapter:
 
     release_memory_occupation = memory_occupation.release_memory_occupation
     resume_memory_occupation = memory_occupation.resume_memory_occupation
+    prepare_release = memory_occupation.prepare_release
+    cancel_release = memory_occupation.cancel_release
+    update_released_memory = memory_occupation.update_released_memory
 
     begin_weight_update = weight_updates.begin_weight_update
     end_weight_update = weight_updates.end_weight_update

@@ -11,7 +11,7 @@ from verl_server.adapter.model_files import read_model_config
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.capabilities import Capabilities, probe_capabilities, probe_request_fields
 from verl_server.adapter.sglang.endpoints import Endpoint
-from verl_server.adapter.sglang.replies import prompt_limits, remove_keys, require_success
+from verl_server.adapter.sglang.replies import prompt_limits, released_memory, remove_keys, require_success
 from verl_server.adapter.sglang.request_fields import require_known_fields, unlisted_fields
 from verl_server.adapter.sglang.requests import PromptLimits
 from verl_server.errors import NotReadyError
@@ -63,7 +63,9 @@ class ServerConnection:
         self.paused = False
         """Whether this adapter has paused generation."""
         self.released_memory: frozenset[str] = frozenset()
-        """Memory tags that this adapter has released."""
+        """Memory tags that are released, as of the last call that released or resumed memory or asked for it."""
+        self.is_held = False
+        """Whether generation is paused for a release of memory that has not happened yet."""
         self.weights_undefined = False
         """Whether this adapter has released the weights, and they were not all loaded since."""
         self.requests_in_flight = 0
@@ -101,6 +103,15 @@ class ServerConnection:
     async def get_resolved_args(self) -> Json:
         """The server's arguments with the values that SGLang has chosen (`/server_info`). They are requested once."""
         return await self._resolved_args.get()
+
+    async def update_released_memory(self) -> None:
+        """Ask the server which memory is released. Another client may have released or resumed it.
+
+        A server that does not tell (it runs without the SGLang plugin of this package) leaves what this adapter knows.
+        """
+        released = released_memory(await self.get_server_info())
+        if released is not None:
+            self.released_memory = released
 
     async def get_tp_size(self) -> int:
         return int((await self.get_server_args()).get("tp_size") or 1)

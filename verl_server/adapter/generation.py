@@ -55,7 +55,7 @@ async def generate(
         "custom_logit_processor": custom_logit_processor,
     }
     connection = adapter.connection
-    _require_memory(connection)
+    await _require_memory(connection)
     await connection.require_known_fields(fields)
     body = generate_payload(
         await connection.get_limits(),
@@ -90,7 +90,7 @@ async def generate_stream(
     aborts the request on the server. Raises the errors of `generate`.
     """
     connection = adapter.connection
-    _require_memory(connection)
+    await _require_memory(connection)
     await connection.require_known_fields(fields)
     body = generate_payload(
         await connection.get_limits(),
@@ -112,7 +112,10 @@ async def generate_stream(
         connection.requests_in_flight -= 1
 
 
-def _require_memory(connection: ServerConnection) -> None:
+async def _require_memory(connection: ServerConnection) -> None:
+    """Raise NotReadyError while memory is released. The server is asked only if this adapter knows of a release."""
+    if connection.released_memory:
+        await connection.update_released_memory()
     if connection.released_memory:
         raise NotReadyError(
             f"the server at {connection.base_url} has released {sorted(connection.released_memory)}: "
@@ -133,10 +136,17 @@ async def pause_generation(adapter: AsyncHttpServerEngineAdapter, mode: str = Pa
 
 
 async def continue_generation(adapter: AsyncHttpServerEngineAdapter) -> None:
-    """Continue after `pause_generation`. Raises NotReadyError while memory is released."""
-    _require_memory(adapter.connection)
-    await adapter.connection.call(endpoints.CONTINUE, {})
-    adapter.connection.paused = False
+    """Continue after `pause_generation`. Raises NotReadyError while memory is released, by whichever client.
+
+    If another client has released memory since this adapter's pause, requests wait in the server until the memory is
+    resumed.
+    """
+    connection = adapter.connection
+    if not connection.paused:
+        await connection.update_released_memory()
+    await _require_memory(connection)
+    await connection.call(endpoints.CONTINUE, {})
+    connection.paused = False
 
 
 async def flush_cache(adapter: AsyncHttpServerEngineAdapter) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 async def release_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags: Sequence[str] | None = None) -> None:
-    """Release memory of the server until `resume_memory_occupation`.
+    """Release memory of the server until `resume_memory_occupation`, which any client of the server can call.
 
     `tags` are values of `MemoryTag`; None releases all. Generation is paused first, so requests that other clients send
     meanwhile wait in the server. Released weights are undefined after the resume: they must be sent again.
@@ -28,12 +28,11 @@ async def release_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags:
     for tags that are released already, and for a server on an accelerator without `enable_memory_saver`.
     """
     connection = adapter.connection
+    await connection.update_released_memory()
     requested = tags_to_release(tags, connection.released_memory)
     server_args = await connection.get_resolved_args()
     require_memory_saver(server_args)
-    if not connection.released_memory:
-        await _require_idle(connection)
-        await connection.call(endpoints.PAUSE, pause_payload(PauseMode.RETRACT))
+    await prepare_release(adapter)
     before, undefined_before = connection.released_memory, connection.weights_undefined
     connection.released_memory = before.union(requested)
     connection.weights_undefined = undefined_before or loses_weights(requested, server_args)
@@ -42,19 +41,48 @@ async def release_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags:
     except (ServerError, BadInputError) as error:
         if "status" in error.details:  # The server answered and released nothing: restore the state before the call.
             connection.released_memory, connection.weights_undefined = before, undefined_before
-            if not before and not connection.paused:
-                await connection.call(endpoints.CONTINUE, {})
+            await cancel_release(adapter)
         raise
+    connection.is_held = False
+
+
+async def update_released_memory(adapter: AsyncHttpServerEngineAdapter) -> None:
+    """Ask the server which memory is released. Another client may have released or resumed it."""
+    await adapter.connection.update_released_memory()
+
+
+async def prepare_release(adapter: AsyncHttpServerEngineAdapter) -> None:
+    """Pause generation for a release of memory: requests that arrive from now on wait in the server.
+
+    Raises ServerBusyError while requests run; nothing is paused then. Does nothing while memory is released.
+    """
+    connection = adapter.connection
+    if connection.released_memory or connection.is_held:
+        return
+    await _require_idle(connection)
+    await connection.call(endpoints.PAUSE, pause_payload(PauseMode.RETRACT))
+    connection.is_held = True
+
+
+async def cancel_release(adapter: AsyncHttpServerEngineAdapter) -> None:
+    """Undo `prepare_release`, unless memory was released since or `pause_generation` was called before."""
+    connection = adapter.connection
+    if connection.is_held and not connection.released_memory and not connection.paused:
+        await connection.call(endpoints.CONTINUE, {})
+    connection.is_held = False
 
 
 async def resume_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags: Sequence[str] | None = None) -> None:
-    """Take released memory back. `tags` of None resumes all memory that is released.
+    """Take released memory back. `tags` of None resumes all memory that is released, by whichever client.
 
-    When nothing is released any more, the prefix cache is flushed and generation continues, unless it was paused by
-    `pause_generation`. Raises BadInputError for tags that are not released.
+    When nothing is released any more, the prefix cache is flushed and generation continues, unless this adapter has
+    paused it with `pause_generation`. Raises BadInputError for tags that are not released.
     """
     connection = adapter.connection
+    await connection.update_released_memory()
     requested = tags_to_resume(tags, connection.released_memory)
+    if loses_weights(requested, await connection.get_resolved_args()):
+        connection.weights_undefined = True
     await connection.call(endpoints.RESUME_MEMORY, {"tags": requested})
     connection.released_memory = connection.released_memory.difference(requested)
     if not connection.released_memory:

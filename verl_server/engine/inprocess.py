@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -151,6 +151,10 @@ class InProcessBackend:
     def end_weight_update(self) -> None:
         if self._has_update_sessions:
             self._run(lambda: _require_success(self._engine.end_weight_update()))
+
+    def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
+        """False: there is no other engine."""
+        return False
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         """Record that released weights are defined again. The engine is not replaced, so nothing is replayed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 from urllib.parse import urlsplit
@@ -129,6 +129,10 @@ class HttpServers:
     def end_weight_update(self) -> None:
         self._call_all(lambda adapter: adapter.end_weight_update())
 
+    def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
+        """False: the servers belong to others."""
+        return False
+
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         """Record that released weights are defined again. The servers are not replaced, so nothing is replayed."""
         if whole:
@@ -144,11 +148,13 @@ class HttpServers:
         self._call_all(lambda adapter: adapter.unload_lora_adapter(name))
 
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
+        self._call_all(lambda adapter: adapter.update_released_memory())
         requested = tags_to_release(tags, self.released_memory)
         self._call_all(lambda adapter: adapter.release_memory_occupation(requested))
 
     def resume_memory_occupation(self, tags: Sequence[str] | None) -> None:
         """Resume those of the tags that each server has released: a release may have failed on some servers."""
+        self._call_all(lambda adapter: adapter.update_released_memory())
         requested = frozenset(tags_to_resume(tags, self.released_memory))
 
         def resume(adapter: HttpServerEngineAdapter) -> None:

@@ -3,7 +3,8 @@
 SGLang calls two entry points in its launcher, scheduler and detokenizer processes. `activate` (entry point group
 `sglang.srt.platforms`) names the platform class. `register_hooks` (group `sglang.srt.plugins`) registers functions for
 behaviour that the platform interface does not cover. On a machine with an accelerator `activate` does nothing, and only
-the hooks of the prefix cache are registered. Importing this package imports neither torch nor sglang.
+the hooks of the prefix cache and of the released memory are registered. Importing this package imports neither torch
+nor sglang.
 """
 
 from __future__ import annotations

@@ -15,12 +15,13 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from verl_server.platforms import cache_namespace
+from verl_server.platforms import cache_namespace, http_hooks
 
 logger = logging.getLogger(__name__)
 
 _MANAGERS = "sglang.srt.managers"
 _UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_INTERNAL_STATE = f"{_MANAGERS}.scheduler_components.internal_state.SchedulerInternalStateController"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _HTTP_SIDE = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
@@ -39,12 +40,17 @@ def register(*, on_cpu: bool) -> None:
     if in_launcher or in_scheduler:  # the launcher may fork its workers
         for target, hook in cache_namespace.hooks().items():
             _add(target, hook, HookType.BEFORE)
+        _add(f"{_INTERNAL_STATE}.get_internal_state", http_hooks.add_released_memory, HookType.AFTER)
         if on_cpu:
             _register_scheduler()
+        else:
+            from verl_server.platforms import memory_hooks
+
+            _add(f"{_SCHEDULER}.get_next_batch_to_run", memory_hooks.hold_requests, HookType.AROUND)
 
 
 def _register_launcher() -> None:
-    from verl_server.platforms import http_hooks, workers
+    from verl_server.platforms import workers
 
     _add(f"{_HTTP_SIDE}.release_memory_occupation", http_hooks.release, HookType.REPLACE)
     _add(f"{_HTTP_SIDE}.resume_memory_occupation", http_hooks.resume, HookType.REPLACE)

@@ -1,12 +1,17 @@
-"""HTTP side of memory release and resume: a scheduler's refusal becomes an HTTP error instead of status 200.
+"""HTTP side of memory release and resume: a scheduler's refusal becomes an HTTP error, and the state is reported.
 
-SGLang's own functions wait for the replies of all schedulers and ignore them.
+SGLang's own functions wait for the replies of all schedulers and ignore them. It does not report which memory is
+released: several clients may release and resume the memory of one server, so that none of them knows it from its own
+calls. Importing this module imports neither torch nor sglang.
 """
 
 from __future__ import annotations
 
 from http import HTTPStatus
 from typing import Any
+
+RELEASED_MEMORY = "verl_server_released_memory"
+"""Key of the released memory tags, in each element of `internal_states` in a reply to `/server_info`."""
 
 
 class MemoryOccupationRefused(RuntimeError):
@@ -25,6 +30,13 @@ async def resume(manager: Any, obj: Any, request: Any = None) -> None:
     """Replacement of `TokenizerControlMixin.resume_memory_occupation` that raises a scheduler's refusal."""
     manager.auto_create_handle_loop()
     _raise_refusal(await manager.resume_memory_occupation_communicator(obj))
+
+
+def add_released_memory(reply: Any, controller: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Hook after `SchedulerInternalStateController.get_internal_state`, on every platform: the state that
+    `/server_info` returns names the memory tags that are released.
+    """
+    reply.internal_state[RELEASED_MEMORY] = sorted(controller.scheduler.weight_updater.offload_tags)
 
 
 def _raise_refusal(replies: list[Any]) -> None:

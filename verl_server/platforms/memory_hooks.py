@@ -15,7 +15,7 @@ SGLang's replies have no success field. A refusal is sent in `rid`, which these 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -68,6 +68,7 @@ def release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     refusal = _unknown_tags_refusal(tags) or (_release_refusal(manager, to_release) if to_release else None)
     if refusal is not None:
         return Output(rid=refusal)
+    manager.offload_tags |= tags & {CUDA_GRAPH}  # as SGLang does on a GPU
     if not to_release:
         return Output()
     request.tags = sorted(to_release)
@@ -90,6 +91,7 @@ def resume(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     refusal = _unknown_tags_refusal(tags)
     if refusal is not None:
         return Output(rid=refusal)
+    manager.offload_tags -= tags & {CUDA_GRAPH}
     to_resume = tags & occupation.released
     if not to_resume:
         return Output()
@@ -146,18 +148,33 @@ def refuse_without_memory(original: Callable[..., Any], scheduler: Any, request:
     return None
 
 
-def hold_queued_requests(
-    original: Callable[..., Any], scheduler: Any, running_batch: Any, last_batch: Any, **options: Any
-) -> Any:
+def hold_queued_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Make `Scheduler.get_next_batch_to_run` return no batch while memory is released or weights are empty.
 
     Queued requests wait then; SGLang itself would compute them from empty memory.
     """
-    if occupation.refusal is None:
-        return original(scheduler, running_batch=running_batch, last_batch=last_batch, **options)
-    from sglang.srt.managers.schedule_batch import NextBatchPlan
+    return original(scheduler, *args, **kwargs) if occupation.refusal is None else without_batch(kwargs)
 
-    return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+
+def hold_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook around `Scheduler.get_next_batch_to_run`: run no batch while memory is released, whoever released it.
+
+    Requests wait then. SGLang itself would compute them from released memory when a client continues generation.
+    `hold_queued_requests` does the same, and more, on a CPU. With DP attention the ranks must call SGLang's function
+    together, also while they have nothing to run.
+    """
+    if scheduler.weight_updater.offload_tags and not scheduler.server_args.enable_dp_attention:
+        return without_batch(kwargs)
+    return original(scheduler, *args, **kwargs)
+
+
+def without_batch(arguments: Mapping[str, Any]) -> Any:
+    """The result of `Scheduler.get_next_batch_to_run` with these keyword arguments when there is nothing to run."""
+    try:
+        from sglang.srt.managers.schedule_batch import NextBatchPlan
+    except ImportError:  # earlier versions of SGLang
+        return None
+    return NextBatchPlan(batch_to_run=None, running_batch=arguments["running_batch"])
 
 
 def _release_refusal(manager: Any, tags: set[str]) -> str | None:

@@ -4,67 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.event_loop_thread import EventLoopThread
-from verl_server.adapter.lora_config import lora_paths_by_name
 from verl_server.adapter.memory_tags import undefined_weights_reason
 from verl_server.config import PauseMode, RolloutMode
 from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
+from verl_server.rollout.calls import FleetCalls
 from verl_server.rollout.fleet import Fleet
 from verl_server.rollout.launchers.base import Launcher
+from verl_server.rollout.loras import FleetLoras
 from verl_server.rollout.memory import FleetMemory
 from verl_server.rollout.modes import capabilities_of
-from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.rollout.updates import FleetUpdates
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.update.servers import ReplayFn
 
 R = TypeVar("R")
-
-
-class FleetLoras:
-    """The LoRA adapters of a fleet. A server that is started later gets the adapters of the others."""
-
-    def __init__(self, lora_paths: Any) -> None:
-        """`lora_paths`: SGLang's server argument with the LoRA adapters that each server loads when it starts."""
-        self._loaded_at_start = set(lora_paths_by_name(lora_paths))
-        self._removed: set[str] = set()
-        """Those of them that were removed or replaced."""
-        self._adapters: dict[str, tuple[dict[str, Any], Json]] = {}
-        """Tensors and config of each adapter that all servers have."""
-        self._lock = threading.RLock()
-
-    def load(self, call_all: CallAll, name: str, tensors: Mapping[str, Any], config: Json) -> None:
-        """Load an adapter into all servers. It replaces an adapter of that name, for example of an earlier engine."""
-        with self._lock:
-            if name in self._adapters or name in self._loaded_at_start - self._removed:
-                self.unload(call_all, name)
-            call_all(lambda adapter: adapter.load_lora_adapter(name, tensors, config))
-            self._adapters[name] = dict(tensors), config
-
-    def unload(self, call_all: CallAll, name: str) -> None:
-        with self._lock:
-            self._adapters.pop(name, None)
-            self._removed |= {name} & self._loaded_at_start
-            call_all(lambda adapter: adapter.unload_lora_adapter(name))
-
-    def prepare_server(self, adapter: HttpServerEngineAdapter, begin: Callable[[], None]) -> None:
-        """Give a new server the adapters of the others, then call `begin`, before another adapter can be loaded."""
-        with self._lock:
-            for name in sorted(self._removed):
-                adapter.unload_lora_adapter(name)
-            for name, (tensors, config) in self._adapters.items():
-                adapter.load_lora_adapter(name, tensors, config)
-            begin()
-
-
-CallAll = Callable[[Callable[[HttpServerEngineAdapter], object]], None]
-"""Calls a function for every running server of a fleet."""
 
 
 class ManagedBackend:
@@ -76,22 +37,22 @@ class ManagedBackend:
     def __init__(
         self,
         fleet: Fleet,
-        recovery: RecoveryLoop,
         updates: FleetUpdates,
         memory: FleetMemory,
+        calls: FleetCalls,
         loras: FleetLoras,
         dispatcher: Dispatcher,
         loop: EventLoopThread,
         launcher: Launcher,
         mode: RolloutMode,
     ) -> None:
-        self._fleet, self._recovery, self._updates, self._memory, self._loras = fleet, recovery, updates, memory, loras
+        self._fleet, self._updates, self._memory, self._calls, self._loras = fleet, updates, memory, calls, loras
         self._dispatcher, self._loop, self._launcher, self._mode = dispatcher, loop, launcher, mode
         self._lock = threading.Lock()
         self._is_attached = False
         self._failure: VerlServerError | None = None
         """Error of all calls of the attached engine, after `fail`."""
-        self._calls: set[concurrent.futures.Future[Any]] = set()
+        self._generations: set[concurrent.futures.Future[Any]] = set()
         """Generation calls in flight."""
 
     # -- attachment -----------------------------------------------------------------------------------
@@ -108,7 +69,7 @@ class ManagedBackend:
         """Make the generation calls of the attached engine raise `error`. The servers are not affected."""
         with self._lock:
             self._failure = self._failure or error
-            calls = list(self._calls)
+            calls = list(self._generations)
         for call in calls:
             call.cancel()
 
@@ -154,33 +115,46 @@ class ManagedBackend:
 
     def generate(self, **request: Any) -> Any:
         """Generate through the router of this process. Prompts of a batch are distributed over the replicas."""
-        return self._run(self.route(request))
+        with self._call(self.route(request)) as call:
+            try:
+                return call.result()
+            except concurrent.futures.CancelledError:
+                raise self._cancelled_error() from None
 
     def route(self, request: Json) -> Coroutine[Any, Any, Any]:
         """The coroutine of `generate`, for the event loop of the router."""
         return self._dispatcher.generate_request(request)
 
-    def _run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """Run in the router's event loop. `fail` cancels the call, which then raises the failure."""
+    @contextlib.contextmanager
+    def _call(self, coroutine: Coroutine[Any, Any, R]) -> Iterator[concurrent.futures.Future[R]]:
+        """A call that runs in the router's event loop. An interrupt of the caller also ends the generation."""
         with self._lock:
             if self._failure is not None:
                 coroutine.close()
                 raise self._failure
             call = self._loop.submit(coroutine)
-            self._calls.add(call)
+            self._generations.add(call)
         try:
-            return call.result()
-        except concurrent.futures.CancelledError:
-            raise self._failure or ShutDownError("the fleet was shut down") from None
-        except BaseException:
-            call.cancel()  # an interrupt of the caller also ends the generation
-            raise
+            yield call
         finally:
+            call.cancel()
             with self._lock:
-                self._calls.discard(call)
+                self._generations.discard(call)
+
+    def _cancelled_error(self) -> VerlServerError:
+        """The error of a call that the caller has not cancelled: `fail` did, or the end of the router."""
+        return self._failure or ShutDownError("the fleet was shut down")
 
     async def async_generate(self, **request: Any) -> Any:
-        return await asyncio.to_thread(self.generate, **request)
+        """`generate` for an event loop. The number of calls in flight has no limit, and a call can be cancelled."""
+        with self._call(self.route(request)) as call:
+            try:
+                return await asyncio.wrap_future(call)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                raise self._cancelled_error() from None
 
     def generate_stream(self, **request: Any) -> Iterator[Json]:
         """Stream from one replica. A stream is not continued on another replica."""
@@ -193,7 +167,7 @@ class ManagedBackend:
         self._call_all(lambda adapter: adapter.flush_cache())
 
     def _call_all(self, call: Callable[[HttpServerEngineAdapter], object]) -> None:
-        self._recovery.call_all(self._fleet.require_servers(), call)
+        self._calls.call_all(self._fleet.require_servers(), call)
 
     # -- weight updates, adapters and memory ----------------------------------------------------------
 
@@ -220,6 +194,9 @@ class ManagedBackend:
 
     def end_weight_update(self) -> None:
         self._updates.end_weight_update()
+
+    def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
+        return self._updates.leave_out(failed, error)
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         self._updates.published(version, whole, replay)

@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import MemoryTag
 from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError, to_wire
+from verl_server.rollout.counters import FleetCounters
 from verl_server.rollout.health import ReplicaState, unavailable_reason
 from verl_server.rollout.replica import Replica, StartPreempted
 from verl_server.router.replica_status import ReplicaStatus
@@ -29,26 +29,12 @@ Server = tuple[Replica, HttpServerEngineAdapter]
 
 LISTENER_TIMEOUT_S = 10.0
 """Seconds that a listener has for the last events when the fleet ends."""
-MAX_THREADS = 64
+MAX_THREADS = 2**20
+"""No limit: a broadcast of weights begins when all servers load, so no call may wait for the end of another one."""
+
 SERVING = frozenset({ReplicaState.HEALTHY, ReplicaState.SUSPECT})
 RUNNING = SERVING | {ReplicaState.STALE}
 """States of a replica whose server runs and takes part in weight updates."""
-
-
-@dataclass
-class FleetCounters:
-    """What a fleet has counted since its start."""
-
-    deaths: int = 0
-    """Number of servers that ended or counted as stalled."""
-    restarts: int = 0
-    """Number of servers that were started again."""
-    given_up: int = 0
-    """Number of replicas that are not started again because their servers ended too often."""
-    updates: int = 0
-    """Number of weight updates that were published."""
-    phase_s: dict[str, float] = field(default_factory=dict)
-    """Seconds spent in weight updates, by phase."""
 
 
 class Fleet:
@@ -144,20 +130,22 @@ class Fleet:
                 raise ShutDownError("the fleet was shut down")
             if self.released_memory:
                 raise StartPreempted(f"the fleet released its memory while the server of {replica.name} started")
-            replica.adapter = adapter
+            replica.adapter, replica.failed_updates = adapter, 0
+            replica.num_servers += 1
             is_current = self.weight_version == self.checkpoint_version and self.replay is None
             replica.weight_version = self.checkpoint_version
             self.change_state(replica, ReplicaState.HEALTHY if is_current else ReplicaState.STALE)
 
     def end_server(self, replica: Replica) -> None:
-        """End the process tree of the replica's server, if the replica has a server."""
-        with self.lock:
-            adapter, replica.adapter = replica.adapter, None
-        if adapter is not None:
-            try:
-                adapter.shutdown()
-            except Exception:  # the replica continues without this server, whatever the error is
-                logger.exception("the server of %s did not shut down cleanly", replica.name)
+        """End the process tree of the replica's server, if the replica has a server. Waits for an end in progress."""
+        with replica.end_lock:
+            with self.lock:
+                adapter, replica.adapter = replica.adapter, None
+            if adapter is not None:
+                try:
+                    adapter.shutdown()
+                except Exception:  # the replica continues without this server, whatever the error is
+                    logger.exception("the server of %s did not shut down cleanly", replica.name)
 
     def stop_replica(self, replica: Replica) -> None:
         """End the replica's server permanently, also a server that is starting."""

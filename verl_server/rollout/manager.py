@@ -15,11 +15,13 @@ from verl_server.adapter.sglang.server_arguments import validate_server_args
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode, RouterConfig
 from verl_server.errors import BadInputError, NotReadyError
-from verl_server.rollout.backend import FleetLoras, ManagedBackend
+from verl_server.rollout.backend import ManagedBackend
+from verl_server.rollout.calls import FleetCalls
 from verl_server.rollout.fleet import Event, Fleet
 from verl_server.rollout.health import ReplicaState
 from verl_server.rollout.launchers.base import Launcher
 from verl_server.rollout.launchers.local import LocalLauncher
+from verl_server.rollout.loras import FleetLoras
 from verl_server.rollout.memory import FleetMemory
 from verl_server.rollout.metrics import fleet_metrics
 from verl_server.rollout.modes import capabilities_of, parse_mode, server_args_for_mode
@@ -106,10 +108,11 @@ class RolloutManager:
         )
         loras = FleetLoras(args.get("lora_paths"))
         self._recovery = RecoveryLoop(fleet, targets, recovery or RecoveryConfig(), loras.prepare_server)
-        self._memory = FleetMemory(fleet, self._recovery, targets, self.mode, str(args["model_path"]))
-        updates = FleetUpdates(fleet, self._recovery, targets, config.timeouts.weights_s)
+        calls = FleetCalls(fleet, self._recovery)
+        self._memory = FleetMemory(fleet, calls, targets, self.mode, str(args["model_path"]))
+        updates = FleetUpdates(fleet, self._recovery, calls, targets, config.timeouts.weights_s)
         self._backend = ManagedBackend(
-            fleet, self._recovery, updates, self._memory, loras, self._dispatcher, self._loop, launcher, self.mode
+            fleet, updates, self._memory, calls, loras, self._dispatcher, self._loop, launcher, self.mode
         )
         try:
             if router_process:
@@ -199,6 +202,14 @@ class RolloutManager:
             raise
         self._recovery.load_published_weights(replica)
         return replica.name
+
+    def restart_failed(self) -> list[str]:
+        """Start the servers of all replicas in the state `FAILED` again, for example when the cause was corrected.
+
+        Returns the names of these replicas at once. Each of them has `RecoveryConfig.max_restarts` restarts again;
+        `status` and `on_event` tell when they serve.
+        """
+        return self._recovery.restart_failed()
 
     def remove_replica(self, name: str, drain_s: float = 60.0) -> None:
         """Remove a replica. It gets no new requests and has `drain_s` seconds to finish its running requests.

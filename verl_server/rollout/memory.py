@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume
 from verl_server.config import MemoryTag, RolloutMode
 from verl_server.errors import BadInputError, ServerBusyError, VerlServerError
-from verl_server.rollout.fleet import Fleet
+from verl_server.rollout.calls import FleetCalls
+from verl_server.rollout.fleet import RUNNING, Fleet
 from verl_server.rollout.modes import capabilities_of
-from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.router.targets import RoutingTargets
 
 
@@ -18,9 +19,9 @@ class FleetMemory:
     """The memory of a fleet. Either all replicas release a memory tag, or none."""
 
     def __init__(
-        self, fleet: Fleet, recovery: RecoveryLoop, targets: RoutingTargets, mode: RolloutMode, model_path: str
+        self, fleet: Fleet, calls: FleetCalls, targets: RoutingTargets, mode: RolloutMode, model_path: str
     ) -> None:
-        self._fleet, self._recovery, self._targets = fleet, recovery, targets
+        self._fleet, self._calls, self._targets = fleet, calls, targets
         self._mode, self._model_path = mode, model_path
 
     def release(self, tags: Sequence[str] | None) -> None:
@@ -54,18 +55,26 @@ class FleetMemory:
             fleet.set_admission_paused(False)
 
     def _release_all(self, requested: frozenset[str]) -> None:
+        """Pause all servers if none has requests, also requests that the routers do not know; then release."""
         for replica in self._fleet.replicas:
             if replica.adapter is None:
                 replica.preempt_start()
-        servers = self._fleet.servers()
         try:
-            self._recovery.call_all(servers, lambda adapter: adapter.release_memory_occupation(sorted(requested)))
-        except VerlServerError as error:
-            # Some replicas may have released. What they released is lost, so their servers are started again.
-            for replica, adapter in servers:
-                if adapter.released_memory & requested:
-                    self._recovery.recover(replica, adapter, error)
+            self._calls.call_all(self._fleet.servers(), lambda adapter: adapter.prepare_release())
+            self._calls.call_all(
+                self._fleet.servers(), lambda adapter: adapter.release_memory_occupation(sorted(requested))
+            )
+        except BaseException as failure:
+            error = VerlServerError(f"the fleet did not release its memory: {failure}")
+            for replica, adapter in self._fleet.servers():
+                if adapter.released_memory & requested:  # what the server has released is lost
+                    self._calls.restart(replica, adapter, error)
+            with contextlib.suppress(VerlServerError):
+                self._calls.call_all(self._fleet.servers(), lambda adapter: adapter.cancel_release())
             raise
+        for replica in self._fleet.replicas:
+            if replica.state not in RUNNING:
+                self._fleet.end_server(replica)  # the memory of a server that is being ended is not free yet
 
     def resume(self, tags: Sequence[str] | None) -> None:
         """Take the memory of `tags` back. None: all released memory.
@@ -77,10 +86,10 @@ class FleetMemory:
         requested = frozenset(tags_to_resume(tags, fleet.released_memory))
         servers = fleet.servers()  # servers that ended meanwhile are started when all memory is resumed
         if capabilities_of(self._mode).takes_weights:
-            self._recovery.call_all(servers, lambda adapter: _resume_server(adapter, requested, None))
+            self._calls.call_all(servers, lambda adapter: _resume_server(adapter, requested, None))
         else:
             # A server whose checkpoint cannot be loaded has undefined weights: it is started again.
-            self._recovery.call_all(
+            self._calls.call_all(
                 servers,
                 lambda adapter: _resume_server(adapter, requested, self._model_path),
                 restart_on=VerlServerError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -10,8 +11,14 @@ from collections.abc import Callable, Sequence
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import PauseMode, RecoveryConfig
 from verl_server.engine.servers import HttpServers
-from verl_server.errors import DeadlineError, ServerDiedError, ShutDownError, StartupError, VerlServerError
-from verl_server.rollout.fleet import RUNNING, SERVING, Fleet, Server
+from verl_server.errors import (
+    DeadlineError,
+    ServerDiedError,
+    ShutDownError,
+    StartupError,
+    VerlServerError,
+)
+from verl_server.rollout.fleet import RUNNING, SERVING, Fleet
 from verl_server.rollout.health import ReplicaState, classify_health, restart_delay_s
 from verl_server.rollout.replica import Replica, StartPreempted
 from verl_server.router.targets import RoutingTargets
@@ -73,6 +80,18 @@ class RecoveryLoop:
             self._fleet.record_death(replica)
             self._fleet.change_state(replica, ReplicaState.DEAD, error)
             self._run_in_thread(lambda: self._restart(replica), f"verl-server-{replica.name}")
+
+    def restart_failed(self) -> list[str]:
+        """Start the servers of all replicas in the state FAILED again, in threads. Returns their names."""
+        with self._fleet.lock:
+            if self._fleet.closed.is_set():
+                raise ShutDownError("the fleet was shut down")
+            failed = [replica for replica in self._fleet.replicas if replica.state is ReplicaState.FAILED]
+            for replica in failed:
+                replica.deaths.clear()
+                self._fleet.change_state(replica, ReplicaState.RESTARTING)
+                self._run_in_thread(functools.partial(self._restart, replica), f"verl-server-{replica.name}")
+        return [replica.name for replica in failed]
 
     def _restart(self, replica: Replica) -> None:
         """Start servers until one is ready, the replica has failed too often, or the fleet ends."""
@@ -183,28 +202,6 @@ class RecoveryLoop:
             with fleet.lock:
                 if replica.state in SERVING:
                     fleet.change_state(replica, state)
-
-    def call_all(
-        self,
-        servers: list[Server],
-        call: Callable[[HttpServerEngineAdapter], object],
-        restart_on: type[VerlServerError] = DeadlineError,
-    ) -> None:
-        """Call `call` for all `servers` at the same time. Raises the first error when all calls have ended.
-
-        A server that has died needs no call. An error of type `restart_on` starts the server again instead of being
-        raised; by default that is a server that does not answer.
-        """
-        executor = self._fleet.executor
-        calls = [(replica, adapter, executor.submit(call, adapter)) for replica, adapter in servers]
-        errors = [
-            (replica, adapter, error) for replica, adapter, future in calls if (error := future.exception()) is not None
-        ]
-        for replica, adapter, error in errors:
-            if isinstance(error, restart_on):
-                self.recover(replica, adapter, error)
-            elif not isinstance(error, (ServerDiedError, ShutDownError)):
-                raise error
 
 
 class _NewServer(HttpServers):

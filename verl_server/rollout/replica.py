@@ -42,6 +42,10 @@ class Replica:
         """Adapter of its running server. None without a server."""
         self.deaths: list[float] = []
         """Times at which its servers ended (`time.monotonic`)."""
+        self.num_servers = 0
+        """Number of servers that were taken into use."""
+        self.failed_updates = 0
+        """Number of attempts at weight updates that its server has failed since the last published update."""
         self.restarts = 0
         """Number of times that a new server replaced an ended server."""
         self.error: VerlServerError | None = None
@@ -50,6 +54,8 @@ class Replica:
         """Whether the staged weights cannot be loaded into its server, so that it waits for the next update."""
         self._stopped = threading.Event()
         self._preempted = threading.Event()
+        self.end_lock = threading.Lock()
+        """Held while a server is being ended."""
         self._start_lock = threading.Lock()
         """Held while a server is being started."""
         self._scheduler_cpu = (0.0, time.monotonic())
@@ -60,7 +66,7 @@ class Replica:
     @property
     def member(self) -> ServerInfo:
         """Its server as a member of weight updates. The name changes when a new server takes over."""
-        return ServerInfo(f"{self.name}/{len(self.deaths)}", int(self._server_args.get("tp_size") or 1))
+        return ServerInfo(f"{self.name}/{self.num_servers}", int(self._server_args.get("tp_size") or 1))
 
     @property
     def dp_size(self) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import PauseMode
 from verl_server.engine.servers import load_weights
 from verl_server.errors import DeadlineError, ServerDiedError, ShutDownError, VerlServerError
+from verl_server.rollout.calls import FleetCalls
 from verl_server.rollout.fleet import RUNNING, SERVING, Fleet, Server
 from verl_server.rollout.health import ReplicaState
 from verl_server.rollout.recovery import RecoveryLoop
@@ -25,23 +26,31 @@ IDLE_POLL_INTERVAL_S = 0.02
 class FleetUpdates:
     """The replicas of a fleet as the servers of weight updates (`UpdatableServers`)."""
 
-    def __init__(self, fleet: Fleet, recovery: RecoveryLoop, targets: RoutingTargets, weights_timeout_s: float) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        recovery: RecoveryLoop,
+        calls: FleetCalls,
+        targets: RoutingTargets,
+        weights_timeout_s: float,
+    ) -> None:
         """`weights_timeout_s`: seconds that a pause with mode `wait` waits for running requests."""
-        self._fleet, self._recovery, self._targets = fleet, recovery, targets
+        self._fleet, self._recovery, self._calls, self._targets = fleet, recovery, calls, targets
         self._weights_timeout_s = weights_timeout_s
-        self._servers: list[Server] = []
-        """Members of the update in progress, with the servers that they had when the attempt began."""
+        self._servers: dict[str, Server] = {}
+        """Servers of the update in progress by their names as members, as they were when the attempt began."""
         self._mode = PauseMode.RETRACT
         self._is_paused = False
         """Whether `pause` was called and `resume` was not."""
 
     @property
     def members(self) -> Sequence[ServerInfo]:
-        self._servers = self._fleet.require_servers()
-        return [replica.member for replica, _ in self._servers]
+        members = [(replica.member, (replica, adapter)) for replica, adapter in self._fleet.require_servers()]
+        self._servers = {member.name: server for member, server in members}
+        return [member for member, _ in members]
 
     def _call_members(self, call: Callable[[HttpServerEngineAdapter], object]) -> None:
-        self._recovery.call_all(self._servers, call)
+        self._calls.call_all(list(self._servers.values()), call)
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -99,25 +108,30 @@ class FleetUpdates:
     def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
         """See `UpdatableServers.load`. Raises as soon as one server fails: a transport may have to stop the others.
 
-        A replica whose server has died is left out of the next attempt.
+        A replica whose server has died or does not answer is left out of the next attempt.
         """
-        loads: dict[Future[None], Server] = {}
+        loads: dict[Future[None], str] = {}
         if weight_version is not None:
             self._fleet.begin_load()
         with self._timed("load"):
-            for (replica, adapter), message in zip(self._servers, messages, strict=True):
+            for (name, (replica, adapter)), message in zip(self._servers.items(), messages, strict=True):
                 tp_size = replica.member.tp_size
                 load = self._fleet.executor.submit(load_weights, adapter, tp_size, message, weight_version, flush_cache)
-                loads[load] = replica, adapter
+                loads[load] = name
             for load in as_completed(loads):
                 error = load.exception()
                 if isinstance(error, DeadlineError):
-                    self._recovery.recover(*loads[load], error)
+                    self._recovery.recover(*self._servers[loads[load]], error)
                 if isinstance(error, (ServerDiedError, ShutDownError)):
                     # Only one replica has died. ServerDiedError would mean that no server is left.
                     raise VerlServerError(error.message, **error.details)
+                if isinstance(error, VerlServerError):
+                    error.details["servers"] = [loads[load]]
                 if error is not None:
                     raise error
+
+    def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
+        return self._calls.leave_out_failed(self._servers, failed, error)
 
     def end_weight_update(self) -> None:
         with self._timed("end"):
@@ -129,10 +143,12 @@ class FleetUpdates:
         with fleet.lock:
             fleet.weight_version, fleet.replay = version, replay
             fleet.counters.updates += 1
-            loaded = {adapter for _, adapter in self._servers}
+            loaded = {adapter for _, adapter in self._servers.values()}
             states: dict[Replica, ReplicaState] = {}
             for replica in fleet.replicas:
                 replica.needs_update = False
+                if replica.adapter in loaded:
+                    replica.failed_updates = 0
                 if replica.adapter in loaded and replica.state in (RUNNING if whole else SERVING):
                     replica.weight_version = version
                     states[replica] = ReplicaState.HEALTHY
@@ -150,7 +166,7 @@ class FleetUpdates:
         self._recovery.wait_for_replay()
         if self._is_paused and not is_torn:
             with contextlib.suppress(VerlServerError):  # a server that fails here is recovered by the watch
-                self._recovery.call_all(
+                self._calls.call_all(
                     self._fleet.servers(),
                     lambda adapter: adapter.released_memory or not adapter.paused or adapter.continue_generation(),
                 )

@@ -15,6 +15,7 @@ from verl_server.errors import (
     UnsupportedError,
     VerlServerError,
 )
+from verl_server.platforms.http_hooks import RELEASED_MEMORY
 from verl_server.types import Json, parse_weight_version
 
 MAX_MESSAGE_CHARACTERS = 2000
@@ -119,6 +120,13 @@ def prompt_limits(server_info: Json, model_config: Json) -> PromptLimits:
         vocab_size=text_config.get("vocab_size"),
         max_prompt_tokens=None if shortest_refused is None else shortest_refused - 1,
     )
+
+
+def released_memory(server_info: Json) -> frozenset[str] | None:
+    """The memory tags that a server says are released. None for a server that does not tell them."""
+    states = server_info.get("internal_states") or []
+    told = [state[RELEASED_MEMORY] for state in states if RELEASED_MEMORY in state]
+    return frozenset[str]().union(*told) if told else None
 
 
 def count_requests(loads: Json) -> int:

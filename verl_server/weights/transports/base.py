@@ -68,6 +68,8 @@ class ReceivingRank(NamedTuple):
     """TP rank in its server."""
     label: str
     """Description for error messages."""
+    server: str
+    """Name of its server."""
 
 
 class Sender(ABC):
@@ -157,4 +159,4 @@ def receiving_ranks(members: Sequence[ServerInfo]) -> Iterator[ReceivingRank]:
     ranks = [(member, tp_rank) for member in members for tp_rank in range(member.tp_size)]
     for receiver, (member, tp_rank) in enumerate(ranks):
         server = "the server" if len(members) == 1 else member.name
-        yield ReceivingRank(receiver, tp_rank, f"TP rank {tp_rank} of {server}")
+        yield ReceivingRank(receiver, tp_rank, f"TP rank {tp_rank} of {server}", member.name)

@@ -15,7 +15,7 @@ from verl_server.weights.double_buffer.progress import CHECKSUM_READER
 from verl_server.weights.double_buffer.reader import RECLAIM_TIMEOUT_S, BucketReader
 from verl_server.weights.double_buffer.writer import BucketWriter
 from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, receiving_ranks
-from verl_server.weights.update.commit import verify_reports
+from verl_server.weights.update.report_checks import verify_reports
 from verl_server.weights.update.server_session import OpenedUpdate
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@
     resume           every server continues generation
 
 A failure up to `begin` has no effect. After a failure up to `verify reports` the served weights are torn, and the
-update is tried once more with the staged tensors. If that fails too, generation stays paused until an update of all
-tensors succeeds. When `resume` fails, the servers hold the new weights, and their version counts.
+update is tried once more with the staged tensors; a third time if servers that fail repeatedly are left out. If that
+fails too, generation stays paused until an update of all tensors succeeds. When `resume` fails, the servers hold the
+new weights, and their version counts.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from dataclasses import dataclass
 from verl_server.errors import ServerDiedError, ShutDownError, TornWeightsError, VerlServerError
 from verl_server.types import Json
 from verl_server.weights.layout import tensor_bytes
-from verl_server.weights.reports import ReceivedReport
 from verl_server.weights.transports.base import Sender, UpdateAttempt
+from verl_server.weights.update.report_checks import verify_reports
 from verl_server.weights.update.request import ValidatedUpdate, result_message, torn_error
 from verl_server.weights.update.servers import UpdatableServers
 
@@ -86,8 +87,9 @@ def commit(
             load_and_verify(update, attempt)
             publish(checksums)
     except TornWeightsError as error:
+        leave_out_failed(servers, error)
         logger.warning("%s The update is tried once more.", error.message)
-        attempt = retry_once(update, publish)
+        attempt = retry(update, publish)
     except (ServerDiedError, ShutDownError):
         raise
     except VerlServerError as error:  # no session was opened
@@ -100,11 +102,23 @@ def commit(
     return _result_of(update, load_s=time.monotonic() - started), attempt, resume_error
 
 
-def retry_once(update: StagedUpdate, publish: Callable[[Sequence[int]], None]) -> UpdateAttempt:
+def retry(update: StagedUpdate, publish: Callable[[Sequence[int]], None]) -> UpdateAttempt:
     """Repeat an update that left torn weights, on the servers that are left. They are still paused.
 
-    Raises TornWeightsError if it fails again.
+    If a part of the servers fails again, and these servers are left out, the update is repeated once more. Raises
+    TornWeightsError if it fails.
     """
+    try:
+        return repeat(update, publish)
+    except TornWeightsError as error:
+        if not leave_out_failed(update.servers, error):
+            raise
+        logger.warning("%s The update is tried without the servers %s.", error.message, error.details["servers"])
+    return repeat(update, publish)
+
+
+def repeat(update: StagedUpdate, publish: Callable[[Sequence[int]], None]) -> UpdateAttempt:
+    """One more attempt at an update that left torn weights. Raises TornWeightsError if it fails."""
     attempt = update.new_attempt()
     try:
         with prepare(update, attempt):
@@ -115,6 +129,15 @@ def retry_once(update: StagedUpdate, publish: Callable[[Sequence[int]], None]) -
     except VerlServerError as error:
         raise torn_error(error, update.validated) from error
     return attempt
+
+
+def leave_out_failed(servers: UpdatableServers, error: VerlServerError) -> bool:
+    """Tell the servers which of them caused the `error` of an attempt. Returns whether some are left out from now on.
+
+    `details["servers"]` of the error has their names as members of the update.
+    """
+    failed = error.details.get("servers", ())
+    return bool(failed) and servers.leave_out(failed, error)
 
 
 def replay(
@@ -223,54 +246,6 @@ def load_then_end(
 def staged_checksums(sender: Sender, names: Sequence[str]) -> list[int]:
     """The checksums of staged tensors, as the servers compute them."""
     return [sender.arena.checksum(name, sender.receiver_device_type) for name in names]
-
-
-def verify_reports(
-    reports: Mapping[str, ReceivedReport | None],
-    attempt: UpdateAttempt,
-    checksums: Sequence[int],
-    *,
-    is_whole: bool,
-) -> None:
-    """Check that every TP rank has loaded this attempt and has read what was staged. Raises VerlServerError.
-
-    `reports`: report of each TP rank by its label. `checksums`: checksum of each staged tensor. `is_whole`: this is
-    an update of the whole model.
-    """
-    for label, received in reports.items():
-        if received is None:
-            raise VerlServerError(
-                f"{label} did not report on the update: it could not reach the staged weights. See the server's log"
-            )
-        report = received.report
-        if not report.ok:
-            raise VerlServerError(f"{label} could not load the weights: {report.error}", log_tail=report.trace)
-        if report.num_tensors != len(attempt.names):
-            raise VerlServerError(f"{label} took {report.num_tensors} of the update's {len(attempt.names)} tensors")
-        if attempt.verify:
-            _verify_checksums(label, received, attempt, checksums)
-            _verify_coverage(label, received, is_whole)
-
-
-def _verify_checksums(label: str, received: ReceivedReport, attempt: UpdateAttempt, checksums: Sequence[int]) -> None:
-    different = [
-        name for name, staged, read in zip(attempt.names, checksums, received.checksums, strict=True) if staged != read
-    ]
-    if different:
-        raise VerlServerError(
-            f"{label} read {len(different)} tensors that differ from what was staged, {different[0]!r} first: "
-            "do not write to the staged tensors during an update"
-        )
-
-
-def _verify_coverage(label: str, received: ReceivedReport, is_whole: bool) -> None:
-    report = received.report
-    if report.num_unwritten and is_whole:
-        raise VerlServerError(
-            f"{label} did not write {report.num_unwritten} of its parameters in an update of the whole model, for "
-            f"example {report.unwritten[0]!r}: the update lacks their tensors, or the model class of the server "
-            "ignores them (verify=False skips this check)"
-        )
 
 
 def _result_of(update: StagedUpdate, load_s: float) -> Json:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from verl_server.errors import UnsupportedError
+from verl_server.errors import UnsupportedError, VerlServerError
 from verl_server.types import Json
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.layout import DoubleBufferLayout
 from verl_server.weights.transports.base import receiving_ranks
+from verl_server.weights.update.report_checks import first_error
 from verl_server.weights.update.server_session import OpenedUpdate
 
 
@@ -51,15 +52,21 @@ class DoubleBuffers:
         """Raise UnsupportedError unless every TP rank has opened its double buffer after `opening_message`."""
         buffers = [DoubleBuffer.open(description["location"], self.layout) for description in self.descriptions]
         try:
+            errors: list[VerlServerError] = []
             for rank in receiving_ranks(opened.members):
                 reports = buffers[rank.receiver % len(buffers)].reports
                 received = reports.read(rank.receiver, opened.update_id, 0)
                 if received is None or not received.report.ok:
                     reason = "see the server's log" if received is None else received.report.error
-                    raise UnsupportedError(
-                        f"{rank.label} cannot open the staging memory of the transport {self.transport!r}: {reason}. "
-                        "The server keeps its weights"
+                    errors.append(
+                        UnsupportedError(
+                            f"{rank.label} cannot open the staging memory of the transport {self.transport!r}: "
+                            f"{reason}. The server keeps its weights",
+                            servers=[rank.server],
+                        )
                     )
+            if errors:
+                raise first_error(errors)
         finally:
             for buffer in buffers:
                 buffer.close()

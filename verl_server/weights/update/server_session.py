@@ -13,8 +13,8 @@ from verl_server.config import PauseMode
 from verl_server.errors import UnsupportedError, VerlServerError
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.layout import MAX_TP_RANKS
-from verl_server.weights.update.commit import begin_on_all, load_then_end, resume_published
-from verl_server.weights.update.request import ValidatedUpdate
+from verl_server.weights.update.commit import begin_on_all, leave_out_failed, load_then_end, resume_published
+from verl_server.weights.update.request import ValidatedUpdate, outcome_message, torn_error
 from verl_server.weights.update.servers import UpdatableServers
 
 
@@ -85,7 +85,8 @@ class ServerSession:
                 with suppress(VerlServerError):
                     self._servers.end_weight_update()
                 raise
-        except VerlServerError:
+        except VerlServerError as error:
+            leave_out_failed(self._servers, error)
             if not weights_are_torn:
                 with suppress(VerlServerError):
                     self._servers.resume()
@@ -116,6 +117,17 @@ class ServerSession:
         self._loading = None
         if session is not None:
             session.close()
+
+    def torn_outcome(self, error: VerlServerError, cause: VerlServerError) -> Json:
+        """The message about an update that failed with `error`. A server that fails repeatedly is left out of the next.
+
+        `cause`: the error that the caller receives.
+        """
+        torn = torn_error(cause, self._validated)
+        if (failed := error.details.get("servers")) is not None:
+            torn.details["servers"] = failed
+        leave_out_failed(self._servers, torn)
+        return outcome_message(self._validated, torn)
 
     def publish_and_resume(self, whole: bool) -> VerlServerError | None:
         """Record the new weight version, and continue generation. `whole`: the update contained all tensors.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from verl_server.config import PauseMode
+from verl_server.errors import VerlServerError
 from verl_server.types import Json, ServerInfo
 
 
@@ -46,6 +47,13 @@ class UpdatableServers(Protocol):
 
     def end_weight_update(self) -> None:
         """Close the weight update session on every member."""
+
+    def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
+        """Called when an attempt failed because of the members named `failed`, with the `error` of the attempt.
+
+        Returns whether a member that fails repeatedly is left out of the next attempt, so that another attempt can
+        succeed.
+        """
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         """Record that all members have loaded and verified weight version `version`. Generation is still paused.

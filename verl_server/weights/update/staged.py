@@ -20,8 +20,9 @@ from verl_server.weights.arena import Arena
 from verl_server.weights.layout import Layout
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import Sender, UpdateAttempt
-from verl_server.weights.update.commit import commit, replay, staged_checksums, verify_reports
+from verl_server.weights.update.commit import commit, replay, staged_checksums
 from verl_server.weights.update.contributions import contribution_of, require_same_names
+from verl_server.weights.update.report_checks import verify_reports
 from verl_server.weights.update.request import (
     UpdateOptions,
     ValidatedUpdate,

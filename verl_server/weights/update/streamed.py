@@ -28,6 +28,7 @@ from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.buffer_filler import BufferFiller, BufferRole
 from verl_server.weights.update.contributions import contribution_of, require_same_names, require_tensors
 from verl_server.weights.update.opening import DoubleBuffers
+from verl_server.weights.update.report_checks import first_error
 from verl_server.weights.update.request import (
     UpdateOptions,
     ValidatedUpdate,
@@ -141,7 +142,7 @@ class StreamedUpdater(WeightUpdater):
         action_timeout_s = 2 * self.ranks.timeout_s
         end_outcome = self.coordinator.agree(
             load_id,
-            lambda contributions: self._end(contributions, opened.validated),
+            self._end,
             contribution=contribution_of(names, has_shards) | _error_field(error),
             action_timeout_s=action_timeout_s,
         )
@@ -244,7 +245,7 @@ class StreamedUpdater(WeightUpdater):
         session.start_loading(self._buffers.loader_message(opened))
         return opened.to_message()
 
-    def _end(self, contributions: list[Json], validated: ValidatedUpdate) -> Json:
+    def _end(self, contributions: list[Json]) -> Json:
         """Wait until the servers have loaded, and end their session. Returns the outcome if that failed."""
         assert self._session is not None
         errors = [from_wire(item["error"]) for item in contributions if item["error"] is not None]
@@ -261,7 +262,7 @@ class StreamedUpdater(WeightUpdater):
         except (ServerDiedError, ShutDownError):
             raise  # no server is left whose weights could be torn
         except VerlServerError as error:
-            return outcome_message(validated, torn_error(errors[0] if errors else error, validated))
+            return self._session.torn_outcome(error, cause=errors[0] if errors else error)
         return {"torn": None}
 
     def _confirm(self, contributions: list[Json], opened: OpenedUpdate, names: list[str]) -> Json:
@@ -269,15 +270,14 @@ class StreamedUpdater(WeightUpdater):
         specs, validated = self.manifest.tensors, opened.validated
         assert self._session is not None
         try:
-            for contribution in contributions:
-                if contribution["error"] is not None:
-                    raise from_wire(contribution["error"])
+            if errors := [from_wire(item["error"]) for item in contributions if item["error"] is not None]:
+                raise first_error(errors)
             self.require_loadable(names)
             resume_error = self._session.publish_and_resume(whole=self.manifest.is_whole(names))
         except (ServerDiedError, ShutDownError):
             raise
         except VerlServerError as error:
-            return outcome_message(validated, torn_error(error, validated))
+            return self._session.torn_outcome(error, cause=error)
         result = result_message(
             weight_version=validated.weight_version,
             num_tensors=len(names),

@@ -1,0 +1,458 @@
+"""Fleets without SGLang: one member that fails blocks neither updates nor calls of the others, and comes back.
+
+The servers are objects that load weights with the real loader of this package. Fleet, recovery, calls, updates and the
+update protocol are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import wait_until
+
+from verl_server.adapter.event_loop_thread import EventLoopThread
+from verl_server.config import AdapterConfig, PauseMode, RecoveryConfig, RolloutMode
+from verl_server.errors import (
+    BadInputError,
+    ServerBusyError,
+    ServerDiedError,
+    ServerError,
+    ShutDownError,
+    StartupError,
+    TornWeightsError,
+    VerlServerError,
+)
+from verl_server.rollout.backend import ManagedBackend
+from verl_server.rollout.calls import FleetCalls
+from verl_server.rollout.fleet import Fleet
+from verl_server.rollout.health import ReplicaState
+from verl_server.rollout.loras import FleetLoras
+from verl_server.rollout.memory import FleetMemory
+from verl_server.rollout.recovery import RecoveryLoop
+from verl_server.rollout.replica import Replica
+from verl_server.rollout.updates import FleetUpdates
+from verl_server.router.targets import RoutingTargets
+from verl_server.types import TensorSpec
+from verl_server.weights.arena import Arena
+from verl_server.weights.layout import plan_arena
+from verl_server.weights.loader import load_weights
+from verl_server.weights.transports import shared_memory
+from verl_server.weights.transports.base import SenderSettings
+from verl_server.weights.update.commit import commit
+from verl_server.weights.update.request import ValidatedUpdate
+
+RECOVERY = RecoveryConfig(backoff_s=0.0, max_backoff_s=0.0, max_restarts=2)
+_mapping = threading.Lock()
+"""The receivers of one process share one mapping of the arena. Real servers are processes of their own."""
+
+
+class Model(torch.nn.Module):
+    """A model that loads its only parameter as models of SGLang do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4))
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor)
+
+
+class Server:
+    """A server as its fleet sees it: adapter and process. `faults` are calls that fail, by the name of the method."""
+
+    asynchronous = None
+    base_url = "http://server"
+
+    def __init__(self, name: str) -> None:
+        self.name, self.model = name, Model()
+        self.faults: dict[str, Exception] = {}
+        self.loader_fails = False
+        self.calls: list[str] = []
+        self.released_memory: frozenset[str] = frozenset()
+        self.paused = self.is_held = self.has_ended = False
+        self.loras: set[str] = set()
+        self.process: Any = self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name not in ("begin_weight_update", "end_weight_update", "flush_cache"):
+            raise AttributeError(name)
+        return lambda *_: self.call(name)
+
+    def call(self, name: str) -> None:
+        self.calls.append(name)
+        if self.has_ended:
+            raise ServerDiedError("ended")
+        if name in self.faults:
+            raise self.faults[name]
+
+    def pause_generation(self, mode: str) -> None:
+        self.call("pause_generation")
+        self.paused = True
+
+    def continue_generation(self) -> None:
+        self.call("continue_generation")
+        self.paused = False
+
+    def update_weights_from_tensor(self, payloads: list[str], **_: Any) -> None:
+        self.call("update_weights_from_tensor")
+        message = json.loads(pickle.loads(base64.b64decode(payloads[0]))[0][0])
+        if self.loader_fails:
+            return  # without a report
+        with _mapping:
+            receiver = shared_memory.Receiver(message, 0)
+            receiver.send_report(*load_weights(receiver, self.model, message["update_id"], message["verify"]))
+
+    def load_lora_adapter(self, name: str, tensors: Mapping[str, Any], config: Any) -> None:
+        self.call("load_lora_adapter")
+        if name in self.loras:
+            raise BadInputError(f"{name} is loaded already")
+        self.loras.add(name)
+
+    def unload_lora_adapter(self, name: str) -> None:
+        self.call("unload_lora_adapter")
+        self.loras.remove(name)
+
+    def prepare_release(self) -> None:
+        self.call("prepare_release")
+        self.is_held = True
+
+    def cancel_release(self) -> None:
+        self.call("cancel_release")
+        self.is_held = False
+
+    def release_memory_occupation(self, tags: list[str]) -> None:
+        self.call("release_memory_occupation")
+        self.released_memory |= set(tags)
+
+    def shutdown(self) -> None:
+        self.has_ended = True
+
+    # -- its process
+
+    def wait_exit(self, timeout_s: float) -> None:
+        return None
+
+    def on_exit(self, listener: Any) -> None:
+        return None
+
+
+class ServerLauncher:
+    """Starts servers. `faults`: errors of the next starts, in turn. Starts wait until `is_free` is set."""
+
+    def __init__(self) -> None:
+        self.faults: list[Exception] = []
+        self.started: list[Server] = []
+        self.is_free = threading.Event()
+        self.is_free.set()
+
+    def start_server(self, name: str, *_: Any) -> Any:
+        if self.faults:
+            raise self.faults.pop(0)
+        assert self.is_free.wait(30.0)
+        server = Server(name)
+        self.started.append(server)
+        return server
+
+    def forget_replica(self, name: str) -> None:
+        return None
+
+
+class TestFleet:
+    """The parts of a fleet, as `RolloutManager` puts them together."""
+
+    __test__ = False
+
+    def __init__(self, replicas: int, mode: RolloutMode = RolloutMode.HYBRID) -> None:
+        self.launcher: Any = ServerLauncher()
+        targets = RoutingTargets([])
+        self.events: list[Any] = []
+        self.fleet = Fleet(
+            lambda name: Replica(name, self.launcher, {}, AdapterConfig()), 0, targets, self.events.append
+        )
+        self.loras = FleetLoras(None)
+        self.recovery = RecoveryLoop(self.fleet, targets, RECOVERY, self.loras.prepare_server)
+        self.calls = FleetCalls(self.fleet, self.recovery)
+        self.updates = FleetUpdates(self.fleet, self.recovery, self.calls, targets, 10.0)
+        self.memory = FleetMemory(self.fleet, self.calls, targets, mode, "model")
+        for _ in range(replicas):
+            self.fleet.create_replica().start(self.recovery.add_server)
+
+    @property
+    def servers(self) -> list[Server]:
+        """The servers of the replicas, in order."""
+        return [replica.adapter for replica in self.fleet.replicas]  # type: ignore[misc]
+
+    def states(self) -> list[ReplicaState]:
+        return [replica.state for replica in self.fleet.replicas]
+
+    def call_all(self, call: Callable[[Any], object]) -> None:
+        self.calls.call_all(self.fleet.require_servers(), call)
+
+    def close(self) -> None:
+        self.fleet.closed.set()
+        for replica in self.fleet.replicas:
+            self.fleet.stop_replica(replica)
+        self.recovery.join()
+        self.fleet.executor.shutdown()
+        self.fleet.close()
+
+
+@pytest.fixture
+def make_fleet() -> Iterator[Callable[..., TestFleet]]:
+    made: list[TestFleet] = []
+
+    def make(*args: Any) -> TestFleet:
+        made.append(TestFleet(*args))
+        return made[-1]
+
+    yield make
+    for fleet in made:
+        fleet.close()
+
+
+@pytest.fixture
+def sender() -> Iterator[shared_memory.Sender]:
+    """The trainer's end of the transport, with one staged tensor."""
+    layout = plan_arena({"weight": TensorSpec((4,), "float32")})
+    arena = Arena.create(layout)
+    arena.write_table(["weight"])
+    yield shared_memory.Sender(SenderSettings(arena, layout, timeout_s=10.0))
+    arena.close()
+
+
+def push(fleet: TestFleet, sender: shared_memory.Sender, version: int) -> None:
+    """One update, as trainer rank 0 makes it."""
+    sender.arena.tensor("weight").fill_(version)
+    validated = ValidatedUpdate(version, True, PauseMode.RETRACT, True)
+    servers: Any = fleet.updates
+
+    def publish(_: Any) -> None:
+        servers.published(version, True, None)
+
+    _, _, resume_error = commit(
+        servers, sender, ["weight"], validated, publish, num_missing=0, weights_are_torn=fleet.fleet.update_incomplete
+    )
+    assert resume_error is None
+
+
+# -- updates -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "step", ["pause_generation", "begin_weight_update", "load", "report", "end_weight_update", "continue_generation"]
+)
+def test_a_server_that_answers_with_errors_does_not_block_updates(
+    step: str, make_fleet: Callable[..., TestFleet], sender: shared_memory.Sender
+) -> None:
+    """It is started again after its second failure. The update is published on the others in the same call."""
+    fleet = make_fleet(3)
+    bad = fleet.servers[1]
+    if step == "report":
+        bad.loader_fails = True
+    else:
+        bad.faults["update_weights_from_tensor" if step == "load" else step] = ServerError("broken", status=500)
+    fleet.launcher.is_free.clear()
+    push(fleet, sender, 7)
+    assert fleet.fleet.weight_version == 7
+    for number in (0, 2):
+        server = fleet.servers[number]
+        assert server.model.weight.tolist() == [7.0] * 4
+        assert not server.paused
+    wait_until(lambda: bad.has_ended, 10.0, "it was not ended")
+    fleet.launcher.is_free.set()
+    assert bad.calls.count("update_weights_from_tensor" if step in ("load", "report") else step) in (2, 3)
+    wait_until(lambda: fleet.states()[1] is ReplicaState.STALE, 10.0, "it was not started again")
+    push(fleet, sender, 8)
+    assert fleet.states() == 3 * [ReplicaState.HEALTHY]
+    assert [server.model.weight.tolist() for server in fleet.servers] == 3 * [[8.0] * 4]
+
+
+def test_an_update_that_fails_on_all_servers_restarts_none(
+    make_fleet: Callable[..., TestFleet], sender: shared_memory.Sender
+) -> None:
+    fleet = make_fleet(2)
+    for server in fleet.servers:
+        server.loader_fails = True
+    for version in (1, 2):
+        with pytest.raises(TornWeightsError, match="did not report") as caught:
+            push(fleet, sender, version)
+        assert len(caught.value.details["servers"]) == 2
+    for server in fleet.servers:
+        server.loader_fails = False
+    push(fleet, sender, 3)
+    assert len(fleet.launcher.started) == 2
+
+
+def test_a_server_that_fails_once_is_not_started_again(
+    make_fleet: Callable[..., TestFleet], sender: shared_memory.Sender
+) -> None:
+    """Its failures are forgotten when an update is published."""
+    fleet = make_fleet(2)
+    bad = fleet.servers[0]
+    load = bad.update_weights_from_tensor
+
+    def fail_once(*args: Any, **kwargs: Any) -> None:
+        bad.update_weights_from_tensor = load  # type: ignore[method-assign]
+        raise ServerError("once", status=500)
+
+    for version in (1, 2, 3):
+        bad.update_weights_from_tensor = fail_once  # type: ignore[method-assign]
+        push(fleet, sender, version)
+    assert len(fleet.launcher.started) == 2
+    assert fleet.states() == 2 * [ReplicaState.HEALTHY]
+
+
+# -- calls to all servers ----------------------------------------------------------------------------
+
+
+def test_all_servers_are_called_at_the_same_time(make_fleet: Callable[..., TestFleet]) -> None:
+    """A broadcast of weights begins when all servers load: 100 calls wait for each other."""
+    fleet, barrier = make_fleet(100), threading.Barrier(100)
+    fleet.call_all(lambda _: barrier.wait(30.0))
+    assert not barrier.broken
+
+
+def test_a_partly_failed_lora_adapter_leaves_equal_replicas(make_fleet: Callable[..., TestFleet]) -> None:
+    fleet = make_fleet(3)
+    bad = fleet.servers[2]
+    bad.faults["load_lora_adapter"] = BadInputError("no memory", status=400)
+    fleet.loras.load(fleet.call_all, "a", {}, {})
+    wait_until(lambda: fleet.states() == 3 * [ReplicaState.HEALTHY], 10.0, "not restarted")
+    assert [server.loras for server in fleet.servers] == 3 * [{"a"}]
+    fleet.servers[0].faults["unload_lora_adapter"] = BadInputError("not loaded", status=400)
+    fleet.loras.unload(fleet.call_all, "a")
+    wait_until(lambda: fleet.states() == 3 * [ReplicaState.HEALTHY], 10.0, "not restarted")
+    assert [server.loras for server in fleet.servers] == 3 * [set()]
+    for server in fleet.servers:
+        server.faults["load_lora_adapter"] = BadInputError("rank too large", status=400)
+    with pytest.raises(BadInputError, match="rank too large"):
+        fleet.loras.load(fleet.call_all, "b", {}, {})
+    assert len(fleet.launcher.started) == 5, "an error of all servers is the caller's"
+
+
+def test_a_busy_server_is_not_started_again(make_fleet: Callable[..., TestFleet]) -> None:
+    fleet = make_fleet(2)
+    fleet.servers[1].faults["flush_cache"] = ServerBusyError("requests run", status=409)
+    with pytest.raises(ServerBusyError):
+        fleet.call_all(lambda server: server.flush_cache())
+    assert fleet.states() == 2 * [ReplicaState.HEALTHY]
+
+
+@pytest.mark.parametrize("step", ["prepare_release", "release_memory_occupation"])
+def test_memory_is_released_on_all_servers_or_on_none(step: str, make_fleet: Callable[..., TestFleet]) -> None:
+    """A request that the routers do not know runs on one server: nothing is released, and no server is ended."""
+    fleet = make_fleet(3)
+    fleet.servers[2].faults["prepare_release"] = ServerBusyError("a request runs", status=409)
+    with pytest.raises(ServerBusyError):
+        fleet.memory.release(None)
+    assert fleet.fleet.is_open
+    assert not any(server.released_memory or server.is_held or server.has_ended for server in fleet.servers)
+    del fleet.servers[2].faults["prepare_release"]
+    bad = fleet.servers[2]
+    bad.faults[step] = ServerError("broken", status=500)
+    fleet.memory.release(None)
+    assert bad.has_ended, "its memory is free"
+    assert all(server.released_memory for server in fleet.servers[:2])
+    assert not fleet.fleet.is_open
+
+
+# -- generation --------------------------------------------------------------------------------------
+
+
+def backend_with(route: Callable[[Any], Any], loop: EventLoopThread) -> ManagedBackend:
+    """A backend whose requests are `route(request)`, without servers."""
+    fleet: Any = SimpleNamespace(closed=threading.Event())
+    dispatcher: Any = SimpleNamespace(generate_request=route)
+    nothing: Any = None
+    backend = ManagedBackend(fleet, nothing, nothing, nothing, nothing, dispatcher, loop, nothing, RolloutMode.HYBRID)
+    backend.attach()
+    return backend
+
+
+def test_asynchronous_generations_run_at_the_same_time_and_can_be_cancelled() -> None:
+    loop, arrived, cancelled = EventLoopThread(), [], []
+    all_arrived = threading.Event()
+
+    async def route(request: Any) -> Any:
+        arrived.append(request["number"])
+        if len(arrived) == 100:
+            all_arrived.set()
+        try:
+            while not all_arrived.is_set():
+                await asyncio.sleep(0.01)
+            if request["number"] == 0:
+                await asyncio.sleep(60.0)
+        except asyncio.CancelledError:
+            cancelled.append(request["number"])
+            raise
+        return request["number"]
+
+    backend = backend_with(route, loop)
+
+    async def run() -> list[Any]:
+        calls = [asyncio.ensure_future(backend.async_generate(number=number)) for number in range(100)]
+        replies = await asyncio.wait_for(asyncio.gather(*calls[1:]), 30.0)
+        calls[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calls[0]
+        while not cancelled:
+            await asyncio.sleep(0.01)
+        again = asyncio.ensure_future(backend.async_generate(number=0))
+        await asyncio.sleep(0.1)
+        backend.fail(ServerDiedError("the server died"))
+        with pytest.raises(ServerDiedError, match="the server died"):
+            await again
+        return list(replies)
+
+    assert asyncio.run(run()) == list(range(1, 100))
+    assert cancelled[0] == 0
+    with pytest.raises(ServerDiedError):
+        backend.generate(number=1)
+    loop.close()
+
+
+# -- failed replicas ---------------------------------------------------------------------------------
+
+
+def test_failed_replicas_come_back_when_the_cause_is_gone(
+    make_fleet: Callable[..., TestFleet], sender: shared_memory.Sender
+) -> None:
+    fleet = make_fleet(2)
+    push(fleet, sender, 1)
+    replica, adapter = fleet.fleet.servers()[0]
+    fleet.launcher.faults = [StartupError("no memory") for _ in range(RECOVERY.max_restarts)]
+    assert fleet.recovery.restart_failed() == []
+    name_before = replica.member.name
+    fleet.recovery.recover(replica, adapter, VerlServerError("crashed"))
+    wait_until(lambda: replica.state is ReplicaState.FAILED, 10.0, "not given up")
+    push(fleet, sender, 2)
+    assert fleet.recovery.restart_failed() == [replica.name]
+    wait_until(lambda: replica.state is ReplicaState.STALE, 10.0, "not started")
+    assert replica.member.name != name_before
+    push(fleet, sender, 3)
+    assert fleet.states() == 2 * [ReplicaState.HEALTHY]
+    again = replica.adapter
+    fleet.launcher.faults = [StartupError("no memory") for _ in range(RECOVERY.max_restarts - 1)]
+    fleet.recovery.recover(replica, again, VerlServerError("crashed again"))
+    wait_until(lambda: replica.state is ReplicaState.STALE, 10.0, "the earlier failures count")
+
+
+def test_a_fleet_that_ends_restarts_nothing(make_fleet: Callable[..., TestFleet]) -> None:
+    fleet = make_fleet(1)
+    (replica,) = fleet.fleet.replicas
+    fleet.launcher.faults = [StartupError("no memory") for _ in range(RECOVERY.max_restarts)]
+    fleet.recovery.recover(replica, replica.adapter, VerlServerError("crashed"))
+    wait_until(lambda: replica.state is ReplicaState.FAILED, 10.0, "not given up")
+    fleet.fleet.closed.set()
+    with pytest.raises(ShutDownError):
+        fleet.recovery.restart_failed()

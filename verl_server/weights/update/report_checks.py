@@ -1,0 +1,80 @@
+"""Checks of the reports of TP ranks on an update: all have loaded all tensors, and have read what was staged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from verl_server.errors import VerlServerError
+from verl_server.weights.reports import ReceivedReport
+from verl_server.weights.transports.base import UpdateAttempt, receiving_ranks
+
+
+def verify_reports(
+    reports: Mapping[str, ReceivedReport | None],
+    attempt: UpdateAttempt,
+    checksums: Sequence[int],
+    *,
+    is_whole: bool,
+) -> None:
+    """Check that every TP rank has loaded this attempt and has read what was staged.
+
+    Raises VerlServerError, with the names of all servers that failed as `details["servers"]`.
+
+    `reports`: report of each TP rank by its label. `checksums`: checksum of each staged tensor. `is_whole`: this is
+    an update of the whole model.
+    """
+    errors: dict[str, VerlServerError] = {}
+    for label, received in reports.items():
+        try:
+            _verify_report(label, received, attempt, checksums, is_whole=is_whole)
+        except VerlServerError as error:
+            errors[label] = error
+    if errors:
+        servers = {rank.label: rank.server for rank in receiving_ranks(attempt.members)}
+        first = next(iter(errors.values()))
+        first.details["servers"] = sorted({servers[label] for label in errors if label in servers})
+        raise first
+
+
+def first_error(errors: Sequence[VerlServerError]) -> VerlServerError:
+    """The first error of several checks, with the names of the servers that failed in any of them."""
+    errors[0].details["servers"] = sorted({name for error in errors for name in error.details.get("servers", ())})
+    return errors[0]
+
+
+def _verify_report(
+    label: str, received: ReceivedReport | None, attempt: UpdateAttempt, checksums: Sequence[int], *, is_whole: bool
+) -> None:
+    if received is None:
+        raise VerlServerError(
+            f"{label} did not report on the update: it could not reach the staged weights. See the server's log"
+        )
+    report = received.report
+    if not report.ok:
+        raise VerlServerError(f"{label} could not load the weights: {report.error}", log_tail=report.trace)
+    if report.num_tensors != len(attempt.names):
+        raise VerlServerError(f"{label} took {report.num_tensors} of the update's {len(attempt.names)} tensors")
+    if attempt.verify:
+        _verify_checksums(label, received, attempt, checksums)
+        _verify_coverage(label, received, is_whole)
+
+
+def _verify_checksums(label: str, received: ReceivedReport, attempt: UpdateAttempt, checksums: Sequence[int]) -> None:
+    different = [
+        name for name, staged, read in zip(attempt.names, checksums, received.checksums, strict=True) if staged != read
+    ]
+    if different:
+        raise VerlServerError(
+            f"{label} read {len(different)} tensors that differ from what was staged, {different[0]!r} first: "
+            "do not write to the staged tensors during an update"
+        )
+
+
+def _verify_coverage(label: str, received: ReceivedReport, is_whole: bool) -> None:
+    report = received.report
+    if report.num_unwritten and is_whole:
+        raise VerlServerError(
+            f"{label} did not write {report.num_unwritten} of its parameters in an update of the whole model, for "
+            f"example {report.unwritten[0]!r}: the update lacks their tensors, or the model class of the server "
+            "ignores them (verify=False skips this check)"
+        )
