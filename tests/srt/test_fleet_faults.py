@@ -177,7 +177,7 @@ class TestFleet:
         targets = RoutingTargets([])
         self.events: list[Any] = []
         self.fleet = Fleet(
-            lambda name: Replica(name, self.launcher, {}, AdapterConfig()), 0, targets, self.events.append
+            lambda name: Replica(name, self.launcher, {}, AdapterConfig(), {}), 0, targets, self.events.append
         )
         self.loras = FleetLoras(None)
         self.recovery = RecoveryLoop(self.fleet, targets, RECOVERY, self.loras.prepare_server)
