@@ -14,7 +14,7 @@ from verl_server.adapter.http_client import HttpClient
 from verl_server.adapter.router_registration import RouterRegistration
 from verl_server.adapter.sglang.launch import launch_sglang_server
 from verl_server.config import AdapterConfig
-from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError
+from verl_server.errors import ShutDownError, UnsupportedError, VerlServerError
 from verl_server.server.exit_status import ExitStatus
 from verl_server.server.supervisor import AbortCheck, ServerPids, Supervisor, never_abort
 from verl_server.type_checks import check_arguments
@@ -116,7 +116,7 @@ class AsyncHttpServerEngineAdapter:
             admin_api_key=admin_api_key,
             timeouts=config.timeouts,
             max_retries=config.max_retries,
-            find_death=self._find_death,
+            is_supervised=process is not None,
         )
         self.base_url = base_url
         self.api_key, self.admin_api_key = api_key, admin_api_key
@@ -217,12 +217,6 @@ class AsyncHttpServerEngineAdapter:
         await self.shutdown()
 
     # -- internal: called by other folders of this package, no part of the public API -------------------
-
-    def _find_death(self, timeout_s: float) -> ServerDiedError | None:
-        """The error of a dead server, or None when the server still lives after `timeout_s` or was attached."""
-        if self.process is None or self.process.wait_exit(timeout_s) is None:
-            return None
-        return self.process.died(self.base_url)
 
     def _on_exit(self, _: ExitStatus) -> None:
         assert self.process is not None

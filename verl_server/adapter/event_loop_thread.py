@@ -40,12 +40,7 @@ class EventLoopThread:
 
         Raises ShutDownError after `close`, and BadInputError in a forked child process.
         """
-        if os.getpid() != self._pid:
-            coroutine.close()
-            raise BadInputError(
-                "this adapter cannot be used in a forked child process: its event loop runs in the parent. "
-                "Create a new adapter with `attach` in the child process"
-            )
+        self._require_own_process(coroutine)
         call = _Call(self._loop, coroutine)
         with self._lock:
             if self._closed:
@@ -55,12 +50,25 @@ class EventLoopThread:
         return call.result()
 
     def submit(self, coroutine: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
-        """Start a coroutine without waiting. Cancelling the returned future cancels the coroutine."""
+        """Start a coroutine without waiting. Cancelling the returned future cancels the coroutine.
+
+        Raises the errors of `run`.
+        """
+        self._require_own_process(coroutine)
         with self._lock:
             if self._closed:
                 coroutine.close()
                 raise ShutDownError("the adapter was shut down")
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _require_own_process(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Raise BadInputError in a forked child process, where no thread runs the event loop."""
+        if os.getpid() != self._pid:
+            coroutine.close()
+            raise BadInputError(
+                "this object cannot be used in a forked child process: its event loop runs in the parent process. In "
+                "the child process, create an adapter with `attach`, or a RouterClient"
+            )
 
     def close(self) -> None:
         """Stop the event loop and its thread. May be called more than once."""

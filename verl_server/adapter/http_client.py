@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
@@ -37,8 +37,8 @@ READ_BUFFER_BYTES = 2**20
 class HttpClient:
     """HTTP connections to `base_url`, one connection pool for each event loop that sends requests.
 
-    `find_death` is called after a connection broke. It waits up to the given number of seconds and returns the error
-    that describes how the server ended, or None when the server lives.
+    `is_supervised`: `fail` is called when the server's process ends. A call whose connection broke then waits for a
+    moment, so that it raises how the server ended.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class HttpClient:
         admin_api_key: str | None,
         timeouts: Timeouts,
         max_retries: int,
-        find_death: Callable[[float], ServerDiedError | None],
+        is_supervised: bool,
     ) -> None:
         self.base_url = base_url
         self._headers, self._admin_headers = _headers(api_key), _headers(admin_api_key or api_key)
@@ -63,11 +63,10 @@ class HttpClient:
             )
         }
         self._max_retries = max_retries
-        self._find_death = find_death
+        self._is_supervised = is_supervised
         self._failure: VerlServerError | None = None
         """The error of `fail`, which every later call raises."""
-        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
-        self._responses: dict[asyncio.AbstractEventLoop, set[aiohttp.ClientResponse]] = {}
+        self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
 
     async def call(self, endpoint: Endpoint, payload: Any = None) -> Any:
         """Send one request and return the decoded reply (JSON, or text where there is no JSON).
@@ -121,17 +120,17 @@ class HttpClient:
         return error_from_reply(status, self.base_url + endpoint.path, body)
 
     def _request(self, endpoint: Endpoint, payload: Any) -> _Request:
-        if self._failure is not None:
-            raise self._failure
+        self.require_usable()
         return _Request(self, endpoint, payload, self._deadlines[endpoint.kind])
 
     async def _explain_broken_connection(self, endpoint: Endpoint, error: Exception) -> VerlServerError:
         """The cause of a broken connection: the error of `fail`, the death of the server, or the network."""
+        pool = self._pools.get(asyncio.get_running_loop())
+        if self._failure is None and self._is_supervised and pool is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(pool.failed.wait(), DEATH_NOTICE_S)
         if self._failure is not None:
             return self._failure
-        death = await asyncio.to_thread(self._find_death, DEATH_NOTICE_S)
-        if death is not None:
-            return death
         url = self.base_url + endpoint.path
         if isinstance(error, aiohttp.ClientConnectorError):
             return ServerError(
@@ -141,9 +140,9 @@ class HttpClient:
             )
         return ServerError(f"the connection to {url} broke ({type(error).__name__}: {error})", url=url)
 
-    def open_request(self, endpoint: Endpoint, payload: Any, timeout: aiohttp.ClientTimeout) -> Any:
-        """aiohttp's context manager for one request in the running event loop."""
-        return self._session().request(
+    def open_request(self, pool: _Pool, endpoint: Endpoint, payload: Any, timeout: aiohttp.ClientTimeout) -> Any:
+        """aiohttp's context manager for one request."""
+        return pool.session.request(
             endpoint.method,
             self.base_url + endpoint.path,
             data=None if payload is None else encode_json(payload),
@@ -151,50 +150,69 @@ class HttpClient:
             timeout=timeout,
         )
 
-    def track(self, response: aiohttp.ClientResponse) -> None:
-        """Remember a response whose body is about to be read. Raises the error of `fail` if that was called before."""
-        self._responses[asyncio.get_running_loop()].add(response)
+    def require_usable(self) -> None:
+        """Raise the error of `fail` if that was called before."""
         if self._failure is not None:
             raise self._failure
 
-    def untrack(self, response: aiohttp.ClientResponse) -> None:
-        self._responses[asyncio.get_running_loop()].discard(response)
-
-    def _session(self) -> aiohttp.ClientSession:
+    def pool(self) -> _Pool:
+        """The connection pool of the running event loop."""
         loop = asyncio.get_running_loop()
-        session = self._sessions.get(loop)
-        if session is None or session.closed:
+        pool = self._pools.get(loop)
+        if pool is None or pool.session.closed:
             self._remove_closed_loops()
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=READ_BUFFER_BYTES)
-            self._sessions[loop] = session
-            self._responses[loop] = set()
-        return session
+            pool = self._pools[loop] = _Pool(session)
+        return pool
 
     def fail(self, error: VerlServerError) -> None:
         """Make every call in flight and every later call raise `error`. May be called from any thread."""
         self._failure = self._failure or error
         self._remove_closed_loops()
-        for loop, session in list(self._sessions.items()):
-            if not loop.is_closed() and session.connector is not None:
-                loop.call_soon_threadsafe(_close_connections, session.connector, self._responses[loop])
+        for loop, pool in list(self._pools.items()):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(pool.fail)
 
     def _remove_closed_loops(self) -> None:
         """Close the pools of event loops that have been closed, for example at the end of `asyncio.run`."""
-        for loop in [known for known in self._sessions if known.is_closed()]:
-            session = self._sessions.pop(loop, None)
-            self._responses.pop(loop, None)
-            if session is not None and session.connector is not None:
-                closing = session.connector.close().__await__()
+        for loop in [known for known in self._pools if known.is_closed()]:
+            pool = self._pools.pop(loop, None)
+            if pool is not None and pool.session.connector is not None:
+                closing = pool.session.connector.close().__await__()
                 with suppress(StopIteration):
                     next(closing)  # runs without an event loop, because nothing has to be awaited
                 closing.close()
 
     async def aclose(self) -> None:
         """Close the connection pool of the running event loop."""
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
-        if session is not None:
-            await session.close()
+        pool = self._pools.pop(asyncio.get_running_loop(), None)
+        if pool is not None:
+            await pool.session.close()
+
+
+class _Pool:
+    """The connections of one event loop."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.session = session
+        self.responses: set[aiohttp.ClientResponse] = set()
+        """Responses whose bodies are read now."""
+        self.failed = asyncio.Event()
+        """Set when `HttpClient.fail` was called."""
+
+    def fail(self) -> None:
+        """Close all connections at once. Calls in flight then raise a connection error.
+
+        Closing the connector alone wakes only the calls that wait for a response to begin. A call that reads a body is
+        woken by closing its response.
+        """
+        self.failed.set()
+        for response in self.responses:
+            response.close()
+        if self.session.connector is not None:
+            task = asyncio.ensure_future(self.session.connector.close())
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 class _Request:
@@ -202,7 +220,8 @@ class _Request:
 
     def __init__(self, http: HttpClient, endpoint: Endpoint, payload: Any, timeout: aiohttp.ClientTimeout) -> None:
         self._http, self._endpoint, self._timeout = http, endpoint, timeout
-        self._context = http.open_request(endpoint, payload, timeout)
+        self._pool = http.pool()
+        self._context = http.open_request(self._pool, endpoint, payload, timeout)
         self._response: aiohttp.ClientResponse | None = None
         self._url = http.base_url + endpoint.path
 
@@ -215,7 +234,8 @@ class _Request:
             raise self._deadline_error() from error
         self._response = response
         try:
-            self._http.track(response)
+            self._pool.responses.add(response)
+            self._http.require_usable()
         except VerlServerError as error:
             await self.__aexit__(type(error), error, error.__traceback__)
             raise
@@ -223,7 +243,7 @@ class _Request:
 
     async def __aexit__(self, error_type: Any, error: Any, traceback: Any) -> None:
         assert self._response is not None
-        self._http.untrack(self._response)
+        self._pool.responses.discard(self._response)
         await self._context.__aexit__(error_type, error, traceback)
         if isinstance(error, TimeoutError) and not isinstance(error, VerlServerError):
             raise self._deadline_error() from error
@@ -259,18 +279,6 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]
             if data == b"[DONE]":
                 return
             yield orjson.loads(data)
-
-
-def _close_connections(connector: aiohttp.BaseConnector, responses: set[aiohttp.ClientResponse]) -> None:
-    """Close all connections at once. Calls in flight then raise a connection error.
-
-    Closing the connector alone wakes only the calls that wait for a response to begin. A call that reads a body is
-    woken by closing its response.
-    """
-    for response in responses:
-        response.close()
-    task = asyncio.ensure_future(connector.close())
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _headers(key: str | None) -> dict[str, str]:
