@@ -171,10 +171,11 @@ class RecoveryConfig:
     """When a replica of a fleet counts as stalled, and how often its server is started again."""
 
     stall_timeout_s: float = 120.0
-    """Seconds without a new token and without CPU time before a replica with running requests counts as stalled."""
+    """Seconds without a new token and without a sign of life before a replica with running requests counts as
+    stalled. Signs of life are answers of its schedulers and CPU time, see `docs/decisions/signs-of-life.md`."""
     hard_stall_timeout_s: float = 1800.0
-    """Seconds without a new token before a replica with running requests counts as stalled although it uses CPU
-    time."""
+    """Seconds without a new token before a replica with running requests counts as stalled although it gives signs
+    of life."""
     backoff_s: float = 1.0
     """Seconds before the second restart in a row. The delay doubles with each further restart."""
     max_backoff_s: float = 60.0

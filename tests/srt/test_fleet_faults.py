@@ -12,6 +12,7 @@ import json
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,6 +134,9 @@ class Server:
     def release_memory_occupation(self, tags: list[str]) -> None:
         self.call("release_memory_occupation")
         self.released_memory |= set(tags)
+
+    def ask_schedulers(self) -> Future[Any]:
+        return Future()
 
     def shutdown(self) -> None:
         self.has_ended = True

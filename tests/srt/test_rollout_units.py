@@ -34,7 +34,10 @@ RECOVERY = RecoveryConfig(
         (Observation(False, 0, 0.0, 0.0), ReplicaState.DEAD),
         (Observation(True, 0, 0.0, 999.0), ReplicaState.HEALTHY),  # no requests
         (Observation(True, 3, 999.0, 999.0, is_paused=True), ReplicaState.HEALTHY),
-        (Observation(True, 3, 30.0, 0.1), ReplicaState.HEALTHY),  # a long prefill uses CPU time
+        (
+            Observation(True, 3, 30.0, 0.1),
+            ReplicaState.HEALTHY,
+        ),  # a long prefill without an accelerator uses CPU time
         (Observation(True, 3, 6.0, 6.0), ReplicaState.SUSPECT),
         (Observation(True, 3, 11.0, 11.0), ReplicaState.DEAD),
         (Observation(True, 3, 11.0, 2.0), ReplicaState.HEALTHY),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -197,6 +198,13 @@ class HttpServerEngineAdapter:
         self.shutdown()
 
     # -- internal: called by other folders of this package, no part of the public API -------------------
+
+    def ask_schedulers(self) -> Future[Json]:
+        """Internal. Ask all schedulers for their state, without waiting. They answer between two steps.
+
+        Raises ShutDownError after `shutdown`.
+        """
+        return self._loop.submit(self.asynchronous.get_server_info())
 
     def fail(self, error: VerlServerError) -> None:
         """Internal. Make every call in flight and every later call raise `error`."""

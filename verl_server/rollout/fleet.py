@@ -14,8 +14,8 @@ from typing import Any
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import MemoryTag
 from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError, to_wire
-from verl_server.rollout.counters import FleetCounters
 from verl_server.rollout.health import ReplicaState, unavailable_reason
+from verl_server.rollout.metrics import FleetCounters
 from verl_server.rollout.replica import Replica, StartPreempted
 from verl_server.router.replica_status import ReplicaStatus
 from verl_server.router.targets import RoutingTargets

@@ -1,8 +1,8 @@
 """Decides when a replica is unhealthy and when its server is started again. Pure functions.
 
 The end of a server is reported by its process. A stall is detected by missing progress: the replica has running
-requests, has produced no token for a long time, and its schedulers have used no CPU time either. A slow health probe is
-no sign of a stall, because a server does not answer probes during a long prefill.
+requests, has produced no token for a long time, and there was no sign of life of its schedulers either
+(`signs_of_life.py`). One slow answer is no sign of a stall, because a server does not answer during a long prefill.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from verl_server.config import RecoveryConfig
+
+MAX_LOOK_INTERVAL_S = 5.0
 
 
 class ReplicaState(enum.StrEnum):
@@ -47,8 +49,8 @@ class Observation:
     """Number of requests that run on it."""
     no_progress_s: float
     """Seconds since the last new token, or since its requests began. 0 without requests."""
-    no_cpu_s: float
-    """Seconds since its schedulers last used CPU time."""
+    no_sign_s: float
+    """Seconds since the last sign of life of its schedulers, at most `no_progress_s`."""
     is_paused: bool = False
     """Whether generation is paused or memory is released."""
 
@@ -59,12 +61,17 @@ def classify_health(observation: Observation, config: RecoveryConfig) -> Replica
         return ReplicaState.DEAD
     if observation.is_paused or observation.running_requests == 0:
         return ReplicaState.HEALTHY
-    stalled_s = min(observation.no_progress_s, observation.no_cpu_s)
+    stalled_s = min(observation.no_progress_s, observation.no_sign_s)
     if stalled_s >= config.stall_timeout_s or observation.no_progress_s >= config.hard_stall_timeout_s:
         return ReplicaState.DEAD
     if stalled_s >= config.stall_timeout_s / 2 or observation.no_progress_s >= config.hard_stall_timeout_s / 2:
         return ReplicaState.SUSPECT
     return ReplicaState.HEALTHY
+
+
+def look_interval_s(config: RecoveryConfig) -> float:
+    """Seconds between two looks for signs of life of a replica that makes no progress."""
+    return min(MAX_LOOK_INTERVAL_S, config.stall_timeout_s / 8)
 
 
 def restart_delay_s(deaths: Sequence[float], now: float, config: RecoveryConfig) -> float | None:

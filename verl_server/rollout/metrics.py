@@ -1,9 +1,10 @@
-"""Metrics of a fleet, in the text format of Prometheus."""
+"""What a fleet counts, and its metrics in the text format of Prometheus."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,6 +14,22 @@ from verl_server.router.metrics import metrics_text
 
 if TYPE_CHECKING:
     from verl_server.rollout.fleet import Fleet
+
+
+@dataclass
+class FleetCounters:
+    """What a fleet has counted since its start."""
+
+    deaths: int = 0
+    """Number of servers that ended or counted as stalled."""
+    restarts: int = 0
+    """Number of servers that were started again."""
+    given_up: int = 0
+    """Number of replicas that are not started again because their servers ended too often."""
+    updates: int = 0
+    """Number of weight updates that were published."""
+    phase_s: dict[str, float] = field(default_factory=dict)
+    """Seconds spent in weight updates, by phase."""
 
 
 class _FleetCollector(Collector):

@@ -19,7 +19,7 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.rollout.fleet import RUNNING, SERVING, Fleet
-from verl_server.rollout.health import ReplicaState, classify_health, restart_delay_s
+from verl_server.rollout.health import ReplicaState, classify_health, look_interval_s, restart_delay_s
 from verl_server.rollout.replica import Replica, StartPreempted
 from verl_server.router.targets import RoutingTargets
 from verl_server.types import ServerInfo
@@ -191,7 +191,9 @@ class RecoveryLoop:
                 fleet.executor.submit(self.load_published_weights, replica)
             return
         stats = self._targets.replica_stats(replica.name)
-        state = classify_health(replica.observe(stats.running_requests, stats.last_progress_at), self._config)
+        interval_s = look_interval_s(self._config)
+        observation = replica.observe(stats.running_requests, stats.last_progress_at, interval_s)
+        state = classify_health(observation, self._config)
         if state in SERVING and not stats.admitted and fleet.is_open:
             with fleet.lock:
                 if replica.state in SERVING:

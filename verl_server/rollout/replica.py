@@ -12,6 +12,7 @@ from verl_server.config import AdapterConfig
 from verl_server.errors import NotReadyError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.health import Observation, ReplicaState
 from verl_server.rollout.launchers.base import Launcher
+from verl_server.rollout.signs_of_life import SignsOfLife
 from verl_server.types import ServerInfo
 
 
@@ -58,8 +59,8 @@ class Replica:
         """Held while a server is being ended."""
         self._start_lock = threading.Lock()
         """Held while a server is being started."""
-        self._scheduler_cpu = (0.0, time.monotonic())
-        """CPU seconds of its schedulers, and the time at which the number last grew."""
+        self._signs: SignsOfLife | None = None
+        """Signs of life of its server."""
         self._last_idle_at = 0.0
         """Time at which it last had no requests or was paused."""
 
@@ -84,8 +85,8 @@ class Replica:
             adapter = self._launcher.start_server(
                 self.name, self._server_args, self._config, self._env, self._check_abort
             )
-            self._scheduler_cpu = (0.0, time.monotonic())
             try:
+                self._signs = SignsOfLife(adapter)
                 on_ready(self, adapter)
             except BaseException:
                 adapter.shutdown()
@@ -109,25 +110,29 @@ class Replica:
         """Allow starts again after `preempt_start`."""
         self._preempted.clear()
 
-    def observe(self, running_requests: int, last_progress_at: float) -> Observation:
-        """Observe the server now. The routers provide the number of requests and the time of the last new token."""
+    def observe(self, running_requests: int, last_progress_at: float, look_interval_s: float) -> Observation:
+        """Observe the server now. The routers provide the number of requests and the time of the last new token.
+
+        Signs of life are looked for, every `look_interval_s` seconds, only while no token arrives.
+        """
         now = time.monotonic()
         adapter = self.adapter
         process = None if adapter is None else adapter.process
         if process is None or process.wait_exit(0.0) is not None:
-            return Observation(is_alive=False, running_requests=running_requests, no_progress_s=0.0, no_cpu_s=0.0)
-        cpu_s = process.scheduler_seconds()
-        if cpu_s != self._scheduler_cpu[0]:
-            self._scheduler_cpu = (cpu_s, now)
+            return Observation(is_alive=False, running_requests=running_requests, no_progress_s=0.0, no_sign_s=0.0)
         assert adapter is not None
+        assert self._signs is not None
         is_paused = adapter.paused or bool(adapter.released_memory)
         if is_paused or not running_requests:
             self._last_idle_at = now
+        last_sign_at = quiet_since = max(last_progress_at, self._last_idle_at)
+        if now - quiet_since >= look_interval_s:
+            last_sign_at = max(quiet_since, self._signs.last_sign_at(now, look_interval_s))
         return Observation(
             is_alive=True,
             running_requests=running_requests,
-            no_progress_s=now - max(last_progress_at, self._last_idle_at),
-            no_cpu_s=now - max(self._scheduler_cpu[1], self._last_idle_at),
+            no_progress_s=now - quiet_since,
+            no_sign_s=now - last_sign_at,
             is_paused=is_paused,
         )
 

@@ -170,7 +170,8 @@ class RouterHttpServer:
             async for chunk in answer.content.iter_any():
                 if answer.status < 500:
                     pool.record_progress(slot, slot.tokens)
-                await response.write(chunk)
+                with slot.waits_for_caller():
+                    await response.write(chunk)
         except aiohttp.ClientError:
             pool.record_error(slot)
             if request.transport is not None:

@@ -20,15 +20,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-import psutil
-
 from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, StartupError, VerlServerError
+from verl_server.server.cpu_time import SchedulerCpu, SchedulerCpuReader
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import inherited_environment, no_proxy_environment
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
 from verl_server.server.server_folder import LOG_NAME, WORKING_FOLDER, make_server_folder
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT, REFUSAL
 from verl_server.server.supervisor import AbortCheck, ServerPids, never_abort
+from verl_server.server.warden.process_tree import read_tree
 from verl_server.server.warden.shared_memory_files import remove_shared_memory
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ class ServerProcess(ExitNotifier):
         self.log_path = self._folder / LOG_NAME if log_dir is None else Path(log_dir) / f"{self._folder.name}.log"
         super().__init__()
         self._main_pid: int | None = None
+        self._cpu_reader: SchedulerCpuReader | None = None
         spec = {
             "argv": [sys.executable, "-m", profile.main_module],
             "env": {
@@ -131,10 +132,7 @@ class ServerProcess(ExitNotifier):
     def pids(self) -> ServerPids:
         """Process ids of the tree. Workers are those that live now."""
         assert self._main_pid is not None, "the server main has not started"
-        workers: tuple[int, ...] = ()
-        with contextlib.suppress(psutil.Error):
-            workers = tuple(child.pid for child in psutil.Process(self._main_pid).children(recursive=True))
-        return ServerPids(main=self._main_pid, warden=self._warden.pid, workers=workers)
+        return ServerPids(main=self._main_pid, warden=self._warden.pid, workers=tuple(read_tree(self._main_pid)))
 
     def died(self, url: str) -> ServerDiedError:
         """The error for callers that needed the server. Call it only after the server has ended."""
@@ -147,16 +145,11 @@ class ServerProcess(ExitNotifier):
             url=url,
         )
 
-    def scheduler_seconds(self) -> float:
-        """CPU seconds that the server's schedulers have used, their child processes included."""
-        seconds = 0.0
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self._main_pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    if any("scheduler" in part for part in child.cmdline()):
-                        times = child.cpu_times()
-                        seconds += times.user + times.system
-        return seconds
+    def scheduler_cpu(self) -> SchedulerCpu:
+        if self._cpu_reader is None:
+            assert self._main_pid is not None, "the server main has not started"
+            self._cpu_reader = SchedulerCpuReader(self._main_pid)
+        return self._cpu_reader.read()
 
     def wait_ready(
         self,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from verl_server.errors import ServerDiedError, VerlServerError
+from verl_server.server.cpu_time import SchedulerCpu
 from verl_server.server.exit_status import ExitStatus
 
 #: Called repeatedly while a server starts. Returns the error that ends the start, for example because another node has
@@ -57,5 +58,5 @@ class Supervisor(Protocol):
     def stop(self, deadline_s: float = 10.0) -> None:
         """End the server and everything below it. May be called more than once."""
 
-    def scheduler_seconds(self) -> float:
-        """CPU seconds that the server's schedulers have used. Does not grow while they cannot be measured."""
+    def scheduler_cpu(self) -> SchedulerCpu:
+        """CPU time of the server's schedulers and of their programs. Does not grow while it cannot be measured."""

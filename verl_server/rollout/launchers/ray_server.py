@@ -16,6 +16,7 @@ from verl_server.adapter.sglang.launch import launch_sglang_server
 from verl_server.config import AdapterConfig
 from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError, to_wire
 from verl_server.ranks.machine import machine_id
+from verl_server.server.cpu_time import SchedulerCpu
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
 from verl_server.server.forkserver.socket_folder import shares_forkservers
 from verl_server.server.ports import PortReservation, join_host_port
@@ -72,11 +73,11 @@ class ServerActor:
         return {"base_url": server.base_url, "api_key": server.api_key, "admin_api_key": server.admin_api_key}
 
     def watch(self, timeout_s: float) -> Json:
-        """How the server ended, if it ends within `timeout_s` seconds, and the CPU seconds of its schedulers."""
+        """How the server ended, if it ends within `timeout_s` seconds, and the CPU time of its schedulers."""
         exit_status = self._server.process.wait_exit(timeout_s)
         return {
             "exit": None if exit_status is None else asdict(exit_status),
-            "cpu_s": 0.0 if exit_status is not None else self._server.process.scheduler_seconds(),
+            "cpu": None if exit_status is not None else asdict(self._server.process.scheduler_cpu()),
         }
 
     def stop(self) -> None:
@@ -98,7 +99,7 @@ class RayServer(ExitNotifier):
         super().__init__()
         self._name, self._actors, self._free_resources = name, list(actors), free_resources
         self._pids = ServerPids(main=pid, warden=None, workers=())
-        self._cpu_s = 0.0
+        self._cpu = SchedulerCpu(0.0, 0.0)
         threading.Thread(target=self._watch, name=f"verl-server-{name}-watch", daemon=True).start()
 
     @property
@@ -121,7 +122,8 @@ class RayServer(ExitNotifier):
             except Exception as error:  # noqa: BLE001 - Ray itself was shut down
                 self.note_exit(ExitStatus(f"Ray: {first_line(error)}", None, ""))
                 return
-            self._cpu_s = sum(report["cpu_s"] for report in reports)
+            nodes = [SchedulerCpu(**report["cpu"]) for report in reports if report["cpu"] is not None]
+            self._cpu = SchedulerCpu(sum(node.own_s for node in nodes), sum(node.helpers_s for node in nodes))
             for report in reports:
                 if report["exit"] is not None:
                     self.note_exit(ExitStatus(**report["exit"]))
@@ -136,8 +138,8 @@ class RayServer(ExitNotifier):
             url=url,
         )
 
-    def scheduler_seconds(self) -> float:
-        return self._cpu_s
+    def scheduler_cpu(self) -> SchedulerCpu:
+        return self._cpu
 
     def stop(self, deadline_s: float = 10.0) -> None:
         end_actors(self._actors, deadline_s)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,6 +51,8 @@ class RoutedReplica:
     """Number of tokens of these requests: prompts and received output."""
     started_requests: int = 0
     """Number of requests that have started on the replica."""
+    waiting_callers: int = 0
+    """Number of these requests whose callers have not read what has arrived for them."""
     last_progress_at: float = field(default_factory=time.monotonic)
     """Time of the last new token, or of the first request after an idle period (`time.monotonic`)."""
 
@@ -68,8 +72,10 @@ class RoutedReplica:
 
     def stats(self) -> ReplicaStats:
         """What the router observes of the replica's requests. Any thread may call this."""
-        running = self.running_requests
-        return ReplicaStats(running, self.last_progress_at if running else 0.0, self.admitted)
+        running, progress_at = self.running_requests, self.last_progress_at
+        if self.waiting_callers >= running:
+            progress_at = time.monotonic() if running else 0.0  # no request waits for the replica
+        return ReplicaStats(running, progress_at, self.admitted)
 
     def snapshot(self) -> ReplicaSnapshot:
         """A frozen copy of the replica's state. Any thread may call this."""
@@ -108,6 +114,16 @@ class Slot:
     def has_run_alone(self) -> bool:
         """Whether no other request ran on the replica since this one was placed."""
         return self._was_idle and self.replica.started_requests == self._number
+
+    @contextlib.contextmanager
+    def waits_for_caller(self) -> Iterator[None]:
+        """In the body, the request waits until its caller reads: that the replica makes no progress is no stall."""
+        self.replica.waiting_callers += 1
+        try:
+            yield
+        finally:
+            self.replica.waiting_callers -= 1
+            self.replica.last_progress_at = time.monotonic()
 
     def set_tokens(self, tokens: int) -> int:
         """Record the number of tokens of the request; returns the change."""

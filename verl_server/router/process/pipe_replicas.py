@@ -127,11 +127,12 @@ class PipeReplicas:
         now = time.monotonic()
         replicas = {
             replica.name: {
-                "running_requests": replica.running_requests,
-                "no_progress_s": now - replica.last_progress_at,
-                "admitted": replica.admitted,
+                "running_requests": stats.running_requests,
+                "no_progress_s": max(now - stats.last_progress_at, 0.0),
+                "admitted": stats.admitted,
             }
             for replica in dispatcher.pool.replicas.values()
+            for stats in (replica.stats(),)
         }
         return orjson.dumps({"sequence": self._applied_sequence, "replicas": replicas}) + b"\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 
@@ -31,6 +32,29 @@ def list_descendants(root: int) -> list[int]:
         found += below
         queue += below
     return [pid for pid in found if pid not in zombies]
+
+
+def read_tree(root: int) -> list[int]:
+    """Process ids of the tree below `root`, parents first. Looks at the processes of the tree only.
+
+    `list_descendants` reads all of `/proc` instead. It misses no process; here a process that ends meanwhile may hide
+    another one.
+    """
+    if not os.path.exists(f"/proc/{root}/task/{root}/children"):
+        return list_descendants(root)  # a kernel without these files, or the process has ended
+    found = _read_children(root)
+    for pid in found:  # grows while it is read
+        found += _read_children(pid)
+    return found
+
+
+def _read_children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # the process or one of its threads has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                found += [int(child) for child in file.read().split()]
+    return found
 
 
 def is_descendant(pid: int, root: int) -> bool:
