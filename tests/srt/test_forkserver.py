@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -195,6 +197,27 @@ def test_the_forkserver_is_replaced_when_the_environment_changes(monkeypatch: py
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     finally:
         shared.close()
+
+
+def test_a_process_with_many_open_files_has_a_forkserver() -> None:
+    """Descriptors above 1023, as in a trainer with many connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 2000))
+        forkserver = Forkserver(connection)
+        assert not forkserver.has_ended
+        theirs.send(b"ready 7")
+        assert forkserver.wait_ready(10.0, never_abort)
+        assert forkserver.pid == 7
+        theirs.close()
+        assert forkserver.has_ended
+        forkserver.close()
+    finally:
+        ours.close()
+        theirs.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.usefixtures("private_forkservers")

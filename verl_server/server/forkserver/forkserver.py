@@ -47,9 +47,7 @@ class ForkedWarden:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the warden has ended. Returns 0: only the warden's parent can read its exit code."""
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        if not poll.poll(None if timeout is None else timeout * 1e3):
+        if not _is_readable(self._pidfd, timeout):
             raise subprocess.TimeoutExpired("the warden", timeout or 0.0)
         return 0
 
@@ -73,8 +71,7 @@ class Forkserver:
     def has_ended(self) -> bool:
         """Whether the process has ended or the connection is closed."""
         try:
-            readable, *_ = select.select([self._commands], [], [], 0)
-            return bool(readable) and not self._commands.recv(1, socket.MSG_PEEK)
+            return _is_readable(self._commands, 0.0) and not self._commands.recv(1, socket.MSG_PEEK)
         except (OSError, ValueError):
             return True
 
@@ -110,7 +107,7 @@ class Forkserver:
         """Whether the process has sent a message or has ended. Waits for a short time."""
         if self._commands.fileno() < 0:  # closed by another thread
             return True
-        return bool(select.select([self._commands], [], [], POLL_S)[0])
+        return _is_readable(self._commands, POLL_S)
 
     def _receive(self) -> bytes:
         try:
@@ -224,6 +221,16 @@ class OwnForkserver(Forkserver):
     def disown(self) -> None:
         super().disown()
         self._log.close()
+
+
+def _is_readable(file: int | socket.socket, timeout_s: float | None) -> bool:
+    """Whether a descriptor becomes readable within `timeout_s` seconds; None: no limit.
+
+    `select.select` fails for descriptors above 1023, which a trainer with many connections has.
+    """
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1e3))
 
 
 def _with_absolute_python_path(environment: Mapping[str, str]) -> dict[str, str]:
