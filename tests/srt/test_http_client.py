@@ -18,6 +18,7 @@ from helpers import free_port
 from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.errors import BadInputError, ServerDiedError
+from verl_server.server.cpu_time import SchedulerCpu
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
 from verl_server.server.supervisor import ServerPids
 
@@ -34,8 +35,8 @@ class IdleSupervisor(ExitNotifier):
     def stop(self, deadline_s: float = 10.0) -> None:
         """The server is none of this test's processes."""
 
-    def scheduler_seconds(self) -> float:
-        return 0.0
+    def scheduler_cpu(self) -> SchedulerCpu:
+        return SchedulerCpu(0.0, 0.0)
 
 
 def test_broken_calls_learn_the_end_of_the_server_without_threads() -> None:
