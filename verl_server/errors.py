@@ -94,7 +94,7 @@ class ServerError(VerlServerError):
     """The server replied with an error that has no class of its own.
 
     `details`: `status` (of HTTP), `url`, `body` (the server's own message), `key` (name of the key that the
-    server refused). To do: read the message.
+    server refused), `token_index` (of an output token whose log probability is NaN). To do: read the message.
     """
 
 

@@ -26,7 +26,7 @@ from helpers import (
 )
 
 from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, PauseMode, Timeouts
-from verl_server.adapter.sglang.replies import convert_weight_versions
+from verl_server.adapter.sglang.replies import convert_weight_versions, require_logprobs
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, DeadlineError, NotReadyError, PeerError, ServerError, UnsupportedError
 from verl_server.types import Json, parse_weight_version
@@ -112,6 +112,21 @@ def test_weight_versions_of_replies_are_ints() -> None:
     for label in ("", "v7", "step_12", "1.5"):
         with pytest.raises(BadInputError, match=rf"{label!r}.*weight_version=0"):
             parse_weight_version(label)
+
+
+@pytest.mark.parametrize("nothing", [None, float("nan")], ids=["null in JSON", "NaN of an engine in the process"])
+def test_nan_logits_are_an_error(nothing: float | None) -> None:
+    def reply(*logprobs: float | None) -> Json:
+        first_of_prompt = [[None, 5, None], [-1.0, 6, None]]  # the first token of a prompt has no log probability
+        entries = [[logprob, 0, None] for logprob in logprobs]
+        return {"meta_info": {"input_token_logprobs": first_of_prompt, "output_token_logprobs": entries}}
+
+    assert require_logprobs([{"output_ids": [1]}, {"meta_info": {}}, reply(-0.5, 0, -3.4e38)]) == 3
+    assert require_logprobs(reply(nothing, -0.5), num_checked=1) == 2
+    for bad in (reply(-0.5, nothing), [reply(-1.0), reply(-0.5, nothing), reply(-1.0)]):
+        with pytest.raises(ServerError, match=r"output token 1 is NaN: .*NaN logits.*check_finite=True") as caught:
+            require_logprobs(bad)
+        assert caught.value.details == {"status": 200, "token_index": 1}
 
 
 def test_an_attached_adapter_knows_no_processes(adapter: HttpServerEngineAdapter) -> None:

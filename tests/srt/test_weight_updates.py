@@ -29,7 +29,7 @@ from helpers import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, VerlEngine
-from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, TornWeightsError
+from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerError, TornWeightsError
 
 UPDATES = 300
 
@@ -239,6 +239,25 @@ def test_a_trainer_can_keep_its_parameters_in_the_staging_memory(
     assert assert_equals_reference(shared_engine, model) != first
     shared_engine.update_weights_from_tensor(original.items())
     assert [r["output_ids"] for r in shared_engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)] == first
+
+
+def test_nan_weights_give_no_tokens(shared_engine: VerlEngine, tiny: Callable[..., Path]) -> None:
+    """SGLang answers with token 0 and the log probability null."""
+    name, tensor = next(iter(reference_model(tiny("qwen3")).state_dict().items()))
+    shared_engine.update_weights_from_tensor([(name, torch.full_like(tensor, torch.nan))])
+    request: dict[str, Any] = {"input_ids": PROMPTS[0], "sampling_params": GREEDY, "return_logprob": True}
+    calls: list[Callable[[], Any]] = [
+        lambda: shared_engine.generate(**request),
+        lambda: shared_engine.generate(**{**request, "input_ids": PROMPTS}),
+        lambda: list(shared_engine.generate(**request, stream=True)),
+    ]
+    try:
+        for call in calls:
+            with pytest.raises(ServerError, match="output token 0 is NaN"):
+                call()
+    finally:
+        shared_engine.update_weights_from_tensor([(name, tensor)])
+    assert_equals_reference(shared_engine, reference_model(tiny("qwen3")))
 
 
 def test_writes_to_staged_weights_during_an_update_are_detected(

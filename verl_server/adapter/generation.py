@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from verl_server.adapter.connection import ServerConnection
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.payloads import abort_payload, pause_payload
-from verl_server.adapter.sglang.replies import convert_weight_versions, require_no_abort
+from verl_server.adapter.sglang.replies import convert_weight_versions, require_logprobs, require_no_abort
 from verl_server.adapter.sglang.request_fields import explain_refusal
 from verl_server.adapter.sglang.requests import generate_payload
 from verl_server.config import PauseMode
@@ -43,7 +43,8 @@ async def generate(
     `rid`: request id, a string; with a list of prompts, a list with one id for each prompt. If a list of
     prompts has one string, SGLang appends `_0`, `_1` and so on to it.
 
-    Raises BadInputError for invalid input before it is sent, and NotReadyError while memory is released.
+    Raises BadInputError for invalid input before it is sent, NotReadyError while memory is released, and ServerError
+    when a log probability of an output token is NaN.
     """
     named_fields = {
         "image_data": image_data,
@@ -68,11 +69,13 @@ async def generate(
     )
     connection.requests_in_flight += 1
     try:
-        return convert_weight_versions(await connection.call(endpoints.GENERATE, body))
+        reply = await connection.call(endpoints.GENERATE, body)
     except (BadInputError, ServerError) as error:
         raise explain_refusal(error, sampling_params) from error.__cause__
     finally:
         connection.requests_in_flight -= 1
+    require_logprobs(reply)
+    return convert_weight_versions(reply)
 
 
 async def generate_stream(
@@ -103,8 +106,10 @@ async def generate_stream(
     )
     connection.requests_in_flight += 1
     try:
+        num_checked = 0
         async for event in connection.http.stream(endpoints.GENERATE, body):
             require_no_abort(event, connection.base_url + endpoints.GENERATE.path)
+            num_checked = require_logprobs(event, num_checked)
             yield convert_weight_versions(event)
     except (BadInputError, ServerError) as error:
         raise explain_refusal(error, sampling_params) from error.__cause__

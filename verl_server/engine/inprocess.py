@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume, undefined_weights_reason
 from verl_server.adapter.model_files import read_model_config
-from verl_server.adapter.sglang.replies import prompt_limits
+from verl_server.adapter.sglang.replies import prompt_limits, require_logprobs
 from verl_server.adapter.sglang.request_fields import explain_refusal, require_known_fields
 from verl_server.adapter.sglang.requests import generate_payload
 from verl_server.adapter.sglang.server_arguments import (
@@ -91,6 +91,7 @@ class InProcessBackend:
             raise explain_refusal(refusal, request.get("sampling_params")) from error
         for item in reply if isinstance(reply, list) else [reply]:
             item["meta_info"]["weight_version"] = self.weight_version
+        require_logprobs(reply)
         return reply
 
     def _engine_arguments(self, request: Json) -> Json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from verl_server.adapter.sglang.endpoints import Endpoint
@@ -89,6 +90,29 @@ def require_success(reply: Any, url: str) -> Json:
         message = error_message(reply)
         raise ServerError(f"{url} reports failure: {message}", url=url, body=message)
     return reply if isinstance(reply, dict) else {"message": reply}
+
+
+def require_logprobs(reply: Any, num_checked: int = 0) -> int:
+    """Raise ServerError if a sampled token in a reply of `/generate` has no log probability: its logits were NaN.
+
+    `reply` is a dict or a list of dicts. The first `num_checked` tokens are not checked. Returns the number of tokens
+    with log probabilities in the last dict. SGLang sends NaN as null, and no null or infinity for another reason.
+    """
+    entries: Sequence[Any] = ()
+    for item in reply if isinstance(reply, list) else (reply,):
+        entries = item.get("meta_info", {}).get("output_token_logprobs") or ()
+        for index in range(num_checked, len(entries)):
+            logprob = entries[index][0]
+            if logprob is None or logprob != logprob:
+                raise ServerError(
+                    f"the log probability of output token {index} is NaN: the model has computed NaN logits, and the "
+                    "token has no meaning. Look for NaN in the weights (update_weights_from_tensor with "
+                    "check_finite=True refuses them), for values that overflow in the server's dtype (bfloat16 instead "
+                    "of float16), or for a faulty kernel or device of the server",
+                    status=200,
+                    token_index=index,
+                )
+    return len(entries)
 
 
 def convert_weight_versions(reply: Any) -> Any:
