@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,6 +73,34 @@ class RecordingGenerateFn:
     async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Any:
         self.prompts.append(list(request["input_ids"]))
         return await self._generate(rid=rid, session_id=session_id, **request)
+
+
+class ScriptedGenerateFn:
+    """A policy whose turns a function writes. No server is needed.
+
+    `reply`: gets the text of the prompt and returns the text of the turn.
+    """
+
+    def __init__(self, tokenizer: Any, reply: Callable[[str], str]) -> None:
+        self._tokenizer, self._reply = tokenizer, reply
+        self.prompts: list[str] = []
+
+    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Any:
+        await asyncio.sleep(0)
+        self.prompts.append(self._tokenizer.decode(request["input_ids"]))
+        max_new_tokens = request["sampling_params"]["max_new_tokens"]
+        token_ids = self._tokenizer.encode(self._reply(self.prompts[-1]), add_special_tokens=False)
+        meta = {
+            "finish_reason": {"type": "stop" if len(token_ids) <= max_new_tokens else "length"},
+            "weight_version": "1",
+            "output_token_logprobs": [[-1.0, token, None] for token in token_ids[:max_new_tokens]],
+        }
+        return {"output_ids": token_ids[:max_new_tokens], "meta_info": meta}
+
+
+def call_text(name: str, **arguments: Any) -> str:
+    """A turn with one tool call."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def make_episode(

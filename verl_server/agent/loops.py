@@ -15,6 +15,7 @@ from verl_server.agent.episode import Episode, Turn
 from verl_server.agent.limits import EpisodeStopped
 from verl_server.agent.tool_parsing import as_tool_call, parse_hermes_tool_calls, parse_json_tool_call
 from verl_server.agent.tools import Tool, ToolCall, ToolRegistry, ToolResult
+from verl_server.agent.user_code import await_user_code
 from verl_server.errors import BadInputError
 from verl_server.types import Json
 from verl_server.validation import did_you_mean, find_coroutine_error, is_bool, require_coroutine_method
@@ -61,13 +62,13 @@ class AgentLoop(ABC):
 
         A loop that returns after a turn which a limit has cut off has stopped at this limit.
         The stop reason and the exception of a failed episode are also stored in the episode. An `Exception` is not
-        raised; cancellation is.
+        raised, nor is the SystemExit of `exit()`; cancellation is.
         """
         try:
             result: Any = self.run(episode)
             mistake = find_coroutine_error(type(self), "run", result, RUN_EXAMPLE)
             if mistake is None:
-                await result
+                await await_user_code(result)
         except EpisodeStopped as stopped:
             stop_reason, exception = stopped.stop_reason, None
         except Exception as failure:  # noqa: BLE001 - a failure belongs to this sample and must not end the batch

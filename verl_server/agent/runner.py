@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from verl_server.agent.common_failure import CommonFailure
-from verl_server.agent.daemon_thread import run_in_daemon_thread
 from verl_server.agent.episode import Episode, validate_episode_arguments
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn
 from verl_server.agent.limits import RolloutLimits
 from verl_server.agent.loops import AgentLoop, as_agent_loop
 from verl_server.agent.samples import Sample, SampleGroup, Task, find_finished_sample
+from verl_server.agent.user_code import call_user_function
 from verl_server.errors import BadInputError, to_wire
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.inputs import attribute_input, digest
@@ -172,6 +172,7 @@ class RolloutRunner:
             raise
 
     async def _run_sample(self, run: _Run, task: Task, index: int) -> Sample:
+        task = task.copy()
         async with run.slots:
             self.counters.num_running_samples += 1
             try:
@@ -219,10 +220,14 @@ class RolloutRunner:
             try:
                 reward = await _call_reward(self._reward, sample)
                 if sample.leaf is not None:
-                    record.set_rewards(sample.leaf, [reward])
+                    sample.graph.set_rewards(sample.leaf, [reward])
                 sample = dataclasses.replace(sample, reward=reward)
             except Exception as error:  # noqa: BLE001 - a failure of the reward belongs to this sample
                 sample, exception = dataclasses.replace(sample, stop_reason="error", error=to_wire(error)), error
+        if (
+            isinstance(record, Recorder) and sample.graph.rewards
+        ):  # also rewards that the agent loop or the reward function set on the graph
+            record.record_all_rewards()
         if sample.leaf is not None:  # the termination is written last: a file that contains it is complete
             record.terminate(sample.leaf, sample.stop_reason, sample.error)
         return sample, exception
@@ -286,11 +291,7 @@ def _session_id(task: Task, index: int) -> str:
 
 
 async def _call_reward(reward: RewardFn, sample: Sample) -> float:
-    if inspect.iscoroutinefunction(reward):
-        value = await reward(sample)
-    else:
-        value = await run_in_daemon_thread(lambda: reward(sample))
-        value = await value if inspect.isawaitable(value) else value
+    value = await call_user_function(reward, sample)
     try:
         return float(value)
     except (TypeError, ValueError):

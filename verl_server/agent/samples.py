@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Any, Self
 
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.inputs import digest
-from verl_server.trajectory.messages import Message, validate_messages
+from verl_server.trajectory.messages import Message, copy_json, validate_messages
 from verl_server.types import Json
 
 
@@ -53,12 +54,25 @@ class Task:
         """
         return {"task.messages": digest(self.messages), "task.data": digest(self.data)}
 
+    def copy(self) -> Self:
+        """The task of one sample: a copy of the messages, and a shallow copy of `data`. The digests are the same.
+
+        A key of `data` that the agent loop of one sample sets is not seen by the other samples of its group. Values of
+        `data` are shared, for example a list or a client of a service.
+        """
+        task = copy.copy(self)
+        object.__setattr__(task, "messages", copy_json(self.messages))
+        if isinstance(self.data, MutableMapping):
+            object.__setattr__(task, "data", copy.copy(self.data))
+        return task
+
 
 @dataclass(frozen=True)
 class Sample:
     """A finished episode of a task."""
 
     task: Task
+    """Copy of the task that this sample had for itself, see `Task.copy`."""
     index: int
     """Number of the sample in its group, from 0."""
     graph: TrajectoryGraph

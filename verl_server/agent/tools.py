@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import traceback
@@ -15,8 +14,8 @@ from typing import Any
 import orjson
 import pydantic
 
-from verl_server.agent.daemon_thread import run_in_daemon_thread
 from verl_server.agent.tool_schema import find_inner_function, make_arguments_model, read_description, require_function
+from verl_server.agent.user_code import await_user_code, call_user_function, wait_until_done
 from verl_server.errors import BadInputError
 from verl_server.types import Json
 from verl_server.validation import find_coroutine_error, require_coroutine_method, require_list, require_seconds
@@ -62,6 +61,10 @@ class ToolArgumentsError(Exception):
     """The arguments of a tool call do not fit the tool's schema."""
 
 
+class ToolMistakeError(Exception):
+    """A mistake of the caller, which the policy cannot avoid. `Tool.call` raises its cause, and the sample fails."""
+
+
 class Tool(ABC):
     """A tool that a policy may call: a name, a JSON schema as chat templates take it, and a timeout per call."""
 
@@ -97,29 +100,33 @@ class Tool(ABC):
         A NameError or an ImportError in the source file of the tool is raised, and the episode fails: it is a mistake
         in the tool, not in the call. BadInputError is raised if `run` returns an iterator, or nothing to await.
         """
-        timeout = asyncio.timeout(self.timeout_s)
+        task = asyncio.create_task(self._run_as_text(arguments))
+        timed_out = await wait_until_done(task, self.timeout_s)
         try:
-            async with timeout:
-                result = self.run(arguments)
-                mistake = find_coroutine_error(type(self), "run", result, RUN_EXAMPLE)
-                if mistake is None and not isinstance(value := await result, (Iterator, AsyncIterator)):
-                    return ToolResult(self.name, _as_text(value))
-        except ToolArgumentsError as error:
-            return ToolResult(self.name, f"Error: wrong arguments: {error}", "bad_arguments")
-        except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            return ToolResult(self.name, "Error: the tool was cancelled", "raised")  # the tool cancelled itself
-        except Exception as error:
-            if timeout.expired():
+            return ToolResult(self.name, task.result())
+        except ToolMistakeError as mistake:
+            raise (mistake.__cause__ or mistake) from None
+        except (asyncio.CancelledError, Exception) as error:
+            if timed_out:
                 return ToolResult(self.name, f"Error: no result within {self.timeout_s:g} s", "timeout")
+            if isinstance(error, asyncio.CancelledError):
+                return ToolResult(self.name, "Error: the tool was cancelled", "raised")  # the tool cancelled itself
+            if isinstance(error, ToolArgumentsError):
+                return ToolResult(self.name, f"Error: wrong arguments: {error}", "bad_arguments")
             if _is_mistake_in_source(error, self.source_file):
                 raise
             return ToolResult(self.name, f"Error: {type(error).__name__}: {error}", "raised")
-        raise mistake or BadInputError(
-            f"tool {self.name!r} returned an iterator, but the policy reads one result; collect the values and return "
-            "them as a list"
-        )
+
+    async def _run_as_text(self, arguments: Mapping[str, Any]) -> str:
+        result = self.run(arguments)
+        if (mistake := find_coroutine_error(type(self), "run", result, RUN_EXAMPLE)) is not None:
+            raise ToolMistakeError from mistake
+        if isinstance(value := await await_user_code(result), (Iterator, AsyncIterator)):
+            raise ToolMistakeError from BadInputError(
+                f"tool {self.name!r} returned an iterator, but the policy reads one result; collect the values and "
+                "return them as a list"
+            )
+        return _as_text(value)
 
 
 class FunctionTool(Tool):
@@ -153,10 +160,7 @@ class FunctionTool(Tool):
             problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
             raise ToolArgumentsError(problems) from error
         values = {name: getattr(validated, name) for name in type(validated).model_fields}
-        if inspect.iscoroutinefunction(self._function):
-            return await self._function(**values)
-        result = await run_in_daemon_thread(lambda: self._function(**values))
-        return await result if inspect.isawaitable(result) else result  # of a decorator around a coroutine function
+        return await call_user_function(self._function, **values)
 
 
 class ToolRegistry:

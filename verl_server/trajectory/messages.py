@@ -9,7 +9,7 @@ import orjson
 
 from verl_server.adapter.json_body import tolist_hint
 from verl_server.errors import BadInputError
-from verl_server.validation import require_list
+from verl_server.validation import is_list, require_list
 
 Message = Mapping[str, Any]
 """A chat message with the keys `role` and `content`, as chat templates take it."""
@@ -78,6 +78,13 @@ def _validate_message(message: Message) -> None:
         if "surrogates" in str(error):
             cure = SURROGATE_CURE
         raise BadInputError(f"a value cannot be recorded as JSON: {error}; {cure}") from None
+
+
+def copy_json(value: Any) -> Any:
+    """A copy of a JSON value with copies of all dicts and lists in it. Other sequences become lists."""
+    if isinstance(value, Mapping):
+        return {key: copy_json(item) for key, item in value.items()}
+    return [copy_json(item) for item in value] if is_list(value) else value
 
 
 def image_sources(message: Message) -> list[str]:

@@ -85,17 +85,22 @@ class Recorder:
         self.graph.set_rewards(node, values)
         self._write({"rewards": {"node": node, "values": self.graph.rewards[node]}})
 
+    def record_all_rewards(self) -> None:
+        """Write all rewards of the graph, also those that were set on `graph` and not with this recorder."""
+        rewards = self.graph.rewards.items()
+        self._write(*({"rewards": {"node": node, "values": values}} for node, values in rewards))
+
     def terminate(self, node: int, stop_reason: str, error: Json | None = None) -> None:
         """Record the end of a path and write it. See `TrajectoryGraph.terminate`."""
         self._write({"termination": asdict(self.graph.terminate(node, stop_reason, error))})
 
-    def _write(self, line: Json) -> None:
-        """Append a line. After a failure, the file ends with its last complete line, and all later calls fail too."""
+    def _write(self, *lines: Json) -> None:
+        """Append lines. After a failure, the file ends with its last complete line, and all later calls fail too."""
         if self._failure is not None:
             raise self._failure
         end = os.lseek(self._fd, 0, os.SEEK_CUR)
         try:
-            remaining = memoryview(orjson.dumps(line) + b"\n")
+            remaining = memoryview(b"".join(orjson.dumps(line) + b"\n" for line in lines))
             while remaining:
                 remaining = remaining[os.write(self._fd, remaining) :]
             if self._sync:

@@ -1,0 +1,196 @@
+"""Samples of a group do not affect each other, and code of users affects its own sample only.
+
+No test of this file needs a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_helpers import ScriptedGenerateFn, call_text
+
+from verl_server.agent import (
+    AgentLoop,
+    Episode,
+    FunctionTool,
+    RolloutLimits,
+    RolloutRunner,
+    Sample,
+    SingleTurnLoop,
+    Task,
+    ToolAgentLoop,
+)
+from verl_server.tiny import make_tokenizer
+from verl_server.trajectory import ChatRenderer, to_batch
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+RunSamples = Callable[..., list[Sample]]
+
+
+@pytest.fixture
+def run_samples(tokenizer: Any) -> RunSamples:
+    """Run samples of one task with a scripted policy. Returns the samples in the order of their indices."""
+
+    def run(
+        loop: AgentLoop,
+        reply: Callable[[str], str] = lambda prompt: "done",
+        n: int = 1,
+        task: Task | None = None,
+        limits: RolloutLimits | None = None,
+        **options: Any,
+    ) -> list[Sample]:
+        async def collect() -> list[Sample]:
+            limits_or_default = limits or RolloutLimits(5000, max_turns=4)
+            generate = ScriptedGenerateFn(tokenizer, reply)
+            runner = RolloutRunner(loop, generate, ChatRenderer(tokenizer), limits_or_default, {}, **options)
+            tasks = [task or Task("t", [{"role": "user", "content": "q"}])]
+            return [sample async for group in runner.run(tasks, n) for sample in group.samples]
+
+        return asyncio.run(collect())
+
+    return run
+
+
+def contexts(sample: Sample) -> str:
+    """The recorded messages of a sample's path that the policy did not write."""
+    assert sample.leaf is not None
+    return json.dumps([node.message for node in sample.graph.path(sample.leaf) if not node.sampled])
+
+
+async def exit_later() -> str:
+    """Must end only the call."""
+    sys.exit(0)
+
+
+class ExitingLoop(AgentLoop):
+    async def run(self, episode: Episode) -> None:
+        sys.exit(0)
+
+
+async def exit_in_reward(sample: Sample) -> float:
+    sys.exit(0)
+
+
+def test_exit_in_code_of_a_user_ends_neither_the_run_nor_the_process(run_samples: RunSamples) -> None:
+    """asyncio would end the event loop, and the process would end with exit status 0."""
+    (sample,) = run_samples(
+        ToolAgentLoop([exit_later]), lambda prompt: "done" if "Error" in prompt else call_text("exit_later")
+    )
+    assert sample.stop_reason == "done"
+    assert "Error: RuntimeError: SystemExit: 0" in contexts(sample)
+    samples = [*run_samples(ExitingLoop()), *run_samples(SingleTurnLoop(), reward=exit_in_reward)]
+    assert [(sample.error or {})["message"] for sample in samples] == ["SystemExit: 0"] * 2
+
+
+class ChangingLoop(AgentLoop):
+    """Adds to the messages and the data of its task."""
+
+    async def run(self, episode: Episode) -> None:
+        messages: Any = episode.task.messages
+        messages[0]["content"][0]["text"] += "!"
+        messages += [{"role": "user", "content": "Think."}]
+        turn = await episode.generate(messages)
+        data: Any = episode.task.data
+        data["text"] = turn.text
+
+
+async def read_data(sample: Sample) -> float:
+    await asyncio.sleep(0.01)  # the other samples finish
+    return float(sample.task.data["text"])
+
+
+def test_each_sample_has_its_own_messages_and_data(run_samples: RunSamples, tmp_path: Path) -> None:
+    task = Task("t", [{"role": "user", "content": [{"type": "text", "text": "q"}]}], {"answer": 1})
+    numbers = iter(range(4))
+    samples = run_samples(
+        ChangingLoop(), lambda prompt: str(next(numbers)), n=4, task=task, reward=read_data, run_dir=tmp_path
+    )
+    assert [contexts(sample).count("Think.") for sample in samples] == [1] * 4
+    assert [contexts(sample).count("q!") for sample in samples] == [1] * 4
+    assert [sample.reward for sample in samples] == [float(sample.text) for sample in samples]
+    assert task == Task("t", [{"role": "user", "content": [{"type": "text", "text": "q"}]}], {"answer": 1})
+    assert [sample.task.digests == task.digests for sample in samples] == [True] * 4
+
+
+user = contextvars.ContextVar("user", default="nobody")
+
+
+def read_user() -> str:
+    """Name of the user."""
+    return user.get()
+
+
+class UserLoop(ToolAgentLoop):
+    async def run(self, episode: Episode) -> None:
+        user.set("alice")
+        await super().run(episode)
+
+
+def test_functions_in_threads_have_the_context_of_their_caller(run_samples: RunSamples) -> None:
+    (sample,) = run_samples(
+        UserLoop([read_user]), lambda prompt: "done" if "alice" in prompt else call_text("read_user")
+    )
+    assert sample.num_turns == 2
+
+
+async def return_in_steps() -> str:
+    """Returns after several steps of the event loop."""
+    await asyncio.sleep(0.02)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return "fine"
+
+
+def return_in_thread() -> str:
+    """Returns from a thread."""
+    time.sleep(0.02)
+    return "fine"
+
+
+@pytest.mark.parametrize("function", [return_in_steps, return_in_thread])
+def test_result_that_arrived_while_the_event_loop_was_blocked_is_kept(function: Any) -> None:
+    """A consumer that trains within `async for` blocks the event loop past the timeout of the tool."""
+
+    async def run() -> str:
+        calling = asyncio.create_task(FunctionTool(function, timeout_s=0.1).call({}))
+        await asyncio.sleep(0.005)
+        time.sleep(0.3)
+        return (await calling).content
+
+    assert asyncio.run(run()) == "fine"
+
+
+def reward_turns(sample: Sample) -> float:
+    """A reward of each turn, and one of the whole sample."""
+    assert sample.leaf is not None
+    for node in sample.graph.path(sample.leaf)[:-1]:
+        if node.sampled:
+            sample.graph.set_rewards(node.id, [0.5])
+    return 1.0
+
+
+def test_rewards_of_turns_are_recorded(run_samples: RunSamples, tmp_path: Path) -> None:
+    """A resumed run has the same scores."""
+    scores = []
+    for _ in range(2):
+        (sample,) = run_samples(
+            ToolAgentLoop([read_user]),
+            lambda prompt: "done" if "nobody" in prompt else call_text("read_user"),
+            reward=reward_turns,
+            run_dir=tmp_path,
+        )
+        scores.append(to_batch([sample.path], 0)["rm_scores"].sum().item())
+    assert scores == [1.5, 1.5]

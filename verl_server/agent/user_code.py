@@ -1,0 +1,91 @@
+"""Calls code of users (tools, rewards, agent loops), which may neither end the process nor block the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+
+async def call_user_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of a user and return its result. A function that is not a coroutine function runs in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await await_user_code(function(*args, **kwargs))
+    result = await _run_in_daemon_thread(lambda: function(*args, **kwargs))
+    return await await_user_code(result) if inspect.isawaitable(result) else result  # a decorated coroutine function
+
+
+async def await_user_code(awaitable: Awaitable[Any]) -> Any:
+    """Wait for a coroutine of a user. `exit()`, for example in code of the policy, becomes an exception of the sample.
+
+    Cancellation and KeyboardInterrupt are raised unchanged.
+    """
+    try:
+        return await awaitable
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # asyncio would end the event loop
+        raise _as_exception(error) from error
+
+
+async def wait_until_done(task: asyncio.Task[Any], timeout_s: float) -> bool:
+    """Wait until `task` has ended. Cancel it if it has not ended after `timeout_s` seconds.
+
+    Returns whether it was cancelled. Seconds during which another coroutine blocked the event loop at the end of the
+    timeout do not count: a result that arrived meanwhile is processed.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done() and (blocked_s := loop.time() - deadline) > 0:
+            await asyncio.wait({task}, timeout=blocked_s)
+    finally:
+        if is_late := task.cancel():
+            await asyncio.wait({task})
+    return is_late
+
+
+async def _run_in_daemon_thread(function: Callable[[], Any]) -> Any:
+    """Call `function` in a daemon thread of its own, and return its result or raise its exception.
+
+    The thread has a copy of the caller's context variables. A thread pool is not used: a pool waits for a function that
+    hangs, at the latest when the process ends.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def resolve(value: Any, error: Exception | None) -> None:
+        if future.done():  # the caller was cancelled or reached its timeout
+            return
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+    def target() -> None:
+        value, failure = None, None
+        try:
+            value = function()
+        except BaseException as error:  # noqa: BLE001 - raised in the coroutine that waits
+            failure = _as_exception(error)
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so no coroutine waits any more
+            loop.call_soon_threadsafe(resolve, value, failure)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(target,), name="verl-server-agent", daemon=True).start()
+    return await future
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """An exception that a future can raise.
+
+    `SystemExit` of a tool must end only the tool, and asyncio does not raise StopIteration through a future.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
