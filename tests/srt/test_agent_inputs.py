@@ -171,6 +171,7 @@ def test_runner_refuses_wrong_arguments(renderer: ChatRenderer, overrides: dict[
         ({"group_filter": lambda group, reward: True}, "group_filter has the wrong parameters"),
         ({"tasks": make_tasks(1)[0]}, r"tasks must be a list of tasks, got Task; write \[task\]"),
         ({"tasks": [{"id": "t", "messages": []}]}, r"tasks\[0\] must be a Task, got dict"),
+        ({"tasks": make_tasks(1) * 8}, r"8 tasks have the id 't0'.* call run\(\[task\], n=8\)"),
         ({"tasks": "t"}, r"tasks\[0\] must be a Task, got str"),
         ({"tasks": [*make_tasks(1), Task("a/b", [USER_MESSAGE])]}, "the id of a recorded session .*'a/b-0'"),
     ],
@@ -351,9 +352,12 @@ def collect_groups(runner: RolloutRunner, tasks: list[Task], n: int) -> tuple[li
 class PromptLoop(AgentLoop):
     """Records its prompt, and changes the data of its task. Its attributes are settings, and the URL of a service."""
 
-    def __init__(self, style: str = "brief", rounds: float = 3, url: str = "http://a:1", **public: str) -> None:
+    def __init__(self, style: str = "brief", rounds: float = 3, url: str = "http://a:1", **public: Any) -> None:
         super().__init__([add])
         self.style, self.rounds, self._url = style, rounds, url
+        self.prompt: str | None = None
+        self.shots: list[Any] = []
+        self.table, self.index = list(range(200_000)), object()  # data, which is not compared
         vars(self).update(public)
 
     async def run(self, episode: Episode) -> None:
@@ -392,6 +396,11 @@ def test_task_that_its_agent_loop_changes_is_loaded(renderer: ChatRenderer, tmp_
     ("overrides", "expected"),
     [
         ({"loop": PromptLoop("long")}, "agent loop PromptLoop: attribute 'style'. .*begin its name with '_'"),
+        ({"loop": PromptLoop(prompt="x")}, "agent loop PromptLoop: attribute 'prompt'. "),
+        (
+            {"loop": PromptLoop(shots=[{"role": "system", "content": "x"}])},
+            "agent loop PromptLoop: attribute 'shots'. ",
+        ),
         ({"loop": PromptLoop(rounds=4)}, "agent loop PromptLoop: attribute 'rounds'. "),
         ({"loop": OtherPromptLoop("long")}, "agent loop. "),
         ({"loop": ReturningLoop([search])}, "agent loop, tool 'add', tool 'search', tools. "),
@@ -456,6 +465,29 @@ def test_turns_of_one_episode_are_generated_one_after_the_other(renderer: ChatRe
 
     asyncio.run(run())
     assert [(node.parent, node.sampled) for node in episode.graph.nodes] == [(None, False), (0, True), (0, True)]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("input_ids has 619 tokens; the server accepts at most 506 tokens", 506),
+        ("the model's maximum context length of 512 tokens. You requested a total of 536 tokens.", 506),
+        ("the vocabulary ends at 319", None),
+    ],
+)
+def test_error_of_the_context_length_names_the_limit(
+    renderer: ChatRenderer, message: str, expected: int | None
+) -> None:
+    async def refuse(*, rid: str, session_id: str, **request: Any) -> Any:
+        raise BadInputError(message, status=400)
+
+    groups, _ = collect_groups(make_runner(renderer, generate=refuse), make_tasks(1), 1)
+    error = groups[0].samples[0].error
+    assert error is not None
+    assert error["details"] == {"status": 400}
+    cure = f"Pass RolloutLimits(max_context_tokens={expected}): an episode that reaches the context length then stops"
+    assert (cure in error["message"]) == (expected is not None)
+    assert error["message"].startswith(message.rstrip("."))
 
 
 class UnknownIdentityLoop(ReturningLoop):

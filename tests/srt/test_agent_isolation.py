@@ -21,6 +21,7 @@ from verl_server.agent import (
     AgentLoop,
     Episode,
     FunctionTool,
+    InterleavedLoop,
     RolloutLimits,
     RolloutRunner,
     Sample,
@@ -194,3 +195,21 @@ def test_rewards_of_turns_are_recorded(run_samples: RunSamples, tmp_path: Path) 
         )
         scores.append(to_batch([sample.path], 0)["rm_scores"].sum().item())
     assert scores == [1.5, 1.5]
+
+
+def return_long_text() -> str:
+    """Returns a long text."""
+    return "z" * 300
+
+
+def test_long_result_within_a_turn_keeps_its_tags(run_samples: RunSamples) -> None:
+    """The record has the text that the policy read."""
+    call = '<call>{"name": "return_long_text", "arguments": {}}</call>'
+    limits = RolloutLimits(2000, max_tool_tokens=40)
+    (sample,) = run_samples(
+        InterleavedLoop([return_long_text]), lambda prompt: "done" if "<result>" in prompt else call, limits=limits
+    )
+    expected = f"<result>{'z' * 40} [cut]</result>"
+    (node,) = [node for node in sample.graph.nodes if "appended_text" in (node.message or {})]
+    assert node.message == {"appended_text": expected}
+    assert len(node.token_ids) == len(expected), "each character is a token of this tokenizer"

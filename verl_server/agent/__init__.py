@@ -11,7 +11,7 @@ from verl_server.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
     from verl_server.agent.chat_scheduler import ChatScheduler, TurnCallback
-    from verl_server.agent.episode import Episode, Turn
+    from verl_server.agent.episode import Episode
     from verl_server.agent.fair_scheduler import FairScheduler
     from verl_server.agent.generate_fn import GenerateFn, as_generate_fn
     from verl_server.agent.limits import EpisodeStopped, RolloutLimits
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from verl_server.agent.mcp_client import mcp_tools
     from verl_server.agent.progress import with_progress
     from verl_server.agent.runner import RewardFn, RolloutRunner, RunnerCounters
-    from verl_server.agent.samples import Sample, SampleGroup, Task
+    from verl_server.agent.samples import Sample, SampleGroup, Task, Turn
     from verl_server.agent.tool_parsing import parse_hermes_tool_calls
     from verl_server.agent.tools import FunctionTool, Tool, ToolArgumentsError, ToolCall, ToolRegistry, ToolResult
 
@@ -70,10 +70,7 @@ __getattr__, __dir__ = export_lazily(
             "ChatScheduler",
             "TurnCallback",
         ),
-        "verl_server.agent.episode": (
-            "Episode",
-            "Turn",
-        ),
+        "verl_server.agent.episode": ("Episode",),
         "verl_server.agent.fair_scheduler": ("FairScheduler",),
         "verl_server.agent.generate_fn": (
             "GenerateFn",
@@ -102,6 +99,7 @@ __getattr__, __dir__ = export_lazily(
             "Sample",
             "SampleGroup",
             "Task",
+            "Turn",
         ),
         "verl_server.agent.tool_parsing": ("parse_hermes_tool_calls",),
         "verl_server.agent.tools": (

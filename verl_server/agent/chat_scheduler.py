@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_server.agent.episode import Episode, Turn, validate_episode_arguments
+from verl_server.agent.episode import Episode, validate_episode_arguments
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
 from verl_server.agent.limits import RolloutLimits
-from verl_server.agent.samples import Task
+from verl_server.agent.samples import Task, Turn
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.messages import Message, validate_messages

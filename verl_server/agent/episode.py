@@ -11,7 +11,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from verl_server.agent.generate_fn import (
@@ -21,30 +20,15 @@ from verl_server.agent.generate_fn import (
     require_sampling_params,
 )
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
-from verl_server.agent.samples import Task
+from verl_server.agent.samples import Task, Turn
 from verl_server.errors import BadInputError, to_wire
 from verl_server.router.resumable_generation import version_spans
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.messages import Message, image_sources
 from verl_server.trajectory.nodes import ForkReason, Node, Span
 from verl_server.trajectory.recorder import Recorder
-from verl_server.trajectory.rendering import ChatRenderer, ParsedToolCall
+from verl_server.trajectory.rendering import ChatRenderer
 from verl_server.types import Json
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A turn that the policy generated."""
-
-    text: str
-    token_ids: list[int]
-    node: int
-    """Id of the turn's node in the trajectory graph."""
-    finish_reason: str
-    """Why sampling ended: the type of SGLang's `finish_reason` (`stop`, `length`, ...)."""
-    tool_calls: Sequence[ParsedToolCall] | None = None
-    """Tool calls of the turn. None if the renderer does not know the tool tokens of the model family; then the calls
-    must be parsed from `text`."""
 
 
 def validate_episode_arguments(renderer: object, limits: object, sampling_params: object) -> None:
@@ -140,16 +124,18 @@ class Episode:
         self._has_images = self._has_images or any(image_sources(message) for message in messages)
         self._add_context(token_ids, {"messages": [dict(message) for message in messages]})
 
-    def append_text(self, text: str) -> None:
-        """Append text to the turn that the policy has just generated, within that turn.
+    def append_text(self, text: str, *, prefix: str = "", suffix: str = "") -> None:
+        """Append `prefix`, `text` and `suffix` to the turn that the policy has just generated, within that turn.
 
-        The text is truncated to `max_tool_tokens`. Raises EpisodeStopped if it does not fit into the limits, and
-        BadInputError while a turn is being generated.
+        The text is truncated to `max_tool_tokens`. The prefix and the suffix, for example tags around a result, are
+        not. Raises EpisodeStopped if the limits have no room for all of them, and BadInputError while a turn is being
+        generated.
         """
         self._require_idle()
-        token_ids = self._renderer.encode(text)[: self.limits.max_tool_tokens]
+        appended = prefix + self._renderer.truncate(text, self.limits.max_tool_tokens) + suffix
+        token_ids = self._renderer.encode(appended)
         self._require_room(len(token_ids))
-        self._add_context(token_ids, {"appended_text": text})
+        self._add_context(token_ids, {"appended_text": appended})
 
     def fork(self, node: int, reason: ForkReason) -> None:
         """Continue from an earlier node: the next node is a new branch.

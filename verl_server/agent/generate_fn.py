@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,6 +36,14 @@ _MISPLACED = {
     **{name: _PARTIAL.format(name) for name in ("priority", "return_routed_experts", "custom_logit_processor")},
 }
 """Arguments of `generate` that are no sampling parameters, and what to do instead."""
+
+
+_MAX_PROMPT = re.compile(r"accepts at most (\d+) tokens")
+"""The error of the adapter for a prompt that is too long."""
+_CONTEXT_LENGTH = re.compile(r"maximum context length of (\d+) tokens")
+"""SGLang's error for a prompt and a `max_new_tokens` that are too long together."""
+_RESERVED_TOKENS = 6
+"""Number of tokens of the context length that SGLang's scheduler takes neither for a prompt nor for a response."""
 
 
 class GenerateFn(Protocol):
@@ -106,11 +115,32 @@ def require_sampling_params(params: Any) -> Json:
 
 
 async def generate_whole_turn(generate: GenerateFn, *, rid: str, session_id: str, **request: Any) -> Json:
-    """Call `generate` until its reply is complete. A reply is partial if a weight update aborted the generation."""
+    """Call `generate` until its reply is complete. A reply is partial if a weight update aborted the generation.
+
+    Raises BadInputError that names `RolloutLimits.max_context_tokens` if the server's context length is too small.
+    """
     for _ in range(MAX_ABORTS_PER_TURN):
-        reply = await generate(rid=rid, session_id=session_id, **request)
+        try:
+            reply = await generate(rid=rid, session_id=session_id, **request)
+        except BadInputError as error:
+            raise _explain_context_length(error) from error.__cause__
         finish_reason = reply["meta_info"].get("finish_reason") or {}
         if finish_reason.get("type") != "abort":
             break
         await asyncio.sleep(RETRY_INTERVAL_S)
     return reply
+
+
+def _explain_context_length(error: BadInputError) -> BadInputError:
+    """The error for a request that the server refused: how an episode stops at the context length and does not fail."""
+    if found := _MAX_PROMPT.search(error.message):
+        max_tokens = int(found[1])
+    elif found := _CONTEXT_LENGTH.search(error.message):
+        max_tokens = int(found[1]) - _RESERVED_TOKENS
+    else:
+        return error
+    return BadInputError(
+        f"{error.message.rstrip('.')}. Pass RolloutLimits(max_context_tokens={max_tokens}): an episode that reaches "
+        "the context length then stops at this limit and does not fail",
+        **error.details,
+    )

@@ -25,7 +25,9 @@ class RolloutLimits:
     """Maximum number of text tokens of one tool result, and of one text of `Episode.append_text`. A longer text is
     truncated; the episode goes on."""
     max_context_tokens: int | None = None
-    """Maximum number of tokens of prompt plus response. None: no limit of its own."""
+    """Maximum number of tokens of prompt plus response. Set it to the context length of the server less 6 tokens, which
+    SGLang reserves: the episode then stops at this limit. None: an episode that reaches the context length of the
+    server fails."""
 
     def __post_init__(self) -> None:
         for name in ("max_response_tokens", "max_turns", "max_tool_tokens", "max_context_tokens"):

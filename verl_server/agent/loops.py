@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any, TypeVar
 
-from verl_server.agent.episode import Episode, Turn
+from verl_server.agent.episode import Episode
 from verl_server.agent.limits import EpisodeStopped
+from verl_server.agent.samples import Turn
 from verl_server.agent.tool_parsing import as_tool_call, parse_hermes_tool_calls, parse_json_tool_call
 from verl_server.agent.tools import Tool, ToolCall, ToolRegistry, ToolResult
 from verl_server.agent.user_code import await_user_code
@@ -24,6 +25,8 @@ AgentLoopClass = TypeVar("AgentLoopClass", bound="type[AgentLoop]")
 
 RUN_EXAMPLE = "async def run(self, episode)"
 """How the method `run` of an agent loop is written, for errors."""
+MAX_IDENTITY_VALUES = 100_000
+"""Maximum number of values in an attribute of an agent loop that counts as a setting. Larger attributes are data."""
 _LOOPS: dict[str, type[AgentLoop]] = {}
 """Registered agent loops by name."""
 
@@ -47,11 +50,13 @@ class AgentLoop(ABC):
     def identity(self) -> Json:
         """What its samples depend on besides its class and its tools, by name, for the check of a `run_dir`.
 
-        These are its attributes that are strings, numbers or bools, for example a system prompt. An attribute whose
-        name begins with `_` does not count, for example the URL of a service. A subclass can return other values.
+        These are its attributes with plain values: strings, numbers, bools, None, and lists, tuples and dicts of plain
+        values, for example a system prompt and messages with examples. An attribute whose name begins with `_` does not
+        count, for example the URL of a service, nor does one with more than `MAX_IDENTITY_VALUES` values. A subclass
+        can return other values.
         """
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return {name: value for name, value in public.items() if isinstance(value, (str, Number)) or is_bool(value)}
+        return {name: value for name, value in public.items() if _is_plain(value)}
 
     @abstractmethod
     async def run(self, episode: Episode) -> None:
@@ -78,6 +83,21 @@ class AgentLoop(ABC):
             exception = mistake
         episode.stop_reason, episode.exception = stop_reason, exception
         return stop_reason
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value consists of strings, numbers, bools, None, lists, tuples and dicts of limited size."""
+    pending, num_values = [value], 0
+    while pending and num_values <= MAX_IDENTITY_VALUES:  # the end of a value that contains itself, too
+        item = pending.pop()
+        num_values += 1
+        if isinstance(item, dict):
+            pending += [*item, *item.values()]
+        elif isinstance(item, (list, tuple)):
+            pending += item
+        elif not (item is None or isinstance(item, (str, Number)) or is_bool(item)):
+            return False
+    return not pending
 
 
 def register_agent_loop(name: str) -> Callable[[AgentLoopClass], AgentLoopClass]:
@@ -155,7 +175,8 @@ class ToolAgentLoop(AgentLoop):
 class InterleavedLoop(AgentLoop):
     """Executes tool calls within a turn: stops at the end of a call, appends the result, and continues the turn.
 
-    A call is `<call>{"name": ..., "arguments": {...}}</call>`. Its result is appended as `<result>...</result>`.
+    A call is `<call>{"name": ..., "arguments": {...}}</call>`. Its result is appended as `<result>...</result>`. A long
+    result is truncated to `max_tool_tokens` between these tags.
     """
 
     CALL_START, CALL_END = "<call>", "</call>"
@@ -168,4 +189,4 @@ class InterleavedLoop(AgentLoop):
             if not started or not turn.text.endswith(self.CALL_END):
                 return
             (result,) = await self.tools.call_all([parse_json_tool_call(call.removesuffix(self.CALL_END))])
-            episode.append_text(f"<result>{result.content}</result>")
+            episode.append_text(result.content, prefix="<result>", suffix="</result>")

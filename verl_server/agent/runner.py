@@ -21,7 +21,7 @@ from verl_server.agent.episode import Episode, validate_episode_arguments
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn
 from verl_server.agent.limits import RolloutLimits
 from verl_server.agent.loops import AgentLoop, as_agent_loop
-from verl_server.agent.samples import Sample, SampleGroup, Task, find_finished_sample
+from verl_server.agent.samples import Sample, SampleGroup, Task, find_finished_sample, validate_tasks
 from verl_server.agent.user_code import call_user_function
 from verl_server.errors import BadInputError, to_wire
 from verl_server.trajectory.graph import TrajectoryGraph
@@ -113,7 +113,7 @@ class RolloutRunner:
         num_groups: int | None = None,
         group_filter: GroupFilter | None = None,
     ) -> AsyncIterator[SampleGroup]:
-        """Yield groups of `n` samples in the order in which they finish.
+        """Yield groups of `n` samples in the order in which they finish. All `tasks` are read before the first sample.
 
         `group_filter` decides which groups are yielded (None: all of them). After `num_groups` groups (None: all of
         them) the remaining samples are cancelled. Pass more tasks than `num_groups` to replace groups that the filter
@@ -137,7 +137,10 @@ class RolloutRunner:
             require_whole_number("num_groups", num_groups)
         if group_filter is not None:
             require_callable("group_filter", group_filter, "write `def keep(group: SampleGroup) -> bool`", None)
-        checked = self._validate_tasks(tasks, n)
+        checked = validate_tasks(tasks)
+        if self._run_dir is not None:
+            for task in checked:
+                session_file(self._run_dir, _session_id(task, n - 1))
         inputs = self._check_records(checked, n)
         run = _Run(asyncio.Semaphore(self._max_concurrency), CommonFailure(checked, n), inputs)
         return self._iterate_groups(run, checked, n, num_groups, group_filter)
@@ -224,10 +227,8 @@ class RolloutRunner:
                 sample = dataclasses.replace(sample, reward=reward)
             except Exception as error:  # noqa: BLE001 - a failure of the reward belongs to this sample
                 sample, exception = dataclasses.replace(sample, stop_reason="error", error=to_wire(error)), error
-        if (
-            isinstance(record, Recorder) and sample.graph.rewards
-        ):  # also rewards that the agent loop or the reward function set on the graph
-            record.record_all_rewards()
+        if isinstance(record, Recorder):
+            record.record_all_rewards()  # also those that the agent loop or the reward function set on the graph
         if sample.leaf is not None:  # the termination is written last: a file that contains it is complete
             record.terminate(sample.leaf, sample.stop_reason, sample.error)
         return sample, exception
@@ -237,21 +238,6 @@ class RolloutRunner:
         self.counters.num_turns += 1
         self.counters.num_sampled_tokens += len(reply["output_ids"])
         return reply
-
-    def _validate_tasks(self, tasks: object, n: int) -> list[Task]:
-        """The tasks as a list. Raises BadInputError for a value that is no task and an id that cannot be recorded."""
-        if not isinstance(tasks, Iterable):
-            raise BadInputError(f"tasks must be a list of tasks, got {type(tasks).__name__}; write [task]")
-        tasks_by_id: dict[str, Task] = {}
-        for index, task in enumerate(tasks):
-            if not isinstance(task, Task):
-                got = type(task).__name__
-                raise BadInputError(f"tasks[{index}] must be a Task, got {got}; pass Task(id, messages, data)")
-            if tasks_by_id.setdefault(task.id, task) is not task:
-                raise BadInputError(f"two tasks have the id {task.id!r}; task ids must be unique")
-            if self._run_dir is not None:
-                session_file(self._run_dir, _session_id(task, n - 1))
-        return list(tasks_by_id.values())
 
     def _check_records(self, tasks: Sequence[Task], n: int) -> dict[str, dict[str, str]]:
         """The digests of the inputs of each task. Raises BadInputError for a sample recorded with other inputs."""

@@ -1,10 +1,11 @@
-"""Tasks, finished samples of tasks, and groups of samples of one task."""
+"""Tasks, turns of the policy, finished samples of tasks, and groups of samples of one task."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Self
@@ -13,6 +14,7 @@ from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.inputs import digest
 from verl_server.trajectory.messages import Message, copy_json, validate_messages
+from verl_server.trajectory.rendering import ParsedToolCall
 from verl_server.types import Json
 
 
@@ -68,6 +70,21 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A turn that the policy generated."""
+
+    text: str
+    token_ids: list[int]
+    node: int
+    """Id of the turn's node in the trajectory graph."""
+    finish_reason: str
+    """Why sampling ended: the type of SGLang's `finish_reason` (`stop`, `length`, ...)."""
+    tool_calls: Sequence[ParsedToolCall] | None = None
+    """Tool calls of the turn. None if the renderer does not know the tool tokens of the model family; then the calls
+    must be parsed from `text`."""
+
+
+@dataclass(frozen=True)
 class Sample:
     """A finished episode of a task."""
 
@@ -110,6 +127,24 @@ class SampleGroup:
 
     task: Task
     samples: Sequence[Sample]
+
+
+def validate_tasks(tasks: object) -> list[Task]:
+    """The tasks as a list. Raises BadInputError for a value that is no task and for two tasks with the same id."""
+    if not isinstance(tasks, Iterable):
+        raise BadInputError(f"tasks must be a list of tasks, got {type(tasks).__name__}; write [task]")
+    checked = list(tasks)
+    for index, task in enumerate(checked):
+        if not isinstance(task, Task):
+            got = type(task).__name__
+            raise BadInputError(f"tasks[{index}] must be a Task, got {got}; pass Task(id, messages, data)")
+    task_id, count = max(Counter(task.id for task in checked).items(), key=lambda item: item[1], default=("", 0))
+    if count > 1:
+        raise BadInputError(
+            f"{'two' if count == 2 else count} tasks have the id {task_id!r}; task ids must be unique. For {count} "
+            f"samples of one task, call run([task], n={count})"
+        )
+    return checked
 
 
 def find_finished_sample(task: Task, index: int, graph: TrajectoryGraph) -> Sample | None:

@@ -87,8 +87,8 @@ class Recorder:
 
     def record_all_rewards(self) -> None:
         """Write all rewards of the graph, also those that were set on `graph` and not with this recorder."""
-        rewards = self.graph.rewards.items()
-        self._write(*({"rewards": {"node": node, "values": values}} for node, values in rewards))
+        if rewards := self.graph.rewards:
+            self._write(*({"rewards": {"node": node, "values": values}} for node, values in rewards.items()))
 
     def terminate(self, node: int, stop_reason: str, error: Json | None = None) -> None:
         """Record the end of a path and write it. See `TrajectoryGraph.terminate`."""
