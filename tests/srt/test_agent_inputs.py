@@ -490,6 +490,40 @@ def test_error_of_the_context_length_names_the_limit(
     assert error["message"].startswith(message.rstrip("."))
 
 
+def generate_in_thread(*, rid: str, session_id: str, **request: Any) -> Any:
+    return {}
+
+
+class MethodIdentityLoop(SingleTurnLoop):
+    def identity(self) -> Any:  # type: ignore[override]
+        return {"version": 1}
+
+
+def test_mistakes_that_only_the_run_shows_are_named(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """Arguments of the runner of the right kind that do something else than expected."""
+    groups, _ = collect_groups(make_runner(renderer, generate=generate_in_thread), make_tasks(1), 1)
+    expected = "generate must be a coroutine function, but its call returned dict; write `async def"
+    assert expected in (groups[0].samples[0].error or {})["message"]
+
+    with pytest.raises(BadInputError, match=r"MethodIdentityLoop.identity must be a dict, got method; write `@prop"):
+        make_runner(renderer, loop=MethodIdentityLoop(), run_dir=tmp_path).run(make_tasks(1))
+
+    def keep(group: SampleGroup) -> bool:
+        return max(sample.reward or {} for sample in group.samples) > 0  # type: ignore[type-var, operator]
+
+    async def run() -> None:
+        runner = make_runner(renderer, loop=ReturningLoop(), reward=raise_first)
+        _ = [group async for group in runner.run(make_tasks(1), group_filter=keep)]
+
+    with pytest.raises(TypeError) as raised:
+        asyncio.run(run())
+    assert "raised by group_filter for the group of task 't0'; failed samples" in raised.value.__notes__[0]
+
+    groups, _ = collect_groups(make_runner(renderer, loop=ReturningLoop()), make_tasks(1), 1)
+    with pytest.raises(BadInputError, match="has no tokens: its agent loop returned without a turn; leave out such"):
+        _ = groups[0].samples[0].path
+
+
 class UnknownIdentityLoop(ReturningLoop):
     @property
     def identity(self) -> Any:

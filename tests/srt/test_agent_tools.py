@@ -7,8 +7,11 @@ import datetime
 import functools
 import runpy
 import threading
+import types
 import typing
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -149,6 +152,20 @@ def with_name_of_pydantic(model_config: str) -> str:
     return model_config
 
 
+def with_names_of_pydantic(schema: str, json: str, copy: str, model_dump: str = "d") -> str:
+    """Search."""
+    return schema + json + copy + model_dump
+
+
+def with_none_as_default(
+    limit: int = None,  # type: ignore[assignment] # noqa: RUF013
+    page: Annotated[int, Field(ge=1), "Number of the page."] = None,  # type: ignore[assignment] # noqa: RUF013
+    query: str | None = None,
+) -> str:
+    """Search."""
+    return f"{limit} {page} {query}"
+
+
 def with_any_number(*queries: str) -> str:
     """Search."""
     return " ".join(queries)
@@ -283,6 +300,16 @@ def call_through(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def call_documented(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator without `functools.wraps` that has a docstring of its own."""
+
+    def call(*args: Any) -> Any:
+        """Calls."""
+        return method(*args)
+
+    return call
+
+
 class CallLater:
     """A decorator that is an object with an asynchronous call. It has no `__wrapped__`."""
 
@@ -360,6 +387,8 @@ def test_tool_without_the_constructor_of_its_base_is_refused() -> None:
         (with_underscore, "a parameter cannot have the name '_query'; rename it"),
         (with_name_of_pydantic, "a parameter cannot have the name 'model_config'; rename it"),
         (with_any_number, "parameter 'queries' cannot be passed by name"),
+        (call_through(add), "tool 'call' has no docstring(?s:.)*needs @functools.wraps"),
+        (call_documented(add), "parameter 'args' cannot be passed by name.*needs @functools.wraps"),
         (len, "parameter 'obj' cannot be passed by name"),
         (lambda query: query, "a lambda cannot be a tool(?s:.)*def search"),
         (functools.partial(add, 1), r"got functools.partial.*, which has no name; pass FunctionTool\(..., name="),
@@ -412,6 +441,19 @@ def test_functions_that_can_be_tools(function: Any, description: str, parameters
     assert asyncio.run(tool.call({"query": "x"})).content == expected
 
 
+@pytest.mark.filterwarnings("error")
+def test_parameters_may_have_names_of_pydantic_and_none_as_default() -> None:
+    result = asyncio.run(FunctionTool(with_names_of_pydantic).call({"schema": "a", "json": "b", "copy": "c"}))
+    assert result.content == "abcd"
+    tool = FunctionTool(with_none_as_default)
+    assert asyncio.run(tool.call({"limit": None, "page": None, "query": None})).content == "None None None"
+    assert asyncio.run(tool.call({"page": 0})).error_type == "bad_arguments"
+    limit, page, query = tool.schema["function"]["parameters"]["properties"].values()
+    assert limit["anyOf"] == [{"type": "integer"}, {"type": "null"}]
+    assert page["description"] == "Number of the page."
+    assert query["anyOf"] == [{"type": "string"}, {"type": "null"}]
+
+
 class Found(pydantic.BaseModel):
     title: str
     day: datetime.date
@@ -435,6 +477,13 @@ FOUND = Found(title="a", day=datetime.date(2026, 1, 2))
         (["a\udcff"], '["a\\udcff"]'),
         (Path("/a"), "/a"),
         (None, "null"),
+        ({"price": Decimal("1.50")}, '{"price":"1.50"}'),
+        (Decimal("1.50"), "1.50"),
+        (np.float32(1.5), "1.5"),
+        ({1: "a"}.values(), '["a"]'),
+        (range(3), "[0,1,2]"),
+        (deque([1]), "[1]"),
+        ([types.MappingProxyType({"a": 1})], '[{"a":1}]'),
     ],
 )
 def test_results_are_json_text(value: Any, expected: str) -> None:

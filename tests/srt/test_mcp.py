@@ -95,6 +95,32 @@ def test_transport_or_server_of_this_process(program: StdioServerParameters, is_
     assert asyncio.run(run()) == ToolResult("add", "3")
 
 
+def test_tools_of_two_servers_and_a_tool_after_its_connection() -> None:
+    """A prefix tells tools of the same name apart. A tool without its connection fails the sample."""
+
+    def make_server(name: str) -> MCPServer:
+        server = MCPServer(name)
+
+        @server.tool()
+        def search(query: str) -> str:
+            return f"{name} {query}"
+
+        return server
+
+    async def run() -> tuple[list[ToolResult], Tool]:
+        async with mcp_tools(make_server("a")) as first, mcp_tools(make_server("b"), prefix="b_") as second:
+            with pytest.raises(BadInputError, match=r"two tools have the name 'search'; .*or prefix= to mcp_tools"):
+                ToolRegistry([*first, *first])
+            tools = ToolRegistry([*first, *second])
+            calls = [ToolCall(name, {"query": "x"}) for name in tools.names]
+            return await tools.call_all(calls), second[0]
+
+    results, tool = asyncio.run(run())
+    assert results == [ToolResult("search", "a x"), ToolResult("b_search", "b x")]
+    with pytest.raises(BadInputError, match=r"tool 'b_search' was called after `async with mcp_tools\(...\)` was left"):
+        asyncio.run(tool.call({"query": "x"}))
+
+
 def test_command_as_text_and_bad_timeouts_are_refused(program: StdioServerParameters) -> None:
     async def connect(server: StdioServerParameters | str, timeout_s: float = 1.0) -> None:
         async with mcp_tools(server, timeout_s):

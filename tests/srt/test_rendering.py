@@ -7,11 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from agent_helpers import add
 from helpers import LLAMA, QWEN, chat_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from verl_server.agent import ToolRegistry
 from verl_server.errors import BadInputError, UnsupportedError
+from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import ASSISTANT_PLACEHOLDER, ChatRenderer, FamilyRenderer, get_renderer
 
 NUMBERED_TEMPLATE = (
@@ -206,3 +209,18 @@ def test_get_renderer_selects_the_family(tokenizer: Any) -> None:
         family.render_next_turn([{"role": "assistant", "content": "mine"}], [1])
     with pytest.raises(BadInputError, match="no messages"):
         family.render_prompt([])
+
+
+def test_template_that_ignores_tools_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The template of the tiny models shows the tools."""
+    messages, tools = [{"role": "user", "content": "x"}], ToolRegistry([add]).schemas
+    tokenizer = make_tokenizer(tmp_path)
+    ChatRenderer(tokenizer).render_prompt(messages, tools)
+    assert not caplog.records
+    tokenizer.chat_template = CONTENT_ONLY_TEMPLATE
+    renderer = ChatRenderer(tokenizer)
+    for _ in range(2):
+        renderer.render_prompt(messages)
+        renderer.render_prompt(messages, tools)
+    (record,) = caplog.records
+    assert "the chat template ignores the tools" in record.getMessage()

@@ -229,7 +229,7 @@ def test_files_of_other_formats_and_sessions_are_refused(tmp_path: Path) -> None
             Recorder(tmp_path, "s")
         assert path.read_bytes() == content, "the file was changed"
     path.write_bytes(b'{"format":2,"session_id":"t"}\n')
-    with pytest.raises(BadInputError, match="contains the session 't'"):
+    with pytest.raises(BadInputError, match=r"contains the session 't'; .* its name t.jsonl again"):
         load_session(path)
 
 

@@ -114,6 +114,17 @@ def require_sampling_params(params: Any) -> Json:
     return checked
 
 
+async def await_reply(reply: Any) -> Json:
+    """What a generate function returned, awaited. Raises BadInputError if it is no coroutine function."""
+    if not inspect.isawaitable(reply):
+        raise BadInputError(
+            f"generate must be a coroutine function, but its call returned {type(reply).__name__}; write `async def "
+            "generate(*, rid, session_id, **request)`, and call a blocking client with `await asyncio.to_thread(...)`"
+        )
+    result: Json = await reply
+    return result
+
+
 async def generate_whole_turn(generate: GenerateFn, *, rid: str, session_id: str, **request: Any) -> Json:
     """Call `generate` until its reply is complete. A reply is partial if a weight update aborted the generation.
 
@@ -121,7 +132,7 @@ async def generate_whole_turn(generate: GenerateFn, *, rid: str, session_id: str
     """
     for _ in range(MAX_ABORTS_PER_TURN):
         try:
-            reply = await generate(rid=rid, session_id=session_id, **request)
+            reply = await await_reply(generate(rid=rid, session_id=session_id, **request))
         except BadInputError as error:
             raise _explain_context_length(error) from error.__cause__
         finish_reason = reply["meta_info"].get("finish_reason") or {}

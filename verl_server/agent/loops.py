@@ -7,7 +7,7 @@ registered by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from typing import Any, TypeVar
 
@@ -141,6 +141,17 @@ def as_agent_loop(loop: object) -> AgentLoop:
         name = type(loop).__name__
         raise BadInputError(f"the agent loop {name} has no tools; call super().__init__(tools) in {name}.__init__")
     return loop
+
+
+def read_identity(loop: AgentLoop) -> Json:
+    """The settings of an agent loop. Raises BadInputError for an `identity` that is no property with a dict."""
+    identity: object = loop.identity
+    if not isinstance(identity, Mapping):
+        name = f"{type(loop).__name__}.identity"
+        raise BadInputError(
+            f"{name} must be a dict, got {type(identity).__name__}; write `@property` above `def identity`"
+        )
+    return dict(identity)
 
 
 @register_agent_loop("single_turn")

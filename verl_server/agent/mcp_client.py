@@ -11,7 +11,7 @@ from mcp.client import Transport
 from mcp.server import MCPServer, Server
 from mcp.types import Tool as ToolDescription
 
-from verl_server.agent.tools import Tool
+from verl_server.agent.tools import Tool, ToolMistakeError
 from verl_server.errors import BadInputError, ServerError
 from verl_server.validation import require_seconds
 
@@ -23,12 +23,20 @@ class McpToolError(Exception):
 class McpTool(Tool):
     """A tool of a connected MCP server. The server validates the arguments."""
 
-    def __init__(self, client: Client, description: ToolDescription, timeout_s: float) -> None:
-        super().__init__(description.name, description.description or "", description.input_schema, timeout_s)
-        self._client = client
+    def __init__(self, client: Client, description: ToolDescription, timeout_s: float, prefix: str) -> None:
+        name = prefix + description.name
+        super().__init__(name, description.description or "", description.input_schema, timeout_s)
+        self._client, self._name_on_server = client, description.name
+        self.is_disconnected = False
+        """Whether the context of `mcp_tools` was left."""
 
     async def run(self, arguments: Mapping[str, Any]) -> str:
-        result = await self._client.call_tool(self.name, dict(arguments))
+        if self.is_disconnected:
+            raise ToolMistakeError from BadInputError(
+                f"the tool {self.name!r} was called after `async with mcp_tools(...)` was left, which closes the "
+                "connection; run the agent within this block"
+            )
+        result = await self._client.call_tool(self._name_on_server, dict(arguments))
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:
             raise McpToolError(text)
@@ -40,16 +48,19 @@ McpServer = Server[Any] | MCPServer | Transport | StdioServerParameters | str
 
 
 @asynccontextmanager
-async def mcp_tools(server: McpServer, timeout_s: float = 30.0) -> AsyncIterator[list[Tool]]:
+async def mcp_tools(server: McpServer, timeout_s: float = 30.0, *, prefix: str = "") -> AsyncIterator[list[Tool]]:
     """Connect to an MCP server and yield its tools.
 
     `server`: a URL (streamable HTTP), `mcp.StdioServerParameters` of a program, which is started and ended with the
     context, a transport of `mcp`, for example `streamable_http_client(url, http_client=...)` for a server that needs a
     key, or an `MCPServer` object, which runs in this process. `timeout_s`: maximum seconds per answer of the server.
+    `prefix`: text before the names of the tools, for example "github_", because the tools of an agent need different
+    names.
+
     Parts of a tool result that are not text appear as their type in brackets. After the server has ended, its tools
-    return errors. Raises BadInputError for a server of another type, for a string that is no URL and for a `timeout_s`
-    that is not a positive number, and ServerError with the name of the server if there is no connection or the tools
-    cannot be listed.
+    return errors. After the context was left, a call of a tool fails its sample. Raises BadInputError for a server of
+    another type, for a string that is no URL and for a `timeout_s` that is not a positive number, and ServerError with
+    the name of the server if there is no connection or the tools cannot be listed.
     """
     require_seconds("timeout_s", timeout_s)
     _require_server(server)
@@ -65,7 +76,12 @@ async def mcp_tools(server: McpServer, timeout_s: float = 30.0) -> AsyncIterator
                 f"no tools from the MCP server {_server_name(server)!r}: {type(cause).__name__}: {cause}; check that "
                 "the server runs, and for a program that it starts without an error"
             ) from error
-        yield [McpTool(client, description, timeout_s) for description in descriptions]
+        tools = [McpTool(client, description, timeout_s, prefix) for description in descriptions]
+        try:
+            yield list(tools)
+        finally:
+            for tool in tools:
+                tool.is_disconnected = True
 
 
 def _require_server(server: object) -> None:

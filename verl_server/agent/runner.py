@@ -18,9 +18,9 @@ from typing import Any
 
 from verl_server.agent.common_failure import CommonFailure
 from verl_server.agent.episode import Episode, validate_episode_arguments
-from verl_server.agent.generate_fn import GenerateFn, require_generate_fn
+from verl_server.agent.generate_fn import GenerateFn, await_reply, require_generate_fn
 from verl_server.agent.limits import RolloutLimits
-from verl_server.agent.loops import AgentLoop, as_agent_loop
+from verl_server.agent.loops import AgentLoop, as_agent_loop, read_identity
 from verl_server.agent.samples import Sample, SampleGroup, Task, find_finished_sample, validate_tasks
 from verl_server.agent.user_code import call_user_function
 from verl_server.errors import BadInputError, to_wire
@@ -123,7 +123,7 @@ class RolloutRunner:
         on. If the first sample of each of the first 8 tasks fails with the same type of exception at the same line,
         and no sample has succeeded, this exception is logged once. A run of fewer than 8 tasks also compares the second
         samples, and so on, up to 8 samples or all samples. The iterator raises only the error of a sample that cannot
-        be recorded.
+        be recorded, and an exception of `group_filter`. A failed sample of a group has the reward None.
 
         With `run_dir`, finished samples that are recorded there are loaded, and unfinished samples continue. This is
         logged as a warning, because a new policy needs a new `run_dir`.
@@ -153,8 +153,7 @@ class RolloutRunner:
         try:
             for finished in asyncio.as_completed(list(running)):
                 group = await finished
-                is_kept = group_filter is None or group_filter(group)
-                if await is_kept if inspect.isawaitable(is_kept) else is_kept:
+                if group_filter is None or await _call_group_filter(group_filter, group):
                     num_kept += 1
                     yield group
                 if num_kept == num_groups:
@@ -234,7 +233,7 @@ class RolloutRunner:
         return sample, exception
 
     async def _generate_counted(self, *, rid: str, session_id: str, **request: Any) -> Json:
-        reply = await self._generate(rid=rid, session_id=session_id, **request)
+        reply = await await_reply(self._generate(rid=rid, session_id=session_id, **request))
         self.counters.num_turns += 1
         self.counters.num_sampled_tokens += len(reply["output_ids"])
         return reply
@@ -262,7 +261,7 @@ class RolloutRunner:
         loop, tools = f"agent loop {type(self._loop).__qualname__}", self._loop.tools
         inputs = {
             "agent loop": loop,
-            **{attribute_input(loop, name): value for name, value in self._loop.identity.items()},
+            **{attribute_input(loop, name): value for name, value in read_identity(self._loop).items()},
             "tools": tools.names,
             **{f"tool {name!r}": schema for name, schema in zip(tools.names, tools.schemas, strict=True)},
             "renderer": self._renderer.identity,
@@ -274,6 +273,17 @@ class RolloutRunner:
 
 def _session_id(task: Task, index: int) -> str:
     return f"{task.id}-{index}"
+
+
+async def _call_group_filter(group_filter: GroupFilter, group: SampleGroup) -> bool:
+    try:
+        is_kept = group_filter(group)
+        return bool(await is_kept if inspect.isawaitable(is_kept) else is_kept)
+    except Exception as error:
+        error.add_note(
+            f"raised by group_filter for the group of task {group.task.id!r}; failed samples have the reward None"
+        )
+        raise
 
 
 async def _call_reward(reward: RewardFn, sample: Sample) -> float:

@@ -105,7 +105,11 @@ class Sample:
     def path(self) -> tuple[TrajectoryGraph, int]:
         """The sample's path, as `to_batch` takes it. Raises BadInputError if the sample has no tokens."""
         if self.leaf is None:
-            raise BadInputError(f"sample {self.index} of task {self.task.id!r} has no tokens: {self.error}")
+            cause = self.error or "its agent loop returned without a turn"
+            raise BadInputError(
+                f"sample {self.index} of task {self.task.id!r} has no tokens: {cause}; leave out such samples: "
+                "[sample.path for sample in samples if sample.num_turns]"
+            )
         return self.graph, self.leaf
 
     @property

@@ -15,9 +15,11 @@ from pydantic.fields import FieldInfo
 
 from verl_server.errors import BadInputError
 
-MODEL_CONFIG = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+MODEL_CONFIG = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 EXAMPLE = 'def search(query: str) -> str:\n    """Search the documents."""\n    ...'
 """A function that can be a tool, for errors."""
+WRAPS = "A decorator around a tool needs @functools.wraps(function): then the docstring and the parameters are visible."
+"""How a decorated function can be a tool, for errors."""
 
 
 def require_function(function: object, name: str | None) -> Callable[..., Any]:
@@ -86,7 +88,7 @@ def read_description(name: str, function: Callable[..., Any]) -> str:
     if description is None:
         raise BadInputError(
             f"tool {name!r} has no docstring; the policy reads the docstring as the description of the tool. Write it "
-            f"as the first line of the function, for example\n{EXAMPLE}"
+            f"as the first line of the function, for example\n{EXAMPLE}\n{WRAPS}"
         )
     return inspect.cleandoc(description)
 
@@ -110,10 +112,13 @@ def make_arguments_model(name: str, function: Callable[..., Any]) -> type[pydant
     fields: dict[str, Any] = {}
     for parameter in parameters:
         default = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (_with_description(annotations[parameter.name], default), default)
+        annotation = _with_default(annotations[parameter.name], default)
+        fields[parameter.name] = (_with_description(annotation, default), default)
     for parameter_name, field in fields.items():
         _require_json_schema(name, parameter_name, field)
-    model: type[pydantic.BaseModel] = pydantic.create_model(name, __config__=MODEL_CONFIG, **fields)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a parameter has the name of an attribute of BaseModel, such as `schema`
+        model: type[pydantic.BaseModel] = pydantic.create_model(name, __config__=MODEL_CONFIG, **fields)
     for parameter_name in fields.keys() - model.model_fields.keys():  # pydantic takes them for settings of the model
         raise BadInputError(f"tool {name!r}: a parameter cannot have the name {parameter_name!r}; rename it")
     return model
@@ -144,7 +149,10 @@ def _read_parameters(name: str, function: Callable[..., Any]) -> list[inspect.Pa
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in bound]
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise BadInputError(f"tool {name!r}: parameter {parameter.name!r} cannot be passed by name")
+            raise BadInputError(
+                f"tool {name!r}: parameter {parameter.name!r} cannot be passed by name; write each parameter "
+                f"with its name and its type. {WRAPS}"
+            )
         if parameter.annotation is not parameter.empty:
             continue
         owner, method = ["", *find_inner_function(function).__qualname__.split(".")][-2:]
@@ -155,7 +163,7 @@ def _read_parameters(name: str, function: Callable[..., Any]) -> list[inspect.Pa
             )
         raise BadInputError(
             f"tool {name!r}: parameter {parameter.name!r} has no annotation; the annotations are the JSON schema "
-            f"that the policy reads. Write `{parameter.name}: str`, or the type that the function needs"
+            f"that the policy reads. Write `{parameter.name}: str`, or the type that the function needs. {WRAPS}"
         )
     return parameters
 
@@ -174,6 +182,15 @@ def _read_annotations(name: str, function: Callable[..., Any], parameters: list[
         raise BadInputError(
             f"tool {name!r}: the annotations of its parameters cannot be read: {error}. {cure}"
         ) from error
+
+
+def _with_default(annotation: Any, default: Any) -> Any:
+    """The annotation, which also allows None if None is the default: `limit: int = None`."""
+    value = default.default if isinstance(default, FieldInfo) else default
+    base, *metadata = typing.get_args(annotation) if typing.get_origin(annotation) is Annotated else [annotation]
+    if value is not None or base in (Any, object, None) or type(None) in typing.get_args(base):
+        return annotation
+    return Annotated[base | None, *metadata] if metadata else base | None
 
 
 def _with_description(annotation: Any, default: Any) -> Any:

@@ -7,8 +7,9 @@ import json
 import os
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import orjson
@@ -184,7 +185,9 @@ class ToolRegistry:
                     f"parameters, timeout_s) in {kind}.__init__"
                 )
             if tool.name in self._tools:
-                raise BadInputError(f"two tools have the name {tool.name!r}; pass name= to FunctionTool")
+                raise BadInputError(
+                    f"two tools have the name {tool.name!r}; pass name= to FunctionTool, or prefix= to mcp_tools"
+                )
             self._tools[tool.name] = tool
 
     @property
@@ -244,7 +247,7 @@ def _source_file(function: Callable[..., Any]) -> str | None:
 
 
 def _as_text(value: Any) -> str:
-    if isinstance(value, (bytes, bytearray, os.PathLike)):
+    if isinstance(value, (bytes, bytearray, os.PathLike, Number)) and not isinstance(value, (int, float)):
         value = _as_json(value)
     if isinstance(value, str):
         return value
@@ -264,10 +267,14 @@ def _as_json(value: Any) -> Any:
         return value.model_dump(mode="json")
     if isinstance(value, (bytes, bytearray)):
         return value.decode("utf-8", "backslashreplace")
-    if isinstance(value, Set):
-        return list(value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (Set, Sequence, ValuesView)):
+        return list(value)
+    if isinstance(value, Number):  # a decimal or a fraction, with all of its digits
+        return str(value)
     raise TypeError(type(value).__name__)

@@ -56,7 +56,8 @@ def to_batch(paths: Iterable[GraphPath], pad_token_id: int) -> TensorDict:
     `prompts` [B, P]; `responses`, `response_mask`, `rollout_log_probs`, `rm_scores`, `weight_versions` [B, R];
     `input_ids`, `attention_mask`, `position_ids` [B, P + R]. Masked positions have log prob 0, score 0 and weight
     version `NO_VERSION` (-1). A reward per token is stored at its token. A reward of a whole node is stored at the
-    last token of the node, or at the last sampled token before a node that the policy did not sample.
+    last token of the node, or at the last sampled token before a node that the policy did not sample. A path without a
+    sampled token has no response: its row is masked, and its reward is in no score.
 
     `rm_scores` are 0 everywhere if no path has a reward: the trainer then computes its own rewards. Raises
     BadInputError if there are no paths, for a value that is no path, for an unknown node, for the path of a failed

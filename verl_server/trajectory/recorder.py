@@ -208,7 +208,11 @@ def _check_header(session_id: str, header: Json) -> None:
             f"format {FILE_FORMAT} only. Use another run_dir, or load the file with the version that recorded it."
         )
     if header.get("session_id") != session_id:
-        raise BadInputError(f"the file of session {session_id!r} contains the session {header.get('session_id')!r}")
+        recorded = header.get("session_id")
+        raise BadInputError(
+            f"the file of session {session_id!r} contains the session {recorded!r}; if the file was renamed or copied, "
+            f"give it its name {recorded}{FILE_SUFFIX} again, if necessary in another folder"
+        )
 
 
 def _apply_line(graph: TrajectoryGraph, line: Json) -> None:

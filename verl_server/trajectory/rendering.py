@@ -10,6 +10,7 @@ template when it is constructed. A template without the property is refused with
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from typing import Any
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.trajectory.messages import ASSISTANT_PLACEHOLDER, SURROGATE_CURE, Message, validate_messages
 from verl_server.types import Json
+
+logger = logging.getLogger(__name__)
 
 PROBE_HISTORIES: tuple[tuple[Json, ...], ...] = (
     ({"role": "user", "content": "a"},),
@@ -84,6 +87,8 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any) -> None:
         require_tokenizer(tokenizer)
         self._tokenizer = tokenizer
+        self._has_compared_tools = False
+        """Whether a prompt with tools was compared with the same prompt without tools."""
         if not getattr(tokenizer, "chat_template", None):
             raise UnsupportedError("this tokenizer has no chat template; set tokenizer.chat_template")
         self._check_template()
@@ -107,10 +112,19 @@ class ChatRenderer:
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
         """Token ids of the first prompt of a conversation. `tools`: JSON schemas of the tools.
 
-        Raises BadInputError for messages that are invalid or that the template refuses.
+        Raises BadInputError for messages that are invalid or that the template refuses. If the template ignores
+        `tools`, a warning is logged once.
         """
         validate_messages(messages)
-        return self.encode(self._apply_template(messages, tools))
+        text = self._apply_template(messages, tools)
+        if tools and not self._has_compared_tools:
+            self._has_compared_tools = True
+            if text == self._apply_template(messages, None):
+                logger.warning(
+                    "the chat template ignores the tools, so the prompt does not tell the policy about them. Describe "
+                    "the tools in the messages, or set tokenizer.chat_template to a template that renders `tools`"
+                )
+        return self.encode(text)
 
     def render_next_turn(
         self, messages: Sequence[Message], turn_ids: Sequence[int], preceding_ids: Sequence[int] = ()
