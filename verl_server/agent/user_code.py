@@ -33,19 +33,19 @@ async def await_user_code(awaitable: Awaitable[Any]) -> Any:
 
 
 async def wait_until_done(task: asyncio.Task[Any], timeout_s: float) -> bool:
-    """Wait until `task` has ended. Cancel it if it has not ended after `timeout_s` seconds.
+    """Wait until `task` has ended. Cancel it if it does not end. Returns whether `timeout_s` seconds were exceeded.
 
-    Returns whether it was cancelled. Seconds during which another coroutine blocked the event loop at the end of the
-    timeout do not count: a result that arrived meanwhile is processed.
+    If another coroutine blocked the event loop at the end of the timeout, `task` gets the same time again: it may have
+    a result that arrived meanwhile and was not processed.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     try:
         await asyncio.wait({task}, timeout=timeout_s)
-        if not task.done() and (blocked_s := loop.time() - deadline) > 0:
-            await asyncio.wait({task}, timeout=blocked_s)
+        if is_late := not task.done():
+            await asyncio.wait({task}, timeout=max(loop.time() - deadline, 0.0))
     finally:
-        if is_late := task.cancel():
+        if task.cancel():
             await asyncio.wait({task})
     return is_late
 
