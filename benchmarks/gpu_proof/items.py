@@ -96,7 +96,7 @@ ITEMS: Sequence[Item] = (
         "100-updates",
         "100 updates with generation in between: memory does not grow",
         "test_hundred_updates_do_not_grow",
-        120.0,
+        160.0,
         exclusive=True,
     ),
     _weight_sync("1.5B", 120.0),

@@ -255,20 +255,27 @@ def test_a_wrong_checksum_is_repaired_once(
 def test_a_stalled_server_misses_the_deadline(
     transport: str, server: Any, one_rank: DeviceMesh, tiny: Callable[..., Path]
 ) -> None:
-    """The scheduler is stopped during the load: DeadlineError or TornWeightsError, and the server recovers."""
+    """The scheduler is stopped during the load: DeadlineError or TornWeightsError, and the server recovers.
+
+    The first update opens the staging memory. A failure of that would leave the weights whole.
+    """
     (scheduler,) = (
         pid for pid in tree_of(server.pids.main) if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
     model = reference_model(tiny("qwen3"))
 
+    stalls = threading.Event()
+
     def stop(path: str) -> None:
-        if path == "/update_weights_from_tensor":
+        if stalls.is_set() and path == "/update_weights_from_tensor":
             os.kill(scheduler, signal.SIGSTOP)
 
     with Interceptor(server.base_url, stop) as front, VerlEngine(
         one_rank, servers=[remote_server_of(server, front.url)], model_path=str(tiny("qwen3")), dtype="float32",
         timeouts=Timeouts(weights_s=3.0, control_s=3.0), weights=WeightsConfig(transport=transport),
     ) as engine:  # fmt: skip
+        engine.update_weights_from_tensor(model.state_dict().items())
+        stalls.set()
         try:
             with pytest.raises((TornWeightsError, DeadlineError)):
                 engine.update_weights_from_tensor(model.state_dict().items())

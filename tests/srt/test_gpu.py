@@ -7,6 +7,7 @@ GPU_PROOF_DEVICE=cpu, tests that are rehearsable run with everything on the CPU,
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,8 +23,14 @@ from helpers import GREEDY, PROMPTS, change_weights, open_files, reference_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import VerlEngine, WeightsConfig
-from verl_server.weights.checksum import positional_sum
+from verl_server.types import TensorSpec
+from verl_server.weights.arena import Arena
+from verl_server.weights.checksum import POSITIONAL_SUM, Checksums, compute_checksum, positional_sum
+from verl_server.weights.device.loading import copies_on
+from verl_server.weights.device.staging_copies import StagingCopies
+from verl_server.weights.device.streams import CallerOrder
 from verl_server.weights.double_buffer.device_memory import DeviceBucketMemory
+from verl_server.weights.layout import plan_arena
 
 MIN_TOLERANCE = {"float32": 5e-3, "bfloat16": 5e-2}
 """Tolerance of log probabilities where Hugging Face itself is nearer to the exact values: Triton multiplies float32
@@ -31,6 +38,8 @@ with the precision of TF32, and kernels for bfloat16 round at other places than 
 MAX_GROWTH_BYTES = 64 << 20
 """Maximum growth of the GPU's used memory over 90 updates."""
 
+GPU = torch.device("cuda", 0)
+CUDA: Any = torch.cuda
 rehearsable = pytest.mark.gpu(rehearsable=True)
 
 
@@ -78,6 +87,59 @@ class TestDevice:
             tensor = torch.randint(-100, 100, (size,)).to(dtype)
             words = tensor.view(torch.uint8)
             assert positional_sum(words) == positional_sum(words.cuda())
+            assert compute_checksum(tensor, POSITIONAL_SUM) == compute_checksum(tensor.cuda(), POSITIONAL_SUM)
+            assert compute_checksum(tensor) == compute_checksum(tensor.cuda())
+            pieces = Checksums(POSITIONAL_SUM, torch.device("cuda"))
+            pieces.add(tensor)
+            assert pieces.values() == [compute_checksum(tensor, POSITIONAL_SUM)]
+
+    def test_tensors_are_cast_and_copied_to_pinned_memory(self) -> None:
+        """Into contiguous and strided parts of the arena, from a side stream that is still computing."""
+        specs = {"rows": TensorSpec((1024, 512), "bfloat16"), "columns": TensorSpec((512, 1024), "bfloat16")}
+        arena = Arena.create(plan_arena(specs))
+        copies = StagingCopies(arena.pin)
+        with torch.cuda.stream(CUDA.Stream()):
+            source = torch.zeros(1024, 256, device="cuda")
+            CUDA._sleep(200_000_000)  # about 0.1 s
+            source += torch.randn(1024, 256, device="cuda")
+            for _ in range(3):
+                copies.copy(arena.tensor("rows")[:, 256:], source)
+                copies.copy(arena.tensor("columns")[:256], source.t())
+            copies.wait()
+        assert arena.tensor("rows").is_pinned()
+        expected = source.bfloat16().cpu()
+        assert torch.equal(arena.tensor("rows")[:, 256:], expected)
+        assert torch.equal(arena.tensor("columns")[:256], expected.t())
+        arena.close()
+
+    def test_another_thread_continues_after_the_callers_stream(self) -> None:
+        side, found = CUDA.Stream(), []
+        with torch.cuda.stream(side):
+            tensor = torch.zeros(1 << 20, device="cuda")
+            CUDA._sleep(400_000_000)
+            tensor += 1
+            order = CallerOrder(tensor)
+
+        def read() -> None:
+            with order.continue_here():
+                assert torch.cuda.current_stream() != side
+                found.append(tensor.sum())
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join(30)
+        assert float(found[0]) == 1 << 20
+
+    def test_a_model_gets_copies_of_host_tensors(self) -> None:
+        specs = {f"t{i}": TensorSpec((1000 + i,), "float32") for i in range(5)}
+        arena = Arena.create(plan_arena(specs))
+        arena.pin()
+        for i, name in enumerate(specs):
+            arena.tensor(name).fill_(i)
+        pairs = iter([(name, arena.tensor(name)) for name in specs])
+        got = [(name, tensor.device.type, float(tensor.mean())) for name, tensor in copies_on(GPU, pairs)]
+        assert got == [(name, "cuda", float(i)) for i, name in enumerate(specs)]
+        arena.close()
 
     def test_another_process_reads_the_buckets(self) -> None:
         bucket_bytes = 3 << 20

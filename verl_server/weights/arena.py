@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from verl_server.weights.checksum import compute_checksum
+from verl_server.weights.device.pinned_memory import PinnedMemory
 from verl_server.weights.layout import TABLE_OFFSET, Layout
 from verl_server.weights.memory_file import SharedMemoryFile
 from verl_server.weights.reports import SharedReports
@@ -24,6 +24,7 @@ class Arena:
         self._file, self._layout, self._memory, self.location = file, layout, file.memory, file.location
         self._tensors: dict[str, torch.Tensor] = {}
         self._flat: torch.Tensor | None = None
+        self._pinned = PinnedMemory(self._memory)
         self.reports = SharedReports(self._memory, layout.checksums_offset, len(layout.slots))
 
     @classmethod
@@ -54,9 +55,9 @@ class Arena:
         self._memory[TABLE_OFFSET : TABLE_OFFSET + len(table)] = table
         return len(table)
 
-    def checksum(self, name: str, device_type: str) -> int:
-        """The checksum of the tensor `name` as it is in the arena now, for servers that read it on `device_type`."""
-        return compute_checksum(self.tensor(name), device_type)
+    def pin(self) -> None:
+        """Pin the memory, so that copies from and to a GPU of this process are asynchronous."""
+        self._pinned.pin()
 
     @property
     def memory(self) -> memoryview:
@@ -65,6 +66,7 @@ class Arena:
 
     def close(self) -> None:
         """Close the file. The mapping is closed when no tensor uses it: a trainer may keep its parameters in it."""
+        self._pinned.unpin()
         self._tensors.clear()
         self._flat = None
         self._file.close()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from verl_server.errors import WeightManifestError
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.tensor import DTensor
 
 
@@ -102,18 +101,3 @@ def is_first_replica(tensor: DTensor) -> bool:
         for index, placement in zip(coordinate, tensor.placements, strict=True)
         if type(placement) is Replicate
     )
-
-
-def copy_shard(full: torch.Tensor, slices: tuple[slice, ...], shard: torch.Tensor) -> None:
-    """Copy a shard into its part of the full tensor, with a cast if the dtypes differ."""
-    if shard.numel():
-        copy_if_elsewhere(full[slices], shard.detach())
-
-
-def copy_if_elsewhere(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` to `target` unless they are the same memory: a trainer may keep its parameters in the arena."""
-    same = (
-        target.data_ptr() == source.data_ptr() and target.stride() == source.stride() and target.dtype == source.dtype
-    )
-    if not same:
-        target.copy_(source)

@@ -20,8 +20,10 @@ import torch
 
 from verl_server.platforms import cache_namespace
 from verl_server.types import Json
-from verl_server.weights.checksum import compute_checksum
+from verl_server.weights.checksum import XXH3, Checksums, verified_share
 from verl_server.weights.coverage import Coverage
+from verl_server.weights.device.loading import copies_on
+from verl_server.weights.device.streams import wait_for_device
 from verl_server.weights.reports import Report
 from verl_server.weights.transports import receiver_class
 from verl_server.weights.transports.base import Receiver
@@ -70,20 +72,25 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
 
 
 def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -> tuple[Report, list[int]]:
-    """Load the receiver's tensors into the model. Returns the report and the checksum of each tensor.
+    """Load the receiver's tensors into the model. Returns the report and the checksum of each tensor of its share.
 
     Without `verify` there are no checksums and no check for unwritten parameters.
     """
-    checksums: list[int] = []
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    is_copied = device.type != "cpu"
+    # Only a tensor that the model gets as a copy cannot be changed by a model in this process alone.
+    share = verified_share(receiver.tp_rank, receiver.num_sharing) if is_copied else (0, 1)
+    checksums = Checksums(receiver.message.get("checksum", XXH3))
     unwritten: list[str] = []
     num_tensors = 0
 
     def received_tensors() -> Iterator[tuple[str, torch.Tensor]]:
         """The checksum of each tensor is computed just before the model reads the same bytes."""
         nonlocal num_tensors
-        for name, tensor in receiver.tensors():
-            if verify:
-                checksums.append(compute_checksum(tensor))
+        tensors = copies_on(device, receiver.tensors_to_copy()) if is_copied else receiver.tensors()
+        for name, tensor in tensors:
+            if verify and num_tensors % share[1] == share[0]:
+                checksums.add(tensor)
             num_tensors += 1
             if tensor.nbytes <= MAX_COPIED_BYTES:
                 tensor = tensor.clone()
@@ -92,7 +99,7 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
 
     try:
         try:
-            _wait_for_device(model)
+            wait_for_device(device)  # a pause in place does not wait for the batch that is computed
             coverage = Coverage(model) if verify else None
             try:
                 model.load_weights(received_tensors())
@@ -103,28 +110,23 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
                 # Some models compute tensors of all layers from their parameters at the end of every load (MLA). They
                 # have read marks, and compute the tensors again.
                 model.load_weights(iter(()))
+            wait_for_device(device)
             _require_own_memory(model, receiver)
         finally:
             receiver.close()
     except Exception as error:  # noqa: BLE001 - the error goes into the report
         message = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
         trace = traceback.format_exc()[-MAX_ERROR_CHARACTERS:]
-        return Report(update_id, ok=False, error=message, trace=trace), checksums
+        return Report(update_id, ok=False, error=message, trace=trace), []
     report = Report(
         update_id,
         ok=True,
         num_tensors=num_tensors,
         unwritten=unwritten[:MAX_UNWRITTEN_NAMES],
         num_unwritten=len(unwritten),
+        share=share,
     )
-    return report, checksums
-
-
-def _wait_for_device(model: Any) -> None:
-    """Wait for what runs on the model's accelerator: a pause in place does not wait for the batch that is computed."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+    return report, checksums.values()
 
 
 def _require_own_memory(model: Any, receiver: Receiver) -> None:

@@ -13,6 +13,7 @@ import mmap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
+from verl_server.types import Json
 from verl_server.weights.layout import CHECKSUM_BYTES, REPORT_BYTES
 
 
@@ -33,6 +34,13 @@ class Report:
     """Some of the server's parameters that were not written, by the server's names."""
     num_unwritten: int = 0
     """Number of all of the server's parameters that were not written."""
+    share: tuple[int, int] = (0, 1)
+    """The tensors that the TP rank has verified: first position and step, see `checksum.verified_share`."""
+
+    @classmethod
+    def from_json(cls, fields: Json) -> Report:
+        """The report that `dataclasses.asdict` made JSON of."""
+        return cls(**{**fields, "share": tuple(fields["share"])})
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class ReceivedReport:
 
     report: Report
     checksums: list[int]
-    """Checksum of each tensor of the update as the TP rank read it. Empty without verification."""
+    """Checksum of each tensor of the TP rank's share as it read the tensor. Empty without verification."""
 
 
 class SharedReports:
@@ -67,15 +75,19 @@ class SharedReports:
         self._memory[report_start : report_start + REPORT_BYTES] = raw_report.ljust(REPORT_BYTES, b"\0")
 
     def read(self, report_slot: int, update_id: str, num_checksums: int) -> ReceivedReport | None:
-        """The report of a slot with its first `num_checksums` checksums. None if it is not about `update_id`."""
+        """The report of a slot with its checksums. None if it is not about `update_id`.
+
+        `num_checksums`: number of tensors of the update, or 0 without verification.
+        """
         raw_report = bytes(self._memory[report_slot * REPORT_BYTES : (report_slot + 1) * REPORT_BYTES]).rstrip(b"\0")
         if not raw_report:
             return None
-        report = Report(**json.loads(raw_report))
+        report = Report.from_json(json.loads(raw_report))
         if report.update_id != update_id:
             return None
         start = self._checksums_start(report_slot)
-        raw_checksums = self._memory[start : start + num_checksums * CHECKSUM_BYTES]
+        first, step = report.share
+        raw_checksums = self._memory[start : start + len(range(first, num_checksums, step)) * CHECKSUM_BYTES]
         return ReceivedReport(report, list(array.array("q", raw_checksums)))
 
     def _checksums_start(self, report_slot: int) -> int:

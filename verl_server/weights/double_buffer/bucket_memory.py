@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from typing import TYPE_CHECKING, Any, Protocol
 
+from verl_server.weights.device.pinned_memory import PinnedMemory
 from verl_server.weights.memory_file import memory_contains
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ class BucketMemory(Protocol):
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in this memory."""
 
+    def pin(self) -> None:
+        """Prepare the memory for asynchronous copies between a GPU and this memory, if it is host memory."""
+
     def close(self) -> None:
         """Release the memory, if this object owns it."""
 
@@ -35,6 +39,7 @@ class HostBucketMemory:
 
     def __init__(self, memory: mmap.mmap, start: int, bucket_bytes: int) -> None:
         self._memory, self._start, self._bucket_bytes = memory, start, bucket_bytes
+        self._pinned = PinnedMemory(memory)
 
     def view(self, bucket: int) -> memoryview:
         start = self._start + bucket * self._bucket_bytes
@@ -46,10 +51,15 @@ class HostBucketMemory:
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def synchronize(self) -> None:
-        """Nothing to do: a copy to host memory is finished when the call returns."""
+        """Nothing to do: the writer and the readers wait for their own copies from and to a GPU."""
 
     def contains(self, tensor: torch.Tensor) -> bool:
         return memory_contains(self._memory, tensor)
 
+    def pin(self) -> None:
+        """Pin the memory, so that copies from and to a GPU of this process are asynchronous."""
+        self._pinned.pin()
+
     def close(self) -> None:
-        """Nothing to do: the owner closes the memory."""
+        """Unpin the memory. Its owner closes it."""
+        self._pinned.unpin()

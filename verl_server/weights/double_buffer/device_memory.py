@@ -107,6 +107,9 @@ class DeviceBucketMemory:
         end = self._pointer + NUM_BUCKETS * self._bucket_bytes
         return bool(tensor.is_cuda and self._pointer <= tensor.data_ptr() < end)
 
+    def pin(self) -> None:
+        """Nothing to do: the memory is on a GPU."""
+
     def close(self) -> None:
         pointer, self._pointer = self._pointer, 0
         if pointer:

@@ -26,7 +26,8 @@ class BucketWriter:
 
     `update_number` counts the updates of the double buffer. `index` is this writer's number. `is_lead_writer`: this
     writer writes the tables and the number of buckets. `readers`: numbers of the readers to wait for. `require_peers`
-    raises when it makes no sense to wait longer.
+    raises when it makes no sense to wait longer. `wait_for_copies` waits for the copies into the memory that `reserve`
+    returned.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class BucketWriter:
         is_lead_writer: bool,
         readers: Sequence[int],
         require_peers: Callable[[], None],
+        wait_for_copies: Callable[[], None] = lambda: None,
     ) -> None:
         self._double_buffer, self._index, self._is_lead_writer = double_buffer, index, is_lead_writer
-        self._readers, self._require_peers = readers, require_peers
+        self._readers, self._require_peers, self._wait_for_copies = readers, require_peers, wait_for_copies
         self._progress = double_buffer.progress(update_number)
         self._bucket: torch.Tensor | None = None
         """The bucket that is being filled, as bytes."""
@@ -72,6 +74,7 @@ class BucketWriter:
     def _publish_bucket(self) -> None:
         if self._bucket is None:
             return
+        self._wait_for_copies()
         self._double_buffer.buckets.synchronize()
         if self._is_lead_writer:
             self._double_buffer.write_table(self._num_filled % NUM_BUCKETS, self._rows)

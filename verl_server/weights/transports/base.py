@@ -114,11 +114,6 @@ class Sender(ABC):
         return
 
     @property
-    def receiver_device_type(self) -> str:
-        """Type of the device on which the receivers have the tensors when they compute checksums."""
-        return "cpu"
-
-    @property
     def sent_bytes(self) -> int:
         """Number of tensor bytes that the last update wrote to a network or a file."""
         return 0
@@ -140,6 +135,18 @@ class Receiver(ABC):
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The update's named tensors in the order of the layout, valid until `close`. Raises if they do not arrive."""
+
+    def tensors_to_copy(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`tensors` for a caller that copies them to an accelerator and does not change them. See `device/loading.py`.
+
+        Where possible, they are in pinned memory.
+        """
+        return self.tensors()
+
+    @property
+    def num_sharing(self) -> int:
+        """Number of consecutive TP ranks of the server, this one included, that read the same memory."""
+        return 1
 
     @abstractmethod
     def send_report(self, report: Report, checksums: list[int]) -> None:

@@ -98,6 +98,14 @@ class Receiver(base.Receiver):
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._reader.tensors()
 
+    def tensors_to_copy(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._double_buffer.buckets.pin()
+        return self.tensors()
+
+    @property
+    def num_sharing(self) -> int:
+        return int(self.message["tp_size"]) if self.stream.in_host_memory else 1
+
     def contains(self, tensor: torch.Tensor) -> bool:
         return self._double_buffer.buckets.contains(tensor)
 

@@ -103,7 +103,7 @@ class Sender(base.Sender):
             raw = json.loads(_report_path(self._path(attempt), receiver).read_text())
         except (OSError, ValueError):
             return None
-        report = Report(**raw["report"])
+        report = Report.from_json(raw["report"])
         by_name: dict[str, int] = raw["checksums"]
         has_all_checksums = report.ok and by_name  # a load that failed part-way has checksums of some tensors only
         checksums = [by_name[name] for name in attempt.names] if has_all_checksums else []

@@ -129,7 +129,7 @@ class Sender(base.Sender):
             return None
         raw = json.loads(self.store.get(key))
         self.store.delete_key(key)
-        return ReceivedReport(Report(**raw["report"]), raw["checksums"])
+        return ReceivedReport(Report.from_json(raw["report"]), raw["checksums"])
 
     def finish(self, attempt: UpdateAttempt, succeeded: bool) -> None:
         if not succeeded:

@@ -52,10 +52,6 @@ class Sender(distributed.Sender):
             "device_type": local_device_type(),
         }
 
-    @property
-    def receiver_device_type(self) -> str:
-        return local_device_type()
-
     def connect_group(self, placement: ReceiverPlacement) -> Any:
         size = 1 + placement.num_receivers
         return form_group(local_device_type(), self.store, self.group_name, 0, size, self.settings.host)

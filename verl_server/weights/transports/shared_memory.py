@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from verl_server.errors import UnsupportedError
 from verl_server.types import Json
+from verl_server.weights.device.pinned_memory import PinnedMemory
 from verl_server.weights.layout import MAX_TP_RANKS, TABLE_OFFSET
-from verl_server.weights.memory_file import open_memory_file
+from verl_server.weights.memory_file import memory_contains, open_memory_file
 from verl_server.weights.reports import ReceivedReport, Report, SharedReports
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt
@@ -43,6 +44,7 @@ class Sender(base.Sender):
             "checksums_offset": self.layout.checksums_offset,
             "num_tensors": len(self.layout.slots),
             "first_receiver": self.first_receiver(attempt, member_index),
+            "num_sharing": self.settings.ranks_per_node or attempt.members[member_index].tp_size,
         }
 
     def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:
@@ -67,24 +69,36 @@ class ArenaMapping:
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.memory = mmap.mmap(fd, size_bytes)
         self._private_memory = mmap.mmap(fd, size_bytes, flags=mmap.MAP_PRIVATE)
+        self._pinned = PinnedMemory(self.memory)
         self._table = b""
         self._tensors: list[tuple[str, torch.Tensor]] = []
 
     def tensors(self, table_bytes: int) -> list[tuple[str, torch.Tensor]]:
         """The named tensors of the current table, which has that many bytes."""
-        table = self.memory[TABLE_OFFSET : TABLE_OFFSET + table_bytes]
+        table = self._read_table(table_bytes)
         if table != self._table:
             self._tensors = list(tensor_views(memoryview(self._private_memory), json.loads(table)))
             self._table = table
         return self._tensors
 
+    def shared_tensors(self, table_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors for a caller that does not write to them, in the shared mapping, which is pinned.
+
+        The private mapping is not pinned: that would copy its pages.
+        """
+        self._pinned.pin()
+        return tensor_views(memoryview(self.memory), json.loads(self._read_table(table_bytes)))
+
+    def _read_table(self, table_bytes: int) -> bytes:
+        return self.memory[TABLE_OFFSET : TABLE_OFFSET + table_bytes]
+
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in this memory."""
-        start = self._tensors[0][1].data_ptr() if self._tensors else 0
-        return bool(self._tensors) and start <= tensor.data_ptr() < start + len(self.memory)
+        return memory_contains(self.memory, tensor) or memory_contains(self._private_memory, tensor)
 
     def close(self) -> None:
         """Close the mapping."""
+        self._pinned.unpin()
         self._tensors = []
         for memory in (self.memory, self._private_memory):
             with contextlib.suppress(BufferError):
@@ -119,6 +133,13 @@ class Receiver(base.Receiver):
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._mapping.tensors(self.message["table_bytes"]))
+
+    def tensors_to_copy(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._mapping.shared_tensors(self.message["table_bytes"])
+
+    @property
+    def num_sharing(self) -> int:
+        return int(self.message["num_sharing"])
 
     def contains(self, tensor: torch.Tensor) -> bool:
         return self._mapping.contains(tensor)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from verl_server.errors import VerlServerError
 from verl_server.types import ServerInfo, TensorSpec
-from verl_server.weights.checksum import compute_checksum
+from verl_server.weights.checksum import Checksums, choose_algorithm
+from verl_server.weights.device.staging_copies import StagingCopies
+from verl_server.weights.device.streams import accelerator
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.progress import CHECKSUM_READER
 from verl_server.weights.double_buffer.reader import RECLAIM_TIMEOUT_S, BucketReader
@@ -65,11 +67,19 @@ class BufferFiller:
         deadline: float,
     ) -> None:
         self._role, self._opened, self._deadline = role, opened, deadline
+        self.copies = StagingCopies(role.double_buffer.buckets.pin)
+        """Makes the copies into the memory that `reserve` returns."""
         readers = [rank.receiver for rank in role.receiving_ranks(opened.members)]
         if opened.validated.verify:
             readers.append(CHECKSUM_READER)
         self._writer = BucketWriter(
-            role.double_buffer, opened.update_number, role.writer_index, role.is_lead_writer, readers, require_peers
+            role.double_buffer,
+            opened.update_number,
+            role.writer_index,
+            role.is_lead_writer,
+            readers,
+            require_peers,
+            self.copies.wait,
         )
         self._error: VerlServerError | None = None
         """Why the double buffer could not be filled, or None."""
@@ -136,9 +146,14 @@ class BufferFiller:
             self._deadline,
         )
 
+        checksums = Checksums(choose_algorithm(), accelerator())
+
         def compute_checksums() -> list[int]:
             try:
-                return [compute_checksum(tensor) for _, tensor in reader.tensors()]
+                for _, tensor in reader.tensors():
+                    checksums.add(tensor)
+                    del tensor
+                return checksums.values()
             except Exception as error:
                 role.fail(self._opened.update_number, f"the checksums could not be computed: {error}")
                 raise

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 
 from verl_server.errors import ServerDiedError, ShutDownError, TornWeightsError, VerlServerError
 from verl_server.types import Json
+from verl_server.weights.checksum import Checksums, choose_algorithm
+from verl_server.weights.device.streams import accelerator
 from verl_server.weights.layout import tensor_bytes
 from verl_server.weights.transports.base import Sender, UpdateAttempt
 from verl_server.weights.update.report_checks import verify_reports
@@ -198,6 +200,7 @@ def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
             "transport": sender.name,
             "update_id": attempt.id,
             "verify": attempt.verify,
+            "checksum": choose_algorithm(),
             **sender.loader_message(attempt, member_index),
         }
         for member_index in range(len(attempt.members))
@@ -245,7 +248,10 @@ def load_then_end(
 
 def staged_checksums(sender: Sender, names: Sequence[str]) -> list[int]:
     """The checksums of staged tensors, as the servers compute them."""
-    return [sender.arena.checksum(name, sender.receiver_device_type) for name in names]
+    checksums = Checksums(choose_algorithm(), accelerator())
+    for name in names:
+        checksums.add(sender.arena.tensor(name))
+    return checksums.values()
 
 
 def _result_of(update: StagedUpdate, load_s: float) -> Json:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 from verl_server.errors import UnsupportedError, VerlServerError
 from verl_server.types import Json
+from verl_server.weights.checksum import choose_algorithm
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.layout import DoubleBufferLayout
 from verl_server.weights.transports.base import receiving_ranks
@@ -42,6 +43,7 @@ class DoubleBuffers:
             "layout": asdict(self.layout),
             "num_writers": self.num_writers,
             "timeout_s": self.timeout_s,
+            "checksum": choose_algorithm(),
         }
 
     def opening_message(self, opened: OpenedUpdate) -> Json:

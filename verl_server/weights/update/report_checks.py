@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from verl_server.errors import VerlServerError
+from verl_server.weights.checksum import shares_are_complete
 from verl_server.weights.reports import ReceivedReport
 from verl_server.weights.transports.base import UpdateAttempt, receiving_ranks
 
@@ -23,14 +24,16 @@ def verify_reports(
     `reports`: report of each TP rank by its label. `checksums`: checksum of each staged tensor. `is_whole`: this is
     an update of the whole model.
     """
+    servers = {rank.label: rank.server for rank in receiving_ranks(attempt.members)}
     errors: dict[str, VerlServerError] = {}
     for label, received in reports.items():
         try:
             _verify_report(label, received, attempt, checksums, is_whole=is_whole)
         except VerlServerError as error:
             errors[label] = error
+    if attempt.verify and not errors:
+        errors = _unverified_servers(reports, servers)
     if errors:
-        servers = {rank.label: rank.server for rank in receiving_ranks(attempt.members)}
         first = next(iter(errors.values()))
         first.details["servers"] = sorted({servers[label] for label in errors if label in servers})
         raise first
@@ -59,10 +62,27 @@ def _verify_report(
         _verify_coverage(label, received, is_whole)
 
 
+def _unverified_servers(
+    reports: Mapping[str, ReceivedReport | None], servers: Mapping[str, str]
+) -> dict[str, VerlServerError]:
+    """An error for each server whose TP ranks have not verified all tensors together."""
+    shares: dict[str, dict[str, tuple[int, int]]] = {}
+    for label, received in reports.items():
+        assert received is not None
+        shares.setdefault(servers.get(label, ""), {})[label] = received.report.share
+    return {
+        label: VerlServerError(f"{label} and the other TP ranks of its server have not verified all tensors together")
+        for server_shares in shares.values()
+        if not shares_are_complete([*server_shares.values()])
+        for label in [next(iter(server_shares))]
+    }
+
+
 def _verify_checksums(label: str, received: ReceivedReport, attempt: UpdateAttempt, checksums: Sequence[int]) -> None:
-    different = [
-        name for name, staged, read in zip(attempt.names, checksums, received.checksums, strict=True) if staged != read
-    ]
+    """Compare the checksums of a TP rank's share of the tensors."""
+    first, step = received.report.share
+    expected = zip(attempt.names[first::step], checksums[first::step], received.checksums, strict=True)
+    different = [name for name, staged, read in expected if staged != read]
     if different:
         raise VerlServerError(
             f"{label} read {len(different)} tensors that differ from what was staged, {different[0]!r} first: "

@@ -104,7 +104,11 @@ class ServerSession:
 
     def _messages(self, message: Json) -> list[Json]:
         tp_sizes = [member.tp_size for member in self.members]
-        return [{**message, "first_receiver": sum(tp_sizes[:index])} for index in range(len(tp_sizes))]
+        firsts = [sum(tp_sizes[:index]) for index in range(len(tp_sizes))]
+        return [
+            {**message, "first_receiver": first, "tp_size": tp_size}
+            for first, tp_size in zip(firsts, tp_sizes, strict=True)
+        ]
 
     def require_loading(self) -> None:
         """Raise VerlServerError if the servers are not loading any more."""

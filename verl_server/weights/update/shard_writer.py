@@ -6,12 +6,14 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, DeadlineError, PeerError
 from verl_server.types import TensorSpec
-from verl_server.weights.gather import copy_if_elsewhere, copy_shard, is_first_replica, local_slices
+from verl_server.weights.device.staging_copies import StagingCopies
+from verl_server.weights.device.streams import CallerOrder
+from verl_server.weights.gather import is_first_replica, local_slices
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.tensor_source import (
     NamedTensors,
@@ -36,7 +38,7 @@ class ShardWriter:
     infinity. `raise_failure` raises an error when another rank takes no part in gathering any more, and is called
     before and while a tensor is gathered. `on_bad_tensor` is called with the error before the tensors after a bad one
     are gathered. `writes_whole_tensors`: this rank writes plain tensors and gathered tensors; the other writers skip
-    them.
+    them. `copies`: makes the copies, which may run until `write` returns.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class ShardWriter:
         check_finite: bool,
         writes_whole_tensors: bool,
         on_bad_tensor: Callable[[BadInputError], None] = lambda _: None,
+        copies: StagingCopies | None = None,
     ) -> None:
         self._staging_tensor, self._manifest, self._writer_ranks = staging_tensor, manifest, writer_ranks
         self._raise_failure, self._gather_timeout_s = raise_failure, gather_timeout_s
         self._check_finite, self._writes_whole_tensors = check_finite, writes_whole_tensors
         self._on_bad_tensor = on_bad_tensor
+        self._copies = copies or StagingCopies()
         self.has_gathered_all = False
         """Whether no other rank waits for this rank to gather a tensor with it."""
         self.has_shards = False
@@ -82,6 +86,7 @@ class ShardWriter:
                 self._write_tensor(given_name, tensor)
                 names += own_names
             del item, tensor
+        self._copies.wait()
         self.has_gathered_all = True
         return names
 
@@ -145,11 +150,11 @@ class ShardWriter:
             return
         if not isinstance(tensor, DTensor):
             if self._writes_whole_tensors:
-                copy_if_elsewhere(target, tensor.detach())
+                self._copies.copy(target, tensor.detach())
         elif is_first_replica(tensor):
             slices = local_slices(tensor, self._writer_ranks)
             assert slices is not None
-            copy_shard(target, slices, tensor.to_local())
+            self._copies.copy(target[slices], tensor.to_local().detach())
 
     def gather_on_cpu(self, named_tensors: NamedTensors) -> dict[str, torch.Tensor]:
         """All tensors, complete and on the CPU. For small tensors that do not go through staging memory."""
@@ -169,11 +174,12 @@ class ShardWriter:
         DeadlineError, PeerError, or the failure of the coordinator.
         """
         outcome: dict[str, Any] = {}
+        order = CallerOrder(tensor)
         self._raise_failure()
 
         def gather() -> None:
             try:
-                with _on_device_of(tensor):
+                with order.continue_here():
                     outcome["tensor"] = tensor.detach().full_tensor()
             except Exception as error:  # noqa: BLE001 - raised by the waiting thread
                 outcome["error"] = error
@@ -195,20 +201,3 @@ class ShardWriter:
             raise PeerError(f"gathering a tensor from the trainer's ranks failed: {outcome['error']}")
         whole: torch.Tensor = outcome["tensor"]
         return whole
-
-
-@contextlib.contextmanager
-def _on_device_of(tensor: torch.Tensor) -> Iterator[None]:
-    """Run the body of a new thread on the tensor's device, and wait for the device at the end.
-
-    A new thread starts with device 0 as its current device.
-    """
-    import torch
-
-    if tensor.device.type == "cpu":
-        yield
-        return
-    module = torch.get_device_module(tensor.device)
-    with module.device(tensor.device):
-        yield
-        module.current_stream().synchronize()

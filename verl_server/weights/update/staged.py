@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from verl_server.errors import BadInputError, TornWeightsError, VerlServerError
 from verl_server.types import Json, WeightUpdateResult
 from verl_server.weights.arena import Arena
+from verl_server.weights.device.staging_copies import StagingCopies
 from verl_server.weights.layout import Layout
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import Sender, UpdateAttempt
@@ -77,6 +78,7 @@ class StagedUpdater(WeightUpdater):
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=options.check_finite and not isinstance(named_tensors, Sized),
             writes_whole_tensors=self._is_node_leader,
+            copies=StagingCopies(self._arena.pin),
         )
 
         def check_and_write() -> list[str]:

@@ -204,6 +204,7 @@ class StreamedUpdater(WeightUpdater):
             check_finite=check_finite and not source.is_checked,
             writes_whole_tensors=role is not None and role.is_lead_writer,
             on_bad_tensor=lambda error: self._stop_filling(error.message),
+            copies=None if filler is None else filler.copies,
         )
         names, error = self.run_writing(writer, load_id, write)
         if error is not None:

@@ -1,0 +1,181 @@
+"""What a weight update does with accelerators, as far as a CPU shows it: shares, checksums, copies, order of calls."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_server.errors import VerlServerError
+from verl_server.types import ServerInfo
+from verl_server.weights.checksum import (
+    POSITIONAL_SUM,
+    XXH3,
+    Checksums,
+    compute_checksum,
+    positional_sum,
+    shares_are_complete,
+    verified_share,
+)
+from verl_server.weights.device.pinned_memory import PinnedMemory
+from verl_server.weights.device.staging_copies import StagingCopies
+from verl_server.weights.device.streams import CallerOrder
+from verl_server.weights.reports import ReceivedReport, Report, SharedReports
+from verl_server.weights.transports.base import UpdateAttempt
+from verl_server.weights.update.report_checks import verify_reports
+
+# -- checksums and shares ----------------------------------------------------------------------------
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 50))
+def test_tp_ranks_that_share_memory_verify_each_tensor_once(sharing: int, nodes: int, num_tensors: int) -> None:
+    for node in range(nodes):
+        shares = [verified_share(node * sharing + rank, sharing) for rank in range(sharing)]
+        positions = [position for first, step in shares for position in range(num_tensors)[first::step]]
+        assert sorted(positions) == list(range(num_tensors))
+        assert shares_are_complete(shares)
+        assert shares_are_complete([*shares[1:], (0, 1)])
+        if sharing > 1:
+            assert not shares_are_complete(shares[1:])
+
+
+def report_of(share: tuple[int, int], checksums: Sequence[int]) -> ReceivedReport:
+    report = Report("x", ok=True, num_tensors=5, share=share)
+    return ReceivedReport(report, list(checksums)[share[0] :: share[1]])
+
+
+def test_each_tp_rank_answers_for_its_share() -> None:
+    attempt = UpdateAttempt("x", [f"t{i}" for i in range(5)], True, [ServerInfo("a", 2)])
+    staged = [10, 11, 12, 13, 14]
+    first, second = "TP rank 0 of the server", "TP rank 1 of the server"
+    reports: dict[str, ReceivedReport | None] = {first: report_of((0, 2), staged), second: report_of((1, 2), staged)}
+    verify_reports(reports, attempt, staged, is_whole=True)
+    reports[second] = report_of((1, 2), [10, 11, 12, 99, 14])
+    with pytest.raises(VerlServerError, match=r"TP rank 1 of the server read 1 tensors that differ .*'t3' first"):
+        verify_reports(reports, attempt, staged, is_whole=True)
+    reports[second] = report_of((0, 2), staged)
+    with pytest.raises(
+        VerlServerError, match="TP rank 0 of the server and the other TP ranks of its server have not verified all"
+    ):
+        verify_reports(reports, attempt, staged, is_whole=True)
+    reports[second] = report_of((0, 1), staged)
+    verify_reports(reports, attempt, staged, is_whole=True)
+
+
+def test_a_report_keeps_its_share() -> None:
+    memory = mmap.mmap(-1, 4096 * 128)
+    reports = SharedReports(memory, checksums_offset=4096 * 64, num_tensors=5)
+    report = Report("x", ok=True, num_tensors=5, share=(1, 2))
+    reports.write(3, report, [7, -8])
+    assert reports.read(3, "x", 5) == ReceivedReport(report, [7, -8])
+    assert reports.read(3, "x", 0) == ReceivedReport(report, [])
+
+
+@given(st.lists(st.binary(min_size=0, max_size=40), max_size=5), st.sampled_from([XXH3, POSITIONAL_SUM]))
+def test_checksums_of_many_tensors_are_those_of_each(parts: list[bytes], algorithm: str) -> None:
+    tensors = [torch.tensor(list(part), dtype=torch.uint8) for part in parts]
+    checksums = Checksums(algorithm, torch.device("cpu"))
+    for tensor in tensors:
+        checksums.add(tensor)
+    assert checksums.values() == [compute_checksum(tensor, algorithm) for tensor in tensors]
+    if algorithm == POSITIONAL_SUM:
+        assert checksums.values() == [positional_sum(tensor) for tensor in tensors]
+
+
+def test_an_unknown_checksum_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no checksum 'md5'"):
+        compute_checksum(torch.ones(3), "md5")
+
+
+# -- copies ------------------------------------------------------------------------------------------
+
+
+def test_copies_on_a_cpu() -> None:
+    target, pinned = torch.zeros(4, 6, dtype=torch.bfloat16), []
+    copies = StagingCopies(lambda: pinned.append(1))
+    source = torch.randn(4, 3)
+    copies.copy(target[:, 3:], source)
+    copies.copy(target[:, :0], source[:, :0])
+    same = target[1:]
+    copies.copy(same, same)
+    copies.wait()
+    assert torch.equal(target[:, 3:], source.bfloat16())
+    assert not target[:, :3].any()
+    assert not pinned, "only copies from an accelerator need pinned memory"
+
+
+def test_memory_is_not_pinned_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    memory = PinnedMemory(mmap.mmap(-1, 4096))
+    assert not memory.pin()
+    memory.unpin()
+
+
+# -- the order of calls on an accelerator: torch's device module is replaced by one that records them --
+
+
+class RecordingModule:
+    """Stands for torch's module of an accelerator, with one stream of each name."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.stream = "caller"
+
+    def current_stream(self, device: torch.device) -> Any:
+        return RecordingStream(self, self.stream)
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.calls.append(f"enter {device}")
+        yield
+        self.calls.append("leave")
+
+
+class RecordingStream:
+    def __init__(self, module: RecordingModule, name: str) -> None:
+        self._module, self._name = module, name
+
+    def record_event(self) -> str:
+        self._module.calls.append(f"record on {self._name}")
+        return f"event of {self._name}"
+
+    def wait_event(self, event: str) -> None:
+        self._module.calls.append(f"{self._name} waits for {event}")
+
+    def synchronize(self) -> None:
+        self._module.calls.append(f"synchronize {self._name}")
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> RecordingModule:
+    """The module of the device "meta"."""
+    module = RecordingModule()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return module
+
+
+def test_another_thread_waits_for_the_callers_stream(accelerator: RecordingModule) -> None:
+    order = CallerOrder(torch.empty(3, device="meta"))
+    accelerator.stream = "other"
+    with order.continue_here():
+        accelerator.calls.append("work")
+    assert accelerator.calls == [
+        "record on caller", "enter meta", "other waits for event of caller", "work", "synchronize other", "leave",
+    ]  # fmt: skip
+
+
+def test_all_copies_are_waited_for_once(accelerator: RecordingModule) -> None:
+    copies = StagingCopies()
+    for _ in range(3):
+        copies.copy(torch.empty(3, device="meta"), torch.empty(3, device="meta", dtype=torch.float64))
+    assert accelerator.calls == []
+    copies.wait()
+    copies.wait()
+    assert accelerator.calls == ["synchronize caller"]
