@@ -73,6 +73,7 @@ class Sender(distributed.Sender):
     def _copy_to_device(self, start: int, stop: int) -> torch.Tensor:
         import torch
 
+        self.arena.pin()
         return torch.frombuffer(self.arena.memory[start:stop], dtype=torch.uint8).to(local_device_type())
 
 
