@@ -218,8 +218,7 @@ def test_template_that_ignores_tools_is_named_once(tmp_path: Path, caplog: pytes
     ChatRenderer(tokenizer).render_prompt(messages, tools)
     assert not caplog.records
     tokenizer.chat_template = CONTENT_ONLY_TEMPLATE
-    renderer = ChatRenderer(tokenizer)
-    for _ in range(2):
+    for renderer in (ChatRenderer(tokenizer), ChatRenderer(tokenizer)):
         renderer.render_prompt(messages)
         renderer.render_prompt(messages, tools)
     (record,) = caplog.records

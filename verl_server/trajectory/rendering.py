@@ -10,6 +10,7 @@ template when it is constructed. A template without the property is refused with
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,16 @@ class ParsedToolCall:
     arguments: Json | None
     parse_error: str | None
     """Reason why the call cannot be parsed. None for a well-formed call."""
+
+
+@functools.cache
+def _warn_of_ignored_tools(chat_template: str) -> None:
+    """Log a warning. Cached: a program that makes a renderer for each training step gets one warning."""
+    logger.warning(
+        "the chat template ignores the tools, so the prompt does not tell the policy about them. Describe the tools in "
+        "the messages, or set tokenizer.chat_template to a template that renders `tools`. The template begins with %r",
+        chat_template[:40],
+    )
 
 
 def require_tokenizer(tokenizer: object) -> None:
@@ -113,17 +124,14 @@ class ChatRenderer:
         """Token ids of the first prompt of a conversation. `tools`: JSON schemas of the tools.
 
         Raises BadInputError for messages that are invalid or that the template refuses. If the template ignores
-        `tools`, a warning is logged once.
+        `tools`, a warning is logged once for each template.
         """
         validate_messages(messages)
         text = self._apply_template(messages, tools)
         if tools and not self._has_compared_tools:
             self._has_compared_tools = True
             if text == self._apply_template(messages, None):
-                logger.warning(
-                    "the chat template ignores the tools, so the prompt does not tell the policy about them. Describe "
-                    "the tools in the messages, or set tokenizer.chat_template to a template that renders `tools`"
-                )
+                _warn_of_ignored_tools(str(self._tokenizer.chat_template))
         return self.encode(text)
 
     def render_next_turn(
