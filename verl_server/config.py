@@ -90,7 +90,8 @@ class AdapterConfig:
 
     timeouts: Timeouts = field(default_factory=Timeouts)
     log_dir: Path | str | None = None
-    """Folder of the server's log. None: a temporary folder, which a clean shutdown removes."""
+    """Folder of the server's log. None: a temporary folder, which a clean shutdown removes. The last 20 logs of crashed
+    servers are kept there."""
     max_start_attempts: int = 3
     """Maximum number of attempts to start the server, the first included, when other programs take its port."""
     max_retries: int = 3

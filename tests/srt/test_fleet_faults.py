@@ -149,6 +149,9 @@ class Server:
     def on_exit(self, listener: Any) -> None:
         return None
 
+    def keep_log(self) -> None:
+        self.calls.append("keep_log")
+
 
 class ServerLauncher:
     """Starts servers. `faults`: errors of the next starts, in turn. Starts wait until `is_free` is set."""
@@ -273,6 +276,7 @@ def test_a_server_that_answers_with_errors_does_not_block_updates(
         assert server.model.weight.tolist() == [7.0] * 4
         assert not server.paused
     wait_until(lambda: bad.has_ended, 10.0, "it was not ended")
+    assert "keep_log" in bad.calls, "the log has the reason"
     fleet.launcher.is_free.set()
     assert bad.calls.count("update_weights_from_tensor" if step in ("load", "report") else step) in (2, 3)
     wait_until(lambda: fleet.states()[1] is ReplicaState.STALE, 10.0, "it was not started again")

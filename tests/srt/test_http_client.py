@@ -32,6 +32,9 @@ class IdleSupervisor(ExitNotifier):
     def died(self, url: str) -> ServerDiedError:
         return ServerDiedError(f"the server at {url} ended", url=url)
 
+    def keep_log(self) -> None:
+        """The server has no log."""
+
     def stop(self, deadline_s: float = 10.0) -> None:
         """The server is none of this test's processes."""
 

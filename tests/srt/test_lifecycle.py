@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -190,8 +191,11 @@ def test_start_up_failures_carry_the_reason(tiny: Callable[..., Path], tmp_path:
 
 
 def test_start_deadline_ends_what_was_started(tiny: Callable[..., Path]) -> None:
-    with no_new_shared_memory(), pytest.raises(DeadlineError, match="not ready after 1"):
+    with no_new_shared_memory(), pytest.raises(DeadlineError, match="not ready after 1") as caught:
         HttpServerEngineAdapter(model_path=str(tiny("qwen3")), config=AdapterConfig(timeouts=Timeouts(start_s=1.0)))
+    log = Path(caught.value.details["log_path"])
+    assert log.exists(), "the error refers to it"
+    shutil.rmtree(log.parent)
 
 
 def test_keys_show_nowhere(adapter: HttpServerEngineAdapter) -> None:

@@ -111,6 +111,7 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (ADAPTER, ("/m",), {"env": {"A": b"secret"}}, "env['A'] must be a string, got a value of type bytes"),
     (ADAPTER, (5,), {}, "model_path must be a string or a path, got 5 (int)"),
     (ADAPTER, ("/tmp",), {"max_total_tokens": -5}, "max_total_tokens must be a whole number of at least 1, got -5"),
+    (ADAPTER, ("/tmp",), {"nnodes": 2}, "nnodes=2 needs dist_init_addr (host:port of the first node, the same on"),
     (ADAPTER, ("/tmp",), {"port": 70000}, "server argument port must be at most 65535, got 70000"),
     (ADAPTER, ("/tmp",), {"mem_fraction_static": 1.5}, "mem_fraction_static must be a number between 0 and 1, got 1.5"),
     (VerlEngine, (None,), {"model_path": "m"}, "device_mesh_cpu must be a DeviceMesh with one dimension"),

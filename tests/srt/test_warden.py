@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,8 +19,11 @@ from typing import Any
 import pytest
 from helpers import MARK, marked_processes, no_new_shared_memory, wait_until
 
+from verl_server.errors import DeadlineError
+from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
-from verl_server.server.process import WARDEN_SCRIPT
+from verl_server.server.pipe import write_all
+from verl_server.server.process import WARDEN_SCRIPT, ServerProcess, spawn_warden
 from verl_server.server.server_folder import LOG_NAME, MAX_KEPT_LOGS, WORKING_FOLDER, make_server_folder
 from verl_server.server.warden import process_watch
 from verl_server.server.warden.log_file import BoundedLog
@@ -225,6 +229,37 @@ def test_an_error_of_the_warden_is_the_reason_of_the_end(tmp_path: Path) -> None
         assert "warden failed: ZeroDivisionError" in warden.end("")["reason"]
 
 
+def test_a_warden_that_cannot_be_a_subreaper_says_so(tmp_path: Path) -> None:
+    forbidden = (
+        "import ctypes; ctypes.CDLL = lambda *_, **__: type('Library', (), {'prctl': staticmethod(lambda *_: -1)})"
+    )
+    with RunningWarden(tmp_path, "", forbidden) as warden:
+        assert "PR_SET_CHILD_SUBREAPER" in warden.end("")["reason"]
+
+
+def test_a_reader_that_hangs_does_not_block_a_writer() -> None:
+    """The specification of a server can be longer than the buffer of a pipe."""
+    read_end, write_end = os.pipe()
+    data = bytes(range(256)) * 4096
+    with os.fdopen(write_end, "wb") as pipe:
+        with pytest.raises(TimeoutError, match="were not read"):
+            write_all(pipe, data, 0.3)
+        received = bytearray()
+
+        def read() -> None:
+            while len(received) < len(data) or bytes(received[-len(data) :]) != data:
+                received.extend(os.read(read_end, 65536))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        write_all(pipe, data, 30.0)
+        reader.join(30.0)
+        assert not reader.is_alive()
+        os.close(read_end)
+        with pytest.raises(BrokenPipeError):
+            write_all(pipe, data, 30.0)
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [(-9, "killed by SIGKILL"), (-40, "killed by signal 40"), (1, "exit code 1"), (None, "sglang::scheduler gone")],
@@ -360,3 +395,50 @@ def test_logs_of_crashed_servers_are_kept_in_limits(tmp_path: Path, monkeypatch:
     assert len(running) == 2
     last = make_server_folder()
     assert set(tmp_path.iterdir()) == {*running, *crashed[-MAX_KEPT_LOGS:], last}
+
+
+SLEEPING_SERVER = EngineProfile(
+    name="a server that sleeps",
+    main_module="sleeping_server",
+    secret_arguments=(),
+    ready_paths=(),
+    worker_node_ready_paths=(),
+    authenticated_path="",
+    port_taken_phrases=(),
+)
+
+
+@pytest.fixture
+def sleeping_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:
+    """A server that logs a line and sleeps."""
+    (tmp_path / "sleeping_server.py").write_text("import time\nprint('sleeping', flush=True)\ntime.sleep(600)\n")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    process = ServerProcess(
+        {},
+        SLEEPING_SERVER,
+        env={"PYTHONPATH": str(tmp_path)},
+        log_dir=None,
+        start_timeout_s=60.0,
+        warden_factory=spawn_warden,
+    )
+    wait_until(lambda: process.log_path.exists() and process.log_path.read_text(), 20.0, "no log")
+    yield process
+    process.stop()
+
+
+def test_a_log_is_kept_when_an_error_refers_to_it(sleeping_server: ServerProcess) -> None:
+    with pytest.raises(DeadlineError, match="not ready after 0") as caught:
+        sleeping_server.wait_ready(lambda: False, 0.1)
+    sleeping_server.stop()
+    assert Path(caught.value.details["log_path"]).read_text() == "sleeping\n"
+    assert not (sleeping_server.log_path.parent / WORKING_FOLDER).exists()
+
+
+def test_a_clean_end_leaves_nothing(sleeping_server: ServerProcess) -> None:
+    pids = sleeping_server.pids
+    assert pids.warden is not None
+    sleeping_server.stop()
+    sleeping_server.stop()
+    assert not sleeping_server.log_path.parent.exists()
+    assert [pid for pid in (pids.main, pids.warden) if start_time(pid) is not None] == []

@@ -76,6 +76,8 @@ class RecoveryLoop:
                 return
             if replica.state in (ReplicaState.DEAD, ReplicaState.RESTARTING):
                 return
+            if adapter is not None and adapter.process is not None:
+                adapter.process.keep_log()
             self._fleet.counters.deaths += 1
             self._fleet.record_death(replica)
             self._fleet.change_state(replica, ReplicaState.DEAD, error)

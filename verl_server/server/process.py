@@ -25,6 +25,7 @@ from verl_server.server.cpu_time import SchedulerCpu, SchedulerCpuReader
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import inherited_environment, no_proxy_environment
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
+from verl_server.server.pipe import write_all
 from verl_server.server.server_folder import LOG_NAME, WORKING_FOLDER, make_server_folder
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT, REFUSAL
 from verl_server.server.supervisor import AbortCheck, ServerPids, never_abort
@@ -39,6 +40,10 @@ LOG_TAIL_LINES = 40
 LOG_SCAN_BYTES = 4096
 READY_POLL_S = 0.05
 SHARED_MEMORY_POLL_S = 0.05
+#: Seconds to wait for the exit code of a warden that has ended or was killed.
+WARDEN_EXIT_TIMEOUT_S = 5.0
+#: Exit codes from here on mean that a signal has ended the warden.
+EXIT_BY_SIGNAL = 128
 #: Seconds to wait until a killed process tree has unmapped its shared memory.
 SHARED_MEMORY_TIMEOUT_S = 5.0
 
@@ -96,6 +101,8 @@ class ServerProcess(ExitNotifier):
         super().__init__()
         self._main_pid: int | None = None
         self._cpu_reader: SchedulerCpuReader | None = None
+        self._keeps_log = False
+        """Whether the log outlives a clean end of the server."""
         spec = {
             "argv": [sys.executable, "-m", profile.main_module],
             "env": {
@@ -116,10 +123,12 @@ class ServerProcess(ExitNotifier):
         self._warden = warden_factory()
         assert self._warden.stdin is not None
         try:
-            self._warden.stdin.write(json.dumps(spec).encode() + b"\n")
-            self._warden.stdin.flush()
+            write_all(self._warden.stdin, json.dumps(spec).encode() + b"\n", start_timeout_s)
+        except TimeoutError as error:
+            self._kill_session()
+            raise DeadlineError(f"the warden process did not read: {error}", operation="start") from error
         except BrokenPipeError:
-            code = self._warden.wait()
+            code = self._warden.wait(WARDEN_EXIT_TIMEOUT_S)
             raise StartupError(
                 f"the warden process, which starts the server, ended at once with exit code {code}. The standard error "
                 f"of this process has the reason; `{sys.executable} -I {WARDEN_SCRIPT} < /dev/null` must end without "
@@ -173,6 +182,7 @@ class ServerProcess(ExitNotifier):
                 raise error
             log_end = self._read_log_end() if fatal_log_phrases else ""
             if phrase := next((phrase for phrase in fatal_log_phrases if phrase in log_end.lower()), None):
+                self.keep_log()
                 raise StartupError(
                     f"the server cannot start: its log {self.log_path} has {phrase!r}. Another program uses an address "
                     "of the server: choose another `port`, or end that program.",
@@ -180,6 +190,7 @@ class ServerProcess(ExitNotifier):
                     log_path=str(self.log_path),
                 )
             if time.monotonic() > deadline:
+                self.keep_log()
                 raise DeadlineError(
                     f"the server was not ready after {timeout_s:g} s; its log is {self.log_path}. "
                     "A cold disk cache or a large model needs a larger `timeouts.start_s`.",
@@ -202,13 +213,17 @@ class ServerProcess(ExitNotifier):
             log_path=str(self.log_path),
         )
 
+    def keep_log(self) -> None:
+        self._keeps_log = True
+
     def stop(self, deadline_s: float = 10.0) -> None:
         """End the whole process tree and remove its files. May be called more than once, and after a crash.
 
         The log of a crashed server is kept, see `server_folder.py`.
         """
-        crashed = self.exit is not None
-        if self.exit is None:
+        if self.exit is not None:
+            self.keep_log()
+        else:
             self._send_command("stop")
             if self.wait_exit(deadline_s) is None:
                 self._kill_session()
@@ -219,7 +234,7 @@ class ServerProcess(ExitNotifier):
             self._warden.wait(deadline_s)
         except subprocess.TimeoutExpired:
             self._kill_session()
-        if not crashed:
+        if not self._keeps_log:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send_command(self, command: str) -> None:
@@ -251,9 +266,13 @@ class ServerProcess(ExitNotifier):
             else:
                 self.note_exit(ExitStatus(event["reason"], event["code"], event["tail"]))
         self._kill_session()
-        self._warden.wait()
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._warden.wait(WARDEN_EXIT_TIMEOUT_S)
         if self.exit is None:
-            self.note_exit(ExitStatus("warden killed", None, ""))
+            has_failed = code is not None and 0 < code < EXIT_BY_SIGNAL
+            reason = f"its warden failed with exit code {code}: see standard error" if has_failed else "warden killed"
+            self.note_exit(ExitStatus(reason, None, ""))
             _remove_unmapped(shared_memory)
 
     def _kill_session(self) -> None:

@@ -55,6 +55,9 @@ class Supervisor(Protocol):
     def died(self, url: str) -> ServerDiedError:
         """The error for callers that needed the server. Call it only after the server has ended."""
 
+    def keep_log(self) -> None:
+        """Keep the log when the server is ended, because an error refers to it. The log of a crashed server is kept."""
+
     def stop(self, deadline_s: float = 10.0) -> None:
         """End the server and everything below it. May be called more than once."""
 

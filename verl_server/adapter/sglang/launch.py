@@ -8,6 +8,7 @@ from typing import Any
 from verl_server.adapter.sglang.endpoints import HEALTH, MODEL_INFO, PING, READY
 from verl_server.adapter.sglang.server_arguments import SECRET_ARGUMENTS, complete_server_args
 from verl_server.config import AdapterConfig
+from verl_server.errors import BadInputError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.launch import LaunchedServer, launch_server
 from verl_server.server.supervisor import AbortCheck, never_abort
@@ -35,4 +36,11 @@ def launch_sglang_server(
 
     Raises the errors of `verl_server.server.launch.launch_server`, and BadInputError for invalid `server_args`.
     """
-    return launch_server(complete_server_args(server_args), SGLANG, config, env, check_abort)
+    args = complete_server_args(server_args)
+    if (args.get("nnodes") or 1) > 1 and not args.get("dist_init_addr"):
+        raise BadInputError(
+            f"nnodes={args['nnodes']} needs dist_init_addr (host:port of the first node, the same on all nodes) and "
+            "node_rank; without them, the nodes of a server do not find each other. Leave nnodes out for one machine",
+            argument="dist_init_addr",
+        )
+    return launch_server(args, SGLANG, config, env, check_abort)

@@ -80,6 +80,11 @@ class ServerActor:
             "cpu": None if exit_status is not None else asdict(self._server.process.scheduler_cpu()),
         }
 
+    def keep_log(self) -> None:
+        """Keep the server's log on this node when the server is ended."""
+        if self._server is not None:
+            self._server.process.keep_log()
+
     def stop(self) -> None:
         """End the server."""
         self._stopped.set()
@@ -140,6 +145,10 @@ class RayServer(ExitNotifier):
 
     def scheduler_cpu(self) -> SchedulerCpu:
         return self._cpu
+
+    def keep_log(self) -> None:
+        for actor in self._actors:
+            actor.keep_log.remote()
 
     def stop(self, deadline_s: float = 10.0) -> None:
         end_actors(self._actors, deadline_s)

@@ -247,9 +247,6 @@ def main(start_server: Callable[[Json], ServerMain] = spawn_server) -> None:
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally` in `run`, so that the tree ends too
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
     received = b""
     while b"\n" not in received:
         chunk = os.read(0, READ_BYTES)
@@ -260,8 +257,16 @@ def main(start_server: Callable[[Json], ServerMain] = spawn_server) -> None:
     if STOP.encode() in command:  # the start was aborted at once
         return
     try:
+        _become_subreaper()
         warden = Warden(json.loads(specification), start_server)
     except Exception as error:
         emit_exit(describe_failure(error), None, "")
         raise
     warden.run()
+
+
+def _become_subreaper() -> None:
+    """Become the parent of all orphans of the tree."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
