@@ -102,9 +102,6 @@ class HttpServerEngineAdapter:
     weights_checker = _blocking(AsyncHttpServerEngineAdapter.weights_checker)
     release_memory_occupation = _blocking(AsyncHttpServerEngineAdapter.release_memory_occupation)
     resume_memory_occupation = _blocking(AsyncHttpServerEngineAdapter.resume_memory_occupation)
-    prepare_release = _blocking(AsyncHttpServerEngineAdapter.prepare_release)
-    cancel_release = _blocking(AsyncHttpServerEngineAdapter.cancel_release)
-    update_released_memory = _blocking(AsyncHttpServerEngineAdapter.update_released_memory)
     get_model_info = _blocking(AsyncHttpServerEngineAdapter.get_model_info)
     get_server_info = _blocking(AsyncHttpServerEngineAdapter.get_server_info)
     get_loads = _blocking(AsyncHttpServerEngineAdapter.get_loads)
@@ -198,6 +195,10 @@ class HttpServerEngineAdapter:
         self.shutdown()
 
     # -- internal: called by other folders of this package, no part of the public API -------------------
+
+    prepare_release = _blocking(AsyncHttpServerEngineAdapter.prepare_release)
+    cancel_release = _blocking(AsyncHttpServerEngineAdapter.cancel_release)
+    update_released_memory = _blocking(AsyncHttpServerEngineAdapter.update_released_memory)
 
     def ask_schedulers(self) -> Future[Json]:
         """Internal. Ask all schedulers for their state, without waiting. They answer between two steps.

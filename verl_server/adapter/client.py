@@ -182,9 +182,6 @@ class AsyncHttpServerEngineAdapter:
 
     release_memory_occupation = memory_occupation.release_memory_occupation
     resume_memory_occupation = memory_occupation.resume_memory_occupation
-    prepare_release = memory_occupation.prepare_release
-    cancel_release = memory_occupation.cancel_release
-    update_released_memory = memory_occupation.update_released_memory
 
     begin_weight_update = weight_updates.begin_weight_update
     end_weight_update = weight_updates.end_weight_update
@@ -217,6 +214,10 @@ class AsyncHttpServerEngineAdapter:
         await self.shutdown()
 
     # -- internal: called by other folders of this package, no part of the public API -------------------
+
+    prepare_release = memory_occupation.prepare_release
+    cancel_release = memory_occupation.cancel_release
+    update_released_memory = memory_occupation.update_released_memory
 
     def _on_exit(self, _: ExitStatus) -> None:
         assert self.process is not None

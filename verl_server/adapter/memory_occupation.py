@@ -47,12 +47,12 @@ async def release_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags:
 
 
 async def update_released_memory(adapter: AsyncHttpServerEngineAdapter) -> None:
-    """Ask the server which memory is released. Another client may have released or resumed it."""
+    """Internal. Ask the server which memory is released. Another client may have released or resumed it."""
     await adapter.connection.update_released_memory()
 
 
 async def prepare_release(adapter: AsyncHttpServerEngineAdapter) -> None:
-    """Pause generation for a release of memory: requests that arrive from now on wait in the server.
+    """Internal. Pause generation for a release of memory: requests that arrive from now on wait in the server.
 
     Raises ServerBusyError while requests run; nothing is paused then. Does nothing while memory is released.
     """
@@ -65,7 +65,7 @@ async def prepare_release(adapter: AsyncHttpServerEngineAdapter) -> None:
 
 
 async def cancel_release(adapter: AsyncHttpServerEngineAdapter) -> None:
-    """Undo `prepare_release`, unless memory was released since or `pause_generation` was called before."""
+    """Internal. Undo `prepare_release`, unless memory was released since or `pause_generation` was called before."""
     connection = adapter.connection
     if connection.is_held and not connection.released_memory and not connection.paused:
         await connection.call(endpoints.CONTINUE, {})
