@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import math
+import re
 import time
 from collections import UserList
 from collections.abc import AsyncIterator, Callable
@@ -608,6 +609,61 @@ def test_a_replica_that_fails_at_once_loses_no_request() -> None:
             await dispatcher.generate(REQUEST)
         assert len(failing.requests) == first_failures, "a suspect replica receives no requests before its probe"
         assert dispatcher.snapshot().replica("a").suspect  # type: ignore[union-attr]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("status", "content_type", "body"),
+    [
+        (200, "text/html", "<html>maintenance</html>"),
+        (502, "application/json", "<html>"),
+        (404, "text/plain", "404 page not found"),
+    ],
+)
+def test_requests_leave_a_replica_that_a_proxy_answers_for(status: int, content_type: str, body: str) -> None:
+    """Every request finishes on the other replica, and the replica becomes suspect."""
+    proxied = 0
+
+    async def answer(_: web.BaseRequest) -> web.StreamResponse:
+        nonlocal proxied
+        proxied += 1
+        return web.Response(status=status, body=body.encode(), content_type=content_type)
+
+    async def run() -> None:
+        runner = web.ServerRunner(web.Server(answer))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with AsyncHttpServerEngineAdapter.attach(url) as adapter:
+            dispatcher = Dispatcher()
+            dispatcher.pool.add_replica("a", adapter, 0)
+            dispatcher.pool.add_replica("b", RecordingServer(), 0)
+            for _ in range(5):
+                assert all(reply["output_ids"] for reply in await generate_many(dispatcher, 4))
+        await runner.cleanup()
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+    assert 0 < proxied < 12, "the replica did not become suspect"
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(404, '{"detail": "Not Found"}'), (500, "null"), (400, '["x"]'), (200, "[]"), (200, "{}"), (502, "<html>")],
+)
+def test_the_client_reports_replies_that_do_not_come_from_a_router(status: int, body: str) -> None:
+    async def answer(_: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(status=status, body=body.encode(), content_type="application/json")
+
+    async def run() -> None:
+        runner = web.ServerRunner(web.Server(answer))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with RouterClient(f"http://127.0.0.1:{runner.addresses[0][1]}", None) as client:
+            with pytest.raises(ServerError, match=re.escape(f"does not send: {body}")) as caught:
+                await client.generate(prompt="x")
+            assert caught.value.details["status"] == status
+        await runner.cleanup()
 
     asyncio.run(run())
 

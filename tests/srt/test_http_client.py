@@ -17,7 +17,7 @@ from helpers import free_port
 
 from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter
 from verl_server.adapter.event_loop_thread import EventLoopThread
-from verl_server.errors import BadInputError, ServerDiedError
+from verl_server.errors import BadInputError, ServerDiedError, ServerError, UnsupportedError
 from verl_server.server.cpu_time import SchedulerCpu
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
 from verl_server.server.supervisor import ServerPids
@@ -118,3 +118,71 @@ def test_the_thread_of_an_event_loop_is_not_used_in_a_forked_child(call: Any) ->
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     thread.submit(asyncio.sleep(0)).result(10.0)
     thread.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "content_type", "body", "message"),
+    [
+        (200, "text/html", "<html>maintenance</html>", "something that SGLang does not send: <html>maintenance</html>"),
+        (200, "application/json", "<html>", "something that SGLang does not send: <html>"),
+        (502, "application/json", "<html>", r"failed \(502\): <html>"),
+        (404, "text/plain", "404 page", "check the host, the port and the path prefix of the URL"),
+        (404, "application/json", '{"detail": "Not Found"}', "check the host, the port and the path prefix of the URL"),
+    ],
+)
+def test_replies_that_do_not_come_from_sglang(status: int, content_type: str, body: str, message: str) -> None:
+    """A proxy or another program answers. The error has the HTTP status, so that a router tries another replica."""
+    knows_server_info = False
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        if knows_server_info and request.path == "/server_info":
+            return web.json_response({"model_path": "none"})
+        return web.Response(status=status, body=body.encode(), content_type=content_type)
+
+    async def run() -> None:
+        nonlocal knows_server_info
+        runner = web.ServerRunner(web.Server(answer))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with AsyncHttpServerEngineAdapter.attach(url) as adapter:
+            for name in ("get_model_info", "get_server_info", "check_keys", "ping", "is_ready"):
+                with pytest.raises(ServerError, match=message) as caught:
+                    await getattr(adapter, name)()
+                assert (type(caught.value), caught.value.details["status"]) == (ServerError, status)
+            knows_server_info = True
+            with pytest.raises(ServerError, match=message) as caught:
+                await adapter.generate("x")
+            with pytest.raises(ServerError, match=message) as streamed:
+                await anext(adapter.generate_stream("x"))
+            assert caught.value.details["status"] == streamed.value.details["status"] == status
+            if status == 404:
+                with pytest.raises(UnsupportedError, match="this version of SGLang does not have it"):
+                    await adapter.get_loads()
+        await runner.cleanup()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("body", ["{}", "[]", '[{"output_ids": [7]}]', '{"meta_info": null}'])
+def test_json_that_is_no_generation(body: str) -> None:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        if request.path != "/generate":
+            return web.json_response({"model_path": "none"})
+        if b'"stream":true' in await request.read():
+            return web.Response(body=f"data: {body}\n\n".encode(), content_type="text/event-stream")
+        return web.Response(body=body.encode(), content_type="application/json")
+
+    async def run() -> None:
+        runner = web.ServerRunner(web.Server(answer))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with AsyncHttpServerEngineAdapter.attach(url) as adapter:
+            for call in (adapter.generate("x"), anext(adapter.generate_stream("x"))):
+                with pytest.raises(ServerError, match="something that SGLang does not send") as caught:
+                    await call
+                assert caught.value.details["status"] == 200
+        await runner.cleanup()
+
+    asyncio.run(run())

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import PauseMode, Timeouts, VerlEngine
 from verl_server.engine.start_backend import broadcast_function
-from verl_server.errors import BadInputError, PeerError
+from verl_server.errors import BadInputError, PeerError, VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import TensorSpec
@@ -255,6 +255,23 @@ def _update(updater: StagedUpdater, tensors: Any, load_format: str | None = None
     return raised(lambda: updater.update(tensors, load_format, options))
 
 
+def _gather_lora(updater: StagedUpdater, tensors: Any) -> tuple[tuple[str, str], dict[str, list[float]]]:
+    """Type and message of the error of `VerlEngine.load_lora_adapter` before servers are involved, and the tensors."""
+    gathered: dict[str, torch.Tensor] = {}
+
+    def gather() -> None:
+        call_id = updater.coordinator.next_call_id("load_lora_adapter")
+        whole, error = updater.gather_on_cpu(call_id, tensors)
+        updater.coordinator.agree(call_id, lambda _: None, error=error, action_timeout_s=1.0)
+        gathered.update(whole)
+
+    try:
+        gather()
+    except VerlServerError as error:
+        return (type(error).__name__, error.message), {}
+    return ("", ""), {name: tensor.tolist() for name, tensor in gathered.items()}
+
+
 def _failing_disk(pending: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The first tensor, then an error that is not of this library."""
     yield from list(pending.items())[:1]
@@ -277,9 +294,7 @@ def _a_rank_leaves_the_collectives(rank: int, world: int) -> list[tuple[str, str
         elif attempt == "load_format":
             errors.append(_update(updater, pending, "direct" if rank == 1 else None))
         else:
-            call_id = updater.coordinator.next_call_id("load_lora_adapter")
-            error = updater.gather_on_cpu(call_id, mine)[1]
-            errors.append(raised(functools.partial(updater.coordinator.agree, call_id, len, error=error)))
+            errors.append(_gather_lora(updater, mine)[0])
     updater.coordinator.close()
     updater.close()
     return errors
@@ -293,6 +308,36 @@ def test_a_rank_that_leaves_the_collectives_is_an_error_on_all_ranks_at_once(two
     assert (first[0], first[2]) == (disk, disk)
     assert first[1][0] == "BadInputError"
     assert "load_format 'direct'" in first[1][1]
+
+
+def _ranks_pass_other_shards(rank: int, world: int) -> list[Any]:
+    """Rank 1 passes the shards of a LoRA adapter in another order, none of them, and those of rank 0."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    updater = _updater(rank, world)
+    group: Any = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    shards = {
+        name: DTensor.from_local(torch.full((1,), float(index)), mesh, [Shard(0)]) for index, name in enumerate(NAMES)
+    }
+    results = []
+    for mine in (dict(reversed(shards.items())), {}, shards):
+        results.append(_gather_lora(updater, shards if rank == 0 else mine))
+    updater.coordinator.close()
+    updater.close()
+    return results
+
+
+def test_ranks_with_other_shards_of_a_lora_adapter_gather_nothing(two_ranks: Ranks) -> None:
+    """Tensors of other names would be mixed without an error, or a rank would wait for the other one."""
+    first, second = two_ranks.run(_ranks_pass_other_shards)
+    assert first == second
+    (reversed_error, _), (missing_error, _), (no_error, gathered) = first
+    cure = "of rank 0; all ranks must pass DTensors of the same names in the same order"
+    assert reversed_error == ("BadInputError", f"rank 1 passed 4 DTensors, which differ from the 4 {cure}")
+    assert missing_error == ("BadInputError", f"rank 1 passed 0 DTensors, which differ from the 4 {cure}")
+    assert no_error == ("", "")
+    assert gathered == {name: [float(index)] * 2 for index, name in enumerate(NAMES)}
 
 
 def _a_rank_that_gathers_nothing_makes_a_mistake(rank: int, world: int) -> tuple[tuple[str, str], int]:

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 from verl_server.adapter.connection import ServerConnection
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.payloads import abort_payload, pause_payload
-from verl_server.adapter.sglang.replies import convert_weight_versions, require_logprobs, require_no_abort
+from verl_server.adapter.sglang.replies import (
+    convert_weight_versions,
+    require_generations,
+    require_logprobs,
+    require_no_abort,
+)
 from verl_server.adapter.sglang.request_fields import explain_refusal
 from verl_server.adapter.sglang.requests import generate_payload
 from verl_server.config import PauseMode
@@ -74,6 +79,7 @@ async def generate(
         raise explain_refusal(error, sampling_params) from error.__cause__
     finally:
         connection.requests_in_flight -= 1
+    require_generations(reply, connection.base_url + endpoints.GENERATE.path)
     require_logprobs(reply)
     return convert_weight_versions(reply)
 

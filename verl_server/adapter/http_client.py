@@ -13,11 +13,16 @@ from contextlib import suppress
 from typing import Any
 
 import aiohttp
-import orjson
 
 from verl_server.adapter.json_body import encode_json
 from verl_server.adapter.sglang.endpoints import Endpoint, OperationKind
-from verl_server.adapter.sglang.replies import error_from_reply, key_error
+from verl_server.adapter.sglang.replies import (
+    decode_reply,
+    error_from_reply,
+    key_error,
+    parse_event,
+    parse_json_or_text,
+)
 from verl_server.config import Timeouts
 from verl_server.errors import DeadlineError, ServerDiedError, ServerError, VerlServerError
 
@@ -76,23 +81,21 @@ class HttpClient:
         attempts = 1 + (self._max_retries if endpoint.retryable else 0)
         for attempt in range(1, attempts + 1):
             try:
-                status, body = await self._send(endpoint, payload)
+                return await self._send(endpoint, payload)
             except (aiohttp.ClientError, ConnectionError) as error:
                 cause = await self._explain_broken_connection(endpoint, error)
                 if attempt == attempts or isinstance(cause, ServerDiedError) or self._failure:
                     raise cause from error
                 logger.debug("%s: %s; retrying the request", endpoint.path, error)
                 await asyncio.sleep(RETRY_PAUSE_S * attempt)
-                continue
-            if status >= 400:
-                raise self._error(endpoint, status, body)
-            return body
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _send(self, endpoint: Endpoint, payload: Any) -> tuple[int, Any]:
+    async def _send(self, endpoint: Endpoint, payload: Any) -> Any:
         async with self._request(endpoint, payload) as response:
             raw = await response.read()
-        return response.status, _decode(raw, response.content_type)
+        if response.status >= 400:
+            raise self._error(endpoint, response.status, raw)
+        return decode_reply(raw, response.content_type, endpoint, self.base_url + endpoint.path)
 
     async def stream(self, endpoint: Endpoint, payload: Any) -> AsyncIterator[dict[str, Any]]:
         """Send one request and yield the events of its stream. Closing the iterator closes the connection.
@@ -103,21 +106,19 @@ class HttpClient:
         try:
             async with self._request(endpoint, payload) as response:
                 if response.status >= 400:
-                    body = _decode(await response.read(), response.content_type)
-                    raise self._error(endpoint, response.status, body)
-                async for event in _events(response.content):
-                    if "error" in event:
-                        raise error_from_reply(int(event["error"].get("code", 400)), url, event)
-                    yield event
+                    raise self._error(endpoint, response.status, await response.read())
+                async for data in _events(response.content):
+                    yield parse_event(data, url)
         except (aiohttp.ClientError, ConnectionError) as error:
             raise await self._explain_broken_connection(endpoint, error) from error
 
-    def _error(self, endpoint: Endpoint, status: int, body: Any) -> VerlServerError:
+    def _error(self, endpoint: Endpoint, status: int, raw: bytes) -> VerlServerError:
         """The error for a reply whose HTTP status is not a success."""
         if status == 401:
             has_key = self._has_admin_key if endpoint.needs_admin_key else self._has_key
             return key_error(self.base_url, endpoint, has_key)
-        return error_from_reply(status, self.base_url + endpoint.path, body)
+        url, body = self.base_url + endpoint.path, parse_json_or_text(raw)
+        return error_from_reply(status, url, body, endpoint.is_optional)
 
     def _request(self, endpoint: Endpoint, payload: Any) -> _Request:
         self.require_usable()
@@ -269,8 +270,8 @@ class _Request:
         )
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """Decode server-sent events of any length. (aiohttp's own line reader is limited to 128 KiB.)"""
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of server-sent events of any length. (aiohttp's own line reader is limited to 128 KiB.)"""
     partial = b""
     async for chunk in content.iter_any():
         *complete, partial = (partial + chunk).split(b"\n\n")
@@ -278,7 +279,9 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]
             data = event.removeprefix(b"data: ")
             if data == b"[DONE]":
                 return
-            yield orjson.loads(data)
+            yield data
+    if partial.strip():  # no event ends here: this is no stream of events
+        yield partial
 
 
 def _headers(key: str | None) -> dict[str, str]:
@@ -286,9 +289,3 @@ def _headers(key: str | None) -> dict[str, str]:
     if key:
         headers["Authorization"] = f"Bearer {key}"
     return headers
-
-
-def _decode(raw: bytes, content_type: str) -> Any:
-    if raw and content_type == "application/json":
-        return orjson.loads(raw)
-    return raw.decode("utf-8", "replace")

@@ -8,10 +8,10 @@ import uuid
 from typing import Any, Self
 
 import aiohttp
-import orjson
 
 from verl_server.adapter.json_body import encode_json
 from verl_server.adapter.sglang.batch import plain_prompts, split_batch
+from verl_server.adapter.sglang.replies import parse_json_or_text
 from verl_server.adapter.sglang.request_fields import parse_sampling_params
 from verl_server.errors import BadInputError, DeadlineError, ServerError, VerlServerError, from_wire
 from verl_server.router.request_checks import validate_timeout
@@ -124,31 +124,27 @@ class RouterClient:
             f"{self._url}/generate", data=encode_json(body), headers={"Content-Type": "application/json"}
         ) as answer:
             raw = await answer.read()
-        try:
-            reply: Json = orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            text = raw[:200].decode("utf-8", "replace")
-            raise ServerError(
-                f"the router at {self._url} answered {answer.status} without JSON: {text}",
-                url=self._url,
-                status=answer.status,
-            ) from None
-        if answer.status == 200:
-            return reply
-        error = reply.get("error", {})
-        if not isinstance(error, dict):
-            raise ServerError(
-                f"{self._url} answered {answer.status}: {str(error)[:200]}; this is not the format of errors of "
-                "`verl-server router`: check that the URL is the router's",
-                url=self._url,
-                status=answer.status,
+        reply = parse_json_or_text(raw)
+        is_success = answer.status == 200
+        content = reply.get("meta_info" if is_success else "error") if isinstance(reply, dict) else None
+        if is_success and isinstance(content, dict):
+            generation: Json = reply
+            return generation
+        if not is_success and isinstance(content, dict) and content.get("message"):
+            details = content.get("details")
+            raise from_wire(
+                {
+                    "type": content.get("type", "ServerError"),
+                    "message": str(content["message"]),
+                    "details": details if isinstance(details, dict) else {},
+                }
             )
-        raise from_wire(
-            {
-                "type": error.get("type", "ServerError"),
-                "message": error.get("message", ""),
-                "details": error.get("details", {}),
-            }
+        shown = raw[:200].decode("utf-8", "replace").strip() or "(empty)"
+        raise ServerError(
+            f"{self._url} answered {answer.status} with something that `verl-server router` does not send: {shown}\n"
+            "Check that the URL is the router's, and that no proxy answers in its place",
+            url=self._url,
+            status=answer.status,
         )
 
 

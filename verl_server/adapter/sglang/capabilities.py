@@ -43,7 +43,7 @@ async def probe_capabilities(http: HttpClient) -> Capabilities:
 
 async def _route_exists(http: HttpClient, endpoint: Endpoint) -> bool:
     try:
-        await http.call(Endpoint(endpoint.path, method="OPTIONS", retryable=True))
+        await http.call(Endpoint(endpoint.path, method="OPTIONS", retryable=True, is_optional=True))
     except UnsupportedError:
         return False
     except VerlServerError as error:

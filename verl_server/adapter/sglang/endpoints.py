@@ -24,17 +24,21 @@ class Endpoint:
     needs_admin_key: bool = False
     retryable: bool = False
     """Whether the request can be sent a second time without harm, for example after a broken connection."""
+    is_optional: bool = False
+    """Whether some supported versions of SGLang do not have the route."""
+    reply_types: type | tuple[type, ...] = object
+    """Types that the JSON of a successful reply can have. A reply of another type does not come from SGLang."""
 
 
 _WEIGHTS = OperationKind.WEIGHTS
 
-GENERATE = Endpoint("/generate", OperationKind.GENERATION)
+GENERATE = Endpoint("/generate", OperationKind.GENERATION, reply_types=(dict, list))
 ABORT = Endpoint("/abort_request", needs_admin_key=True, retryable=True)
 PAUSE = Endpoint("/pause_generation", needs_admin_key=True, retryable=True)
 CONTINUE = Endpoint("/continue_generation", needs_admin_key=True, retryable=True)
 FLUSH = Endpoint("/flush_cache", needs_admin_key=True, retryable=True)
-BEGIN_UPDATE = Endpoint("/begin_weight_update", _WEIGHTS, needs_admin_key=True)
-END_UPDATE = Endpoint("/end_weight_update", _WEIGHTS, needs_admin_key=True)
+BEGIN_UPDATE = Endpoint("/begin_weight_update", _WEIGHTS, needs_admin_key=True, is_optional=True)
+END_UPDATE = Endpoint("/end_weight_update", _WEIGHTS, needs_admin_key=True, is_optional=True)
 UPDATE_FROM_TENSOR = Endpoint("/update_weights_from_tensor", _WEIGHTS, needs_admin_key=True)
 UPDATE_FROM_DISTRIBUTED = Endpoint("/update_weights_from_distributed", _WEIGHTS, needs_admin_key=True)
 UPDATE_FROM_DISK = Endpoint("/update_weights_from_disk", _WEIGHTS, needs_admin_key=True)
@@ -43,15 +47,17 @@ DESTROY_UPDATE_GROUP = Endpoint("/destroy_weights_update_group", _WEIGHTS, needs
 WEIGHT_VERSION = Endpoint("/update_weight_version", needs_admin_key=True, retryable=True)
 LOAD_LORA = Endpoint("/load_lora_adapter_from_tensors", _WEIGHTS, needs_admin_key=True)
 UNLOAD_LORA = Endpoint("/unload_lora_adapter", _WEIGHTS, needs_admin_key=True)
-WEIGHTS_CHECKER = Endpoint("/weights_checker", _WEIGHTS, needs_admin_key=True)
+WEIGHTS_CHECKER = Endpoint("/weights_checker", _WEIGHTS, needs_admin_key=True, is_optional=True)
 RELEASE_MEMORY = Endpoint("/release_memory_occupation", needs_admin_key=True)
 RESUME_MEMORY = Endpoint("/resume_memory_occupation", needs_admin_key=True)
 #: Reports settings of a cache. The only route with an admin key that changes nothing and asks no other process.
-ADMIN_STATUS = Endpoint("/hicache/storage-backend", method="GET", needs_admin_key=True, retryable=True)
-OPENAPI = Endpoint("/openapi.json", method="GET", retryable=True)
-MODEL_INFO = Endpoint("/model_info", method="GET", retryable=True)
-SERVER_INFO = Endpoint("/server_info", method="GET", retryable=True)
-LOADS = Endpoint("/v1/loads", method="GET", retryable=True)
+ADMIN_STATUS = Endpoint(
+    "/hicache/storage-backend", method="GET", needs_admin_key=True, retryable=True, is_optional=True
+)
+OPENAPI = Endpoint("/openapi.json", method="GET", retryable=True, is_optional=True, reply_types=dict)
+MODEL_INFO = Endpoint("/model_info", method="GET", retryable=True, reply_types=dict)
+SERVER_INFO = Endpoint("/server_info", method="GET", retryable=True, reply_types=dict)
+LOADS = Endpoint("/v1/loads", method="GET", retryable=True, is_optional=True, reply_types=dict)
 READY = Endpoint("/ready", method="GET", retryable=True)
 HEALTH = Endpoint("/health", method="GET", retryable=True)
 PING = Endpoint("/ping", method="GET", retryable=True)

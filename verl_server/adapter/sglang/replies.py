@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
 from verl_server.adapter.sglang.endpoints import Endpoint
 from verl_server.adapter.sglang.requests import PromptLimits
 from verl_server.errors import (
@@ -20,8 +22,70 @@ from verl_server.platforms.http_hooks import RELEASED_MEMORY
 from verl_server.types import Json, parse_weight_version
 
 MAX_MESSAGE_CHARACTERS = 2000
+MAX_SHOWN_BYTES = 200
+"""Number of bytes that an error shows of a reply that SGLang does not send."""
+JSON_TYPE, HTML_TYPE = "application/json", "text/html"
 #: Field and problem in SGLang's message about a field of a wrong type, a printed list of pydantic's errors.
 _FIELD_PROBLEM = re.compile(r"""'loc': \('body', '(\w+)'[^)]*\), 'msg': (['"])(.*?)\2""")
+
+
+def parse_json_or_text(raw: bytes) -> Any:
+    """The body of an error reply: JSON, or text, which also proxies in front of a server send."""
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return raw.decode("utf-8", "replace")
+
+
+def decode_reply(raw: bytes, content_type: str, endpoint: Endpoint, url: str) -> Any:
+    """The body of a successful reply: JSON, or text where SGLang sends none.
+
+    Raises ServerError for a reply that SGLang does not send: HTML, JSON that cannot be read or of another type than
+    `endpoint` has.
+    """
+    reply: Any = raw.decode("utf-8", "replace")
+    try:
+        if raw and content_type == JSON_TYPE:
+            reply = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        raise foreign_reply_error(url, raw) from None
+    if content_type == HTML_TYPE or not isinstance(reply, endpoint.reply_types):
+        raise foreign_reply_error(url, raw)
+    return reply
+
+
+def foreign_reply_error(url: str, raw: bytes) -> ServerError:
+    """The error for a reply with status 200 that SGLang does not send."""
+    shown = raw[:MAX_SHOWN_BYTES].decode("utf-8", "replace").strip() or "(empty)"
+    return ServerError(
+        f"{url} answered 200 with something that SGLang does not send: {shown}\nCheck that the host, the port and "
+        "the path prefix of the URL are those of an SGLang server, and that no proxy answers in its place",
+        status=200,
+        url=url,
+        body=shown,
+    )
+
+
+def parse_event(data: bytes, url: str) -> Json:
+    """One event of the stream of a generation. Raises the error that it reports, ServerError if it is no such event."""
+    event = parse_json_or_text(data)
+    error = event.get("error") if isinstance(event, dict) else None
+    if isinstance(error, dict):
+        raise error_from_reply(int(error.get("code", 400)), url, event)
+    if not _is_generation(event):
+        raise foreign_reply_error(url, data)
+    parsed: Json = event
+    return parsed
+
+
+def require_generations(reply: Any, url: str) -> None:
+    """Raise ServerError unless the reply of `/generate` is a generation, or a list of them."""
+    if not all(map(_is_generation, reply if isinstance(reply, list) and reply else [reply])):
+        raise foreign_reply_error(url, orjson.dumps(reply))
+
+
+def _is_generation(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("meta_info"), dict)
 
 
 def error_message(body: Any) -> str:
@@ -40,8 +104,11 @@ def _name_fields(message: str) -> str:
     return "; ".join(problems) or message
 
 
-def error_from_reply(status: int, url: str, body: Any) -> VerlServerError:
-    """The typed error for a reply whose HTTP status is not a success."""
+def error_from_reply(status: int, url: str, body: Any, is_optional: bool = False) -> VerlServerError:
+    """The typed error for a reply whose HTTP status is not a success.
+
+    `is_optional`: some supported versions of SGLang do not have the endpoint.
+    """
     message = _name_fields(error_message(body))[:MAX_MESSAGE_CHARACTERS]
     details: Json = {"status": status, "url": url, "body": message}
     if isinstance(body, dict) and body.get("success") is False:
@@ -49,7 +116,13 @@ def error_from_reply(status: int, url: str, body: Any) -> VerlServerError:
     if status in (400, 413, 422):
         return BadInputError(f"{url} refused the request ({status}): {message}", **details)
     if status == 404:
-        return UnsupportedError(f"{url} does not exist in this version of the server", **details)
+        cure = "check the host, the port and the path prefix of the URL"
+        if is_optional:
+            return UnsupportedError(
+                f"{url} does not exist (404): this version of SGLang does not have it. If all requests fail so, {cure}",
+                **details,
+            )
+        return ServerError(f"{url} does not exist (404), but every SGLang server has it: {cure}", **details)
     if status == 409:
         return ServerBusyError(f"{url} refused for now ({status}): {message}", **details)
     if status == 503:

@@ -23,6 +23,22 @@ def require_tensors(contributions: Sequence[Json]) -> None:
         raise BadInputError("named_tensors is empty on rank 0: there is nothing to push")
 
 
+def require_same_shards(contributions: Sequence[Json]) -> None:
+    """Check that all ranks have DTensors of the same names. The names are those of a rank's DTensors only.
+
+    Ranks gather their DTensors one after the other. With other names or another order they would mix the tensors, or
+    wait for each other. Raises BadInputError with the first rank that differs from rank 0.
+    """
+    first = contributions[0]
+    for rank, other in enumerate(contributions):
+        if other["digest"] != first["digest"]:
+            raise BadInputError(
+                f"rank {rank} passed {other['num_tensors']} DTensors, which differ from the {first['num_tensors']} of "
+                "rank 0; all ranks must pass DTensors of the same names in the same order",
+                rank=rank,
+            )
+
+
 def require_same_names(contributions: Sequence[Json], writers: Container[int] = ()) -> None:
     """Check that all ranks push the same tensors. Raises BadInputError with the first rank that differs from rank 0.
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, DeadlineError, PeerError
@@ -19,9 +19,7 @@ from verl_server.weights.update.tensor_source import (
     NamedTensors,
     check_tensor,
     items_of,
-    require_dense,
     validated_pair,
-    validated_pairs,
 )
 
 if TYPE_CHECKING:
@@ -156,13 +154,15 @@ class ShardWriter:
             assert slices is not None
             self._copies.copy(target[slices], tensor.to_local().detach())
 
-    def gather_on_cpu(self, named_tensors: NamedTensors) -> dict[str, torch.Tensor]:
-        """All tensors, complete and on the CPU. For small tensors that do not go through staging memory."""
+    def gather_on_cpu(self, named_tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """All tensors, complete and on the CPU. For small tensors that do not go through staging memory.
+
+        All ranks must have DTensors of the same names in the same order, see `require_same_shards`.
+        """
         from torch.distributed.tensor import DTensor
 
         tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in validated_pairs(named_tensors):
-            require_dense(name, tensor)
+        for name, tensor in named_tensors.items():
             tensors[name] = (self._gather(tensor) if isinstance(tensor, DTensor) else tensor).detach().cpu()
         self.has_gathered_all = True
         return tensors

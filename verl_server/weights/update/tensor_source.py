@@ -135,6 +135,17 @@ def validated_pairs(named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Te
     return map(validated_pair, items_of(named_tensors))
 
 
+def read_dense_tensors(named_tensors: NamedTensors) -> dict[str, torch.Tensor]:
+    """The caller's tensors by name. Raises BadInputError for a bad item, a tensor without values, a repeated name."""
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[str] = set()
+    for name, tensor in validated_pairs(named_tensors):
+        require_dense(name, tensor)
+        require_new_name(name, seen)
+        tensors[name] = tensor
+    return tensors
+
+
 def require_dense(name: str, tensor: torch.Tensor) -> None:
     """Raise WeightManifestError for a tensor that has no memory of its elements: a meta tensor or a sparse tensor."""
     import torch

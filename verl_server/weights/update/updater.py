@@ -13,10 +13,11 @@ from verl_server.ranks.placement import Placement
 from verl_server.types import Json, TensorSpec, WeightUpdateResult
 from verl_server.weights.lora import check_lora_adapter, missing_fused_parts
 from verl_server.weights.manifest import Manifest
+from verl_server.weights.update.contributions import contribution_of, require_same_shards
 from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.servers import UpdatableServers
 from verl_server.weights.update.shard_writer import ShardWriter
-from verl_server.weights.update.tensor_source import NamedTensors
+from verl_server.weights.update.tensor_source import NamedTensors, read_dense_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -90,8 +91,21 @@ class WeightUpdater(ABC):
     ) -> tuple[dict[str, torch.Tensor], VerlServerError | None]:
         """All tensors, complete and on the CPU, and the error if that fails. For small tensors such as LoRA adapters.
 
-        `call_id`: the call at which the ranks arrive afterwards.
+        `call_id`: the call at which the ranks arrive afterwards. Raises on all ranks, before anything is gathered, the
+        error of a rank that cannot read its tensors, and BadInputError if the ranks have different DTensors.
         """
+        from torch.distributed.tensor import DTensor
+
+        read, error = self.run_reading(lambda: read_dense_tensors(named_tensors))
+        tensors = read or {}
+        names = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
+        self.coordinator.agree(
+            self.coordinator.next_call_id("load_lora_adapter"),
+            require_same_shards,
+            contribution=contribution_of(names, bool(names)),
+            error=error,
+            action_timeout_s=self.ranks.timeout_s,
+        )
         writer = ShardWriter(
             lambda _: None,
             self.manifest,
@@ -101,8 +115,8 @@ class WeightUpdater(ABC):
             check_finite=False,
             writes_whole_tensors=False,
         )
-        tensors, error = self.run_writing(writer, call_id, lambda: writer.gather_on_cpu(named_tensors))
-        return tensors or {}, error
+        whole, error = self.run_writing(writer, call_id, lambda: writer.gather_on_cpu(tensors))
+        return whole or {}, error
 
     def prepare_lora_adapter(
         self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
