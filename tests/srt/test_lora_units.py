@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.lora_config import lora_paths_by_name, plain_lora_config
 from verl_server.adapter.sglang.server_arguments import validate_server_args
 from verl_server.engine.lora import LoraAdapters
-from verl_server.errors import BadInputError
+from verl_server.engine.servers import HttpServers
+from verl_server.errors import BadInputError, ServerError
 from verl_server.rollout.loras import FleetLoras
-from verl_server.types import TensorSpec
+from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.lora import check_lora_adapter
 from verl_server.weights.manifest import Manifest
 
@@ -47,6 +52,10 @@ class RecordingServer:
     def unload_lora_adapter(self, name: str) -> None:
         self.calls.append(("unload", name))
 
+    def list_lora_adapters(self) -> frozenset[str]:
+        """None besides those that the caller knows."""
+        return frozenset()
+
 
 @pytest.mark.parametrize(
     ("lora_paths", "by_name"),
@@ -64,13 +73,124 @@ def test_the_server_argument_lora_paths(lora_paths: Any, by_name: dict[str, str]
 def test_load_replaces_an_adapter_that_the_servers_loaded_at_the_start() -> None:
     loras, server = LoraAdapters({"lora_paths": ["a=/models/a"]}), RecordingServer()
     backend: Any = server
-    loras.require(["a", None])
+    loras.require(backend, ["a", None])
     for name in ("a", "a", "b"):
         loras.load(backend, name, {}, CONFIG)
     assert server.calls == [("unload", "a"), ("load", "a"), ("unload", "a"), ("load", "a"), ("load", "b")]
     loras.unload(backend, "a")
     with pytest.raises(BadInputError, match=r"no LoRA adapter 'a'; loaded are \['b'\]"):
-        loras.require("a")
+        loras.require(backend, "a")
+
+
+class LoraServer(ThreadingHTTPServer):
+    """Has LoRA adapters as SGLang has them. Fails at the first load when `fails` is set."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__(("127.0.0.1", 0), LoraRequest)
+        self.fails = fails
+        self.names: list[str] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self.adapter = HttpServerEngineAdapter.attach(f"http://127.0.0.1:{self.server_port}")
+
+    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/server_info":
+            return 200, {"model_path": "none", "enable_lora": True, "tp_size": 1}
+        if path == "/v1/models":
+            cards = [{"id": "none", "parent": None}, *({"id": name, "parent": "none"} for name in self.names)]
+            return 200, {"object": "list", "data": cards}
+        name = body["lora_name"]
+        if path == "/unload_lora_adapter":
+            self.names.remove(name)
+            return 200, {"success": True}
+        if self.fails:
+            self.fails = False
+            return 500, {"error": {"message": "out of memory"}}
+        if name in self.names:
+            return 400, {"success": False, "error_message": f"LoRA with name {name} already exists"}
+        self.names.append(name)
+        return 200, {"success": True}
+
+
+class LoraRequest(BaseHTTPRequestHandler):
+    server: LoraServer
+
+    def do_GET(self) -> None:
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        status, reply = self.server.answer(self.path, json.loads(raw or b"{}"))
+        body = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing is printed."""
+
+
+@contextlib.contextmanager
+def lora_backend(*servers: LoraServer) -> Iterator[HttpServers]:
+    """The backend of `VerlEngine(servers=[...])` for these servers."""
+    backend = HttpServers([s.adapter for s in servers], [ServerInfo(s.adapter.base_url, 1) for s in servers])
+    try:
+        yield backend
+    finally:
+        backend.shutdown()
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+
+
+TENSORS = {name: torch.zeros(spec.shape) for name, spec in SPECS.items()}
+
+
+def test_a_load_that_fails_on_one_of_two_servers_leaves_no_adapter() -> None:
+    good, bad, loras = LoraServer(), LoraServer(fails=True), LoraAdapters({})
+    with lora_backend(good, bad) as backend:
+        with pytest.raises(ServerError, match="out of memory"):
+            loras.load(backend, "tuned", TENSORS, CONFIG)
+        assert (good.names, bad.names) == ([], [])
+        with pytest.raises(BadInputError, match="no LoRA adapter 'tuned'"):
+            loras.require(backend, "tuned")
+        loras.load(backend, "tuned", TENSORS, CONFIG)
+        loras.unload(backend, "tuned")
+        assert (good.names, bad.names) == ([], [])
+
+
+def test_an_engine_uses_the_adapters_that_running_servers_have() -> None:
+    """A trainer that starts again finds, replaces and removes the adapters that it loaded before."""
+    servers = [LoraServer(), LoraServer()]
+    servers[0].names += ["of one server"]
+    with lora_backend(*servers) as backend:
+        LoraAdapters({}).load(backend, "tuned", TENSORS, CONFIG)
+        loras = LoraAdapters({})
+        loras.require(backend, ["tuned", None])
+        with pytest.raises(BadInputError, match=r"no LoRA adapter 'of one server'; loaded are \['tuned'\]"):
+            loras.require(backend, "of one server")
+        LoraAdapters({}).load(backend, "tuned", TENSORS, CONFIG)
+        LoraAdapters({}).load(backend, "of one server", TENSORS, CONFIG)
+        LoraAdapters({}).unload(backend, "tuned")
+        assert [server.names for server in servers] == [["of one server"]] * 2
+    fleet = FleetLoras({"a": "/models/a", "b": "/models/b"})
+    fleet.unload(lambda _: None, "b")
+    assert fleet.names == {"a"}
+
+
+def test_the_adapter_of_a_server_takes_pairs_of_name_and_tensor() -> None:
+    server = LoraServer()
+    with lora_backend(server):
+        server.adapter.load_lora_adapter("pairs", iter(TENSORS.items()), CONFIG)
+        assert server.adapter.list_lora_adapters() == ["pairs"]
+        with pytest.raises(BadInputError, match="must be a dict of tensors by name or pairs"):
+            server.adapter.load_lora_adapter("x", [1, 2], CONFIG)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("lora_paths", ["/a/b", 5])
+def test_lora_paths_of_a_wrong_type(lora_paths: Any) -> None:
+    with pytest.raises(BadInputError, match="lora_paths must be a dict of folders by name, or a list of folders, got"):
+        lora_paths_by_name(lora_paths)
 
 
 def test_new_server_of_a_fleet_has_the_adapters_of_the_others() -> None:
@@ -107,7 +227,7 @@ def test_a_refused_adapter_leaves_the_adapter_of_that_name_loaded(name: Any, con
     with pytest.raises(BadInputError, match=message):
         loras.load(backend, name, {}, {**CONFIG, **config})
     assert server.calls == []
-    loras.require("a")
+    loras.require(backend, "a")
     loras.load(backend, "a", {}, CONFIG)  # SGLang fuses q_proj with v_proj
 
 

@@ -99,6 +99,7 @@ class HttpServerEngineAdapter:
     update_weight_version = _blocking(AsyncHttpServerEngineAdapter.update_weight_version)
     load_lora_adapter = _blocking(AsyncHttpServerEngineAdapter.load_lora_adapter)
     unload_lora_adapter = _blocking(AsyncHttpServerEngineAdapter.unload_lora_adapter)
+    list_lora_adapters = _blocking(AsyncHttpServerEngineAdapter.list_lora_adapters)
     weights_checker = _blocking(AsyncHttpServerEngineAdapter.weights_checker)
     release_memory_occupation = _blocking(AsyncHttpServerEngineAdapter.release_memory_occupation)
     resume_memory_occupation = _blocking(AsyncHttpServerEngineAdapter.resume_memory_occupation)

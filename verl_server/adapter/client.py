@@ -195,6 +195,7 @@ class AsyncHttpServerEngineAdapter:
 
     load_lora_adapter = lora_adapters.load_lora_adapter
     unload_lora_adapter = lora_adapters.unload_lora_adapter
+    list_lora_adapters = lora_adapters.list_lora_adapters
 
     # -- end ------------------------------------------------------------------------------------------
 

@@ -5,13 +5,15 @@ Generation requests use a LoRA adapter with `lora_path=name`. The server needs `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl_server.adapter.lora_config import plain_lora_config
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.payloads import load_lora_payload
 from verl_server.adapter.sglang.server_arguments import require_lora
+from verl_server.errors import BadInputError
+from verl_server.validation import as_pairs
 
 if TYPE_CHECKING:
     import torch
@@ -22,16 +24,20 @@ if TYPE_CHECKING:
 async def load_lora_adapter(
     adapter: AsyncHttpServerEngineAdapter,
     name: str,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
     config: Mapping[str, Any],
 ) -> None:
-    """Load a LoRA adapter. `tensors` have PEFT's names; `config` is PEFT's `adapter_config.json`.
+    """Load a LoRA adapter. `tensors` have PEFT's names, `config` is PEFT's `adapter_config.json`.
 
     Every TP rank compares SHA-256 sums of the tensors that it received. The tensors are not compared with the model,
     as `VerlEngine.load_lora_adapter` does it. Raises BadInputError for a server without `enable_lora` and for a
     configuration that SGLang does not support, and ServerError when the server refuses: a LoRA rank above
     `max_lora_rank`, or a name that is loaded already.
     """
+    try:
+        tensors = dict(as_pairs(tensors))
+    except (TypeError, ValueError) as error:
+        raise BadInputError(f"tensors must be a dict of tensors by name or pairs of name and tensor: {error}") from None
     plain_config = plain_lora_config(config, tensors)
     require_lora(await adapter.connection.get_resolved_args())
     body = load_lora_payload(name, tensors, plain_config, await adapter.connection.get_tp_size())
@@ -45,3 +51,11 @@ async def unload_lora_adapter(adapter: AsyncHttpServerEngineAdapter, name: str) 
     """
     require_lora(await adapter.connection.get_resolved_args())
     await adapter.connection.call_weights(endpoints.UNLOAD_LORA, {"lora_name": name})
+
+
+async def list_lora_adapters(adapter: AsyncHttpServerEngineAdapter) -> list[str]:
+    """Names of the LoRA adapters that the server has, whoever loaded them. Empty for a server without `enable_lora`."""
+    if not (await adapter.connection.get_resolved_args()).get("enable_lora"):
+        return []
+    models = (await adapter.connection.call(endpoints.MODELS)).get("data") or []
+    return [str(model["id"]) for model in models if model.get("parent") is not None]

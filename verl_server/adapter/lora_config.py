@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.validation import is_finite_number, require_whole_number
+from verl_server.validation import is_finite_number, is_list, require_whole_number
 
 PREFIX = "base_model.model."
 """Beginning of the names that PEFT gives the tensors of a LoRA adapter."""
@@ -61,8 +61,8 @@ def plain_lora_config(config: Mapping[str, Any], tensor_names: Iterable[str]) ->
     rank = require_whole_number("the LoRA rank `r` of the configuration", rank)
     if not is_finite_number(alpha):
         raise BadInputError(f"a LoRA configuration needs lora_alpha, a number; got {alpha!r}")
-    is_list = isinstance(targets, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in targets)
-    if not targets or not (is_list or isinstance(targets, str)):
+    are_names = isinstance(targets, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in targets)
+    if not targets or not (are_names or isinstance(targets, str)):
         raise BadInputError(
             f"a LoRA configuration needs target_modules: a list of names, {ALL_LINEAR!r} or a regular expression; got "
             f"{targets!r}"
@@ -105,8 +105,14 @@ def check_lora_paths(lora_paths: Any) -> None:
 def lora_paths_by_name(lora_paths: Any) -> dict[str, str]:
     """SGLang's server argument `lora_paths` as paths by name: a dict by name, or a list of `name=path`, paths or dicts.
 
-    A path without a name is its own name.
+    A path without a name is its own name. Raises BadInputError for another value.
     """
+    if lora_paths is not None and not (isinstance(lora_paths, Mapping) or is_list(lora_paths)):
+        raise BadInputError(
+            f"lora_paths must be a dict of folders by name, or a list of folders, got {lora_paths!r}; write for "
+            'example lora_paths={"a": "/adapters/a"}',
+            argument="lora_paths",
+        )
     if isinstance(lora_paths, Mapping):
         return {str(name): str(path) for name, path in lora_paths.items()}
     paths: dict[str, str] = {}

@@ -173,6 +173,11 @@ class InProcessBackend:
         require_lora(self._server_info)
         self._run(lambda: _require_lora_success(self._engine.unload_lora_adapter(name)))
 
+    def list_lora_adapters(self) -> frozenset[str]:
+        if not self._server_info.get("enable_lora"):
+            return frozenset()
+        return frozenset(self._run(lambda: self._engine.tokenizer_manager.lora_registry.get_all_adapters()))
+
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
         requested = tags_to_release(tags, self._released_memory)
         require_memory_saver(self._server_info)

@@ -46,7 +46,7 @@ class LoraAdapters:
 
     def unload(self, backend: Backend, name: str) -> None:
         """Remove a LoRA adapter. Raises BadInputError when there is no LoRA adapter of that name."""
-        self.require(name)
+        self.require(backend, name)
         self._names.discard(name)
         backend.unload_lora_adapter(name)
 
@@ -69,10 +69,17 @@ class LoraAdapters:
                 argument="lora_target_modules",
             )
 
-    def require(self, lora_path: Any) -> None:
-        """Raise BadInputError unless a request's LoRA adapters are all loaded. `lora_path`: a name or a list."""
+    def require(self, backend: Backend, lora_path: Any) -> None:
+        """Raise BadInputError unless a request's LoRA adapters are all loaded. `lora_path`: a name or a list.
+
+        The backend is asked for a name that this engine has not loaded: an earlier engine, or the start of a fleet, may
+        have loaded it.
+        """
         for name in lora_path if is_list(lora_path) else [lora_path]:
-            if name is not None and name not in self._names:
+            if name is None or name in self._names:
+                continue
+            self._names |= backend.list_lora_adapters()
+            if name not in self._names:
                 raise BadInputError(
                     f"there is no LoRA adapter {name!r}; loaded are {sorted(self._names)}. "
                     "Load it with load_lora_adapter"

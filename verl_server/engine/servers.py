@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import itertools
 import zlib
@@ -142,10 +143,26 @@ class HttpServers:
     # -- adapters and memory --------------------------------------------------------------------------
 
     def load_lora_adapter(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
-        self._call_all(lambda adapter: adapter.load_lora_adapter(name, tensors, config))
+        """Load an adapter into all servers. When one of them fails, no server has an adapter of that name."""
+
+        def load(adapter: HttpServerEngineAdapter) -> None:
+            _unload_lora(adapter, name)  # another client may have loaded it
+            adapter.load_lora_adapter(name, tensors, config)
+
+        try:
+            self._call_all(load)
+        except Exception:
+            with contextlib.suppress(VerlServerError):
+                self.unload_lora_adapter(name)
+            raise
 
     def unload_lora_adapter(self, name: str) -> None:
-        self._call_all(lambda adapter: adapter.unload_lora_adapter(name))
+        self._call_all(lambda adapter: _unload_lora(adapter, name))
+
+    def list_lora_adapters(self) -> frozenset[str]:
+        lists: list[frozenset[str]] = []
+        self._call_all(lambda adapter: lists.append(frozenset(adapter.list_lora_adapters())))
+        return frozenset.intersection(*lists)
 
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
         self._call_all(lambda adapter: adapter.update_released_memory())
@@ -226,6 +243,12 @@ def load_weights(
         weight_version=weight_version,
         flush_cache=flush_cache,
     )
+
+
+def _unload_lora(adapter: HttpServerEngineAdapter, name: str) -> None:
+    """Unload a LoRA adapter from a server that has it."""
+    if name in adapter.list_lora_adapters():
+        adapter.unload_lora_adapter(name)
 
 
 def _describe_server(adapter: HttpServerEngineAdapter) -> ServerInfo:

@@ -254,8 +254,9 @@ class VerlEngine:
 
     def _backend_for(self, request: Json) -> Backend:
         """Rank 0's backend. Raises BadInputError for a request with an unknown LoRA adapter."""
-        self._loras.require(request.get("lora_path"))
-        return self._require_backend()
+        backend = self._require_backend()
+        self._loras.require(backend, request.get("lora_path"))
+        return backend
 
     def _require_backend(self) -> Backend:
         assert self._backend is not None

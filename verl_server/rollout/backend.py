@@ -207,6 +207,9 @@ class ManagedBackend:
     def unload_lora_adapter(self, name: str) -> None:
         self._loras.unload(self._call_all, name)
 
+    def list_lora_adapters(self) -> frozenset[str]:
+        return self._loras.names
+
     def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
         self._memory.release(tags)
 

@@ -26,6 +26,11 @@ class FleetLoras:
         """Tensors and config of each adapter that all servers have."""
         self._lock = threading.RLock()
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the adapters that all servers have."""
+        return frozenset(self._adapters) | (self._loaded_at_start - self._removed)
+
     def load(self, call_all: CallAll, name: str, tensors: Mapping[str, Any], config: Json) -> None:
         """Load an adapter into all servers. It replaces an adapter of that name, for example of an earlier engine.
 
@@ -33,7 +38,7 @@ class FleetLoras:
         started again by `call_all`, and then gets the adapters of the others.
         """
         with self._lock:
-            if name in self._adapters or name in self._loaded_at_start - self._removed:
+            if name in self.names:
                 self.unload(call_all, name)
             call_all(lambda adapter: adapter.load_lora_adapter(name, tensors, config))
             self._adapters[name] = dict(tensors), config

@@ -57,6 +57,8 @@ ADMIN_STATUS = Endpoint(
 OPENAPI = Endpoint("/openapi.json", method="GET", retryable=True, is_optional=True, reply_types=dict)
 MODEL_INFO = Endpoint("/model_info", method="GET", retryable=True, reply_types=dict)
 SERVER_INFO = Endpoint("/server_info", method="GET", retryable=True, reply_types=dict)
+#: The served model, and its LoRA adapters as models with a `parent`.
+MODELS = Endpoint("/v1/models", method="GET", retryable=True, reply_types=dict)
 LOADS = Endpoint("/v1/loads", method="GET", retryable=True, is_optional=True, reply_types=dict)
 READY = Endpoint("/ready", method="GET", retryable=True)
 HEALTH = Endpoint("/health", method="GET", retryable=True)
