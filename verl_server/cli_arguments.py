@@ -14,6 +14,7 @@ import typer
 from verl_server.adapter.sglang.argument_table import find_option, option_name, read_options
 from verl_server.adapter.sglang.argument_values import convert, guess_value
 from verl_server.adapter.sglang.early_argument_check import find_early_refusal
+from verl_server.adapter.sglang.misplaced_arguments import SGLANG_NAMES
 from verl_server.errors import BadInputError
 from verl_server.server.server_main import REFUSAL
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
@@ -138,6 +139,10 @@ def _parse_option(written: str, texts: list[str]) -> tuple[str, Any]:
         )
     if field in RENAMED_ARGUMENTS:
         raise BadInputError(f"{written} is not an option of this command; use {RENAMED_ARGUMENTS[field]}")
+    if option is None and name in SGLANG_NAMES:
+        meant = SGLANG_NAMES[name]
+        cure = RENAMED_ARGUMENTS.get(meant, f"--{meant.replace('_', '-')}")
+        raise BadInputError(f"{written} is not an option of SGLang; use {cure}")
     if option is not None:
         return field, convert(f"--{name.replace('_', '-')}", option, texts)
     if not texts and name.startswith("no_"):

@@ -172,13 +172,21 @@ def require_http_url(name: str, url: str, example: str = "http://127.0.0.1:30000
     """The base URL of the server at `url`. A path is kept: the server may be behind a reverse proxy with a path prefix.
 
     A slash and `/v1` at the end of `url` are removed: the base URL of an OpenAI client is accepted. Raises
-    BadInputError unless `url` is an HTTP URL with a host, and for a query or an endpoint of the server at its end.
+    BadInputError unless `url` is an HTTP URL with a host, for a query or an endpoint of the server at its end, and
+    for a user or a password, which the message does not show.
     """
     try:
         parts = urlsplit(url)
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is not a number from 0 to 65535
         is_valid = False
+    authority = url.partition("://")[2].partition("/")[0]
+    if "@" in authority:
+        shown = url.replace(authority, authority.rpartition("@")[2], 1)
+        raise BadInputError(
+            f"{name} {shown!r} has a user or a password before the host, which servers and routers do not read: write "
+            "the URL without them, and pass a key of the server as api_key"
+        )
     if not is_valid or any(character.isspace() for character in url):
         raise BadInputError(f"{name} {url!r} is not an HTTP URL; write for example {example}")
     path = parts.path.rstrip("/")

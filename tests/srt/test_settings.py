@@ -91,6 +91,19 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     ),
     (ADAPTER.attach, ("http://h/a/v1/chat/completions/",), {}, "without an endpoint or a query; write http://h/a"),
     (ADAPTER.attach, ("http://h/a/v1/models?x=3#y",), {}, "without an endpoint or a query; write http://h/a"),
+    (
+        RemoteServer,
+        ("http://u:pw@h:1/a",),
+        {},
+        "'http://h:1/a' has a user or a password before the host, which servers",
+    ),
+    (ADAPTER.attach, ("http://u:p@w@h:x",), {}, "'http://h:x' has a user or a password before the host"),
+    (
+        RolloutManager,
+        (1,),
+        {"model_path": "/tmp", "port": 30000},
+        "each replica chooses a free port: leave port out, and",
+    ),
     (RemoteServer, ("http://h:1\n",), {}, r"'http://h:1\n' is not an HTTP URL"),
     (RouterClient, ("http://h:1/generate", None), {}, "url 'http://h:1/generate' must be the base URL of the"),
     (tags_to_release, (5, ()), {}, "tags must be a list of strings, got 5"),
@@ -376,6 +389,12 @@ def test_fields_that_end_a_server_or_use_earlier_weights_are_no_arguments(name: 
 
 def test_names_of_sampling_parameters_are_no_names_of_arguments() -> None:
     assert not SAMPLING_PARAMS.keys() & {*REQUEST_FIELDS, *ROUTER_FIELDS}
+
+
+def test_a_field_that_has_one_value_for_all_prompts_of_a_request() -> None:
+    """A router takes a session id for each prompt, a server one for the whole request."""
+    with pytest.raises(BadInputError, match=r"session_id must be .* for the whole request, got \['s', 't'\]"):
+        _body(PromptLimits(), {"prompt": ["a", "b"], "session_id": ["s", "t"]})
 
 
 @pytest.mark.parametrize("prompts", [{"prompt": ["a", "b"], "input_ids": None}, {"prompt": None, "input_ids": [[1]]}])

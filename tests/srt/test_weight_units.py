@@ -87,6 +87,13 @@ def test_float8_values_are_checked_without_a_cast() -> None:
         TensorSource([("x", tensor)], Manifest({"x": spec}), check_finite=True)
 
 
+PEFT_CURE = (
+    "LoRA adapter of PEFT. Push the LoRA adapter with load_lora_adapter. Or merge it into the weights "
+    "(model.merge_adapter()), push them with the names of the checkpoint, that is without 'base_model.model.' and "
+    "'.base_layer' and without the tensors of the LoRA adapter, and unmerge it"
+)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -109,6 +116,8 @@ def test_float8_values_are_checked_without_a_cast() -> None:
             "'{0}q_proj.weight', '{0}k_proj.weight', '{0}v_proj.weight'",
         ),
         (f"{ATTENTION}q_proj.wieght", "; did you mean '{0}q_proj.weight'?"),
+        (f"base_model.model.{ATTENTION}q_proj.base_layer.weight", PEFT_CURE),
+        (f"base_model.model.{ATTENTION}q_proj.lora_A.default.weight", PEFT_CURE),
         ("module.nothing_similar", "no parameter 'module.nothing_similar'"),
     ],
 )

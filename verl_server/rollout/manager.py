@@ -36,7 +36,7 @@ from verl_server.router.process.supervisor import RouterSupervisor
 from verl_server.router.rollout_router import RolloutRouter
 from verl_server.router.targets import InProcessTarget, RoutingTargets, SglangRouterTarget
 from verl_server.type_checks import check_arguments
-from verl_server.types import parse_weight_version
+from verl_server.types import Json, parse_weight_version
 from verl_server.validation import require_whole_number
 
 DRAIN_POLL_INTERVAL_S = 0.02
@@ -84,7 +84,7 @@ class RolloutManager:
     ) -> None:
         require_whole_number("replicas", replicas)
         self.mode = parse_mode(mode)
-        args = {**server_args_for_mode(self.mode, validate_server_args(server_args)), "port": None}
+        args = _server_args(self.mode, server_args)
         parallel_config = parse_parallel_config(args)
         if capabilities_of(self.mode).takes_weights:
             require_pushable(args)
@@ -283,3 +283,13 @@ def _call_for_all(call: Callable[[Replica], None], replicas: Sequence[Replica]) 
 async def _make_dispatcher(config: RouterConfig | None) -> Dispatcher:
     """A dispatcher that belongs to the running event loop."""
     return Dispatcher(config)
+
+
+def _server_args(mode: RolloutMode, server_args: Mapping[str, Any]) -> Json:
+    """SGLang's arguments of each server of a fleet. Raises BadInputError."""
+    if server_args.get("port") is not None:
+        raise BadInputError(
+            "each replica chooses a free port: leave port out, and read the URLs from the `replicas` of the fleet",
+            argument="port",
+        )
+    return {**server_args_for_mode(mode, validate_server_args(server_args)), "port": None}

@@ -16,6 +16,10 @@ WRAPPER_PREFIXES = {
     "_checkpoint_wrapped_module": "checkpoint_wrapper",
 }
 """Components that wrappers add to parameter names, and the wrapper that adds each of them."""
+PEFT_COMPONENTS = frozenset({
+    "base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
+})  # fmt: skip
+"""Components of the names of a model's tensors after PEFT has added a LoRA adapter to the model."""
 SERVER_FUSED_NAMES = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -36,6 +40,12 @@ def explain_unknown_name(name: str, known: Collection[str]) -> str:
     `known`: the names that the model accepts. Empty if nothing is similar.
     """
     components = name.split(".")
+    if not PEFT_COMPONENTS.isdisjoint(components):
+        return (
+            ": the trainer's model has a LoRA adapter of PEFT. Push the LoRA adapter with load_lora_adapter. Or merge "
+            "it into the weights (model.merge_adapter()), push them with the names of the checkpoint, that is without "
+            "'base_model.model.' and '.base_layer' and without the tensors of the LoRA adapter, and unmerge it"
+        )
     prefixes = [component for component in dict.fromkeys(components) if component in WRAPPER_PREFIXES]
     plain_name = ".".join(component for component in components if component not in WRAPPER_PREFIXES)
     parts = _checkpoint_names(plain_name, known)

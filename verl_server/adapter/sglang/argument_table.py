@@ -37,6 +37,8 @@ class Option:
     """Accepted values. None: all values, or values that are known only to a process that has imported SGLang."""
     choices_of_constant: Collection[Any] | None = None
     """The values of a deprecated option that sets another field to `constant`."""
+    is_written: bool = True
+    """Whether SGLang's command line has an option of this name. Otherwise it is the name of a field only."""
 
 
 @functools.cache
@@ -70,6 +72,7 @@ def find_option(name: str) -> tuple[str, Option | None]:
         return name, options[name]
     is_negation = name.startswith("no_")
     found = [full for full in options if full.startswith(name) and (is_negation or not full.startswith("no_"))]
+    found = [full for full in found if options[full].is_written] or found
     if any(options[full] != options[found[0]] for full in found):
         written = ", ".join(f"--{full.replace('_', '-')}" for full in found)
         raise BadInputError(f"--{name.replace('_', '-')} can mean several options; write one of {written}")
@@ -119,8 +122,10 @@ def _read_field(name: str, annotation: ast.expr, metadata: list[ast.expr]) -> di
         converter, nargs = _last_name(keywords["type_parser"]), None
     option = _with_keywords(Option(field=name, converter=converter, nargs=nargs, choices=choices), keywords)
     written = [_value(keywords[key]) for key in ("cli_name", "aliases") if key in keywords]
-    names = [name, *(alias for value in written for alias in (value if isinstance(value, list) else [value]))]
-    return {option_name(text): option for text in names}
+    aliases = [alias for value in written for alias in (value if isinstance(value, list) else [value])]
+    is_option = bool(metadata) and not ("no_cli" in keywords and _value(keywords["no_cli"]))
+    own = replace(option, is_written=is_option and "cli_name" not in keywords)
+    return {name: own} | {option_name(alias): replace(option, is_written=is_option) for alias in aliases}
 
 
 def _read_call(call: ast.Call) -> tuple[str, Option]:

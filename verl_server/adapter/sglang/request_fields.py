@@ -199,10 +199,9 @@ def parse_fields(fields: Mapping[str, Any], *, batch: bool) -> Json:
 def _parse_field(name: str, value: Any, kind: ValueKind) -> Any:
     if not kind.accepts(value):
         hint = tolist_hint(value) if not is_whole_number(value) else ""
-        raise BadInputError(
-            f"{name} must be {kind.description}, or a list with one such value for each prompt, got "
-            f"{value!r:.200}{hint}"
-        )
+        has_lists = has_value_per_prompt(name, [[]], batch=True)
+        place = ", or a list with one such value for each prompt" if has_lists else " for the whole request"
+        raise BadInputError(f"{name} must be {kind.description}{place}, got {value!r:.200}{hint}")
     return kind.convert(value)
 
 
