@@ -10,6 +10,7 @@ import asyncio
 import base64
 import json
 import pickle
+import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from helpers import wait_until
 
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.config import AdapterConfig, PauseMode, RecoveryConfig, RolloutMode
+from verl_server.engine.generation import RankGeneration
 from verl_server.errors import (
     BadInputError,
     ServerBusyError,
@@ -427,6 +429,57 @@ def test_asynchronous_generations_run_at_the_same_time_and_can_be_cancelled() ->
     with pytest.raises(ServerDiedError):
         backend.generate(number=1)
     loop.close()
+
+
+def test_streams_on_another_rank_wait_at_the_same_time_and_leave_no_thread() -> None:
+    """Of 100 streams, the last one gets its events first. A cancelled stream ends its wait."""
+
+    class OtherRank:
+        """The part of the coordinator of rank 1 that streams need."""
+
+        rank = 1
+
+        def __init__(self) -> None:
+            self.streams: dict[str, queue.SimpleQueue[Any]] = {}
+
+        def next_call_id(self, operation: str) -> str:
+            return f"{operation}#{len(self.streams)}"
+
+        def open_stream(self, call_id: str) -> queue.SimpleQueue[Any]:
+            return self.streams.setdefault(call_id, queue.SimpleQueue())
+
+        def close_stream(self, call_id: str) -> None:
+            return None
+
+        async def agree_async(self, *_: Any, **__: Any) -> None:
+            return None
+
+    async def run() -> None:
+        group, unused = OtherRank(), None
+        coordinator: Any = group
+        no_backend: Any = unused
+        generation = RankGeneration(coordinator, no_backend, lambda: None, None)
+
+        async def read() -> list[Any]:
+            return [event async for event in generation.async_stream({})]
+
+        readers = [asyncio.ensure_future(read()) for _ in range(100)]
+        while len(group.streams) < 100:
+            await asyncio.sleep(0.01)
+        for events in reversed(list(group.streams.values())[1:]):
+            events.put({"text": "a"})
+            events.put({"end": None})
+        assert await asyncio.wait_for(asyncio.gather(*readers[1:]), 30.0) == 99 * [[{"text": "a"}]]
+        readers[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await readers[0]
+
+    asyncio.run(run())
+    wait_until(
+        lambda: not [thread for thread in threading.enumerate() if "verl-server-stream" in thread.name],
+        10.0,
+        "a thread waits for an event of a stream that has ended",
+    )
 
 
 # -- failed replicas ---------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
 
 from verl_server.engine.backend import Backend
 from verl_server.errors import VerlServerError, from_wire
@@ -94,11 +96,30 @@ class RankGeneration:
                         group.publish_event(call, event)
                         yield event
             else:
-                while "end" not in (event := await asyncio.to_thread(events.get)):
-                    yield event
-                _raise_end(event)
+                with _EventReader(events) as reader:
+                    while "end" not in (event := await reader.next()):
+                        yield event
+                    _raise_end(event)
         finally:
             group.close_stream(call)
+
+
+class _EventReader:
+    """Waits for the events of one stream in a thread of its own: any number of streams can wait at the same time."""
+
+    def __init__(self, events: queue.SimpleQueue[Json]) -> None:
+        self._events = events
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verl-server-stream")
+
+    async def next(self) -> Json:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._events.get)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._events.put({"end": None})  # wakes the thread of a stream that was cancelled
+        self._thread.shutdown(wait=False)
 
 
 class _EndOfStream:
