@@ -85,6 +85,17 @@ ITEMS: Sequence[Item] = (
         )
         for transport in TRANSPORTS
     ),
+    *(
+        _test(
+            f"two-ranks-{transport}",
+            f"two trainer ranks on the GPU push through {transport!r}",
+            f"test_two_ranks[{transport}]",
+            runs_on_cpu=transport != "cuda_ipc",
+        )
+        for transport in ("shared_memory", "buckets", "cuda_ipc")
+    ),
+    _weight_sync("1.5B", 120.0),
+    _weight_sync("8B", 180.0),
     _test(
         "memory",
         "release and resume give back and take the memory that the driver reports",
@@ -99,6 +110,4 @@ ITEMS: Sequence[Item] = (
         160.0,
         exclusive=True,
     ),
-    _weight_sync("1.5B", 120.0),
-    _weight_sync("8B", 200.0),
 )

@@ -22,7 +22,7 @@ from gpu_proof.settings import DEVICE_VARIABLE, RECORDS_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 RAN, FAILED, NOT_RUN = "ran", "failed", "not run"
-PARALLEL_ITEMS = 4
+PARALLEL_ITEMS = 6
 """Maximum number of items that run at the same time, of those that neither measure time nor memory."""
 TERMINATION_S = 5.0
 """Seconds from the request to end a process until it is killed."""

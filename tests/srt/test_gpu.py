@@ -19,8 +19,9 @@ import torch
 import torch.multiprocessing as mp
 from gpu_proof.items import TRANSPORTS
 from gpu_proof.settings import device, record, server_args
-from helpers import GREEDY, PROMPTS, change_weights, open_files, reference_model
-from torch.distributed.device_mesh import DeviceMesh
+from helpers import GREEDY, PROMPTS, change_weights, mesh_of, open_files, reference_model, trainer_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from verl_server import VerlEngine, WeightsConfig
 from verl_server.types import TensorSpec
@@ -261,6 +262,40 @@ def test_transport(transport: str, one_rank: DeviceMesh, tiny: Callable[..., Pat
         assert engine.update_weights_from_tensor(iter(pushed.items())).num_tensors == len(part)
         require_near(engine, model, "bfloat16", "a part of the tensors")
         record("seconds", transport=transport, gather_s=result.gather_s, load_s=result.load_s)
+
+
+def push_shards(rank: int, world: int, folder: str, transport: str) -> None:
+    """One of two trainer ranks on the same GPU. Each has its shard of every tensor, or whole tensors for `cuda_ipc`."""
+    model = reference_model(folder)
+    mesh = init_device_mesh(device(), (world,))
+
+    def shard(tensor: torch.Tensor) -> torch.Tensor:
+        chunks = tensor.chunk(world)
+        local = chunks[rank] if rank < len(chunks) else tensor[:0]
+        return DTensor.from_local(
+            local.to(device()), mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+
+    config = WeightsConfig(transport=transport)
+    args = server_args(dtype="bfloat16", max_total_tokens=8192, disable_cuda_graph=True)
+    with VerlEngine(mesh_of(world), model_path=folder, tp_size=1, weights=config, **args) as engine:
+        for seed in (1, 2):
+            change_weights(model, seed=seed)
+            tensors = on_device(model) if transport == "cuda_ipc" else model.state_dict()
+            pairs = [(name, tensor if transport == "cuda_ipc" else shard(tensor)) for name, tensor in tensors.items()]
+            side = CUDA.Stream() if device() == "cuda" else None
+            with CUDA.stream(side):
+                result = engine.update_weights_from_tensor(pairs)
+            assert (result.transport, result.num_missing) == (transport, 0)
+            require_near(engine, model, "bfloat16", f"rank {rank}, update {seed} by {transport}")
+
+
+@rehearsable
+@pytest.mark.parametrize("transport", ["shared_memory", "buckets", "cuda_ipc"])
+def test_two_ranks(transport: str, tiny: Callable[..., Path]) -> None:
+    """Two trainer ranks share the GPU. No collective operation runs on it: NCCL needs a GPU for each rank."""
+    with trainer_ranks(2) as ranks:
+        ranks.run(push_shards, str(tiny("qwen2", dtype="bfloat16")), transport, timeout_s=120.0)
 
 
 # -- memory ------------------------------------------------------------------------------------------
