@@ -82,6 +82,7 @@ def test_async_adapter_attached_to_the_same_server(adapter: HttpServerEngineAdap
             info, loads = await other.get_model_info(), await other.get_loads()
             assert info["model_type"] == "qwen3"
             assert info["weight_version"] == version
+            assert (await other.get_server_info())["allowed_media_domains"] == ["none-by-default.invalid"]
             assert loads["loads"][0]["max_total_num_tokens"] > 0
             assert await other.ping()
             assert await other.is_ready()

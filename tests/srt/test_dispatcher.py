@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import gzip
 import math
 import re
 import time
@@ -1102,6 +1103,104 @@ def test_requests_that_wait_for_a_version_cost_others_nothing(monkeypatch: pytes
             call.cancel()
 
     asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def forwarding_router(answer: Callable[[web.BaseRequest], Any]) -> AsyncIterator[str]:
+    """URL of a router over one HTTP server, whose handler is `answer`."""
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with AsyncHttpServerEngineAdapter.attach(f"http://127.0.0.1:{runner.addresses[0][1]}") as adapter:
+            dispatcher = Dispatcher()
+            dispatcher.pool.add_replica("a", adapter, 0)
+            async with http_router(dispatcher) as url:
+                yield url
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("accepted", ["gzip", "identity", None])
+def test_compressed_bodies_are_forwarded(accepted: str | None) -> None:
+    """The caller receives a compressed answer with its header, and only if the caller accepts one."""
+    requests: list[bytes] = []
+    text = orjson.dumps({"text": "answer " * 1000})
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        requests.append(await request.read())
+        if "gzip" not in request.headers.get("Accept-Encoding", ""):
+            return web.Response(body=text, content_type="application/json")
+        return web.Response(
+            body=gzip.compress(text), content_type="application/json", headers={"Content-Encoding": "gzip"}
+        )
+
+    async def run() -> None:
+        body = orjson.dumps({"messages": []})
+        headers = {"Authorization": f"Bearer {API_KEY}", "Content-Encoding": "gzip"}
+        if accepted is not None:
+            headers["Accept-Encoding"] = accepted
+        skipped = () if accepted else ("Accept-Encoding",)
+        async with (
+            forwarding_router(answer) as url,
+            aiohttp.ClientSession(auto_decompress=False, headers=headers, skip_auto_headers=skipped) as session,
+            session.post(f"{url}/v1/messages", data=gzip.compress(body)) as response,
+        ):
+            raw = await response.read()
+            assert response.headers.get("Content-Encoding") == ("gzip" if accepted == "gzip" else None)
+            assert (gzip.decompress(raw) if accepted == "gzip" else raw) == text
+        assert requests == [body]
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+PNG = "data:image/png;base64,aaaa"
+LOCAL_MEDIA: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"text": "a", "image_data": "/etc/passwd"}),
+    ("/generate", {"text": ["a", "b"], "image_data": [[PNG], [PNG, "file:///etc/passwd"]]}),
+    ("/generate", {"text": "a", "audio_data": ["notes.wav"]}),
+    ("/generate", {"text": "a", "video_data": {"url": "/etc/passwd"}}),
+    ("/v1/chat/completions", {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "/a.png"}}]}]}),
+    ("/v1/chat/completions", {"messages": [{"content": [{"type": "audio_url", "audio_url": {"url": "a.wav"}}]}]}),
+    ("/v1/responses", {"input": [{"content": [{"type": "input_image", "image_url": "file:///a.png"}]}]}),
+    ("/v1/messages", {"messages": [{"content": [{"type": "image", "source": {"type": "url", "url": "/a.png"}}]}]}),
+    ("/v1/embeddings", {"input": [{"text": "a", "image": "/a.png"}]}),
+]
+REMOTE_MEDIA: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": [{"content": [{"type": "image_url", "image_url": {"url": PNG}}]}]}),
+    ("/v1/chat/completions", {"messages": [{"content": [{"image_url": {"url": "https://a/b.png"}}]}]}),
+    ("/v1/messages", {"messages": [{"content": [{"type": "image", "source": {"type": "base64", "data": "aa"}}]}]}),
+    ("/v1/messages", {"messages": [{"content": [{"type": "tool_use", "input": {"url": "/a", "image_url": "b"}}]}]}),
+    ("/v1/responses", {"input": "/what/is/this"}),
+    ("/v1/embeddings", {"input": ["/a", "b"]}),
+]
+
+
+def test_media_of_the_servers_files_are_refused() -> None:
+    """A caller on another machine must not read files through a server. URLs are limited by SGLang itself."""
+    requests: list[str] = []
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        requests.append(request.path)
+        return web.json_response({})
+
+    async def run() -> None:
+        async with forwarding_router(answer) as url, aiohttp.ClientSession() as session:
+            session.headers["Authorization"] = f"Bearer {API_KEY}"
+            for path, body in LOCAL_MEDIA:
+                async with session.post(url + path, json=body) as response:
+                    assert (response.status, requests) == (400, []), body
+                    assert "must be a data URL or an HTTP URL" in (await response.json())["error"]["message"]
+            body = {"messages": [], "session_params": {"id": "a"}}
+            async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+                assert (response.status, requests) == (400, [])
+                assert "session_params is refused" in (await response.json())["error"]["message"]
+            for path, body in REMOTE_MEDIA:
+                async with session.post(url + path, json=body) as response:
+                    assert response.status == 200, body
+        assert requests == [path for path, _ in REMOTE_MEDIA]
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
 
 
 def test_a_server_that_only_closes_connections_is_not_retried_forever() -> None:

@@ -72,6 +72,47 @@ def _resolve(rank: int, world: int, cases: list[dict[str, Any]]) -> list[str]:
     return results
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is present")
+def test_media_are_loaded_from_listed_domains_only(sglang_process: Ranks, tiny: Callable[..., Path]) -> None:
+    """A server loads no URL that a request names, unless `allowed_media_domains` has its host."""
+    ((refused, loaded),) = sglang_process.run(_load_media, str(tiny("qwen3")), [[], ["127.0.0.1"]])
+    assert "Media URL domain is not allowed. Allowed domains: ['none-by-default.invalid']" in refused
+    assert loaded == "pixels"
+
+
+def _load_media(rank: int, world: int, model_path: str, all_domains: list[list[str]]) -> list[str]:
+    """For each list of allowed domains, what SGLang loads from 127.0.0.1, or its error."""
+    import http.server
+    import threading
+
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import get_image_bytes
+
+    from verl_server.server.server_main import limit_media_domains
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"pixels")
+
+    results = []
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for domains in all_domains:
+            arguments = {"model_path": model_path, "allowed_media_domains": domains}
+            ServerArgs(**limit_media_domains(arguments)).resolve_once()
+            try:
+                results.append(get_image_bytes(f"http://127.0.0.1:{server.server_port}/a.png").decode())
+            except ValueError as error:
+                results.append(str(error))
+        server.shutdown()
+    return results
+
+
 def test_the_command_line_reads_options_as_sglang_does(sglang_process: Ranks) -> None:
     """Each option of SGLang sets the same field to the same value, of the same type, as SGLang's own parser does."""
     ((differences, compared, unknown, refusal),) = sglang_process.run(_compare_options)

@@ -33,7 +33,13 @@ from verl_server.errors import (
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.metrics import router_metrics
 from verl_server.router.placement.routed_replica import RoutedReplica, Slot
-from verl_server.router.request_checks import CHARACTERS_PER_TOKEN, is_out_of_files
+from verl_server.router.request_checks import (
+    CHARACTERS_PER_TOKEN,
+    MEDIA_FIELDS,
+    check_forwarded_body,
+    is_out_of_files,
+    refuse_local_media,
+)
 from verl_server.types import Json
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -45,6 +51,8 @@ IDLE_CONNECTION_S = 2.0
 OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no API key."""
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
+RELAYED_HEADERS = ("Content-Type", "Content-Encoding")
+"""Headers of a replica's answer that the caller receives."""
 #: HTTP status for each error class; the first class that matches decides.
 ERROR_STATUSES: tuple[tuple[type[VerlServerError], int], ...] = (
     (BadInputError, 400), (ServerBusyError, 429), (NotReadyError, 503), (DeadlineError, 504), (ShutDownError, 503),
@@ -107,6 +115,7 @@ class RouterHttpServer:
 
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
         body = _parse_object(await request.read())
+        refuse_local_media({name: value for name, value in body.items() if name in MEDIA_FIELDS})
         stream = bool(body.pop("stream", False))
         if "text" in body:
             body["prompt"] = body.pop("text")
@@ -124,6 +133,8 @@ class RouterHttpServer:
     async def _forward(self, request: web.BaseRequest) -> web.StreamResponse:
         """Forward a request unchanged to a replica, and its answer to the caller."""
         body = await request.read()
+        if request.method == "POST":
+            check_forwarded_body(_parse_object(body))
         session_id = request.headers.get("x-session-id")
         pool, attempts = self._dispatcher.pool, 0
         tried: set[RoutedReplica] = set()
@@ -148,7 +159,9 @@ class RouterHttpServer:
     async def _send(self, replica: RoutedReplica, request: web.BaseRequest, body: bytes) -> aiohttp.ClientResponse:
         assert self._session is not None
         api_key = replica.server.api_key
-        headers = {"Content-Type": request.content_type}
+        # Without an encoding from the caller, aiohttp would ask for a compressed answer.
+        encoding = request.headers.get("Accept-Encoding", "identity")
+        headers = {"Content-Type": request.content_type, "Accept-Encoding": encoding}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
         return await self._session.request(
@@ -161,9 +174,8 @@ class RouterHttpServer:
 
     async def _relay(self, answer: aiohttp.ClientResponse, request: web.BaseRequest, slot: Slot) -> web.StreamResponse:
         """Pass a replica's answer on to the caller, chunk by chunk."""
-        response = web.StreamResponse(
-            status=answer.status, headers={"Content-Type": answer.headers.get("Content-Type", "")}
-        )
+        headers = {name: answer.headers[name] for name in RELAYED_HEADERS if name in answer.headers}
+        response = web.StreamResponse(status=answer.status, headers=headers)
         await response.prepare(request)
         pool = self._dispatcher.pool
         try:

@@ -27,6 +27,18 @@ request probably ends every server, so it is not tried on further replicas. A re
 servers is tried once more while no other request of this kind is tried. It is given up if the next server ends, too."""
 
 
+MEDIA_FIELDS = frozenset({"audio_data", "image_data", "video_data"})
+"""Fields of `/generate` with images, videos and audio."""
+_MEDIA_KEYS = MEDIA_FIELDS | {"audio_url", "image_url", "input", "source", "video_url"}
+"""Keys of JSON objects, in the bodies of all paths, whose values are media or hold media."""
+_TEXT_KEYS = frozenset({"input", "source"})
+"""Those of them whose strings are text: the media are in objects."""
+_LOCATION_KEYS = ("audio", "image", "url", "video")
+"""Keys of an object that describes a medium, with its location."""
+_LOCATIONS = ("data:", "http://", "https://")
+"""Beginnings of the locations that are accepted."""
+
+
 def validate_id(value: str | None, name: str) -> None:
     """Raises BadInputError unless the id is None or a string of 1 to MAX_ID_LENGTH characters."""
     if value is None:
@@ -115,3 +127,47 @@ def estimate_prompt_tokens(request: Mapping[str, Any]) -> int:
     if is_list(token_ids):
         return len(token_ids)
     return len(text) // CHARACTERS_PER_TOKEN if isinstance(text, str) else 0
+
+
+def check_forwarded_body(body: Json) -> None:
+    """Raise BadInputError for a body of an OpenAI path with `session_params` or with media from the servers' files."""
+    if body.get("session_params") is not None:
+        raise BadInputError(
+            "session_params is refused: a session of SGLang continues on the KV cache of earlier weights"
+        )
+    refuse_local_media(body)
+
+
+def refuse_local_media(body: Json) -> None:
+    """Raise BadInputError unless all images, videos and audio of a request are data URLs or HTTP URLs.
+
+    SGLang takes other strings for paths of files, which it opens: a caller on another machine must not read the files
+    of the servers. HTTP URLs are limited by the server itself (`allowed_media_domains`). The inputs of tools are text.
+    """
+    pending: list[Any] = [body]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, list):
+            pending.extend(item for item in value if isinstance(item, (dict, list)))
+        elif isinstance(value, dict) and value.get("type") != "tool_use":
+            for key, item in value.items():
+                if key in _MEDIA_KEYS:
+                    _check_locations(key, item)
+                if isinstance(item, (dict, list)):
+                    pending.append(item)
+
+
+def _check_locations(key: str, value: Any) -> None:
+    """Raise BadInputError for the location of a local file in the value of a key of `_MEDIA_KEYS`."""
+    pending: list[tuple[Any, bool]] = [(value, key in _TEXT_KEYS)]
+    while pending:
+        item, is_text = pending.pop()
+        if isinstance(item, list):
+            pending.extend((element, is_text) for element in item)
+        elif isinstance(item, dict):
+            pending.extend((item.get(name), False) for name in _LOCATION_KEYS)
+        elif isinstance(item, str) and not is_text and not item.startswith(_LOCATIONS):
+            raise BadInputError(
+                f"{key} must be a data URL or an HTTP URL, got {item!r:.100}: a router passes no paths of files to its "
+                "servers. Write base64 data as data:image/png;base64,..."
+            )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import inspect
 import json
 import os
 import platform
@@ -21,6 +22,8 @@ PR_SET_PDEATHSIG = 1
 EXIT_BAD_ARGUMENT = 64
 #: Begin of the log line with the reason of that exit.
 REFUSAL = "SGLang refuses the server arguments: "
+#: Server argument with the domains of media, and a domain that does not exist (RFC 2606).
+MEDIA_DOMAINS, NO_DOMAIN = "allowed_media_domains", "none-by-default.invalid"
 #: Libraries of GPU kernels that SGLang imports where they are installed. Nothing uses them without an accelerator, and
 #: their imports (with CUTLASS) take a tenth of the time of all imports.
 GPU_LIBRARIES = ("flashinfer",)
@@ -61,13 +64,27 @@ def serve(server_args: dict[str, Any]) -> None:
     refusal = find_refusal(server_args)
     if refusal is None:
         try:
-            parsed = ServerArgs(**server_args)
+            parsed = ServerArgs(**limit_media_domains(server_args))
         except TypeError as error:
             refusal = explain_bad_argument(server_args, error)
     if refusal is not None:
         print(REFUSAL + refusal, flush=True)
         sys.exit(EXIT_BAD_ARGUMENT)
     run_server(parsed)
+
+
+def limit_media_domains(server_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with a list of domains from which requests may load images, videos and audio: none by default.
+
+    SGLang's own default is every domain: callers could reach addresses that only the server's machine reaches. Imports
+    SGLang; its earlier versions have no such list.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    limited = dict(server_args)
+    if not limited.get(MEDIA_DOMAINS) and MEDIA_DOMAINS in inspect.signature(ServerArgs).parameters:
+        limited[MEDIA_DOMAINS] = [NO_DOMAIN]
+    return limited
 
 
 def explain_bad_argument(server_args: Mapping[str, Any], error: TypeError) -> str:
