@@ -524,8 +524,13 @@ def test_a_failed_replica_beside_one_that_waits_for_weights() -> None:
     asyncio.run(run())
 
 
-def test_a_server_behind_a_path_prefix() -> None:
-    """The adapter, the router, its client and `verl-server status` keep the path prefix of a reverse proxy."""
+def test_a_server_behind_a_path_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter, the router, its client and `verl-server status` keep the path prefix of a reverse proxy.
+
+    None of them uses the proxy variables, which name a closed port.
+    """
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     paths: list[str] = []
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:

@@ -83,9 +83,16 @@ def judge(tiny: Callable[..., Path]) -> Iterator[RolloutManager]:
     with (
         no_new_shared_memory(),
         RolloutManager(
-            1, mode="colocated", model_path=str(tiny("qwen3")), dtype="float32", max_total_tokens=4096
+            1,
+            mode="colocated",
+            router_process=True,
+            host="127.0.0.2",
+            model_path=str(tiny("qwen3")),
+            dtype="float32",
+            max_total_tokens=4096,
         ) as judge,
     ):
+        assert judge.router_url.startswith("http://127.0.0.2:")
         yield judge
 
 

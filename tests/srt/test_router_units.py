@@ -15,10 +15,12 @@ import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import orjson
 import pytest
+import requests
 from helpers import free_port, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
@@ -560,6 +562,18 @@ def test_half_a_report_does_not_end_the_supervisor(tmp_path: Path, monkeypatch: 
     supervisor = RouterSupervisor(RouterConfig(), None, lambda: "")
     try:
         wait_until(lambda: supervisor.restarts == 1, 10.0, "no other process was started")
+    finally:
+        supervisor.close()
+
+
+def test_a_router_process_listens_for_other_machines() -> None:
+    """With a host that stands for all addresses, the URL has an address of this machine at which others reach it."""
+    supervisor = RouterSupervisor(RouterConfig(), None, lambda: "", "0.0.0.0")
+    try:
+        url = urlsplit(supervisor.url)
+        assert url.hostname not in ("0.0.0.0", "127.0.0.2")
+        for host in (url.hostname, "127.0.0.2"):
+            assert requests.get(f"http://{host}:{url.port}/health", timeout=30).json() == {"replicas": 0, "serving": 0}
     finally:
         supervisor.close()
 

@@ -7,6 +7,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from verl_server.adapter.event_loop_thread import EventLoopThread
@@ -57,7 +58,8 @@ class RolloutManager:
             registered with that `sglang-router`.
         recovery: When a replica counts as stalled, and how often its server is started again.
         router: How requests are distributed over the replicas.
-        router_process: Also serve the router over HTTP, in a process of its own, at `router_url`.
+        router_process: Also serve the router over HTTP, in a process of its own, at `router_url`. It listens at the
+            server argument `host`, or at the address at which the servers reach this machine.
         on_event: Called with each change of a replica's state, from a thread of the manager. An event is a dict
             with `time` (seconds since the epoch), `replica`, `before`, `after`, `version` and `error`.
         env: Environment variables to add to the environment of each server. With `CUDA_VISIBLE_DEVICES`, replicas on
@@ -116,10 +118,8 @@ class RolloutManager:
         )
         try:
             if router_process:
-                self._router_process = RouterSupervisor(
-                    router or RouterConfig(), config.log_dir, lambda: fleet_metrics(fleet).decode()
-                )
-                targets.add(self._router_process)
+                host = args.get("host") or launcher.trainer_host
+                self._start_router_process(router or RouterConfig(), config.log_dir, host)
             if config.router_ip is not None:
                 targets.add(SglangRouterTarget(config))
             for start in [fleet.executor.submit(self._start_replica, fleet.create_replica()) for _ in range(replicas)]:
@@ -128,6 +128,10 @@ class RolloutManager:
             self.shutdown()
             raise
         self._recovery.start()
+
+    def _start_router_process(self, config: RouterConfig, log_dir: Path | str | None, host: str) -> None:
+        self._router_process = RouterSupervisor(config, log_dir, lambda: fleet_metrics(self._fleet).decode(), host)
+        self._targets.add(self._router_process)
 
     def _start_replica(self, replica: Replica) -> None:
         replica.start(self._recovery.add_server)

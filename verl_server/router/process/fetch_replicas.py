@@ -12,9 +12,15 @@ TIMEOUT_S = 10.0
 
 
 def fetch_replicas(url: str, api_key: str, key_hint: str) -> list[dict[str, Any]]:
-    """The rows of a router's `/replicas`. Raises ServerError; `key_hint` says what to do when the key is refused."""
+    """The rows of a router's `/replicas`. Raises ServerError; `key_hint` says what to do when the key is refused.
+
+    Ignores proxy variables, as the other clients do.
+    """
     try:
-        response = requests.get(f"{url}/replicas", headers={"Authorization": f"Bearer {api_key}"}, timeout=TIMEOUT_S)
+        with requests.Session() as session:
+            session.trust_env = False
+            headers = {"Authorization": f"Bearer {api_key}"}
+            response = session.get(f"{url}/replicas", headers=headers, timeout=TIMEOUT_S)
     except requests.ConnectionError as error:
         raise ServerError(f"nothing answers at {url}; check the URL and that the router runs", url=url) from error
     except requests.RequestException as error:

@@ -22,6 +22,7 @@ import orjson
 
 from verl_server.config import RouterConfig
 from verl_server.errors import DeadlineError
+from verl_server.ranks.machine import own_address
 from verl_server.router.process.pipe_replicas import encode_status
 from verl_server.router.replica_status import ReplicaStats, ReplicaStatus, StatusQueue
 from verl_server.server.ports import PortReservation, join_host_port
@@ -31,8 +32,9 @@ from verl_server.validation import make_writable_folder
 logger = logging.getLogger(__name__)
 
 
-HOST = "127.0.0.1"
-"""Address at which the router process listens."""
+ALL_ADDRESSES = {"0.0.0.0": ("192.0.2.1", "127.0.0.1"), "::": ("2001:db8::1", "::1")}
+"""Hosts that stand for all addresses of this machine, each with an address of no machine (RFC 5737, RFC 3849), which is
+reached by the default route, and with the loopback address."""
 START_TIMEOUT_S = 60.0
 APPLY_TIMEOUT_S = 2.0
 """Maximum number of seconds that `wait_until_applied` waits."""
@@ -53,22 +55,23 @@ class RouterSupervisor:
         config: RouterConfig,
         log_dir: Path | str | None,
         metrics: Callable[[], str],
+        host: str = "127.0.0.1",
     ) -> None:
         """Start the router process and wait until it listens. Raises DeadlineError after START_TIMEOUT_S seconds.
 
-        `log_dir`: folder for `router.log`; None discards the log. `metrics` returns the fleet's own metrics, which the
-        router adds to its metrics. Raises BadInputError if the folder takes no files.
+        `host`: address to listen at. `log_dir`: folder for `router.log`; None discards the log. `metrics` returns the
+        fleet's own metrics, which the router adds to its metrics. Raises BadInputError if the folder takes no files.
         """
         self._log = None if log_dir is None else make_writable_folder("log_dir", log_dir) / "router.log"
         self._metrics = metrics
         self._report_timeout_s = config.report_timeout_s
-        self._reservation = PortReservation(HOST)
-        self.url = f"http://{join_host_port(HOST, self._reservation.port)}"
+        self._reservation = PortReservation(host)
+        self.url = f"http://{join_host_port(_reachable_host(host), self._reservation.port)}"
         self.api_key = secrets.token_urlsafe(32)
         self.restarts = 0
         """Number of restarts of the router process."""
         self._settings: Json = {
-            "host": HOST,
+            "host": host,
             "port": self._reservation.port,
             "api_key": self.api_key,
             "config": asdict(config),
@@ -217,6 +220,17 @@ class RouterSupervisor:
                 thread.join(JOIN_TIMEOUT_S)
         _close_pipes(self._process)
         self._reservation.release()
+
+
+def _reachable_host(host: str) -> str:
+    """The address at which other machines reach a server that listens at `host`."""
+    if host not in ALL_ADDRESSES:
+        return host
+    peer, loopback = ALL_ADDRESSES[host]
+    try:
+        return own_address(peer)
+    except OSError:  # there is no route to other machines
+        return loopback
 
 
 def _write_line(pipe: IO[bytes] | None, message: Json) -> None:
