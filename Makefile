@@ -52,6 +52,7 @@ bench: setup
 	$(BIN)/python benchmarks/bench_weight_sync.py
 	$(BIN)/python benchmarks/bench_transports.py
 	$(BIN)/python benchmarks/bench_router.py
+	$(BIN)/python benchmarks/bench_dispatch.py
 	$(BIN)/python benchmarks/bench_chaos.py
 	$(BIN)/python benchmarks/bench_agent_loop.py
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import re
 import socket
@@ -100,6 +101,29 @@ def test_bench_agent_loop_measures_every_way(
     assert {way: len(found) for way, found in record["samples"]["seconds"].items()} == dict.fromkeys(VARIANTS, 2)
     assert [len(cpu_ms[INDEPENDENT]) for cpu_ms in record["samples"]["conversation_cpu_ms"]] == [12, 12]
     assert len(record["targets"]) == 4
+    assert options.png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_dispatch_measures_placements_bursts_and_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes settings of Python, as the router process does. They are restored here."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import bench_dispatch as bench
+    from common import Options, environment
+
+    thresholds = gc.get_threshold()
+    try:
+        samples = bench.measure(rounds=2, placements=40, in_flight=50, burst=60)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+    options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
+    bench.report(options, environment(), samples, {"rounds": 2, "placements": 40, "in_flight": 50, "burst": 60})
+    record = json.loads(options.json.read_text())
+    replicas = {str(number) for number in bench.REPLICAS}
+    assert {len(us) for rule in record["samples"]["placement_us"].values() for us in rule.values()} == {2}
+    assert set(record["samples"]["bursts"]["sent_s"]) == replicas
+    assert set(record["samples"]["results"]) == set(bench.RESULTS)
+    assert len(record["targets"]) == 5
     assert options.png.read_bytes().startswith(b"\x89PNG")
 
 

@@ -709,8 +709,29 @@ def test_a_suspect_replica_returns_by_a_probe(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(run())
 
 
-def test_requests_are_tried_on_suspect_replicas_when_no_other_serves() -> None:
+def test_probes_are_no_failed_attempts_of_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that waits for a full replica is the probe of the failing one again and again. It survives that."""
+    monkeypatch.setattr(error_history, "MAX_PROBE_DELAY_S", 0.01)
+
+    async def run() -> None:
+        dispatcher = Dispatcher(RouterConfig(max_attempts=4, max_running_requests_per_dp_rank=1))
+        server, failing = RecordingServer(), FailingServer(status=500)
+        server.may_finish.clear()
+        dispatcher.pool.add_replica("a", server, 0)
+        running = asyncio.ensure_future(dispatcher.generate(REQUEST))
+        await wait_for(lambda: server.running_requests == 1)
+        dispatcher.pool.add_replica("b", failing, 0)
+        call = asyncio.ensure_future(dispatcher.generate(REQUEST))
+        await wait_for(lambda: len(failing.requests) > 8)
+        server.may_finish.set()
+        assert [len((await one)["output_ids"]) for one in (running, call)] == [4, 4]
+
+    asyncio.run(run())
+
+
+def test_requests_are_tried_on_suspect_replicas_when_no_other_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors that every replica returns are raised after `max_attempts` attempts. The delays between them grow."""
+    monkeypatch.setattr(error_history, "FIRST_PROBE_DELAY_S", 60.0)
 
     async def run() -> None:
         dispatcher, failing = Dispatcher(RouterConfig(max_attempts=5)), FailingServer(status=500)

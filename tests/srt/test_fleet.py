@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -91,6 +92,32 @@ def test_a_request_survives_the_death_of_its_replica(
     assert {replica.weight_version for replica in fleet.replicas} == {version}
     for replica in fleet.replicas:
         assert_equals_reference(replica.adapter, model)
+
+
+def test_replicas_send_each_token_of_a_stream_once(fleet: Any) -> None:
+    """The adapter joins the tokens: each of its events has all tokens so far, as with any other server."""
+    adapter = fleet.replicas[0].adapter
+    request: Any = {"input_ids": PROMPTS[0], "return_logprob": True, "sampling_params": {**LONG, "stream_interval": 8}}
+    expected = adapter.generate(**request)
+    with requests.post(
+        f"{adapter.base_url}/generate",
+        json={**request, "stream": True},
+        headers={"Authorization": f"Bearer {adapter.api_key}"},
+        stream=True,
+        timeout=60,
+    ) as response:
+        lines = [line.removeprefix(b"data: ") for line in response.iter_lines() if line]
+    sent = [token for line in lines[:-1] for token in json.loads(line)["output_ids"]]
+    assert (sent, lines[-1]) == (expected["output_ids"], b"[DONE]")
+    events = list(adapter.generate_stream(**request))
+    assert len(events) > 10
+    for event in [*events, expected]:
+        count = event["meta_info"]["completion_tokens"]
+        assert event["output_ids"] == expected["output_ids"][:count]
+        tokens = [entry[1] for entry in event["meta_info"]["output_token_logprobs"]]
+        assert tokens == expected["output_ids"][:count]
+    assert events[-1]["text"] == expected["text"]
+    assert events[-1]["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
 
 
 def test_a_repeated_request_id_generates_once(fleet: Any) -> None:

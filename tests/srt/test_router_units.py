@@ -25,7 +25,7 @@ from helpers import free_port, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_server.adapter.sglang.replies import prompt_limits
+from verl_server.adapter.sglang.replies import IncrementalStream, prompt_limits
 from verl_server.adapter.sglang.requests import generate_payload
 from verl_server.config import RouterConfig
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
@@ -502,6 +502,35 @@ def test_prompts_are_shorter_than_the_shortest_that_sglang_refuses() -> None:
     assert generate_payload(limits, input_ids=[1] * 9, **body)
     with pytest.raises(BadInputError, match="has 10 tokens; the server accepts at most 9 tokens"):
         generate_payload(limits, input_ids=[1] * 10, **body)
+
+
+def test_incremental_events_are_joined() -> None:
+    """Earlier replies do not change. The last event of an aborted waiting request repeats what was sent."""
+
+    def incremental(tokens: list[int], count: int, logprobs: list[int], text: str, **meta: Any) -> dict[str, Any]:
+        entries = [[-float(token), token, None] for token in logprobs]
+        meta = {"completion_tokens": count, "output_token_logprobs": entries, **meta}
+        return {"output_ids": tokens, "text": text, "meta_info": meta}
+
+    def joined(*events: dict[str, Any]) -> list[Any]:
+        stream = IncrementalStream()
+        replies = [stream.add(event) for event in events]
+        return [
+            (one["output_ids"], one["text"], [entry[1] for entry in one["meta_info"]["output_token_logprobs"]])
+            for one in replies
+        ]
+
+    first = incremental([1, 2], 2, [1, 2], "ab")
+    whole = [([1, 2], "ab", [1, 2]), ([1, 2, 3], "abc", [1, 2, 3])]
+    assert joined(first, incremental([3], 3, [3], "c")) == whole
+    second = incremental([3], 3, [3], "c")
+    assert (
+        joined(first, second, incremental([3], 3, [1, 2, 3], "abc", finish_reason={"type": "abort"}))[1:]
+        == [whole[1]] * 2
+    )
+    both = incremental([3, 3], 3, [3, 1, 2, 3], "cabc", finish_reason={"type": "abort"})  # two events, sent as one
+    assert joined(first, both) == whole
+    assert joined(incremental([], 0, [], "", finish_reason={"type": "abort"})) == [([], "", [])]
 
 
 # -- processes ---------------------------------------------------------------------------------------

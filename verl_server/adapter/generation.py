@@ -9,6 +9,7 @@ from verl_server.adapter.connection import ServerConnection
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.payloads import abort_payload, pause_payload
 from verl_server.adapter.sglang.replies import (
+    IncrementalStream,
     convert_weight_versions,
     require_generations,
     require_logprobs,
@@ -95,6 +96,9 @@ async def generate_stream(
 ) -> AsyncGenerator[Json, None]:
     """Generate for one prompt and yield replies, each with all tokens so far. A list of prompts is refused.
 
+    A server with SGLang's `incremental_streaming_output` sends each token once; the others send all tokens so far in
+    each event.
+
     Other keyword arguments are those of `generate`. Closing the iterator, for example by leaving the `async for`,
     aborts the request on the server. Raises the errors of `generate`.
     """
@@ -110,13 +114,16 @@ async def generate_stream(
         stream=True,
         fields=fields,
     )
+    is_incremental = (await connection.get_resolved_args()).get("incremental_streaming_output")
+    incremental = IncrementalStream() if is_incremental else None
     connection.requests_in_flight += 1
     try:
         num_checked = 0
         async for event in connection.http.stream(endpoints.GENERATE, body):
             require_no_abort(event, connection.base_url + endpoints.GENERATE.path)
-            num_checked = require_logprobs(event, num_checked)
-            yield convert_weight_versions(event)
+            reply = convert_weight_versions(event if incremental is None else incremental.add(event))
+            num_checked = require_logprobs(reply, num_checked)
+            yield reply
     except (BadInputError, ServerError) as error:
         raise explain_refusal(error, sampling_params) from error.__cause__
     finally:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.adapter.sglang.pushable import require_pushable
-from verl_server.adapter.sglang.server_arguments import validate_server_args
+from verl_server.adapter.sglang.server_arguments import add_fleet_defaults, validate_server_args
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode, RouterConfig
 from verl_server.errors import BadInputError, NotReadyError
@@ -88,12 +88,14 @@ class RolloutManager:
         self.mode = parse_mode(mode)
         args = _server_args(self.mode, server_args)
         parallel_config = parse_parallel_config(args)
+        config = config or AdapterConfig()
+        if config.router_ip is None:  # an sglang-router passes streams to its callers as they are
+            args = add_fleet_defaults(args)
         if capabilities_of(self.mode).takes_weights:
             require_pushable(args)
         self._launcher = launcher = launcher or LocalLauncher()
         launcher.reserve(parallel_config, replicas, env or {})
         require_divisible_model(args)
-        config = config or AdapterConfig()
         server_config = dataclasses.replace(config, router_ip=None, router_port=None)
 
         self._loop = EventLoopThread()

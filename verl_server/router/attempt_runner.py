@@ -45,7 +45,7 @@ class _Failures:
     """The failed attempts of one request since its call."""
 
     count: int = 0
-    """Number of failed attempts."""
+    """Number of failed attempts, without those that were probes: the replica was known to fail."""
     tried: set[RoutedReplica] = field(default_factory=set)
     """Replicas on which an attempt failed."""
     is_retry: bool = False
@@ -92,7 +92,8 @@ class AttemptRunner:
 
         Returns None when the generation has finished, or the number of seconds before the next attempt.
         """
-        request = replace(request, prompt_tokens=request.prompt_tokens + len(generation.tokens))
+        if failures.is_retry or generation.attempts:
+            request = replace(request, prompt_tokens=request.prompt_tokens + len(generation.tokens))
         # The counter comes before the router's id, so that no attempt's id is a prefix of another one's.
         attempt_id = f"{key}~{next(self._attempt_numbers):x}~{self._router_id}"
         with contextlib.ExitStack() as isolation:
@@ -149,7 +150,7 @@ class AttemptRunner:
 
         Raises `error` after `max_attempts` failed attempts, and ServerDiedError when the request ends servers.
         """
-        failures.count += 1
+        failures.count += not slot.is_probe
         is_culprit = False
         if has_lost_server(error) and not generation.attempt_has_tokens:
             is_culprit = failures.needs_isolation
@@ -174,4 +175,4 @@ class AttemptRunner:
         self._counters.saved_tokens += saved_tokens
         if generation.is_complete:
             return None
-        return min(FIRST_RETRY_DELAY_S * 2.0 ** (failures.count - 1), MAX_RETRY_DELAY_S) if answered else 0.0
+        return min(FIRST_RETRY_DELAY_S * 2.0 ** max(0, failures.count - 1), MAX_RETRY_DELAY_S) if answered else 0.0

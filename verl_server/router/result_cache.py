@@ -69,9 +69,10 @@ def estimate_bytes(request: Mapping[str, Any], reply: Json) -> int:
 
 def _count_logprobs(entries: Any) -> int:
     """Number of log probabilities. Lists of top log probabilities have a list of entries for each token."""
-    if not entries:
-        return 0
-    return sum(len(entry) if entry and isinstance(entry[0], (list, tuple)) else 1 for entry in entries)
+    first = next((entry for entry in entries or () if entry), None)
+    if first is not None and isinstance(first[0], (list, tuple)):
+        return sum(len(entry or ()) for entry in entries)
+    return len(entries or ())
 
 
 def _text_length(value: Any) -> int:

@@ -143,6 +143,45 @@ def require_no_abort(event: Json, url: str) -> None:
         raise error_from_reply(int(status), url, {"error": {"message": str(reason.get("message"))}})
 
 
+#: Lists of the reply's `meta_info` with one entry for each output token, of which incremental events have the new ones.
+_OUTPUT_LISTS = (
+    "output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "output_token_sampling_mask",
+    "output_token_sampling_logprobs",
+)  # fmt: skip
+
+
+class IncrementalStream:
+    """The whole reply so far, from the events of a server with `incremental_streaming_output`.
+
+    Each event of such a server has the tokens since the last event only. When the server aborts a waiting request, its
+    last event repeats the last token, and all log probabilities and all text.
+    """
+
+    def __init__(self) -> None:
+        self._output_ids: list[int] = []
+        self._lists: dict[str, list[Any]] = {}
+        self._text = ""
+
+    def add(self, event: Json) -> Json:
+        """The reply with all tokens so far. Its lists are not changed by later events."""
+        meta = dict(event["meta_info"])
+        received = len(self._output_ids) + len(event["output_ids"])
+        count = min(meta.get("completion_tokens", received), received)
+        self._output_ids = [*self._output_ids, *event["output_ids"]][:count]
+        for name in _OUTPUT_LISTS:
+            if name in meta:
+                self._lists[name] = meta[name] = [*self._lists.get(name, ()), *(meta[name] or ())][:count]
+        reply = {**event, "output_ids": self._output_ids, "meta_info": meta}
+        if "text" in event:
+            new_text = event["text"] or ""
+            if count < received:  # new text that was not sent yet, if any, and then all text
+                self._text = new_text[(len(new_text) - len(self._text)) // 2 :]
+            else:
+                self._text += new_text
+            reply["text"] = self._text
+        return reply
+
+
 def key_error(base_url: str, endpoint: Endpoint, has_key: bool) -> ServerError:
     """The error for status 401. `has_key`: whether this client was given the key that the endpoint needs."""
     name = "admin_api_key" if endpoint.needs_admin_key else "api_key"

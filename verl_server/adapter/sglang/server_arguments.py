@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_server.adapter.lora_config import check_lora_paths
+from verl_server.adapter.sglang.argument_table import read_options
 from verl_server.adapter.sglang.misplaced_arguments import refuse_misplaced_arguments
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import MemoryTag
@@ -51,6 +52,15 @@ def complete_server_args(server_args: Mapping[str, Any]) -> Json:
     loaders = [loaders] if isinstance(loaders, str) else list(loaders)
     args["custom_weight_loader"] = loaders if WEIGHT_LOADER in loaders else [*loaders, WEIGHT_LOADER]
     return args
+
+
+def add_fleet_defaults(server_args: Mapping[str, Any]) -> Json:
+    """`server_args` with the values that suit servers behind a router of this library.
+
+    With `incremental_streaming_output`, a stream sends each token once. Otherwise each event repeats all tokens so far.
+    """
+    defaults = {"incremental_streaming_output": True}
+    return {**{name: value for name, value in defaults.items() if name in read_options()}, **server_args}
 
 
 def validate_launch_args(server_args: Mapping[str, Any]) -> Json:

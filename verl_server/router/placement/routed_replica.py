@@ -92,12 +92,14 @@ class RoutedReplica:
 class Slot:
     """One request on a replica, from its placement to its end. `ReplicaPool` creates and releases it."""
 
-    __slots__ = ("_number", "_was_idle", "is_released", "period", "replica", "tokens")
+    __slots__ = ("_number", "_was_idle", "is_probe", "is_released", "period", "replica", "tokens")
 
     def __init__(self, replica: RoutedReplica, prompt_tokens: int) -> None:
         self.replica = replica
         self.tokens = prompt_tokens
         """Number of tokens of the request: prompt and received output."""
+        self.is_probe = replica.errors.trust is Trust.PROBED
+        """Whether the request shows if a replica that failed several times in a row works again."""
         self.period = replica.errors.start_request()
         """Period of the replica's errors in which the request began."""
         self.is_released = False

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -78,6 +79,7 @@ def serve_static(
     Raises BadInputError for an unusable list of servers, OSError when the address cannot be used.
     """
     source = StaticReplicas(servers)
+    collect_garbage_rarely()
     uvloop.run(serve(source, RouterConfig(), host=host, port=port, api_key=api_key, on_ready=on_ready))
 
 
@@ -93,8 +95,20 @@ async def _serve_pipe() -> None:
     )
 
 
+def collect_garbage_rarely() -> None:
+    """Let Python look for cyclic garbage after 50,000 new objects instead of 700.
+
+    Each running request has about a hundred objects. With Python's default, most of the time of a burst of requests
+    goes into looking at the objects of all running requests, again and again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def main() -> None:
     """Run the router process of a fleet."""
+    collect_garbage_rarely()
     with contextlib.suppress(BrokenPipeError):
         uvloop.run(_serve_pipe())
 
