@@ -137,7 +137,8 @@ class ShardWriter:
             (checkpoint_name,) = self._manifest.checkpoint_specs(name, TensorSpec.of(tensor))
             parts = [(checkpoint_name, tensor)]
         for part_name, part in parts:
-            self._write_checkpoint_tensor(part_name, part)
+            if part_name not in self._manifest.ignored:
+                self._write_checkpoint_tensor(part_name, part)
 
     def _write_checkpoint_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Write a whole tensor, or this rank's shard of a DTensor, by its checkpoint name."""
