@@ -18,6 +18,7 @@ from verl_server import cli_arguments as options
 from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY, LOOPBACK, REPLICA_API_KEY, take_key
 from verl_server.cli_output import print_line, print_replicas, show_progress
 from verl_server.cli_server import run_server
+from verl_server.cli_signals import StopRequested, StopSignals
 from verl_server.errors import BadInputError, NotReadyError, VerlServerError
 from verl_server.validation import require_http_url
 
@@ -228,6 +229,36 @@ def demo(
     from verl_server.demo import run
 
     raise typer.Exit(run(seed=seed, steps=steps, output_dir=output))
+
+
+@app.command()
+def conformance(
+    engine: options.Engines = None,
+    case: options.Cases = None,
+    updates: options.Updates = 1000,
+    output: options.ConformanceOutput = Path("conformance_output"),
+    verbose: Verbose = False,
+) -> None:
+    """Check weight updates and generation of an engine against Hugging Face, and compare engines.
+
+    An engine is verl_server, sglang (SGLang's own adapter), or the URL of a running server. The keys of a
+    running server are read from VERL_SERVER_API_KEY and VERL_SERVER_ADMIN_API_KEY. Its weights are changed,
+    and at the end the weights of its model's folder are pushed.
+
+    Exit code 1 when a case failed or hung.
+
+    Example:
+      verl-server conformance --engine verl_server --engine sglang --updates 100
+    """
+    from verl_server.conformance.command import run
+
+    keys = (os.environ.get(API_KEY), os.environ.get(ADMIN_API_KEY))
+    try:
+        with StopSignals():
+            has_problems = run(engine or ["verl_server"], case or [], updates, output, keys)
+    except StopRequested as stop:
+        raise typer.Exit(128 + stop.number) from None
+    raise typer.Exit(EXIT_FAILED if has_problems else 0)
 
 
 def main() -> None:

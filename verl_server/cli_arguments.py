@@ -48,6 +48,17 @@ Replicas = Annotated[
 ]
 DemoOutput = Annotated[Path, typer.Option(help="Folder for reward.png, metrics.json and the logs.", metavar="FOLDER")]
 Dtype = Annotated[str, typer.Option(help="The --dtype with which the server will be started.", metavar="DTYPE")]
+Engines = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Engine to check: verl_server, sglang, or a URL. Repeat the option to compare.", metavar="ENGINE"
+    ),
+]
+Cases = Annotated[
+    list[str] | None, typer.Option(help="Run only this case. Repeat the option for more cases.", metavar="NAME")
+]
+Updates = Annotated[int, typer.Option(min=2, help="Number of updates of the case `repeated`.", metavar="N")]
+ConformanceOutput = Annotated[Path, typer.Option(help="Folder for the results and the logs.", metavar="FOLDER")]
 
 #: Arguments of SGLang that this command has under another name.
 RENAMED_ARGUMENTS = {

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from verl_server.cli_output import print_line, print_server, show_progress
+from verl_server.cli_signals import StopRequested, StopSignals
 
 if TYPE_CHECKING:
     from verl_server.adapter import HttpServerEngineAdapter
@@ -21,7 +20,7 @@ def run_server(server_args: Mapping[str, Any], log_dir: Path | None, generated_k
     Returns the exit code: 0 if the server was ready when the signal came, otherwise 128 plus the signal's number.
     Raises the errors of the start, and ServerDiedError when the server ends by itself.
     """
-    signals = _StopSignals()
+    signals = StopSignals()
     try:
         with signals, _start(server_args, log_dir) as adapter:
             signals.is_server_ready = True
@@ -30,7 +29,7 @@ def run_server(server_args: Mapping[str, Any], log_dir: Path | None, generated_k
             assert process is not None
             process.wait_exit(threading.TIMEOUT_MAX)
             raise process.died(adapter.base_url)
-    except _StopRequested as stop:
+    except StopRequested as stop:
         print_line("The server and all of its processes have ended.")
         return 0 if signals.is_server_ready else 128 + stop.number
 
@@ -43,32 +42,3 @@ def _start(server_args: Mapping[str, Any], log_dir: Path | None) -> HttpServerEn
     config = AdapterConfig(log_dir=log_dir, use_forkserver=shares_forkservers())  # its own would serve only one server
     with show_progress(f"Starting a server for {server_args['model_path']}"):
         return HttpServerEngineAdapter(config=config, **server_args)
-
-
-class _StopRequested(BaseException):
-    """A signal asked the command to end. Not an `Exception`, so that no handler of errors catches it."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-class _StopSignals:
-    """Raises `_StopRequested` on the first signal and ignores later signals, so that the cleanup can finish."""
-
-    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        self.is_server_ready = False
-
-    def __enter__(self) -> None:
-        for number in self.NUMBERS:
-            signal.signal(number, self._stop)
-
-    def __exit__(self, *_: object) -> None:
-        for number in self.NUMBERS:
-            signal.signal(number, signal.SIG_DFL)
-
-    def _stop(self, number: int, _: FrameType | None) -> NoReturn:
-        for other in self.NUMBERS:
-            signal.signal(other, signal.SIG_IGN)
-        raise _StopRequested(number)

@@ -97,12 +97,18 @@ def make_config(
 
 
 def make_model(
-    folder: Path | str, architecture: Architecture | str = Architecture.QWEN3, *, seed: int = 0, **sizes: Any
+    folder: Path | str,
+    architecture: Architecture | str = Architecture.QWEN3,
+    *,
+    seed: int = 0,
+    weight_std: float = 0.2,
+    **sizes: Any,
 ) -> Path:
     """Write a random model and its tokenizer into `folder`, and return the folder.
 
-    `sizes` are the arguments of `make_config`. The standard deviation of the weights is 0.2, larger than the default of
-    transformers, so that the largest logit of a random model is clear and greedy decoding does not depend on rounding.
+    `sizes` are the arguments of `make_config`. `weight_std`: standard deviation of the weights. Its default is larger
+    than that of transformers, so that the largest logit of a random model is clear and greedy decoding does not depend
+    on rounding. A smaller value makes the rounding errors of log probabilities smaller.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -116,7 +122,7 @@ def make_model(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
-                    parameter.normal_(0.0, 0.2)
+                    parameter.normal_(0.0, weight_std)
                 elif name.endswith("bias"):
                     parameter.normal_(0.0, 0.05)
     model.save_pretrained(folder)

@@ -31,12 +31,12 @@ from helpers import (
     tree_of,
     wait_until,
 )
-from interceptor import Interceptor
 from pushing_trainer import push_once
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, Timeouts, VerlEngine
 from verl_server.config import RemoteServer, WeightsConfig
+from verl_server.conformance.interceptor import Interceptor
 from verl_server.errors import DeadlineError, PeerError, TornWeightsError, VerlServerError
 
 HERE = Path(__file__).parent

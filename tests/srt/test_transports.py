@@ -18,13 +18,13 @@ from helpers import (
     remote_server_of,
     wait_until,
 )
-from interceptor import Interceptor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, WeightsConfig
 from verl_server.config import TRANSPORTS as ALL_TRANSPORTS
 from verl_server.config import PauseMode
+from verl_server.conformance.interceptor import Interceptor
 from verl_server.errors import (
     BadInputError,
     ServerBusyError,

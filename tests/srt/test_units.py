@@ -50,6 +50,8 @@ PACKAGES = [
     "cli_server",
     "cli_output",
     "cli_arguments",
+    "cli_signals",
+    "conformance",
     "demo",
     "doctor",
     "gateway",

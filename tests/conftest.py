@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Actors of Ray have the priority of the suite, so that the forkserver of the suite can fork their servers, too.
     os.environ.update(RAY_worker_niceness="0", RAY_worker_oom_score_adjustment="0")
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parent / "srt")
     python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, *(path for path in python_path if path != here)]))
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
@@ -66,7 +66,7 @@ LONG_FILES = (
     "test_docs.py", "test_examples.py", "test_faults.py", "test_platform_server.py", "test_ray.py",
     "test_weight_updates.py", "test_forkserver.py", "test_ranks.py", "test_transports.py", "test_cli.py",
     "test_fleet.py", "test_in_process.py", "test_lifecycle.py", "test_verl_engine_server.py", "test_demo.py",
-    "test_benchmarks.py", "test_long_prefill.py", "test_fleet_engine.py",
+    "test_benchmarks.py", "test_every_case.py", "test_long_prefill.py", "test_fleet_engine.py",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A TCP forwarder in front of a server. A test can act at an exact step of the protocol, for example kill a process."""
+"""A TCP forwarder in front of a server. A case or a test can act at an exact step, for example kill a process."""
 
 from __future__ import annotations
 

@@ -1,0 +1,36 @@
+"""Signals that end the `verl-server` command: they are raised as an exception, so that all processes are ended."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any, NoReturn
+
+
+class StopRequested(BaseException):
+    """A signal asked this command to end. Not an `Exception`, so that no handler of errors catches it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class StopSignals:
+    """Raises `StopRequested` on the first signal and ignores later signals, so that the cleanup can finish."""
+
+    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.is_server_ready = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        self._before = {number: signal.signal(number, self._stop) for number in self.NUMBERS}
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, _: FrameType | None) -> NoReturn:
+        for other in self.NUMBERS:
+            signal.signal(other, signal.SIG_IGN)
+        raise StopRequested(number)

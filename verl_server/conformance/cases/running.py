@@ -1,0 +1,97 @@
+"""Cases of an update while requests run, for each of SGLang's pause modes."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+from verl_server.conformance.case import Case, CheckFailedError, Trial
+from verl_server.conformance.reference import LOGPROB_LIMIT, PROMPTS, describe_gap
+from verl_server.conformance.systems.base import Reply, System
+
+RUNNING_TOKENS = 600
+"""Number of tokens of a request that is to run during an update."""
+START_S = 0.3
+"""Seconds from the start of the requests to the update."""
+
+
+@contextmanager
+def running_requests(system: System) -> Iterator[list[Future[Reply]]]:
+    """Generations of `PROMPTS` that run at the beginning of the body."""
+    pool = ThreadPoolExecutor(len(PROMPTS))
+    try:
+        futures = [pool.submit(system.generate, prompt, RUNNING_TOKENS) for prompt in PROMPTS]
+        time.sleep(START_S)
+        if any(future.done() for future in futures):
+            ended = next(future for future in futures if future.done())
+            raise CheckFailedError(f"a generation of {RUNNING_TOKENS} tokens ended after {START_S} s: {ended}")
+        yield futures
+    finally:
+        pool.shutdown(wait=False)
+
+
+def update_while_running(pause_mode: str, trial: Trial) -> str:
+    """Push weights while three requests run, then check their tokens and those of new requests."""
+    old, new = trial.reference.weights(41), trial.reference.weights(42)
+    trial.system.update(old)
+    with running_requests(trial.system) as futures:
+        trial.system.update(new, pause_mode=pause_mode, flush_cache=pause_mode != "in_place")
+        gap = trial.reference.require(trial.system, new, "in a request after the update")
+        replies = [future.result() for future in futures]
+    switches = []
+    for prompt, reply in zip(PROMPTS, replies, strict=True):
+        old_gaps = trial.reference.token_gaps(old, prompt, reply)
+        switch = next((at for at, value in enumerate(old_gaps) if value > LOGPROB_LIMIT), len(old_gaps))
+        switches.append(switch)
+        _check_end(pause_mode, reply, switch)
+        if pause_mode == "retract":  # recomputed with the new weights, so all later tokens are exactly theirs
+            later = trial.reference.token_gaps(new, prompt, reply)[switch:]
+            if max(later) > LOGPROB_LIMIT:
+                raise CheckFailedError(f"tokens after the update differ from both weights by {max(later):.1e}")
+    trial.figures["tokens_with_old_weights"] = switches
+    return f"{min(switches)} to {max(switches)} tokens with the old weights, then {describe_gap(gap)}"
+
+
+def _check_end(pause_mode: str, reply: Reply, switch: int) -> None:
+    """Raise CheckFailedError unless a running request ended as its pause mode says."""
+    tokens = len(reply.output_ids)
+    if switch == 0:
+        raise CheckFailedError("a running request has no token that the old weights generate")
+    if pause_mode == "abort":
+        if reply.finish_reason != "abort" or not 0 < tokens < RUNNING_TOKENS or switch != tokens:
+            raise CheckFailedError(
+                f"an aborted request ended with {reply.finish_reason!r} and {tokens} tokens, {switch} of old weights"
+            )
+    elif reply.finish_reason != "length" or tokens != RUNNING_TOKENS:
+        raise CheckFailedError(f"a running request ended with {reply.finish_reason!r} and {tokens} tokens")
+    elif switch == tokens:
+        raise CheckFailedError("a running request generated no token with the new weights")
+
+
+def _case(pause_mode: str, claim: str, *issues: str) -> Case:
+    name = f"running-{pause_mode.replace('_', '-')}"
+    return Case(name, claim, issues, functools.partial(update_while_running, pause_mode))
+
+
+CASES = (
+    _case(
+        "retract",
+        "Requests that are retracted for an update continue with all tokens, each of the old or of the new weights.",
+        "https://github.com/sgl-project/sglang/issues/33783",
+        "https://github.com/verl-project/verl/issues/7990",
+    ),
+    _case(
+        "in_place",
+        "An update during a pause in place returns, running requests continue, new requests use the new weights.",
+        "https://github.com/sgl-project/sglang/pull/29670",
+        "https://github.com/verl-project/verl/pull/7846",
+    ),
+    _case(
+        "abort",
+        "Requests that are aborted for an update return the tokens of the old weights and the reason `abort`.",
+        "https://github.com/sgl-project/sglang/issues/12099",
+    ),
+)

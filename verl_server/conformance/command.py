@@ -1,0 +1,50 @@
+"""What `verl-server conformance` does: chooses the engines, runs the suite, and prints the results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from verl_server.conformance.case import CaseResult
+from verl_server.conformance.report import STYLES, as_table
+
+PIPE_WIDTH = 200
+
+
+def run(
+    engine_names: Sequence[str],
+    case_names: Sequence[str],
+    updates: int,
+    output: Path,
+    keys: tuple[str | None, str | None] = (None, None),
+) -> bool:
+    """Run the suite and print its results. Returns whether a case has failed or hung.
+
+    `keys`: key for requests and key for administration of running servers.
+
+    Raises BadInputError for an unknown engine or case, for a server that cannot be checked, and for an output folder
+    that takes no files.
+    """
+    console = Console(highlight=False, width=None if Console().is_terminal else PIPE_WIDTH)
+    with console.status("Loading") if console.is_terminal else contextlib.nullcontext():
+        from verl_server.conformance.engines import named_engine, running_server
+        from verl_server.conformance.suite import run_suite, select_cases, small_model
+        from verl_server.validation import make_writable_folder
+
+    cases = select_cases(case_names)
+    folder = make_writable_folder("output", output)
+    make_writable_folder("output", folder / "logs")
+
+    def show(engine: str, result: CaseResult) -> None:
+        style = STYLES[result.outcome]
+        console.print(f"{engine}: {result.name} [{style}]{result.outcome}[/{style}] ({result.seconds:.1f} s)")
+
+    with small_model() as model:
+        engines = [running_server(name, *keys) if "://" in name else named_engine(name, model) for name in engine_names]
+        reports = run_suite(engines, cases, updates=updates, output=folder, on_result=show)
+    console.print(as_table(reports))
+    console.print(f"Results: {folder / 'conformance.json'}, {folder / 'conformance.md'}", soft_wrap=True, markup=False)
+    return any(report.has_problems for report in reports)

@@ -1,0 +1,128 @@
+"""Trainers in processes of their own, which the cases kill, and the end of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from verl_server.conformance.case import CheckFailedError
+from verl_server.server.warden.shared_memory_files import SHM_DIR, find_shared_memory, remove_shared_memory
+
+if TYPE_CHECKING:
+    from verl_server.conformance.systems.base import System, SystemFactory
+
+#: Imported once by the process from which trainers are forked.
+TRAINER_IMPORTS = [
+    "torch",
+    "safetensors.torch",
+    "torch.distributed.device_mesh",
+    "transformers.models.auto",
+    "transformers.models.llama.modeling_llama",
+    "verl_server.conformance.worker",
+    "verl_server.conformance.systems.verl_engine",
+]
+POLL_S = 0.05
+KILL_TIMEOUT_S = 20.0
+
+
+def process_context() -> ForkServerContext:
+    """A context whose processes are forked from a process that has imported what trainers use."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(TRAINER_IMPORTS)
+    return context
+
+
+@contextlib.contextmanager
+def other_process(body: Callable[..., None], *args: Any) -> Iterator[tuple[ForkServerProcess, Connection]]:
+    """A process that runs `body(connection, *args)`, and this end of the connection. Killed at the end."""
+    mine, theirs = multiprocessing.Pipe()
+    process = process_context().Process(target=body, args=(theirs, *args), daemon=False)
+    process.start()
+    theirs.close()
+    try:
+        yield process, mine
+    finally:
+        process.kill()
+        process.join()
+        mine.close()
+
+
+def push_from_file(connection: Connection, connect: Callable[[], System], weights: Path) -> None:
+    """Body of a trainer: connect to a server, and push the weights of a safetensors file."""
+    import torch
+    from safetensors.torch import load_file
+
+    torch.set_num_threads(1)
+    system = connect()
+    connection.send("connected")
+    system.update(load_file(weights))
+    connection.send("updated")
+
+
+def start_and_wait(connection: Connection, start: SystemFactory, server_args: Mapping[str, Any]) -> None:
+    """Body of a trainer: start a server, report its process ids, and wait."""
+    import torch
+
+    torch.set_num_threads(1)
+    system = start(**server_args)
+    connection.send(system.server_pids())
+    connection.recv()
+
+
+def wait_for_end(pids: Iterable[int], timeout_s: float) -> None:
+    """Wait until processes have ended. Raises CheckFailedError with their number if some are left."""
+    deadline = time.monotonic() + timeout_s
+    while left := [pid for pid in pids if is_running(pid)]:
+        if time.monotonic() > deadline:
+            raise CheckFailedError(f"{len(left)} processes of the server still run after {timeout_s:g} s")
+        time.sleep(POLL_S)
+
+
+@contextlib.contextmanager
+def remove_processes(pids: list[int]) -> Iterator[None]:
+    """At the end, kill those of the processes that still run, and remove the files that they leave in `/dev/shm`."""
+    files = find_shared_memory(pids)
+    processes = [psutil.Process(pid) for pid in pids]
+    try:
+        yield
+    finally:
+        kill_processes(processes)
+        remove_shared_memory(files, set(pids))
+
+
+def kill_processes(processes: list[psutil.Process]) -> None:
+    """Kill processes and wait until they have ended. Does nothing to a later process with the same id."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(processes, timeout=KILL_TIMEOUT_S)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except OSError:
+        return False
+
+
+def require_no_files(pid: int, timeout_s: float) -> None:
+    """Wait until no file in `/dev/shm` has the id of an ended process in its name.
+
+    Raises CheckFailedError with the number of files that are left, and removes these files.
+    """
+    deadline = time.monotonic() + timeout_s
+    while left := [name for name in os.listdir(SHM_DIR) if f"_{pid}_" in name]:
+        if time.monotonic() > deadline:
+            remove_shared_memory(set(left), {pid})
+            raise CheckFailedError(f"{len(left)} files of a killed trainer are left in shared memory")
+        time.sleep(POLL_S)

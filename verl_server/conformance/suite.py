@@ -1,0 +1,94 @@
+"""`run_suite`: all cases with one or several engines, and the files of the results."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from verl_server.conformance.case import Case, CaseResult
+from verl_server.conformance.cases import CASES
+from verl_server.conformance.engines import Engine
+from verl_server.conformance.environment import describe_environment
+from verl_server.conformance.report import SystemReport, as_json, as_markdown
+from verl_server.conformance.runner import run_cases
+from verl_server.errors import BadInputError
+from verl_server.server.forkserver.shared_forkserver import prepare_forkserver
+from verl_server.server.forkserver.socket_folder import FOLDER_VARIABLE, shares_forkservers
+from verl_server.tiny import Architecture, make_model
+from verl_server.validation import did_you_mean
+
+OnResult = Callable[[str, CaseResult], None]
+"""Called with the name of the engine and the result of a case."""
+
+
+def select_cases(names: Sequence[str]) -> tuple[Case, ...]:
+    """The cases with these names, in the order of the suite; all cases without a name.
+
+    Raises BadInputError for an unknown name.
+    """
+    known = [case.name for case in CASES]
+    for name in names:
+        if name not in known:
+            raise BadInputError(f"unknown case {name!r}; the cases are {', '.join(known)}{did_you_mean(name, known)}")
+    return tuple(case for case in CASES if not names or case.name in names)
+
+
+def run_suite(
+    engines: Sequence[Engine], cases: Sequence[Case], *, updates: int, output: Path, on_result: OnResult
+) -> list[SystemReport]:
+    """Run the cases with each engine, and write `conformance.json`, `conformance.md` and the logs into `output`.
+
+    The files are written after each engine, so that they exist when a later engine is interrupted.
+    """
+    environment = describe_environment()
+    reports: list[SystemReport] = []
+    with shared_forkserver():
+        for engine in engines:
+            results = []
+            log = output / "logs" / f"{re.sub(r'[^a-z_]+', '-', engine.name)}.log"
+            running = run_cases(engine.start, cases, model=engine.model, updates=updates, log=log)
+            with contextlib.closing(running):
+                for result in running:
+                    results.append(result)
+                    on_result(engine.name, result)
+            reports.append(SystemReport(engine.name, engine.description, tuple(results)))
+            content = as_json(environment, updates, cases, reports)
+            (output / "conformance.json").write_text(as_text(content), encoding="utf-8")
+            (output / "conformance.md").write_text(as_markdown(content) + "\n", encoding="utf-8")
+    return reports
+
+
+def as_text(content: object) -> str:
+    """JSON with lists of numbers on one line; one number per line would make the file unreadable."""
+    numbers = re.compile(r"\[\s+((?:-?[\d.e+-]+,\s+)*-?[\d.e+-]+)\s+\]")
+    return numbers.sub(lambda match: "[" + " ".join(match[1].split()) + "]", json.dumps(content, indent=1)) + "\n"
+
+
+@contextlib.contextmanager
+def small_model() -> Iterator[Path]:
+    """A temporary folder with a random float32 Llama, whose tensors SGLang returns by name.
+
+    Its weights are small: rounding in float32 changes its log probabilities by about 1e-6, a tenth of what is accepted.
+    """
+    with tempfile.TemporaryDirectory(prefix="verl-conformance-") as folder:
+        yield make_model(Path(folder) / "model", Architecture.LLAMA, weight_std=0.07)
+
+
+@contextlib.contextmanager
+def shared_forkserver() -> Iterator[None]:
+    """Let all processes of the suite share one forkserver, unless the environment names a folder already."""
+    if shares_forkservers():
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="verl-conformance-") as folder:
+        os.environ[FOLDER_VARIABLE] = folder
+        try:
+            prepare_forkserver()
+            yield
+        finally:
+            del os.environ[FOLDER_VARIABLE]

@@ -1,0 +1,97 @@
+"""`System`: what the cases of the conformance suite need from a trainer's connection to an inference server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NotOfferedError(Exception):
+    """The system does not offer what a case needs. The message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The generation of one prompt."""
+
+    output_ids: list[int]
+    """Generated token ids."""
+    logprobs: list[float]
+    """Log probability of each generated token."""
+    finish_reason: str
+    """"length", "abort" or another of SGLang's reasons."""
+    cached_tokens: int
+    """Number of prompt tokens that came from the prefix cache."""
+    weight_version: str | None
+    """Version of the weights as the reply names it. None if the reply names none."""
+
+
+class System(Protocol):
+    """A trainer's connection to one inference server that serves a model in float32.
+
+    A method that the system does not offer raises NotOfferedError. Other failures raise any other exception. All
+    methods may block; `generate` is called by several threads at once, also during `update`.
+    """
+
+    name: str
+    """Name of the system in the results."""
+    url: str
+    """Base URL of the server."""
+    owns_server: bool
+    """Whether this object has started the server and ends the server in `close`."""
+
+    def update(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        pause_mode: str | None = None,
+        flush_cache: bool = True,
+        check_finite: bool = False,
+    ) -> None:
+        """Load tensors by Hugging Face name. Returns when the server uses them.
+
+        `pause_mode`: what happens to running requests, one of SGLang's modes; None: the default of the system.
+        `check_finite`: refuse NaN and infinity.
+        """
+
+    def generate(self, prompt: list[int], max_new_tokens: int, *, lora: str | None = None) -> Reply:
+        """Generate greedily exactly `max_new_tokens` tokens, unless an update aborts the request."""
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """The served value of one tensor, by Hugging Face name, in float32."""
+
+    @property
+    def weight_version(self) -> str:
+        """Version of the weights that the last update has loaded."""
+
+    def load_lora(self, name: str, tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> None:
+        """Load a LoRA adapter with PEFT's names and configuration, or replace the adapter of that name."""
+
+    def release_memory(self) -> None:
+        """Release the memory of weights and KV cache."""
+
+    def resume_memory(self) -> None:
+        """Take the released memory back. The weights are then undefined."""
+
+    def connect(self, url: str) -> Callable[[], System]:
+        """How another trainer reaches the server at `url`: a function that can be pickled."""
+
+    def server_pids(self) -> list[int]:
+        """Process ids of the server and all processes below it."""
+
+    def kill_server(self) -> None:
+        """Kill the server's main process with SIGKILL."""
+
+    def close(self) -> None:
+        """End the connection, and the server if this object owns it."""
+
+
+class SystemFactory(Protocol):
+    """Starts a system: a function that can be pickled."""
+
+    def __call__(self, **server_args: Any) -> System:
+        """Start a server with further server arguments, or connect to a running server."""
