@@ -88,7 +88,10 @@ class _Worker:
             self._connection.send(None)
         self._process.join(END_TIMEOUT_S)
         if self._process.exitcode != 0:
-            logger.warning("the conformance worker has not ended its server: exit code %s", self._process.exitcode)
+            logger.warning(
+                "the system was not closed, its server may hold other weights: exit code %s; read the log",
+                self._process.exitcode,
+            )
 
     def kill(self) -> None:
         """Kill the worker and all processes below it, and remove the files that they leave in shared memory."""

@@ -14,7 +14,7 @@ WAIT_S = 2.0
 """Seconds without an answer after which a request counts as waiting."""
 ANSWER_S = 30.0
 """Seconds after which a waiting request must have been answered, once weights are whole again."""
-REFUSED, WAITS = "a refusal", "requests that wait"
+REFUSED, WAITS = "an error", "nothing, requests wait"
 
 
 class ServedWeights:
@@ -26,16 +26,14 @@ class ServedWeights:
         self._future: Future[Reply] = self._pool.submit(trial.system.generate, PROMPTS[0], NEW_TOKENS)
 
     def describe(self, candidates: Mapping[str, Weights]) -> str:
-        """The name of the candidate that the server serves, `REFUSED`, or `WAITS`.
+        """What the server serves: the name of a candidate, `REFUSED` or `WAITS`.
 
         Raises CheckFailedError if the server generates with anything else.
         """
         try:
             reply = self._future.result(WAIT_S)
         except FutureTimeoutError:
-            if not self._future.done():
-                return WAITS
-            return REFUSED
+            return REFUSED if self._future.done() else WAITS  # the system itself may raise a TimeoutError
         except Exception:  # noqa: BLE001 - boundary to the system under test: any error is a refusal
             return REFUSED
         gaps = {name: self._trial.reference.gap(weights, PROMPTS[0], reply) for name, weights in candidates.items()}

@@ -50,14 +50,12 @@ def worker_main(connection: Connection, start: SystemFactory, model: Path, updat
             continue
         connection.send(READY)
         result = run_case(case, trial)
-        if result.outcome in (Outcome.FAILED, Outcome.HUNG):  # the next case gets another server
-            _close(trial)
+        if result.outcome is Outcome.FAILED:  # the next case gets another server
+            _close_failed(trial)
             trial = None
         connection.send(result)
     if trial is not None:
-        if not trial.system.owns_server:
-            trial.system.update(reference.original)
-        trial.system.close()
+        _close(trial)
 
 
 def run_case(case: Case, trial: Trial) -> CaseResult:
@@ -85,14 +83,23 @@ def _trial_for(case: Case, before: Trial | None, start: SystemFactory, reference
         system = before.system
     else:
         if before is not None:
-            _close(before)
+            _close_failed(before)
         system = start(**case.server_args)
     return Trial(system, reference, start, case.server_args, updates)
 
 
 def _close(trial: Trial) -> None:
+    """End the system. A server that ran before gets the weights of its model's folder back."""
     try:
+        if not trial.system.owns_server:
+            trial.system.update(trial.reference.original)
+    finally:
         trial.system.close()
+
+
+def _close_failed(trial: Trial) -> None:
+    try:
+        _close(trial)
     except Exception:  # noqa: BLE001 - boundary to the system under test; the runner kills what is left
         traceback.print_exc()
 

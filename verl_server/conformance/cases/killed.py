@@ -46,11 +46,12 @@ def trainer_killed(step: str, trial: Trial) -> str:
         try:
             next_trainer.update(last)
         except Exception as error:
-            raise CheckFailedError(f"{served}; the next trainer's update fails: {describe(error)}") from error
+            text = f"served afterwards: {served}; the next trainer's update fails: {describe(error)}"
+            raise CheckFailedError(text) from error
         gap = trial.reference.require(next_trainer, last, "after the update of the next trainer")
         request.require_answer()
     require_no_files(pid, END_S)
-    return f"{served}; the next trainer's update {describe_gap(gap)}"
+    return f"served afterwards: {served}; after the next trainer's update {describe_gap(gap)}"
 
 
 def _push_and_die(trial: Trial, step: str, weights: Weights) -> int:

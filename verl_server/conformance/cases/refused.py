@@ -66,7 +66,7 @@ def bad_update(spoil: Callable[[NamedTensors], NamedTensors], check_finite: bool
         ) from error
     request.require_answer()
     gap = trial.reference.require(trial.system, repaired, "after a whole update")
-    return f"{refusal}, then {served}; after a whole update {describe_gap(gap)}"
+    return f"{refusal}; served afterwards: {served}; after a whole update {describe_gap(gap)}"
 
 
 _CLAIM = (
