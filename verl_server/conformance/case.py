@@ -61,7 +61,7 @@ class Case:
     claim: str
     """What every system should do, as one sentence."""
     issues: tuple[str, ...]
-    """URLs of public issues and pull requests in which a system did not do this."""
+    """URLs of public issues and pull requests about systems with the same symptom."""
     run: Callable[[Trial], str]
     """Checks the claim and returns what was measured, in a few words. Raises CheckFailedError or NotOfferedError; any
     other exception is a failure as well. A function that can be pickled."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from rich.console import Console
@@ -28,6 +30,7 @@ def run(
     Raises BadInputError for an unknown engine or case, for a server that cannot be checked, and for an output folder
     that takes no files.
     """
+    start_quiet_resource_tracker()
     console = Console(highlight=False, width=None if Console().is_terminal else PIPE_WIDTH)
     with console.status("Loading") if console.is_terminal else contextlib.nullcontext():
         from verl_server.conformance.engines import named_engine, running_server
@@ -48,3 +51,16 @@ def run(
     console.print(as_table(reports))
     console.print(f"Results: {folder / 'conformance.json'}, {folder / 'conformance.md'}", soft_wrap=True, markup=False)
     return any(report.has_problems for report in reports)
+
+
+def start_quiet_resource_tracker() -> None:
+    """Start the process with which `multiprocessing` removes semaphores, without its warnings about killed servers."""
+    variable = "PYTHONWARNINGS"
+    before = os.environ.get(variable)
+    os.environ[variable] = "ignore:resource_tracker"
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        del os.environ[variable]
+        if before is not None:
+            os.environ[variable] = before

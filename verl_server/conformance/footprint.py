@@ -25,7 +25,7 @@ class Footprint:
     @classmethod
     def of(cls, pids: Sequence[int]) -> Footprint:
         """The resources that these processes use now."""
-        files = find_shared_memory(list(pids))
+        files = set(find_shared_memory(pids))
         if os.path.isdir(SHM_DIR):
             marks = tuple(f"_{pid}_" for pid in pids)
             files |= {name for name in os.listdir(SHM_DIR) if any(mark in name for mark in marks)}

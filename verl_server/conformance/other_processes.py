@@ -96,7 +96,7 @@ def remove_processes(pids: list[int]) -> Iterator[None]:
         yield
     finally:
         kill_processes(processes)
-        remove_shared_memory(files, set(pids))
+        remove_shared_memory(files)
 
 
 def kill_processes(processes: list[psutil.Process]) -> None:
@@ -121,8 +121,14 @@ def require_no_files(pid: int, timeout_s: float) -> None:
     Raises CheckFailedError with the number of files that are left, and removes these files.
     """
     deadline = time.monotonic() + timeout_s
-    while left := [name for name in os.listdir(SHM_DIR) if f"_{pid}_" in name]:
+    while left := _files_named_after(pid):
         if time.monotonic() > deadline:
-            remove_shared_memory(set(left), {pid})
+            remove_shared_memory(left)
             raise CheckFailedError(f"{len(left)} files of a killed trainer are left in shared memory")
         time.sleep(POLL_S)
+
+
+def _files_named_after(pid: int) -> dict[str, int]:
+    """The inode of each file in `/dev/shm` with this process id in its name."""
+    with os.scandir(SHM_DIR) as entries:
+        return {entry.name: entry.inode() for entry in entries if f"_{pid}_" in entry.name}

@@ -72,7 +72,7 @@ def as_markdown(report: Json) -> str:
             if result := by_system[name].get(case["name"]):
                 cells = (f"`{case['name']}`", f"`{name}`", _cell(result["outcome"]), _escape(result["detail"]))
                 lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| Case | Reported in |", "|---|---|"]
+    lines += ["", "| Case | Public reports of the same symptom |", "|---|---|"]
     for case in report["cases"]:
         lines.append(f"| `{case['name']}` | {', '.join(map(_link, case['issues']))} |")
     lines += ["", *_repeated(by_system)]
@@ -118,6 +118,6 @@ def _escape(text: str) -> str:
 
 
 def _link(url: str) -> str:
-    """A link to an issue or a pull request of GitHub: `repository#number`."""
+    """A link to an issue or a pull request of GitHub: `owner/repository#number`."""
     repository, _, number = url.removeprefix("https://github.com/").replace("/issues/", "/pull/").rpartition("/pull/")
-    return f"[{repository.rpartition('/')[2]}#{number}]({url})"
+    return f"[{repository}#{number}]({url})"

@@ -100,7 +100,7 @@ class _Worker:
         files = find_shared_memory(pids)
         kill_processes(list(self._tree))
         self._process.join()
-        remove_shared_memory(files, set(pids))
+        remove_shared_memory(files)
         self._connection.close()
 
     def _record_tree(self) -> None:

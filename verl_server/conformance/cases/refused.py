@@ -72,20 +72,24 @@ def bad_update(spoil: Callable[[NamedTensors], NamedTensors], check_finite: bool
 _CLAIM = (
     "An update {} is refused with an error; the old weights or none are served, and a whole update repairs the server."
 )
-_ISSUES = ("https://github.com/vllm-project/vllm/pull/57854",)
 
 CASES = (
     Case(
         "unknown-name",
         _CLAIM.format("with an unknown name"),
-        _ISSUES,
+        ("https://github.com/vllm-project/vllm/pull/57854",),
         functools.partial(bad_update, with_unknown_name, False),
     ),
     Case(
         "wrong-shape",
         _CLAIM.format("with a wrong shape"),
-        _ISSUES,
+        ("https://github.com/sgl-project/sglang/issues/17107",),
         functools.partial(bad_update, with_wrong_shape, False),
     ),
-    Case("nan", _CLAIM.format("with NaN"), _ISSUES, functools.partial(bad_update, with_nan, True)),
+    Case(
+        "nan",
+        _CLAIM.format("with NaN"),
+        ("https://github.com/NVIDIA-NeMo/RL/issues/2180",),
+        functools.partial(bad_update, with_nan, True),
+    ),
 )

@@ -52,7 +52,7 @@ def update_while_running(pause_mode: str, trial: Trial) -> str:
             if max(later) > LOGPROB_LIMIT:
                 raise CheckFailedError(f"tokens after the update differ from both weights by {max(later):.1e}")
     trial.figures["tokens_with_old_weights"] = switches
-    return f"{min(switches)} to {max(switches)} tokens with the old weights, then {describe_gap(gap)}"
+    return f"{min(switches)} tokens with the old weights; in later requests {describe_gap(gap)}"
 
 
 def _check_end(pause_mode: str, reply: Reply, switch: int) -> None:
@@ -88,6 +88,7 @@ CASES = (
         "An update during a pause in place returns, running requests continue, new requests use the new weights.",
         "https://github.com/sgl-project/sglang/pull/29670",
         "https://github.com/verl-project/verl/pull/7846",
+        "https://github.com/NVIDIA-NeMo/RL/issues/2180",
     ),
     _case(
         "abort",

@@ -86,7 +86,7 @@ CASES = (
     Case(
         "some-tensors",
         "An update of every second tensor changes these tensors and no other.",
-        ("https://github.com/vllm-project/vllm/issues/54477",),
+        ("https://github.com/sgl-project/sglang/pull/38298", "https://github.com/pytorch/torchtitan/pull/3867"),
         some_tensors,
     ),
     Case(

@@ -121,7 +121,7 @@ class SglangSystem:
             if self._processes:
                 self._adapter.shutdown()
         kill_processes(self._processes)
-        remove_shared_memory(self._files, set(pids))
+        remove_shared_memory(self._files)
 
 
 def _free_port() -> int:
