@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from helpers import wait_until
+from helpers import processes, wait_until
 
 from verl_server.conformance.case import Case, CheckFailedError, Outcome, Trial
 from verl_server.conformance.other_processes import is_running
@@ -60,6 +60,25 @@ def fail(trial: Trial) -> str:
 
 def case(run: Callable[[Trial], str], **changes: Any) -> Case:
     return Case(run.__name__, "", (), run, **{"deadline_s": 60.0, **changes})
+
+
+def hanging_runner(model: Path, log: Path) -> None:
+    start: Any = NoServer
+    list(run_cases(start, [case(hang)], model=model, updates=2, log=log))
+
+
+def test_a_killed_runner_leaves_no_process(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """As `verl-server conformance` that is killed while a case runs."""
+    log = tmp_path / "log"
+    runner = processes().Process(target=hanging_runner, args=(tiny("llama", weight_std=0.07), log))
+    runner.start()
+    try:
+        wait_until(lambda: log.exists() and "pids " in log.read_text(), 60.0, "the case does not begin")
+    finally:
+        runner.kill()
+    text = log.read_text()
+    pids = [int(pid) for pid in text[text.index("pids ") :].split()[1:3]]
+    wait_until(lambda: not any(map(is_running, pids)), 10.0, "a process is left")
 
 
 def test_every_case_has_a_result(tiny: Callable[..., Path], tmp_path: Path) -> None:
