@@ -280,7 +280,7 @@ def test_a_server_that_answers_with_errors_does_not_block_updates(
     wait_until(lambda: bad.has_ended, 10.0, "it was not ended")
     assert "keep_log" in bad.calls, "the log has the reason"
     fleet.launcher.is_free.set()
-    assert bad.calls.count("update_weights_from_tensor" if step in ("load", "report") else step) in (2, 3)
+    assert bad.calls.count("update_weights_from_tensor" if step in ("load", "report") else step) == 2
     wait_until(lambda: fleet.states()[1] is ReplicaState.STALE, 10.0, "it was not started again")
     push(fleet, sender, 8)
     assert fleet.states() == 3 * [ReplicaState.HEALTHY]

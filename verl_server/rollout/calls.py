@@ -27,12 +27,12 @@ class FleetCalls:
     ) -> None:
         """Call `call` for all `servers` at the same time. Returns when all calls have ended.
 
-        A server that has died needs no call. A server whose error is of type `restart_on` is started again; by default
-        that is a server that does not answer. The call of any other server that fails, although it succeeded on
-        another one, is repeated once; then that server is started again. Raises the first error when the call succeeded
-        on no server, and ServerBusyError in any case: the server is well.
+        A server that has died or is being ended needs no call. A server whose error is of type `restart_on` is started
+        again; by default that is a server that does not answer. The call of any other server that fails, although it
+        succeeded on another one, is repeated once; then that server is started again. Raises the first error when the
+        call succeeded on no server, and ServerBusyError in any case: the server is well.
         """
-        num_succeeded, errors = self._call_each(servers, call)
+        num_succeeded, errors = self._call_each([server for server in servers if self._fleet.is_used(server)], call)
         answers: list[tuple[Server, VerlServerError]] = []
         for server, error in errors:
             if isinstance(error, restart_on):

@@ -35,6 +35,7 @@ MAX_THREADS = 2**20
 SERVING = frozenset({ReplicaState.HEALTHY, ReplicaState.SUSPECT})
 RUNNING = SERVING | {ReplicaState.STALE}
 """States of a replica whose server runs and takes part in weight updates."""
+ENDING = frozenset({ReplicaState.DEAD, ReplicaState.RESTARTING})
 
 
 class Fleet:
@@ -95,6 +96,11 @@ class Fleet:
                 for replica in self.replicas
                 if replica.adapter is not None and replica.state in RUNNING
             ]
+
+    def is_used(self, server: Server) -> bool:
+        """Whether the server has not been replaced and is not being ended."""
+        replica, adapter = server
+        return replica.adapter is adapter and replica.state not in ENDING
 
     def require_servers(self) -> list[Server]:
         """`servers()`. Raises ServerDiedError when there is none; new requests then do not wait for an update."""

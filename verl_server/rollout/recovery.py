@@ -18,7 +18,7 @@ from verl_server.errors import (
     StartupError,
     VerlServerError,
 )
-from verl_server.rollout.fleet import RUNNING, SERVING, Fleet
+from verl_server.rollout.fleet import ENDING, RUNNING, SERVING, Fleet
 from verl_server.rollout.health import ReplicaState, classify_health, look_interval_s, restart_delay_s
 from verl_server.rollout.replica import Replica, StartPreempted
 from verl_server.router.targets import RoutingTargets
@@ -74,7 +74,7 @@ class RecoveryLoop:
         with self._fleet.lock:
             if not self._fleet.has(replica) or replica.adapter is not adapter:
                 return
-            if replica.state in (ReplicaState.DEAD, ReplicaState.RESTARTING):
+            if replica.state in ENDING:
                 return
             if adapter is not None and adapter.process is not None:
                 adapter.process.keep_log()

@@ -108,9 +108,11 @@ class FleetUpdates:
     def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
         """See `UpdatableServers.load`. Raises as soon as one server fails: a transport may have to stop the others.
 
-        A replica whose server has died or does not answer is left out of the next attempt.
+        A replica whose server has died, is being ended or does not answer is left out of the next attempt.
         """
         loads: dict[Future[None], str] = {}
+        if ended := [name for name, server in self._servers.items() if not self._fleet.is_used(server)]:
+            raise VerlServerError(f"the servers {ended} are started again")  # the next attempt is without them
         if weight_version is not None:
             self._fleet.begin_load()
         with self._timed("load"):
