@@ -89,8 +89,7 @@ class RolloutManager:
         args = _server_args(self.mode, server_args)
         parallel_config = parse_parallel_config(args)
         config = config or AdapterConfig()
-        if config.router_ip is None:  # an sglang-router passes streams to its callers as they are
-            args = add_fleet_defaults(args)
+        args = add_fleet_defaults(args, has_sglang_router=config.router_ip is not None)
         if capabilities_of(self.mode).takes_weights:
             require_pushable(args)
         self._launcher = launcher = launcher or LocalLauncher()

@@ -54,13 +54,14 @@ def complete_server_args(server_args: Mapping[str, Any]) -> Json:
     return args
 
 
-def add_fleet_defaults(server_args: Mapping[str, Any]) -> Json:
+def add_fleet_defaults(server_args: Mapping[str, Any], *, has_sglang_router: bool) -> Json:
     """`server_args` with the values that suit servers behind a router of this library.
 
     With `incremental_streaming_output`, a stream sends each token once. Otherwise each event repeats all tokens so far.
+    An `sglang-router` passes streams to its callers as they are, so they keep SGLang's default.
     """
-    defaults = {"incremental_streaming_output": True}
-    return {**{name: value for name, value in defaults.items() if name in read_options()}, **server_args}
+    name = "incremental_streaming_output"
+    return dict(server_args) if has_sglang_router or name not in read_options() else {name: True, **server_args}
 
 
 def validate_launch_args(server_args: Mapping[str, Any]) -> Json:
