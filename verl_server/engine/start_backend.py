@@ -102,8 +102,7 @@ def start_backend(
     """
     starts_server = source.fleet is None and not source.servers
     args = _agree_on_server_args(group, placement, server_args, source.validate(), starts_server=starts_server)
-    if starts_server:
-        env = _agree_on_devices(group, placement, args, env, is_in_process=source.launch_server is False)
+    env = _agree_on_devices(group, placement, source, args, env, starts_server=starts_server)
     backend: Backend | None = None
     if placement.is_node_leader:
         try:
@@ -147,10 +146,17 @@ def _make_backend(
 
 
 def _agree_on_devices(
-    group: RankCoordinator, placement: Placement, args: Json, env: Mapping[str, str], *, is_in_process: bool
+    group: RankCoordinator,
+    placement: Placement,
+    source: BackendSource,
+    args: Json,
+    env: Mapping[str, str],
+    *,
+    starts_server: bool,
 ) -> Mapping[str, str]:
     """The environment of this node's server: `env`, and the GPUs that the trainer ranks of the node see together.
 
+    Rank 0 decides whether a server is started: the other ranks need not know of its `servers` or its `fleet`.
     All ranks raise BadInputError if a server would see too few GPUs, or if an engine in the process of the first rank
     would: it sees the GPUs of that rank only.
     """
@@ -158,10 +164,12 @@ def _agree_on_devices(
 
     def choose(contributions: list[Json]) -> list[str | None]:
         ranks = len(contributions) // placement.nnodes
-        chosen = []
+        chosen: list[str | None] = []
+        if not starts_server:
+            return [None] * placement.nnodes
         for node in range(placement.nnodes):
             on_node = contributions[node * ranks : (node + 1) * ranks]
-            values = [item["visible"] for item in (on_node[:1] if is_in_process else on_node)]
+            values = [item["visible"] for item in (on_node[:1] if source.launch_server is False else on_node)]
             own = on_node[0]["env"]
             chosen.append(devices_of_ranks(values) if own is None else own)
             needed = gpus_needed(args, placement.ranks_per_node)
