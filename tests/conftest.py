@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl_server import HttpServerEngineAdapter, RolloutManager, VerlEngine
 from verl_server.server.forkserver.shared_forkserver import prepare_forkserver
 from verl_server.server.forkserver.socket_folder import FOLDER_VARIABLE
+from verl_server.server.ports import PortReservation
 from verl_server.tiny import make_model
 
 
@@ -152,7 +153,8 @@ def adapter(shared_engine: VerlEngine) -> HttpServerEngineAdapter:
 @pytest.fixture(scope="session")
 def sglang_router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """A real `sglang-router`; its port."""
-    port, log = free_port(), tmp_path_factory.mktemp("router") / "log"
+    reservation, log = PortReservation("127.0.0.1"), tmp_path_factory.mktemp("router") / "log"
+    port = reservation.port
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--disable-retries", "--disable-health-check"]
     with log.open("wb") as output:
@@ -160,9 +162,11 @@ def sglang_router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
             [*command, "--prometheus-port", str(free_port())], stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        wait_until(lambda: is_listening(port), 120, "the router does not listen")
+        wait_until(lambda: is_listening(port) or process.poll() is not None, 120, "the router does not listen")
+        assert process.poll() is None, log.read_text()
         yield port
     finally:
+        reservation.release()
         process.kill()
         process.wait()
 

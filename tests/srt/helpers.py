@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import requests
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -248,10 +249,20 @@ def mesh_of(world: int) -> DeviceMesh:
 def is_listening(port: int) -> bool:
     """Whether a process of this machine accepts connections at the port."""
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+            # A client whose own port is this port by chance is connected with itself.
+            return bool(connection.getsockname() != connection.getpeername())
     except ConnectionRefusedError:
         return False
-    return True
+
+
+def workers_of(port: int) -> set[str]:
+    """URLs of the workers of the `sglang-router` at `port`."""
+    with requests.Session() as session:
+        session.trust_env = False
+        return {
+            worker["url"] for worker in session.get(f"http://127.0.0.1:{port}/workers", timeout=10).json()["workers"]
+        }
 
 
 # -- process accounting ------------------------------------------------------------------------------

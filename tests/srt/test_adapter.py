@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,24 @@ from helpers import (
     free_port,
     greedy_with_logprobs,
     reference_model,
+    wait_until,
+    workers_of,
 )
 
 from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, PauseMode, Timeouts
+from verl_server.adapter.router_registration import RouterRegistration
 from verl_server.adapter.sglang.replies import convert_weight_versions, require_logprobs
 from verl_server.config import AdapterConfig
-from verl_server.errors import BadInputError, DeadlineError, NotReadyError, PeerError, ServerError, UnsupportedError
+from verl_server.conformance.interceptor import Interceptor
+from verl_server.errors import (
+    BadInputError,
+    DeadlineError,
+    NotReadyError,
+    PeerError,
+    ServerError,
+    ShutDownError,
+    UnsupportedError,
+)
 from verl_server.types import Json, parse_weight_version
 
 LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
@@ -53,10 +66,9 @@ def on_ipv6(tiny: Callable[..., Path], sglang_router: int) -> Iterator[HttpServe
 def test_ipv6_proxy_variables_and_router(on_ipv6: HttpServerEngineAdapter, sglang_router: int) -> None:
     assert on_ipv6.base_url.startswith("http://[::1]:")
     reply = on_ipv6.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+    assert workers_of(sglang_router) == {on_ipv6.base_url}
     direct = requests.Session()
     direct.trust_env = False  # the fixture's proxy variables are still set
-    workers = direct.get(f"http://127.0.0.1:{sglang_router}/workers", timeout=5).json()["workers"]
-    assert [worker["url"] for worker in workers] == [on_ipv6.base_url]
     routed = direct.post(
         f"http://127.0.0.1:{sglang_router}/generate",
         json={"input_ids": PROMPTS[0], "sampling_params": GREEDY},
@@ -64,6 +76,35 @@ def test_ipv6_proxy_variables_and_router(on_ipv6: HttpServerEngineAdapter, sglan
         timeout=30,
     )
     assert routed.json()["output_ids"] == reply["output_ids"]
+
+
+def test_a_router_whose_connections_are_lost(adapter: HttpServerEngineAdapter, sglang_router: int) -> None:
+    """A router that starts, or that is busy, loses requests. The registration sends them again until its deadline."""
+    requests_seen: list[str] = []
+
+    def lose_the_first_of_each_kind(path: str) -> None:
+        requests_seen.append(path)
+        if len(requests_seen) in (1, 3):  # POST, and GET after the second POST
+            raise ConnectionResetError
+
+    with Interceptor(f"http://127.0.0.1:{sglang_router}", lose_the_first_of_each_kind) as forwarder:
+        config = AdapterConfig(router_ip="127.0.0.1", router_port=int(forwarder.url.rpartition(":")[2]))
+        registration = RouterRegistration.start(config, adapter.base_url, adapter.api_key)
+        assert len(requests_seen) > 3
+        assert adapter.base_url in workers_of(sglang_router)
+        registration.stop()
+    wait_until(lambda: adapter.base_url not in workers_of(sglang_router), 30.0, "the worker is still registered")
+
+
+def test_a_router_that_is_not_there(adapter: HttpServerEngineAdapter) -> None:
+    config = AdapterConfig(Timeouts(control_s=0.5), router_ip="127.0.0.1", router_port=free_port())
+    with pytest.raises(ServerError, match=f"{config.router_port} could not be reached within 0.5 s"):
+        RouterRegistration.start(config, adapter.base_url, None)
+    with pytest.raises(ShutDownError, match="was cancelled"):
+        RouterRegistration.start(replace(config, timeouts=Timeouts()), adapter.base_url, None, lambda: True)
+    another_program = replace(config, router_port=int(adapter.base_url.rpartition(":")[2]))
+    with pytest.raises(ServerError, match=f"{adapter.base_url} refused .*401"):
+        RouterRegistration.start(another_program, adapter.base_url, None)
 
 
 def test_async_adapter_attached_to_the_same_server(adapter: HttpServerEngineAdapter) -> None:

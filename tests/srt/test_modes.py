@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import requests
 from helpers import (
     GREEDY,
     PROMPTS,
@@ -18,6 +17,7 @@ from helpers import (
     reference_model,
     server_pid,
     wait_until,
+    workers_of,
 )
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,11 +33,6 @@ RESTART_S = 250.0
 def all_healthy(fleet: RolloutManager, count: int) -> Callable[[], bool]:
     """A condition: `count` replicas are healthy."""
     return lambda: sum(replica.state is ReplicaState.HEALTHY for replica in fleet.replicas) == count
-
-
-def workers_of(port: int) -> set[str]:
-    """URLs of the workers of the `sglang-router` at `port`."""
-    return {worker["url"] for worker in requests.get(f"http://127.0.0.1:{port}/workers", timeout=10).json()["workers"]}
 
 
 def test_standalone(one_rank: DeviceMesh, tiny: Callable[..., Path], sglang_router: int) -> None:

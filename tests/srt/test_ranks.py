@@ -23,11 +23,12 @@ from helpers import (
     mesh_of,
     raised,
     reference_model,
+    remote_server_of,
     trainer_ranks,
 )
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server import PauseMode, Timeouts, VerlEngine
+from verl_server import HttpServerEngineAdapter, PauseMode, RemoteServer, Timeouts, VerlEngine
 from verl_server.engine.start_backend import broadcast_function
 from verl_server.errors import BadInputError, PeerError, VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
@@ -368,3 +369,20 @@ def test_a_mistake_on_a_rank_that_gathers_nothing_does_not_stop_the_collectives_
     assert first == second
     assert (first[0], "'t0' has values that are not finite" in first[1]) == ("WeightManifestError", True)
     assert read == len(NAMES)
+
+
+def _generate_with_servers_of_rank_0(rank: int, world: int, folder: str, server: RemoteServer) -> list[int] | None:
+    servers = [server] if rank == 0 else []
+    timeouts = Timeouts(start_s=20.0)
+    with VerlEngine(mesh_of(world), servers=servers, model_path=folder, dtype="float32", timeouts=timeouts) as engine:
+        reply = engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
+        return None if reply is None else reply["output_ids"]
+
+
+def test_the_first_rank_alone_may_know_the_servers(
+    two_ranks: Ranks, adapter: HttpServerEngineAdapter, tiny: Callable[..., Path]
+) -> None:
+    """The other rank takes part in every agreement of the start, although it would start a server by itself."""
+    expected = adapter.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
+    found = two_ranks.run(_generate_with_servers_of_rank_0, str(tiny("qwen3")), remote_server_of(adapter))
+    assert found[0] == expected["output_ids"]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Self
 
 import requests
 
 from verl_server.config import AdapterConfig
-from verl_server.errors import DeadlineError, ServerError
+from verl_server.errors import DeadlineError, ServerError, ShutDownError, VerlServerError
 from verl_server.server.ports import join_host_port
 
 logger = logging.getLogger(__name__)
@@ -32,45 +33,81 @@ class RouterRegistration:
         """Id of the entry. None: the server is not registered."""
 
     @classmethod
-    def start(cls, config: AdapterConfig, worker_url: str, api_key: str | None) -> Self:
+    def start(
+        cls,
+        config: AdapterConfig,
+        worker_url: str,
+        api_key: str | None,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> Self:
         """Register the server if `config` names a router, and wait until the router has accepted it.
 
-        Raises ServerError when the router refuses or cannot be reached, and DeadlineError when the router has not
-        accepted the server within `config.timeouts.control_s`.
+        A router that cannot be reached is asked again, because the router may be starting: the same `POST` again
+        answers with the same `worker_id`. The wait ends when `is_cancelled()` is true.
+
+        Raises ServerError when the router refuses the server, ServerError when the router cannot be reached within
+        `config.timeouts.control_s`, DeadlineError when the router has not accepted the server within that time, and
+        ShutDownError when the wait was cancelled.
         """
         if config.router_ip is None or config.router_port is None:
             return cls(None, worker_url)
         self = cls(f"http://{join_host_port(config.router_ip, config.router_port)}", worker_url)
         try:
-            self._register(api_key, config.timeouts.control_s)
-        except requests.RequestException as error:
-            raise ServerError(
-                f"the router {self._router_url} cannot be reached: {error}", url=self._router_url
-            ) from error
+            self._wait_until_accepted(api_key, config.timeouts.control_s, is_cancelled)
+        except BaseException:
+            self.stop()
+            raise
         return self
 
-    def _register(self, api_key: str | None, timeout_s: float) -> None:
-        reply = self._send("POST", "/workers", json={"url": self.worker_url, "api_key": api_key})
-        if reply.status_code >= 300:
-            raise ServerError(
-                f"the router {self._router_url} refused {self.worker_url} ({reply.status_code}): {reply.text[:500]}",
-                url=self._router_url,
-                status=reply.status_code,
-            )
-        self._worker_id = str(reply.json()["worker_id"])
+    def _wait_until_accepted(self, api_key: str | None, timeout_s: float, is_cancelled: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s
-        while not any(
-            worker.get("id") == self._worker_id for worker in self._send("GET", "/workers").json()["workers"]
-        ):
+        while True:
+            failure: requests.RequestException | None = None
+            try:
+                if self._is_accepted(api_key):
+                    return
+            except (requests.ConnectionError, requests.Timeout) as error:
+                failure = error
             if time.monotonic() > deadline:
-                self.stop()
-                raise DeadlineError(
-                    f"the router {self._router_url} did not accept {self.worker_url} within {timeout_s:g} s: "
-                    "the router must be able to reach this address",
-                    operation="register",
-                    seconds=timeout_s,
-                )
+                raise self._timed_out(timeout_s, failure) from failure
+            if is_cancelled():
+                raise ShutDownError(f"the registration of {self.worker_url} was cancelled")
             time.sleep(POLL_INTERVAL_S)
+
+    def _is_accepted(self, api_key: str | None) -> bool:
+        """Add the server if it has no entry yet. Whether the router has accepted the entry."""
+        try:
+            if self._worker_id is None:
+                reply = self._send("POST", "/workers", json={"url": self.worker_url, "api_key": api_key})
+                if reply.status_code >= 300:
+                    raise ServerError(
+                        f"the router {self._router_url} refused {self.worker_url} ({reply.status_code}): "
+                        f"{reply.text[:500]}",
+                        url=self._router_url,
+                        status=reply.status_code,
+                    )
+                self._worker_id = str(reply.json()["worker_id"])
+            workers = self._send("GET", "/workers").json()["workers"]
+            return any(worker["id"] == self._worker_id for worker in workers)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ServerError(
+                f"{self._router_url} does not answer as an sglang-router does ({type(error).__name__}: {error}): "
+                "check router_ip and router_port",
+                url=self._router_url,
+            ) from error
+
+    def _timed_out(self, timeout_s: float, failure: Exception | None) -> VerlServerError:
+        if failure is not None:
+            return ServerError(
+                f"the router {self._router_url} could not be reached within {timeout_s:g} s: {failure}",
+                url=self._router_url,
+            )
+        return DeadlineError(
+            f"the router {self._router_url} did not accept {self.worker_url} within {timeout_s:g} s: "
+            "the router must be able to reach this address",
+            operation="register",
+            seconds=timeout_s,
+        )
 
     def stop(self) -> None:
         """Remove the entry. An unreachable router or a refusal is only logged, because the server ends in any case."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -109,6 +108,7 @@ class SglangRouterTarget:
         self._config = config
         self._status_queue = StatusQueue()
         self._registrations: dict[str, RouterRegistration] = {}
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._apply_statuses, name="verl-server-sglang-router", daemon=True)
         self._thread.start()
 
@@ -127,9 +127,11 @@ class SglangRouterTarget:
             for status in taken[1]:
                 try:
                     self._apply(status)
+                except ShutDownError:
+                    continue  # the replica has a newer status, or the router is closed
                 except VerlServerError as error:
                     logger.warning("replica %s cannot be registered: %s", status.name, error.message)
-                    time.sleep(REGISTRATION_RETRY_S)
+                    self._closing.wait(REGISTRATION_RETRY_S)
                     if self._status_queue.latest(status.name) is status:
                         self._status_queue.put(status)
         for registration in self._registrations.values():
@@ -144,8 +146,14 @@ class SglangRouterTarget:
             self._registrations.pop(status.name).stop()
             registration = None
         if adapter is not None and registration is None:
-            self._registrations[status.name] = RouterRegistration.start(self._config, adapter.base_url, adapter.api_key)
+            self._registrations[status.name] = RouterRegistration.start(
+                self._config,
+                adapter.base_url,
+                adapter.api_key,
+                lambda: self._closing.is_set() or self._status_queue.latest(status.name) is not status,
+            )
 
     def close(self) -> None:
+        self._closing.set()
         self._status_queue.close()
         self._thread.join()
