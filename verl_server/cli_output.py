@@ -57,9 +57,9 @@ def show_progress(description: str) -> Iterator[None]:
         print(f"{description} ...", file=sys.stderr, flush=True)
         yield
         return
-    elapsed = TimeElapsedColumn(table_column=Column(min_width=7))  # a long path must not hide the time
-    columns = (SpinnerColumn(), elapsed, TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as progress:
+    # A column with a ratio gets only the width that the other columns leave: a long path does not hide the time.
+    text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    with Progress(SpinnerColumn(), TimeElapsedColumn(), text, console=console, transient=True, expand=True) as progress:
         progress.add_task(description, total=None)
         yield
 

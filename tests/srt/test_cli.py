@@ -157,12 +157,14 @@ def test_a_short_key_is_refused_before_a_server_starts(tiny: Callable[..., Path]
     assert "Starting a server" not in done.stderr
 
 
-def test_ctrl_c_on_a_terminal_before_the_server_is_ready(tiny: Callable[..., Path]) -> None:
+def test_ctrl_c_on_a_terminal_before_the_server_is_ready(tiny: Callable[..., Path], tmp_path: Path) -> None:
     """On a terminal missing keys are generated, the elapsed time is shown, and Ctrl-C ends all processes."""
     mark = uuid.uuid4().hex
+    folder = tmp_path / ("long_" * 20)  # a path that does not fit into one line must not hide the time
+    folder.symlink_to(tiny("qwen3"))
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, "launch", str(tiny("qwen3")), *SMALL_SERVER],
+        [*COMMAND, "launch", str(folder), *SMALL_SERVER],
         stdin=slave,
         stdout=slave,
         stderr=slave,
