@@ -96,12 +96,26 @@ def test_a_router_whose_connections_are_lost(adapter: HttpServerEngineAdapter, s
     wait_until(lambda: adapter.base_url not in workers_of(sglang_router), 30.0, "the worker is still registered")
 
 
+def answer_in_part(listening: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listening.accept()
+            connection.recv(65536)
+            connection.sendall(b'HTTP/1.1 202 Accepted\r\nContent-Length: 100\r\n\r\n{"worker_id')
+            connection.close()
+
+
 def test_a_router_that_is_not_there(adapter: HttpServerEngineAdapter) -> None:
     config = AdapterConfig(Timeouts(control_s=0.5), router_ip="127.0.0.1", router_port=free_port())
     with pytest.raises(ServerError, match=f"{config.router_port} could not be reached within 0.5 s"):
         RouterRegistration.start(config, adapter.base_url, None)
     with pytest.raises(ShutDownError, match="was cancelled"):
         RouterRegistration.start(replace(config, timeouts=Timeouts()), adapter.base_url, None, lambda: True)
+    with socket.create_server(("127.0.0.1", 0)) as half_dead:  # ends in the middle of its answers
+        threading.Thread(target=answer_in_part, args=(half_dead,), daemon=True).start()
+        port = half_dead.getsockname()[1]
+        with pytest.raises(ServerError, match=r"could not be reached within 0\.5 s"):
+            RouterRegistration.start(replace(config, router_port=port), adapter.base_url, None)
     another_program = replace(config, router_port=int(adapter.base_url.rpartition(":")[2]))
     with pytest.raises(ServerError, match=f"{adapter.base_url} refused .*401"):
         RouterRegistration.start(another_program, adapter.base_url, None)

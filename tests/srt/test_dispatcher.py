@@ -13,6 +13,7 @@ import time
 from collections import UserList
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -29,6 +30,7 @@ from verl_server.errors import (
     ServerBusyError,
     ServerDiedError,
     ServerError,
+    ShutDownError,
     to_wire,
 )
 from verl_server.router.dispatcher import Dispatcher
@@ -441,6 +443,21 @@ def test_client_sends_one_prompt_for_each_call() -> None:
     asyncio.run(run())
 
 
+def test_client_may_be_made_outside_of_the_event_loop() -> None:
+    client, unused = (RouterClient("http://127.0.0.1:1", None, reconnect_timeout_s=0) for _ in range(2))
+
+    async def run() -> None:
+        async with client:
+            with pytest.raises(ServerError, match="cannot be reached"):
+                await client.generate(input_ids=[1])
+        await unused.close()
+        for closed in (client, unused):
+            with pytest.raises(ShutDownError, match="the RouterClient is closed"):
+                await closed.generate(input_ids=[1])
+
+    asyncio.run(run())
+
+
 def test_cancelled_call_of_the_client_ends_the_generation() -> None:
     """The generation continues for `orphan_timeout_s` seconds, because the client could connect again."""
     orphan_timeout_s = 0.5
@@ -837,6 +854,82 @@ def test_too_many_open_files_are_no_fault_of_a_replica() -> None:
         assert (replica.admitted, replica.suspect, len(server.requests)) == (True, False, 100)
 
     asyncio.run(run())
+
+
+def test_a_short_lack_of_open_files_limits_no_later_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program had all files of the machine for a moment."""
+    monkeypatch.setattr("verl_server.router.replica_pool.OPEN_FILES_RETRY_S", 0.1)
+
+    class Connections(RecordingServer):
+        peak = 0
+
+        async def generate(self, **request: Any) -> Any:
+            if len(self.requests) == 1:
+                self.requests.append({})
+                key = ConnectionKey("h", 1, False, True, None, None, None)
+                error = aiohttp.ClientConnectorError(key, OSError(errno.ENFILE, "file table overflow"))
+                raise ServerError("nothing answers") from error
+            async with self._record(request) as count:
+                self.peak = max(self.peak, self.running_requests)
+                await asyncio.sleep(0.05)
+                return self._reply(count, finished=True)
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), Connections()
+        dispatcher.pool.add_replica("a", server, 0)
+        await generate_many(dispatcher, 2)
+        await asyncio.sleep(0.2)
+        await generate_many(dispatcher, 20)
+        assert server.peak == 20
+
+    asyncio.run(run())
+
+
+def test_callers_that_leave_a_forwarded_stream_are_no_errors_of_the_replica() -> None:
+    """They close their sending side and read on for a moment."""
+
+    async def stream(request: web.BaseRequest) -> web.StreamResponse:
+        await request.read()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(3000):
+                await response.write(2000 * b"data: x" + b"\n\n")
+        return response
+
+    async def leave_early(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read(1000)
+        writer.write_eof()
+        for _ in range(50):
+            if not await reader.read(100_000):
+                break
+        writer.close()
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+
+            async def serve(server: web.Server) -> int:
+                runner = web.ServerRunner(server, shutdown_timeout=1.0)
+                await runner.setup()
+                stack.push_async_callback(runner.cleanup)
+                await web.TCPSite(runner, "127.0.0.1", 0).start()
+                return int(runner.addresses[0][1])
+
+            dispatcher = Dispatcher()
+            stack.push_async_callback(dispatcher.close)
+            replica: Any = SimpleNamespace(base_url=f"http://127.0.0.1:{await serve(web.Server(stream))}", api_key=None)
+            dispatcher.pool.add_replica("a", replica, 0)
+            router = RouterHttpServer(dispatcher, None)
+            stack.push_async_callback(router.close)
+            port = await serve(await router.create_server())
+            await asyncio.gather(*(leave_early(port) for _ in range(20)))
+            await asyncio.sleep(0.1)
+            (status,) = dispatcher.snapshot().replicas
+            assert not status.suspect
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 @pytest.mark.parametrize("fails", [False, True])

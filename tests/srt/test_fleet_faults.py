@@ -12,6 +12,7 @@ import json
 import pickle
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -287,18 +288,28 @@ def test_a_server_that_answers_with_errors_does_not_block_updates(
     assert [server.model.weight.tolist() for server in fleet.servers] == 3 * [[8.0] * 4]
 
 
+@pytest.mark.parametrize("failing", ["report", "reply"])
 def test_an_update_that_fails_on_all_servers_restarts_none(
-    make_fleet: Callable[..., TestFleet], sender: shared_memory.Sender
+    failing: str, make_fleet: Callable[..., TestFleet], sender: shared_memory.Sender
 ) -> None:
     fleet = make_fleet(2)
-    for server in fleet.servers:
-        server.loader_fails = True
+
+    def refuse(number: int) -> None:
+        time.sleep(0.1 * number)  # the first server is always the first to answer
+        raise ServerError("wrong shape", status=400)
+
+    for number, server in enumerate(fleet.servers):
+        if failing == "report":
+            server.loader_fails = True
+        else:
+            server.update_weights_from_tensor = lambda *_, n=number, **__: refuse(n)  # type: ignore[method-assign]
     for version in (1, 2):
-        with pytest.raises(TornWeightsError, match="did not report") as caught:
+        with pytest.raises(TornWeightsError, match=r"did not report|wrong shape") as caught:
             push(fleet, sender, version)
         assert len(caught.value.details["servers"]) == 2
     for server in fleet.servers:
         server.loader_fails = False
+        server.__dict__.pop("update_weights_from_tensor", None)
     push(fleet, sender, 3)
     assert len(fleet.launcher.started) == 2
 
@@ -356,6 +367,20 @@ def test_a_busy_server_is_not_started_again(make_fleet: Callable[..., TestFleet]
     with pytest.raises(ServerBusyError):
         fleet.call_all(lambda server: server.flush_cache())
     assert fleet.states() == 2 * [ReplicaState.HEALTHY]
+
+
+def test_a_server_that_is_busy_at_the_second_call_is_not_started_again(make_fleet: Callable[..., TestFleet]) -> None:
+    fleet = make_fleet(2)
+    errors = [ServerError("once", status=500), ServerBusyError("requests run", status=409)]
+
+    def call(server: Any) -> None:
+        if server is fleet.servers[1]:
+            raise errors.pop(0)
+
+    with pytest.raises(ServerBusyError):
+        fleet.call_all(call)
+    assert fleet.states() == 2 * [ReplicaState.HEALTHY]
+    assert not errors
 
 
 @pytest.mark.parametrize("step", ["prepare_release", "release_memory_occupation"])
@@ -480,6 +505,41 @@ def test_streams_on_another_rank_wait_at_the_same_time_and_leave_no_thread() -> 
         10.0,
         "a thread waits for an event of a stream that has ended",
     )
+
+
+def test_the_event_loop_runs_while_the_servers_are_asked_for_their_lora_adapters() -> None:
+    class OnlyRank:
+        """The part of the coordinator of rank 0 that asynchronous calls need."""
+
+        rank = 0
+
+        def next_call_id(self, operation: str) -> str:
+            return operation
+
+        async def agree_async(self, _: str, action: Callable[[Any], Any], *, error: object = None) -> Any:
+            return await action([{}])
+
+    async def reply(**request: Any) -> Any:
+        return request
+
+    asked, may_answer = threading.Event(), threading.Event()
+    backend: Any = SimpleNamespace(async_generate=reply)
+
+    def backend_for(request: Any) -> Any:
+        asked.set()
+        assert may_answer.wait(30.0), "the event loop was blocked"
+        return backend
+
+    async def run() -> None:
+        coordinator: Any = OnlyRank()
+        generation = RankGeneration(coordinator, backend_for, lambda: None, None)
+        call = asyncio.ensure_future(generation.async_generate({"lora_path": "a"}))
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        may_answer.set()
+        assert await call == {"lora_path": "a"}
+
+    asyncio.run(run())
 
 
 # -- failed replicas ---------------------------------------------------------------------------------

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import threading
 import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from aiohttp import web
 from helpers import free_port
 
-from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter
+from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter, RemoteServer
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.errors import BadInputError, ServerDiedError, ServerError, UnsupportedError
+from verl_server.platforms.http_hooks import RELEASED_MEMORY
+from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.process.static_replicas import StaticReplicas
 from verl_server.server.cpu_time import SchedulerCpu
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
 from verl_server.server.supervisor import ServerPids
+from verl_server.types import Json
 
 
 class IdleSupervisor(ExitNotifier):
@@ -186,3 +193,141 @@ def test_json_that_is_no_generation(body: str) -> None:
         await runner.cleanup()
 
     asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], port: int = 0
+) -> AsyncIterator[str]:
+    """The URL of a server that answers all requests with `answer`."""
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def stream_of(*events: Json) -> web.Response:
+    body = b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events)
+    return web.Response(body=body, content_type="text/event-stream")
+
+
+def test_the_samples_of_one_stream_are_kept_apart() -> None:
+    """With `n` of 2, the events of both samples arrive in one stream. Each event has the tokens since the last one."""
+
+    def event(index: int, tokens: list[int], count: int) -> Json:
+        meta = {"completion_tokens": count, "weight_version": "0", "id": str(index)}
+        return {"index": index, "output_ids": tokens, "text": "", "meta_info": meta}
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        await request.read()
+        if request.path != "/generate":
+            return web.json_response({"model_path": "none", "incremental_streaming_output": True})
+        return stream_of(event(0, [1, 2], 2), event(1, [11, 12], 2), event(0, [3], 3), event(1, [13], 3))
+
+    async def run() -> list[tuple[int, list[int]]]:
+        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
+            events = adapter.generate_stream(input_ids=[1], sampling_params={"n": 2})
+            return [(event["index"], event["output_ids"]) async for event in events]
+
+    assert asyncio.run(run()) == [(0, [1, 2]), (1, [11, 12]), (0, [1, 2, 3]), (1, [11, 12, 13])]
+
+
+@pytest.mark.parametrize("code", [None, "bad", 502])
+def test_error_events_of_a_proxy(code: Any) -> None:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        await request.read()
+        if request.path != "/generate":
+            return web.json_response({"model_path": "none"})
+        return stream_of({"error": {"message": "upstream", "code": code}})
+
+    async def run() -> None:
+        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
+            with pytest.raises(ServerError, match="upstream") as caught:
+                await anext(adapter.generate_stream("x"))
+            assert caught.value.details["status"] == 502
+
+    asyncio.run(run())
+
+
+def test_a_release_whose_answer_was_lost_does_not_spare_the_next_release_its_pause() -> None:
+    """Memory is released only when no request runs and generation is paused."""
+    released: set[str] = set()
+    paths: list[str] = []
+    lost = [False, True]
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        body = await request.read()
+        if request.path == "/server_info":
+            state = {RELEASED_MEMORY: sorted(released)}
+            return web.json_response({"model_path": "none", "device": "cpu", "internal_states": [state]})
+        paths.append(request.path)
+        if request.path == "/v1/loads":
+            return web.json_response({"loads": []})
+        if request.path == "/resume_memory_occupation":
+            released.difference_update(orjson.loads(body)["tags"])
+        if request.path == "/release_memory_occupation":
+            released.update(orjson.loads(body)["tags"])
+            if lost.pop():
+                assert request.transport is not None
+                request.transport.abort()
+        return web.json_response({"success": True})
+
+    async def run() -> None:
+        config = AdapterConfig(max_retries=0)
+        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url, config=config) as adapter:
+            with pytest.raises(ServerError):
+                await adapter.release_memory_occupation()
+            await adapter.resume_memory_occupation()
+            paths.clear()
+            await adapter.release_memory_occupation()
+            assert paths == ["/v1/loads", "/pause_generation", "/release_memory_occupation"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_router_learns_the_arguments_of_a_server_that_was_replaced(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server with another `incremental_streaming_output` answers at the same address."""
+    monkeypatch.setattr("verl_server.router.process.static_replicas.PROBE_INTERVAL_S", 0.05)
+    tokens = list(range(1, 65))
+
+    def server(is_incremental: bool) -> Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]:
+        async def answer(request: web.BaseRequest) -> web.StreamResponse:
+            await request.read()
+            if request.path != "/generate":
+                info = {"weight_version": "0", "incremental_streaming_output": is_incremental}
+                return web.json_response({"model_path": "none", **info})
+            finish = {"type": "length", "length": 64}
+            return stream_of(
+                {"output_ids": tokens[:32], "text": "", "meta_info": {"completion_tokens": 32, "weight_version": "0"}},
+                {
+                    "output_ids": tokens[32 if is_incremental else 0 :],
+                    "text": "",
+                    "meta_info": {"completion_tokens": 64, "weight_version": "0", "finish_reason": finish},
+                },
+            )
+
+        return answer
+
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        request = {"input_ids": [1], "sampling_params": {"max_new_tokens": 64}}
+        async with serving(server(first)) as url:
+            replicas = StaticReplicas([RemoteServer(url)])
+            await replicas.start(dispatcher)
+            assert (await dispatcher.generate(request))["output_ids"] == tokens
+        (replica,) = dispatcher.snapshot().replicas
+        while replica.admitted:
+            await asyncio.sleep(0.05)
+            (replica,) = dispatcher.snapshot().replicas
+        async with serving(server(not first), int(url.rpartition(":")[2])):
+            assert (await dispatcher.generate(request))["output_ids"] == tokens
+        await replicas.close()
+        await dispatcher.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))

@@ -39,9 +39,9 @@ from verl_server.errors import (
     StartupError,
     VerlServerError,
 )
-from verl_server.server.process import WARDEN_SCRIPT
 from verl_server.server.warden.process_tree import list_descendants
 from verl_server.server.warden.shared_memory_files import find_shared_memory
+from verl_server.server.warden_process import WARDEN_SCRIPT
 
 
 class Trainer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
@@ -15,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter
 from verl_server.adapter.lora_config import lora_paths_by_name, plain_lora_config
 from verl_server.adapter.sglang.server_arguments import validate_server_args
 from verl_server.engine.lora import LoraAdapters
@@ -340,3 +341,15 @@ def test_a_norm_has_no_lora_adapter() -> None:
     specs = {f"base_model.model.{LAYER}input_layernorm.lora_A.weight": TensorSpec((4, 5), "float32")}
     with pytest.raises(BadInputError, match=r"it is no linear layer, its weight has shape \[5\]"):
         check_lora_adapter(specs, {**CONFIG, "target_modules": ["input_layernorm"]}, MANIFEST)
+
+
+def test_two_tensors_with_one_name_are_refused() -> None:
+    """A dict would keep the last one."""
+    pairs = [("base_model.model.q_proj.lora_A.weight", torch.zeros(2, 4))] * 2
+
+    async def run() -> None:
+        async with AsyncHttpServerEngineAdapter.attach("http://127.0.0.1:1") as adapter:
+            with pytest.raises(BadInputError, match="a name occurs more than once"):
+                await adapter.load_lora_adapter("a", pairs, {})
+
+    asyncio.run(run())

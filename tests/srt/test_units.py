@@ -28,8 +28,8 @@ from verl_server.ranks.peer_errors import to_peer_wire
 from verl_server.ranks.placement import compute_placement
 from verl_server.server.environment import inherited_environment
 from verl_server.server.ports import PortReservation, join_host_port
-from verl_server.server.process import WARDEN_SCRIPT
 from verl_server.server.warden.log_file import BoundedLog
+from verl_server.server.warden_process import WARDEN_SCRIPT
 from verl_server.types import ServerInfo, TensorSpec
 from verl_server.validation import require_whole_number
 from verl_server.weights.arena import Arena

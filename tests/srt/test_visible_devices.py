@@ -28,6 +28,7 @@ from verl_server.server.visible_devices import VISIBLE_DEVICES, devices_of_ranks
         (["1", None], "1"),
         (["", ""], ""),
         ([" 2, 3", "3,4 "], "2,3,4"),
+        (["-1", "0,-1,2"], "0"),
     ],
 )
 def test_a_server_sees_the_gpus_of_all_ranks_of_its_machine(values: list[str | None], expected: str | None) -> None:
@@ -56,6 +57,7 @@ def test_the_gpus_of_a_fleet_are_those_of_its_servers(monkeypatch: pytest.Monkey
     )
     monkeypatch.setenv(VISIBLE_DEVICES, "0")
     assert count_accelerators({VISIBLE_DEVICES: "4,5,6"}) == 3
+    assert count_accelerators({VISIBLE_DEVICES: "-1"}) is None
     launcher = LocalLauncher()
     launcher.reserve(ParallelConfig(), 3, {VISIBLE_DEVICES: "4,5,6"})
     with pytest.raises(BadInputError, match=r"there are 3, because CUDA_VISIBLE_DEVICES=4,5,6: pass env="):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from helpers import MARK, marked_processes, no_new_shared_memory, wait_until
 
@@ -23,11 +24,12 @@ from verl_server.errors import DeadlineError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
 from verl_server.server.pipe import write_all
-from verl_server.server.process import WARDEN_SCRIPT, ServerProcess, spawn_warden
-from verl_server.server.server_folder import LOG_NAME, MAX_KEPT_LOGS, WORKING_FOLDER, make_server_folder
+from verl_server.server.process import ServerProcess
+from verl_server.server.server_folder import LOG_NAME, MAX_KEPT_LOGS, WORKING_FOLDER, kept_logs, make_server_folder
 from verl_server.server.warden import process_watch
 from verl_server.server.warden.log_file import BoundedLog
 from verl_server.server.warden.process_watch import has_pidfds, start_time
+from verl_server.server.warden_process import WARDEN_SCRIPT, spawn_warden
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -120,14 +122,21 @@ def remove_folder(log: Path) -> None:
     log.parent.rmdir()
 
 
+def is_done(change: Callable[[Path], None], log: Path) -> bool:
+    try:
+        change(log)
+    except FileNotFoundError:  # the log was just rotated
+        return False
+    return True
+
+
 @pytest.mark.parametrize("change", [remove_file, move_file, remove_folder])
 def test_a_server_outlives_its_log(change: Callable[[Path], None], tmp_path: Path) -> None:
     """The log grows over its limit several times after it was moved or removed. The server goes on."""
     with RunningWarden(tmp_path, TALKATIVE) as warden:
         pid = warden.wait_for("started")["pid"]
         wait_until(lambda: warden.log_path.exists() and warden.log_path.stat().st_size, 10.0, "no log")
-        with contextlib.suppress(FileNotFoundError):  # the log was just rotated
-            change(warden.log_path)
+        wait_until(lambda: is_done(change, warden.log_path), 10.0, "the log was not changed")
         time.sleep(0.6)
         assert start_time(pid) is not None
         if change is not remove_folder:
@@ -156,10 +165,19 @@ def test_a_log_is_written_again_when_its_folder_is_back(tmp_path: Path) -> None:
     assert log.tail().startswith("first\nlost\nagain ***\n")
 
 
+def test_a_log_that_cannot_be_rotated_keeps_its_limit(tmp_path: Path) -> None:
+    """A folder has the name of the rotated log."""
+    (tmp_path / "log.1" / "file").mkdir(parents=True)
+    log = BoundedLog(str(tmp_path / "log"), 100, [])
+    for _ in range(20):
+        log.write(28 * b"x" + b"\n")
+    assert (tmp_path / "log").read_text() == 4 * (28 * "x" + "\n"), "the line that exceeds the limit is the last"
+
+
 # -- the end of processes ----------------------------------------------------------------------------
 
 WITHOUT_PIDFDS = "import os; del os.pidfd_open"
-#: Forbids pidfd_open(2), system call 434, as a seccomp profile does: a BPF program of three instructions.
+#: Forbids pidfd_open(2), system call 434, as a seccomp profile does: a BPF program of four instructions.
 FORBIDDEN = """
 import ctypes, struct
 program = b"".join(struct.pack("HBBI", *line) for line in (
@@ -433,6 +451,33 @@ def test_a_log_is_kept_when_an_error_refers_to_it(sleeping_server: ServerProcess
     sleeping_server.stop()
     assert Path(caught.value.details["log_path"]).read_text() == "sleeping\n"
     assert not (sleeping_server.log_path.parent / WORKING_FOLDER).exists()
+
+
+def test_the_log_counts_when_the_warden_was_killed(sleeping_server: ServerProcess) -> None:
+    """For example by the kernel, which had no memory."""
+    (parent,) = [process.pid for process in psutil.Process(sleeping_server.pids.main).parents()[:1]]
+    os.kill(parent, signal.SIGKILL)
+    assert sleeping_server.wait_exit(20.0) is not None
+    sleeping_server.stop()
+    folder = sleeping_server.log_path.parent
+    assert kept_logs(folder.parent) == [folder]
+    assert sleeping_server.log_path.read_text() == "sleeping\n"
+
+
+def test_a_warden_that_does_not_read_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_sleep() -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(["sleep", "60"], stdin=pipe, stdout=pipe, start_new_session=True))
+        return started[0]
+
+    arguments = {"long": 300_000 * "y"}
+    with pytest.raises(DeadlineError, match="the warden process did not read"):
+        ServerProcess(arguments, SLEEPING_SERVER, env={}, log_dir=None, start_timeout_s=0.2, warden_factory=start_sleep)
+    assert started[0].returncode == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_clean_end_leaves_nothing(sleeping_server: ServerProcess) -> None:

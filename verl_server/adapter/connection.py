@@ -70,10 +70,14 @@ class ServerConnection:
         """Whether this adapter has released the weights, and they were not all loaded since."""
         self.requests_in_flight = 0
         """Number of generation calls of this adapter that have not returned."""
+        self.forget_server()
+
+    def forget_server(self) -> None:
+        """Forget what the server has answered about itself: another server may answer at this address now."""
         self._resolved_args = SharedAnswer(self.get_server_info)
         self._limits = SharedAnswer(self._read_limits)
-        self._capabilities = SharedAnswer(lambda: probe_capabilities(http))
-        self._request_fields = SharedAnswer(lambda: probe_request_fields(http))
+        self._capabilities = SharedAnswer(lambda: probe_capabilities(self.http))
+        self._request_fields = SharedAnswer(lambda: probe_request_fields(self.http))
 
     async def call(self, endpoint: Endpoint, body: Json | None = None) -> Any:
         """Send one request and return the decoded reply."""

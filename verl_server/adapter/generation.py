@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -115,14 +116,16 @@ async def generate_stream(
         fields=fields,
     )
     is_incremental = (await connection.get_resolved_args()).get("incremental_streaming_output")
-    incremental = IncrementalStream() if is_incremental else None
+    # With `n` > 1, the events of the samples are mixed. They name the sample by `index`.
+    streams: defaultdict[int, IncrementalStream] = defaultdict(IncrementalStream)
+    num_checked: defaultdict[int, int] = defaultdict(int)
     connection.requests_in_flight += 1
     try:
-        num_checked = 0
         async for event in connection.http.stream(endpoints.GENERATE, body):
             require_no_abort(event, connection.base_url + endpoints.GENERATE.path)
-            reply = convert_weight_versions(event if incremental is None else incremental.add(event))
-            num_checked = require_logprobs(reply, num_checked)
+            index = event.get("index", 0)
+            reply = convert_weight_versions(streams[index].add(event) if is_incremental else event)
+            num_checked[index] = require_logprobs(reply, num_checked[index])
             yield reply
     except (BadInputError, ServerError) as error:
         raise explain_refusal(error, sampling_params) from error.__cause__
@@ -164,7 +167,7 @@ async def continue_generation(adapter: AsyncHttpServerEngineAdapter) -> None:
         await connection.update_released_memory()
     await _require_memory(connection)
     await connection.call(endpoints.CONTINUE, {})
-    connection.paused = False
+    connection.paused = connection.is_held = False
 
 
 async def flush_cache(adapter: AsyncHttpServerEngineAdapter) -> None:

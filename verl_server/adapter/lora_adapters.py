@@ -29,15 +29,18 @@ async def load_lora_adapter(
 ) -> None:
     """Load a LoRA adapter. `tensors` have PEFT's names, `config` is PEFT's `adapter_config.json`.
 
-    Every TP rank compares SHA-256 sums of the tensors that it received. The tensors are not compared with the model,
-    as `VerlEngine.load_lora_adapter` does it. Raises BadInputError for a server without `enable_lora` and for a
-    configuration that SGLang does not support, and ServerError when the server refuses: a LoRA rank above
-    `max_lora_rank`, or a name that is loaded already.
+    Every TP rank compares SHA-256 sums of the tensors that it received. Unlike `VerlEngine.load_lora_adapter`, this
+    method does not compare the tensors with the model. Raises BadInputError for a server without `enable_lora`, for a
+    configuration that SGLang does not support and for tensors with the same name, and ServerError when the server
+    refuses: a LoRA rank above `max_lora_rank`, or a name that is loaded already.
     """
     try:
-        tensors = dict(as_pairs(tensors))
+        pairs = list(as_pairs(tensors))
+        tensors = dict(pairs)
     except (TypeError, ValueError) as error:
         raise BadInputError(f"tensors must be a dict of tensors by name or pairs of name and tensor: {error}") from None
+    if len(tensors) != len(pairs):
+        raise BadInputError("a name occurs more than once in tensors: pass each tensor of a LoRA adapter once")
     plain_config = plain_lora_config(config, tensors)
     require_lora(await adapter.connection.get_resolved_args())
     body = load_lora_payload(name, tensors, plain_config, await adapter.connection.get_tp_size())

@@ -34,7 +34,9 @@ TENSORS_FILE = "adapter_model.safetensors"
 
 
 def plain_lora_config(config: Mapping[str, Any], tensor_names: Iterable[str]) -> Json:
-    """The configuration for SGLang of the LoRA adapter with these tensors. A plain configuration stays as it is.
+    """The configuration with which SGLang computes the same outputs as PEFT, for the LoRA adapter with these tensors.
+
+    It has the fields `peft_type`, `r`, `lora_alpha` and `target_modules` only.
 
     `config` is PEFT's `adapter_config.json` or `LoraConfig.to_dict()`, with `r`, `lora_alpha` and `target_modules`.
     `tensor_names`: PEFT's names. Raises BadInputError for a configuration that is invalid or that SGLang does not

@@ -86,6 +86,7 @@ async def resume_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags: 
     await connection.call(endpoints.RESUME_MEMORY, {"tags": requested})
     connection.released_memory = connection.released_memory.difference(requested)
     if not connection.released_memory:
+        connection.is_held = False
         await connection.call(endpoints.FLUSH, {})
         if not connection.paused:
             await connection.call(endpoints.CONTINUE, {})

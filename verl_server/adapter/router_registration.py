@@ -66,7 +66,7 @@ class RouterRegistration:
             try:
                 if self._is_accepted(api_key):
                     return
-            except (requests.ConnectionError, requests.Timeout) as error:
+            except requests.RequestException as error:
                 failure = error
             if time.monotonic() > deadline:
                 raise self._timed_out(timeout_s, failure) from failure

@@ -56,9 +56,18 @@ class RankGeneration:
         """`generate` for an event loop. Many calls can be in flight."""
         return await self._group.agree_async(
             self._group.next_call_id("async_generate"),
-            lambda _: self._backend_for(request).async_generate(**request),
+            lambda _: self._generate_on_backend(request),
             error=self._get_refusal(),
         )
+
+    async def _generate_on_backend(self, request: Json) -> Any:
+        return await (await self._async_backend_for(request)).async_generate(**request)
+
+    async def _async_backend_for(self, request: Json) -> Backend:
+        """The backend for a request. In a thread for a request with LoRA adapters: their names may have to be asked."""
+        if request.get("lora_path") is None:
+            return self._backend_for(request)
+        return await asyncio.to_thread(self._backend_for, request)
 
     def stream(self, request: Json) -> Iterator[Json]:
         """The growing replies to one prompt, on all ranks: rank 0 sends each event of the backend to the others."""
@@ -92,7 +101,8 @@ class RankGeneration:
             await group.agree_async(call, _do_nothing, error=refusal)
             if group.rank == 0:
                 with _EndOfStream(group, call):
-                    async for event in self._backend_for(request).async_generate_stream(**request):
+                    backend = await self._async_backend_for(request)
+                    async for event in backend.async_generate_stream(**request):
                         group.publish_event(call, event)
                         yield event
             else:

@@ -13,7 +13,7 @@ from verl_server.rollout.replica import Replica
 Call = Callable[[HttpServerEngineAdapter], object]
 
 MAX_FAILED_UPDATES = 2
-"""Number of attempts at updates that a server may fail, while others succeed, before it is started again."""
+"""A server that has failed this number of attempts at updates, while other servers did not fail, is started again."""
 
 
 class FleetCalls:
@@ -42,8 +42,13 @@ class FleetCalls:
         for _, error in answers:
             if not num_succeeded or isinstance(error, ServerBusyError):
                 raise error
-        for server, error in self._call_each([server for server, _ in answers], call)[1]:
-            self._recovery.recover(*server, error)
+        repeated = self._call_each([server for server, _ in answers], call)[1]
+        for server, error in repeated:
+            if not isinstance(error, ServerBusyError):
+                self._recovery.recover(*server, error)
+        for _, error in repeated:
+            if isinstance(error, ServerBusyError):
+                raise error
 
     def _call_each(self, servers: Sequence[Server], call: Call) -> tuple[int, list[tuple[Server, VerlServerError]]]:
         """The number of servers on which a call has succeeded, and the errors of the others that have not died."""

@@ -92,7 +92,7 @@ def unavailable_reason(
 ) -> str:
     """Why a replica in this state does not serve until the user acts. Empty when it serves or will serve."""
     if state is ReplicaState.FAILED:
-        return "has failed and is not started again"
+        return "has failed: correct the cause, then call restart_failed() of the fleet"
     if state is ReplicaState.DRAINING:
         return "is being removed"
     if released_memory:

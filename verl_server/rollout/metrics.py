@@ -25,7 +25,7 @@ class FleetCounters:
     restarts: int = 0
     """Number of servers that were started again."""
     given_up: int = 0
-    """Number of replicas that are not started again because their servers ended too often."""
+    """Number of times that a replica was given up because its servers ended too often."""
     updates: int = 0
     """Number of weight updates that were published."""
     phase_s: dict[str, float] = field(default_factory=dict)

@@ -231,6 +231,7 @@ class _NewServer(HttpServers):
 def _failed_error(replica: Replica, error: VerlServerError | None) -> ServerDiedError:
     last = "" if error is None else f" The last error: {error.message}"
     return ServerDiedError(
-        f"replica {replica.name} is not started again: its servers ended {len(replica.deaths)} times.{last}",
+        f"replica {replica.name} is not started again: its servers ended {len(replica.deaths)} times. "
+        f"Correct the cause, then call restart_failed() of the fleet.{last}",
         log_tail=None if error is None else error.details.get("log_tail"),
     )

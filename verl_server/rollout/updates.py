@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future, as_completed, wait
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import PauseMode
@@ -21,6 +21,8 @@ from verl_server.types import Json, ServerInfo
 from verl_server.weights.update.servers import ReplayFn
 
 IDLE_POLL_INTERVAL_S = 0.02
+OTHERS_FAIL_S = 1.0
+"""Seconds within which the other servers fail, too, if a failure is the fault of the update."""
 
 
 class FleetUpdates:
@@ -128,7 +130,12 @@ class FleetUpdates:
                     # Only one replica has died. ServerDiedError would mean that no server is left.
                     raise VerlServerError(error.message, **error.details)
                 if isinstance(error, VerlServerError):
-                    error.details["servers"] = [loads[load]]
+                    wait(loads, timeout=OTHERS_FAIL_S)
+                    error.details["servers"] = [
+                        name
+                        for other, name in loads.items()
+                        if other.done() and isinstance(other.exception(), VerlServerError)
+                    ]
                 if error is not None:
                     raise error
 

@@ -182,8 +182,11 @@ class RouterHttpServer:
             async for chunk in answer.content.iter_any():
                 if answer.status < 500:
                     pool.record_progress(slot, slot.tokens)
-                with slot.waits_for_caller():
-                    await response.write(chunk)
+                try:
+                    with slot.waits_for_caller():
+                        await response.write(chunk)
+                except ConnectionError:
+                    return response  # the caller has left, which is no error of the replica
         except aiohttp.ClientError:
             pool.record_error(slot)
             if request.transport is not None:

@@ -21,6 +21,9 @@ from verl_server.router.snapshot import RouterCounters
 
 logger = logging.getLogger(__name__)
 
+OPEN_FILES_RETRY_S = 10.0
+"""Seconds after which a limit of running requests is lifted that a lack of open files has set."""
+
 
 class ReplicaPool:
     """The replicas of one router and the requests that run on them or wait for them.
@@ -161,15 +164,22 @@ class ReplicaPool:
         """Run no more requests at the same time than now, without that of `slot`, which could not be sent.
 
         For a process that cannot open more connections. The request of `slot` waits like the requests of full replicas.
+        The limit is lifted after `OPEN_FILES_RETRY_S`: files may have been closed meanwhile.
         """
         others = max(1, self._running_requests - (not slot.is_released))
         if self._max_running_requests is None or others < self._max_running_requests:
+            if self._max_running_requests is None:
+                asyncio.get_running_loop().call_later(OPEN_FILES_RETRY_S, self._lift_limit)
             self._max_running_requests = others
             logger.warning(
                 "this process cannot open more files, so it runs at most %d requests at the same time; raise the limit "
                 "of open files (ulimit -n) before it starts",
                 others,
             )
+
+    def _lift_limit(self) -> None:
+        self._max_running_requests = None
+        self._serve_queues()
 
     def close(self) -> None:
         """Refuse new requests and end the queued ones with ShutDownError."""

@@ -13,8 +13,9 @@ from verl_server.errors import StartupError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.forkserver.shared_forkserver import warden_factory
 from verl_server.server.ports import PortReservation, join_host_port
-from verl_server.server.process import ServerProcess, WardenFactory, spawn_warden
+from verl_server.server.process import ServerProcess
 from verl_server.server.supervisor import AbortCheck, never_abort
+from verl_server.server.warden_process import WardenFactory, spawn_warden
 from verl_server.validation import make_writable_folder
 
 logger = logging.getLogger(__name__)

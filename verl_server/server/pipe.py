@@ -14,7 +14,8 @@ POLL_MS = 100
 def write_all(pipe: IO[bytes], data: bytes, timeout_s: float) -> None:
     """Write `data`, which may be longer than the buffer of the pipe.
 
-    Raises BrokenPipeError when the reader has ended, and TimeoutError when it does not read for `timeout_s` seconds.
+    Raises BrokenPipeError when the reader has ended, and TimeoutError when it has not read everything after
+    `timeout_s` seconds.
     """
     fd, rest = pipe.fileno(), memoryview(data)
     deadline = time.monotonic() + timeout_s

@@ -11,14 +11,13 @@ import json
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, StartupError, VerlServerError
 from verl_server.server.cpu_time import SchedulerCpu, SchedulerCpuReader
@@ -31,50 +30,25 @@ from verl_server.server.server_main import EXIT_BAD_ARGUMENT, REFUSAL
 from verl_server.server.supervisor import AbortCheck, ServerPids, never_abort
 from verl_server.server.warden.process_tree import read_tree
 from verl_server.server.warden.shared_memory_files import remove_shared_memory
+from verl_server.server.warden_process import (
+    WARDEN_SCRIPT,
+    WardenFactory,
+    discard_warden,
+    kill_session,
+    wait_for_warden,
+)
 
 logger = logging.getLogger(__name__)
 
-WARDEN_SCRIPT = Path(__file__).with_name("warden") / "warden_main.py"
 LOG_LIMIT_BYTES = 16 * 1024 * 1024
 LOG_TAIL_LINES = 40
 LOG_SCAN_BYTES = 4096
 READY_POLL_S = 0.05
 SHARED_MEMORY_POLL_S = 0.05
-#: Seconds to wait for the exit code of a warden that has ended or was killed.
-WARDEN_EXIT_TIMEOUT_S = 5.0
 #: Exit codes from here on mean that a signal has ended the warden.
 EXIT_BY_SIGNAL = 128
 #: Seconds to wait until a killed process tree has unmapped its shared memory.
 SHARED_MEMORY_TIMEOUT_S = 5.0
-
-
-class WardenProcess(Protocol):
-    """A started warden that waits for its specification: the part of `subprocess.Popen` that `ServerProcess` uses."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def stdin(self) -> IO[bytes] | None: ...
-
-    @property
-    def stdout(self) -> IO[bytes] | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-
-#: Starts a warden: `spawn_warden`, or the forkserver's.
-WardenFactory = Callable[[], WardenProcess]
-
-
-def spawn_warden() -> WardenProcess:
-    """Start a warden in a new Python process and a new session. It imports the standard library only."""
-    return subprocess.Popen(
-        [sys.executable, "-I", str(WARDEN_SCRIPT)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
 
 
 class ServerProcess(ExitNotifier):
@@ -125,10 +99,11 @@ class ServerProcess(ExitNotifier):
         try:
             write_all(self._warden.stdin, json.dumps(spec).encode() + b"\n", start_timeout_s)
         except TimeoutError as error:
-            self._kill_session()
+            kill_session(self._warden)
+            self._discard_warden()
             raise DeadlineError(f"the warden process did not read: {error}", operation="start") from error
         except BrokenPipeError:
-            code = self._warden.wait(WARDEN_EXIT_TIMEOUT_S)
+            code = self._discard_warden()
             raise StartupError(
                 f"the warden process, which starts the server, ended at once with exit code {code}. The standard error "
                 f"of this process has the reason; `{sys.executable} -I {WARDEN_SCRIPT} < /dev/null` must end without "
@@ -226,15 +201,16 @@ class ServerProcess(ExitNotifier):
         else:
             self._send_command("stop")
             if self.wait_exit(deadline_s) is None:
-                self._kill_session()
+                kill_session(self._warden)
         with contextlib.suppress(OSError):
             assert self._warden.stdin is not None
             self._warden.stdin.close()
         try:
             self._warden.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            self._kill_session()
-        if not self._keeps_log:
+            kill_session(self._warden)
+        shutil.rmtree(self._folder / WORKING_FOLDER, ignore_errors=True)  # a killed warden leaves it
+        if not self._keeps_log or self.log_path.parent != self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send_command(self, command: str) -> None:
@@ -265,20 +241,18 @@ class ServerProcess(ExitNotifier):
                 shared_memory.update(event["shared_memory"])
             else:
                 self.note_exit(ExitStatus(event["reason"], event["code"], event["tail"]))
-        self._kill_session()
-        code: int | None = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._warden.wait(WARDEN_EXIT_TIMEOUT_S)
+        kill_session(self._warden)
+        code = wait_for_warden(self._warden)
         if self.exit is None:
             has_failed = code is not None and 0 < code < EXIT_BY_SIGNAL
             reason = f"its warden failed with exit code {code}: see standard error" if has_failed else "warden killed"
             self.note_exit(ExitStatus(reason, None, ""))
             _remove_unmapped(shared_memory)
 
-    def _kill_session(self) -> None:
-        """Kill all processes of the warden's session. Used when the warden itself was killed or does not end."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._warden.pid, signal.SIGKILL)
+    def _discard_warden(self) -> int | None:
+        """End a warden that has started no server, and remove its folder. Returns its exit code if it has one."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return discard_warden(self._warden)
 
 
 def _remove_unmapped(shared_memory: Mapping[str, int]) -> None:

@@ -27,7 +27,8 @@ class ServerPids:
     main: int
     """Server main: the process that becomes the engine's launcher and HTTP server."""
     warden: int | None
-    """Warden, the parent of the server main. None when the server runs on another machine."""
+    """Leader of the warden's session: the warden itself if it was forked by a forkserver, otherwise the program that
+    started the warden and waits for it. None when the server runs on another machine."""
     workers: tuple[int, ...]
     """Processes below the server main (schedulers, detokenizer). Empty when the server has ended or runs elsewhere."""
 

@@ -16,8 +16,9 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def parse_devices(value: str) -> list[str]:
-    """The devices that a value of `CUDA_VISIBLE_DEVICES` names."""
-    return [device for part in value.split(",") if (device := part.strip())]
+    """The devices that a value of `CUDA_VISIBLE_DEVICES` names. As in CUDA, -1 and what follows it name no device."""
+    names = [device for part in value.split(",") if (device := part.strip())]
+    return names[: names.index("-1")] if "-1" in names else names
 
 
 def devices_of_ranks(values: Sequence[str | None]) -> str | None:

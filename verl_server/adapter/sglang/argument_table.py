@@ -62,10 +62,11 @@ def read_options() -> Mapping[str, Option]:
 
 
 def find_option(name: str) -> tuple[str, Option | None]:
-    """Name and option that a command line means by `name`: an option, or the beginning of the names of one option only.
+    """Find the option that `name` means on a command line.
 
-    As SGLang's own parser (argparse) does. A name of no option is returned without an option. Raises BadInputError when
-    the names of several options begin with `name`.
+    `name` may be abbreviated if only one option begins with it; SGLang's own parser (argparse) has the same rule. A
+    name of no option is returned without an option. Raises BadInputError when the names of several options begin with
+    `name`.
     """
     options = read_options()
     if name in options:

@@ -71,7 +71,8 @@ def parse_event(data: bytes, url: str) -> Json:
     event = parse_json_or_text(data)
     error = event.get("error") if isinstance(event, dict) else None
     if isinstance(error, dict):
-        raise error_from_reply(int(error.get("code", 400)), url, event)
+        code = error.get("code", 400)
+        raise error_from_reply(code if isinstance(code, int) else 502, url, event)
     if not _is_generation(event):
         raise foreign_reply_error(url, data)
     parsed: Json = event

@@ -119,7 +119,10 @@ class Slot:
 
     @contextlib.contextmanager
     def waits_for_caller(self) -> Iterator[None]:
-        """In the body, the request waits until its caller reads: that the replica makes no progress is no stall."""
+        """While the body of the `with` statement runs, the request waits for its caller to read.
+
+        The replica does not count as stalled because of this request.
+        """
         self.replica.waiting_callers += 1
         try:
             yield

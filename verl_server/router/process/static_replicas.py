@@ -95,6 +95,7 @@ class StaticReplicas:
                 logger.warning("replica %s receives no requests until it answers: %s", name, error)
             self._unusable.add(name)
             self._sized.discard(name)  # another server may answer at this address later
+            self._adapters[name].connection.forget_server()
             silent_s = time.monotonic() - self._answered_at.get(name, 0.0)
             pool.update_replica(name, admitted=False, will_serve=silent_s < RETURN_TIMEOUT_S)
             return

@@ -25,8 +25,8 @@ from typing import IO
 
 from verl_server.errors import DeadlineError
 from verl_server.server.forkserver.forkserver_main import FORK, READY
-from verl_server.server.process import WardenProcess, spawn_warden
 from verl_server.server.supervisor import AbortCheck
+from verl_server.server.warden_process import WardenProcess, spawn_warden
 
 logger = logging.getLogger(__name__)
 

@@ -36,10 +36,10 @@ from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import inherited_environment
 from verl_server.server.forkserver import socket_folder
 from verl_server.server.forkserver.forkserver import Forkserver, OwnForkserver
-from verl_server.server.process import WardenFactory, spawn_warden
 from verl_server.server.supervisor import AbortCheck
 from verl_server.server.warden.process_watch import has_pidfds
 from verl_server.server.warden.warden import IGNORED_SIGNALS
+from verl_server.server.warden_process import WardenFactory, spawn_warden
 
 logger = logging.getLogger(__name__)
 

@@ -56,8 +56,8 @@ class BoundedLog:
             if not self._is_at_path(status):
                 self._close_file()
             elif status.st_size > self._limit_bytes:
-                self._close_file()
                 os.replace(self._path, self._path + ".1")
+                self._close_file()
         if self._file is None:
             self._file = self._open()
         return self._file
