@@ -48,6 +48,7 @@ from verl_server.types import Json
 NAME = "bench_dispatch"
 REPLICAS = (4, 100, 1000)
 INDEX, ALL = "index of loads", "comparison of all replicas"
+BURST_TIMEOUT_S = 120.0
 TOKEN_EVENTS = 4
 """Number of running requests that receive tokens between two placements."""
 #: Number of tokens of the stored results, and whether they have log probabilities.
@@ -166,14 +167,15 @@ async def measure_burst(replicas: int, requests: int, is_queued: bool) -> float:
     gc.collect()
     started = time.perf_counter()
     calls = [asyncio.create_task(dispatcher.generate(request)) for _ in range(requests)]
-    if is_queued:
-        while dispatcher.pool.queued_requests < requests:
+    async with asyncio.timeout(BURST_TIMEOUT_S):
+        if is_queued:
+            while dispatcher.pool.queued_requests < requests:
+                await asyncio.sleep(0)
+            started = time.perf_counter()
+            for number in range(replicas):
+                dispatcher.pool.update_replica(f"replica_{number}", admitted=True)
+        while sum(server.running_requests for server in servers) < requests:
             await asyncio.sleep(0)
-        started = time.perf_counter()
-        for number in range(replicas):
-            dispatcher.pool.update_replica(f"replica_{number}", admitted=True)
-    while sum(server.running_requests for server in servers) < requests:
-        await asyncio.sleep(0)
     seconds = time.perf_counter() - started
     finish.set()
     await asyncio.gather(*calls)

@@ -65,9 +65,9 @@ class FaultProxy:
         replies: asyncio.Task[None] | None = None
         try:
             while data := await reader.read(CHUNK_BYTES):
-                if self.fault is not None and REQUEST_HEAD.match(data):
+                if (fault := self.fault) is not None and REQUEST_HEAD.match(data):
                     await _read_body(reader, data)
-                    writer.write(ANSWERS[self.fault])
+                    writer.write(ANSWERS[fault])
                     self.answered += 1
                     await writer.drain()
                     return
@@ -82,7 +82,7 @@ class FaultProxy:
                 if not server_writer.is_closing():
                     server_writer.write_eof()
                 await replies
-        except OSError:
+        except (OSError, asyncio.IncompleteReadError):
             pass  # the server or the caller has ended
         finally:
             if replies is not None:

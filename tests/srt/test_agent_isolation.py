@@ -197,6 +197,24 @@ def test_rewards_of_turns_are_recorded(run_samples: RunSamples, tmp_path: Path) 
     assert scores == [1.5, 1.5]
 
 
+class LastTurnRewardLoop(ToolAgentLoop):
+    """Rewards the last turn itself."""
+
+    async def run(self, episode: Episode) -> None:
+        await super().run(episode)
+        assert episode.leaf is not None
+        episode.graph.set_rewards(episode.leaf, [0.5])
+
+
+def test_a_reward_of_the_last_turn_is_no_reward_of_the_sample(run_samples: RunSamples, tmp_path: Path) -> None:
+    """A reward function that a resumed run has in addition is called, and replaces it."""
+    rewards: list[tuple[float | None, float]] = []
+    for reward in (None, None, lambda _: 0.25, None):
+        (sample,) = run_samples(LastTurnRewardLoop([read_user]), lambda _: "done", reward=reward, run_dir=tmp_path)
+        rewards.append((sample.reward, to_batch([sample.path], 0)["rm_scores"].sum().item()))
+    assert rewards == [(None, 0.5), (None, 0.5), (0.25, 0.25), (0.25, 0.25)]
+
+
 def return_long_text() -> str:
     """Returns a long text."""
     return "z" * 300

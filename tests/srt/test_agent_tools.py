@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import functools
 import runpy
@@ -71,6 +72,29 @@ def test_failing_tools_return_errors_as_results(call: ToolCall, error_type: str,
     result = asyncio.run(tools.call(call))
     assert result.error_type == error_type
     assert expected in result.content
+
+
+def test_a_tool_that_ignores_its_cancellation_does_not_block_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_server.agent.user_code.CANCEL_TIMEOUT_S", 0.1)
+
+    async def run() -> tuple[ToolResult, bool]:
+        end = asyncio.Event()
+
+        async def stubborn() -> str:
+            """Goes on after its cancellation."""
+            while not end.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await end.wait()
+            return "late"
+
+        result = await asyncio.wait_for(FunctionTool(stubborn, timeout_s=0.1).call({}), 10.0)
+        is_running = not end.is_set()
+        end.set()
+        return result, is_running
+
+    result, is_running = asyncio.run(run())
+    assert is_running
+    assert (result.error_type, result.content) == ("timeout", "Error: no result within 0.1 s")
 
 
 def test_tools_return_results_and_schemas(tiny: Callable[..., Path]) -> None:

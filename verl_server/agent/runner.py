@@ -229,7 +229,7 @@ class RolloutRunner:
         if isinstance(record, Recorder):
             record.record_all_rewards()  # also those that the agent loop or the reward function set on the graph
         if sample.leaf is not None:  # the termination is written last: a file that contains it is complete
-            record.terminate(sample.leaf, sample.stop_reason, sample.error)
+            record.terminate(sample.leaf, sample.stop_reason, sample.error, sample.reward)
         return sample, exception
 
     async def _generate_counted(self, *, rid: str, session_id: str, **request: Any) -> Json:

@@ -158,6 +158,4 @@ def find_finished_sample(task: Task, index: int, graph: TrajectoryGraph) -> Samp
     termination = next(reversed(graph.terminations.values()))
     if termination.stop_reason == "error":
         return None
-    rewards = graph.rewards.get(termination.node)
-    reward = None if rewards is None else rewards[-1]
-    return Sample(task, index, graph, termination.node, termination.stop_reason, termination.error, reward)
+    return Sample(task, index, graph, termination.node, termination.stop_reason, termination.error, termination.reward)

@@ -98,6 +98,9 @@ class Tool(ABC):
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Execute the tool within its timeout. Exceptions of the tool become results, which the policy can read.
 
+        At its timeout the tool is cancelled. A tool that ignores the cancellation for 5 s keeps running, and its result
+        is discarded.
+
         A NameError or an ImportError in the source file of the tool is raised, and the episode fails: it is a mistake
         in the tool, not in the call. BadInputError is raised if `run` returns an iterator, or nothing to await.
         """

@@ -10,6 +10,9 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+CANCEL_TIMEOUT_S = 5.0
+"""Seconds for a cancelled tool to end."""
+
 
 async def call_user_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of a user and return its result. A function that is not a coroutine function runs in a thread."""
@@ -35,8 +38,9 @@ async def await_user_code(awaitable: Awaitable[Any]) -> Any:
 async def wait_until_done(task: asyncio.Task[Any], timeout_s: float) -> bool:
     """Wait until `task` has ended. Cancel it if it does not end. Returns whether `timeout_s` seconds were exceeded.
 
-    If another coroutine blocked the event loop at the end of the timeout, `task` gets the same time again: it may have
-    a result that arrived meanwhile and was not processed.
+    If another coroutine blocked the event loop at the end of the timeout, the wait is extended once by the seconds that
+    the event loop was blocked: `task` may have a result that arrived meanwhile and was not processed. A task that
+    ignores its cancellation still runs when this function returns.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
@@ -46,7 +50,7 @@ async def wait_until_done(task: asyncio.Task[Any], timeout_s: float) -> bool:
             await asyncio.wait({task}, timeout=max(loop.time() - deadline, 0.0))
     finally:
         if task.cancel():
-            await asyncio.wait({task})
+            await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
     return is_late
 
 

@@ -25,6 +25,8 @@ class Termination:
     stop_reason: str
     error: Json | None = None
     """Exception of a failed episode as JSON (`verl_server.errors.to_wire`)."""
+    reward: float | None = None
+    """Result of the reward function for the path. None if there was no reward function or if it failed."""
 
 
 def require_graph(value: object) -> None:
@@ -118,11 +120,13 @@ class TrajectoryGraph:
             raise BadInputError(f"rewards must be finite numbers, got {rewards[:8]}")
         self.rewards[node] = rewards
 
-    def terminate(self, node: int, stop_reason: str, error: Json | None = None) -> Termination:
+    def terminate(
+        self, node: int, stop_reason: str, error: Json | None = None, reward: float | None = None
+    ) -> Termination:
         """Record that an episode stopped at a node, and why. Raises BadInputError for an unknown node."""
         self.node(node)
         self.terminations.pop(node, None)  # so that the last entry is the last termination
-        termination = self.terminations[node] = Termination(node, stop_reason, error)
+        termination = self.terminations[node] = Termination(node, stop_reason, error, reward)
         return termination
 
     # -- reading --------------------------------------------------------------------------------------

@@ -90,9 +90,9 @@ class Recorder:
         if rewards := self.graph.rewards:
             self._write(*({"rewards": {"node": node, "values": values}} for node, values in rewards.items()))
 
-    def terminate(self, node: int, stop_reason: str, error: Json | None = None) -> None:
+    def terminate(self, node: int, stop_reason: str, error: Json | None = None, reward: float | None = None) -> None:
         """Record the end of a path and write it. See `TrajectoryGraph.terminate`."""
-        self._write({"termination": asdict(self.graph.terminate(node, stop_reason, error))})
+        self._write({"termination": asdict(self.graph.terminate(node, stop_reason, error, reward))})
 
     def _write(self, *lines: Json) -> None:
         """Append lines. After a failure, the file ends with its last complete line, and all later calls fail too."""
