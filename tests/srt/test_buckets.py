@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from helpers import (
     assert_equals_reference,
     change_weights,
     mesh_of,
+    open_files,
     raised,
     reference_model,
     remote_server_of,
@@ -34,7 +36,8 @@ from verl_server.engine.servers import connect_servers
 from verl_server.errors import BadInputError, TornWeightsError, UnsupportedError, VerlServerError, WeightManifestError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
-from verl_server.types import TensorSpec
+from verl_server.types import ServerInfo, TensorSpec
+from verl_server.weights.device.loading import copies_on
 from verl_server.weights.double_buffer import reader as reader_module
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.device_memory import find_device
@@ -46,7 +49,8 @@ from verl_server.weights.read_manifest import read_manifest
 from verl_server.weights.transports import stream_class
 from verl_server.weights.update.buffer_filler import BufferRole
 from verl_server.weights.update.opening import DoubleBuffers
-from verl_server.weights.update.request import UpdateOptions
+from verl_server.weights.update.request import UpdateOptions, ValidatedUpdate
+from verl_server.weights.update.server_session import OpenedUpdate
 from verl_server.weights.update.streamed import StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks
 
@@ -128,11 +132,12 @@ def test_staging_keeps_its_limit(given_specs: list[Any], pages: int) -> None:
 
 
 class WriterThread:
-    """A writer in a thread. Every tensor has one value in all elements; a bucket holds five tensors."""
+    """A writer in a thread. Every tensor has one value in all elements."""
 
-    def __init__(self, tensors: int = 30) -> None:
+    def __init__(self, tensors: int = 30, tensors_per_bucket: int = 5) -> None:
         self.specs = {f"t{i}": TensorSpec((1024,), "float32") for i in range(tensors)}
-        self.double_buffer = DoubleBuffer.create(plan_double_buffer(self.specs, 2 * 5 * 4096, in_host_memory=True))
+        limit = NUM_BUCKETS * tensors_per_bucket * 4096
+        self.double_buffer = DoubleBuffer.create(plan_double_buffer(self.specs, limit, in_host_memory=True))
         self._thread = threading.Thread(target=self._write)
         self._thread.start()
 
@@ -187,6 +192,52 @@ def test_a_model_that_keeps_everything_is_an_error(monkeypatch: pytest.MonkeyPat
         list(tensor[3:9] for _, tensor in writer_thread.reader().tensors())
     writer_thread.double_buffer.progress(1).fail("the reader failed")
     writer_thread.join()
+
+
+class AcceleratorTensor(torch.Tensor):
+    """A tensor in host memory that stands for a tensor on an accelerator."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+
+def test_a_bucket_on_an_accelerator_may_hold_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable of the model's loop holds a tensor until the next one is there. Only then its bucket is free."""
+    monkeypatch.setattr(reader_module, "RECLAIM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Stream=lambda device: None))
+    writer_thread = WriterThread(tensors=4, tensors_per_bucket=1)
+
+    def on_accelerator() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in writer_thread.reader().tensors():
+            yield name, tensor.as_subclass(AcceleratorTensor)
+            del tensor
+
+    try:
+        found = []
+        for _, loaded in copies_on(torch.device("cuda", 0), on_accelerator()):
+            found.append(float(loaded[7]))
+        del loaded
+        assert found == [0.0, 1.0, 2.0, 3.0]
+    finally:
+        writer_thread.double_buffer.progress(1).fail("the reader has ended")
+        writer_thread.join()
+
+
+def test_rank_0_opens_the_staging_memory_of_all_trainer_ranks() -> None:
+    """A rank on another machine is an error of this library: after it, generation continues."""
+    layout = plan_double_buffer({"t": TensorSpec((1024,), "float32")}, None, in_host_memory=True)
+    mine, gone = DoubleBuffer.create(layout), DoubleBuffer.create(layout)
+    buffers = DoubleBuffers("cuda_ipc", layout, [{"location": one.location} for one in (mine, gone)], 1, 20.0)
+    gone.close()
+    validated = ValidatedUpdate(1, verify=True, pause_mode=PauseMode.RETRACT, flush_cache=True)
+    opened = OpenedUpdate(validated, "x", 1, [ServerInfo("a", 2)], opened_at=0.0)
+    before = open_files()
+    message = "rank 0 cannot open the staging memory of trainer rank 1: .*'cuda_ipc' needs all trainer ranks on one"
+    with pytest.raises(UnsupportedError, match=message):
+        buffers.require_opened(opened)
+    assert open_files() == before
+    mine.close()
 
 
 def test_waiting_ends_when_the_other_side_fails_or_misses_the_deadline() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl_server.config import PauseMode
 from verl_server.errors import VerlServerError
-from verl_server.types import ServerInfo
+from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.checksum import (
     POSITIONAL_SUM,
     XXH3,
@@ -26,9 +28,16 @@ from verl_server.weights.checksum import (
 from verl_server.weights.device.pinned_memory import PinnedMemory
 from verl_server.weights.device.staging_copies import StagingCopies
 from verl_server.weights.device.streams import CallerOrder
+from verl_server.weights.double_buffer.buffer import DoubleBuffer
+from verl_server.weights.double_buffer.layout import plan_double_buffer
+from verl_server.weights.loader import load_weights
 from verl_server.weights.reports import ReceivedReport, Report, SharedReports
-from verl_server.weights.transports.base import UpdateAttempt
+from verl_server.weights.transports.base import Receiver, UpdateAttempt
+from verl_server.weights.update import buffer_filler
+from verl_server.weights.update.buffer_filler import BufferFiller, BufferRole
 from verl_server.weights.update.report_checks import verify_reports
+from verl_server.weights.update.request import ValidatedUpdate
+from verl_server.weights.update.server_session import OpenedUpdate
 
 # -- checksums and shares ----------------------------------------------------------------------------
 
@@ -110,6 +119,50 @@ def test_copies_on_a_cpu() -> None:
     assert not pinned, "only copies from an accelerator need pinned memory"
 
 
+class FullAcceleratorTensor(torch.Tensor):
+    """A tensor in host memory that stands for a tensor on an accelerator whose memory is full."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("the memory is full")
+
+
+def test_a_tensor_is_cast_on_the_host_where_the_accelerator_is_full() -> None:
+    source, target = torch.randn(4, 6), torch.zeros(4, 6, dtype=torch.bfloat16)
+    copies = StagingCopies()
+    copies.copy(target, source.as_subclass(FullAcceleratorTensor))
+    copies.wait()
+    assert torch.equal(target, source.bfloat16())
+
+
+class MetaReceiver(Receiver):
+    """A receiver of one tensor without values, so that its checksum cannot be fetched."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "t", torch.empty(8, device="meta")
+
+    def send_report(self, report: Report, checksums: list[int]) -> None:
+        pass
+
+
+class ReadingModel(torch.nn.Module):
+    """A model that reads all tensors and keeps none."""
+
+    def load_weights(self, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        list(named_tensors)
+
+
+def test_checksums_that_cannot_be_fetched_are_reported() -> None:
+    """Without a report, the trainer would not learn of the error."""
+    receiver = MetaReceiver({"checksum": POSITIONAL_SUM}, 0)
+    report, checksums = load_weights(receiver, ReadingModel(), "x", verify=True)
+    assert (report.ok, checksums) == (False, [])
+    assert "meta" in str(report.error)
+
+
 def test_memory_is_not_pinned_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -169,6 +222,30 @@ def test_another_thread_waits_for_the_callers_stream(accelerator: RecordingModul
     assert accelerator.calls == [
         "record on caller", "enter meta", "other waits for event of caller", "work", "synchronize other", "leave",
     ]  # fmt: skip
+
+
+def test_checksums_use_the_device_of_the_callers_thread(
+    accelerator: RecordingModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that computes them would start with device 0, where another trainer rank works."""
+    monkeypatch.setattr(buffer_filler, "accelerator", lambda: torch.device("meta"))
+    specs = {"t": TensorSpec((5,), "float32")}
+    double_buffer = DoubleBuffer.create(plan_double_buffer(specs, None, in_host_memory=True))
+    role = BufferRole(double_buffer, 0, 1, True, buffer_index=0, num_buffers=1)
+    validated = ValidatedUpdate(1, verify=True, pause_mode=PauseMode.RETRACT, flush_cache=True)
+    opened = OpenedUpdate(validated, "x", 1, [ServerInfo("a", 1)], opened_at=0.0)
+    filler = BufferFiller(role, opened, lambda: None, lambda: None, time.monotonic() + 20.0)
+    target = filler.reserve("t", specs["t"])
+    assert target is not None
+    target.fill_(3.0)
+    filler.finish()
+    report = Report("x", ok=True, num_tensors=1)
+    double_buffer.reports.write(0, report, [compute_checksum(torch.full((5,), 3.0))])
+    assert filler.report_error(["t"], is_whole=True, timeout_s=20.0) is None
+    filler.close()
+    assert accelerator.calls == ["enter meta", "leave"]
+    del target
+    double_buffer.close()
 
 
 def test_all_copies_are_waited_for_once(accelerator: RecordingModule) -> None:

@@ -37,6 +37,7 @@ from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.layout import plan_arena
 from verl_server.weights.manifest import Manifest
+from verl_server.weights.read_manifest import read_manifest
 from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.updater import EngineRanks
@@ -239,15 +240,15 @@ def test_a_node_that_does_not_start_is_an_error_on_all_ranks_at_once(
 GROUP_TIMEOUT_S = 8.0
 """Deadline of the collective operations of the trainer's process group in these tests."""
 NAMES = [f"t{number}" for number in range(4)]
+MANIFEST = Manifest({name: TensorSpec((4,), "float32") for name in NAMES})
 
 
-def _updater(rank: int, world: int) -> StagedUpdater:
-    """The updater of one of the trainer ranks, for a model with the tensors `NAMES`. It has no server."""
-    specs = {name: TensorSpec((4,), "float32") for name in NAMES}
-    layout, all_ranks = plan_arena(specs), frozenset(range(world))
+def _updater(rank: int, world: int, manifest: Manifest = MANIFEST) -> StagedUpdater:
+    """The updater of one of the trainer ranks. It has no server."""
+    layout, all_ranks = plan_arena(manifest.tensors), frozenset(range(world))
     coordinator = RankCoordinator.connect(rank, world, broadcast_function(mesh_of(world)), False, 60.0)
     ranks = EngineRanks(coordinator, compute_placement(rank, world, 1, {}), all_ranks, None, 60.0)
-    return StagedUpdater(ranks, Manifest(specs), 0, layout, Arena.create(layout), all_ranks, None)
+    return StagedUpdater(ranks, manifest, 0, layout, Arena.create(layout), all_ranks, None)
 
 
 def _update(updater: StagedUpdater, tensors: Any, load_format: str | None = None) -> tuple[str, str]:
@@ -369,6 +370,34 @@ def test_a_mistake_on_a_rank_that_gathers_nothing_does_not_stop_the_collectives_
     assert first == second
     assert (first[0], "'t0' has values that are not finite" in first[1]) == ("WeightManifestError", True)
     assert read == len(NAMES)
+
+
+def _a_mistake_before_a_tensor_that_is_left_out(rank: int, world: int, folder: str) -> tuple[str, str]:
+    """Rank 1 has a bad tensor. A later tensor becomes tensors of other names, all of which are left out."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    checkpoint_names = read_manifest({"model_path": folder}).checkpoint_names
+    assert checkpoint_names is not None
+    fused_name, fused = "model.layers.0.mlp.experts.gate_up_proj", torch.ones(4, 128, 64)
+    ignored = frozenset(checkpoint_names.specs(fused_name, TensorSpec.of(fused)))
+    assert fused_name not in ignored
+    updater = _updater(rank, world, Manifest(MANIFEST.tensors, ignored=ignored, checkpoint_names=checkpoint_names))
+    group: Any = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    tensors = {
+        NAMES[0]: torch.full((4,), torch.nan if rank == 1 else 1.0), fused_name: fused, NAMES[1]: torch.ones(4),
+    }  # fmt: skip
+    error = _update(updater, ((name, DTensor.from_local(t, mesh, [Partial()])) for name, t in tensors.items()))
+    updater.coordinator.close()
+    updater.close()
+    return error
+
+
+def test_no_rank_gathers_a_tensor_that_is_left_out(two_ranks: Ranks, tiny: Callable[..., Path]) -> None:
+    """Also the rank that has made a mistake. Otherwise the ranks would gather different tensors with each other."""
+    first, second = two_ranks.run(_a_mistake_before_a_tensor_that_is_left_out, str(tiny("qwen3_moe")))
+    assert first == second
+    assert (first[0], "'t0' has values that are not finite" in first[1]) == ("WeightManifestError", True), first
 
 
 def _generate_with_servers_of_rank_0(rank: int, world: int, folder: str, server: RemoteServer) -> list[int] | None:

@@ -88,12 +88,19 @@ def shares_are_complete(shares: Sequence[tuple[int, int]]) -> bool:
 
 
 def _on_host(values: Sequence[Any]) -> list[Any]:
-    """Numbers, and tensors with one number, on the host: with one transfer for all that are on an accelerator."""
+    """Numbers, and tensors with one number, on the host: with one transfer from each device."""
     import torch
 
-    on_device = [value for value in values if isinstance(value, torch.Tensor)]
-    fetched = iter(torch.stack(on_device).tolist() if on_device else [])
-    return [next(fetched) if isinstance(value, torch.Tensor) else value for value in values]
+    numbers = list(values)
+    positions_by_device: dict[torch.device, list[int]] = {}
+    for position, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            positions_by_device.setdefault(value.device, []).append(position)
+    for positions in positions_by_device.values():
+        fetched = torch.stack([values[position] for position in positions]).tolist()
+        for position, number in zip(positions, fetched, strict=True):
+            numbers[position] = number
+    return numbers
 
 
 def _hash(data: memoryview) -> int:

@@ -78,7 +78,8 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     is_copied = device.type != "cpu"
-    # Only a tensor that the model gets as a copy cannot be changed by a model in this process alone.
+    # A model may change a tensor in place while it loads it. Without copies, each TP rank verifies all tensors, because
+    # another TP rank does not see such a change. With copies, TP ranks that read the same memory divide the tensors.
     share = verified_share(receiver.tp_rank, receiver.num_sharing) if is_copied else (0, 1)
     checksums = Checksums(receiver.message.get("checksum", XXH3))
     unwritten: list[str] = []
@@ -112,6 +113,7 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
                 model.load_weights(iter(()))
             wait_for_device(device)
             _require_own_memory(model, receiver)
+            checksum_values = checksums.values()
         finally:
             receiver.close()
     except Exception as error:  # noqa: BLE001 - the error goes into the report
@@ -126,7 +128,7 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
         num_unwritten=len(unwritten),
         share=share,
     )
-    return report, checksums.values()
+    return report, checksum_values
 
 
 def _require_own_memory(model: Any, receiver: Receiver) -> None:

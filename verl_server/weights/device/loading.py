@@ -12,10 +12,9 @@ if TYPE_CHECKING:
 def copies_on(device: torch.device, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:
     """Copies of host tensors on an accelerator. The next copy runs while the model loads the present one.
 
-    What a model writes to a tensor while it loads stays in the copy. A host tensor is in use until its copy is
-    finished, which is before the tensor after the next is asked for: the readers of buckets rely on it. Tensors that
-    are on an accelerator already are passed on. Where the accelerator has no memory for a copy, the copy is on the
-    host.
+    What a model writes to a tensor while it loads stays in the copy. The generator holds a reference to a host tensor
+    until its copy is finished: a bucket is filled again when no reference to it is left. Tensors that are on an
+    accelerator already are passed on. Where the accelerator has no memory for a copy, the copy is on the host.
     """
     import torch
 
@@ -24,8 +23,6 @@ def copies_on(device: torch.device, named_tensors: Iterator[tuple[str, torch.Ten
     ahead: Any = None
 
     def start(name: str, tensor: torch.Tensor) -> Any:
-        if tensor.device.type != "cpu":
-            return name, tensor, tensor, None
         try:
             with module.stream(stream):
                 copy = tensor.to(device, non_blocking=True)
@@ -41,6 +38,12 @@ def copies_on(device: torch.device, named_tensors: Iterator[tuple[str, torch.Ten
         return name, copy
 
     for name, tensor in named_tensors:
+        if tensor.device.type != "cpu":
+            # The model holds this tensor until it gets the next one. A reader that is asked for a tensor in advance
+            # would wait for the bucket of a tensor that the model still holds.
+            yield name, tensor
+            del tensor
+            continue
         started = start(name, tensor)
         del tensor
         if ahead is not None:

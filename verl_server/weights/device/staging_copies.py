@@ -13,8 +13,8 @@ class StagingCopies:
     """Copies tensors into staging memory. `wait` returns when all copies that were started are finished.
 
     A copy from an accelerator runs while the next tensor is prepared, and a tensor of another dtype is cast on the
-    accelerator first: float32 parameters of a bfloat16 model then need half of the bus. `pin` is called before the
-    first copy from an accelerator to the host.
+    accelerator first, if it has memory for that: float32 parameters of a bfloat16 model then need half of the bus.
+    `pin` is called before the first copy from an accelerator to the host.
     """
 
     def __init__(self, pin: Callable[[], object] = lambda: None) -> None:
@@ -28,6 +28,8 @@ class StagingCopies:
 
         A trainer may keep its parameters in the arena. `source` must not be changed before `wait`.
         """
+        import torch
+
         if _is_same(target, source) or not source.numel():
             return
         if source.device.type == "cpu":
@@ -37,7 +39,11 @@ class StagingCopies:
             if not self._is_pinned:
                 self._pin()
                 self._is_pinned = True
-            source = source.to(target.dtype)
+            try:
+                source = source.to(target.dtype)
+            except torch.OutOfMemoryError:
+                target.copy_(source)  # a blocking copy casts on the CPU
+                return
         target.copy_(source, non_blocking=target.is_contiguous())
         self._devices.add(source.device)
 

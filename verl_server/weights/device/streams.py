@@ -49,6 +49,16 @@ def accelerator() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
+def as_current(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    """A context in which this thread has `device` as its current device, if there is one.
+
+    A new thread starts with device 0, and `accelerator` would return that.
+    """
+    import torch
+
+    return contextlib.nullcontext() if device is None else torch.get_device_module(device).device(device)
+
+
 def wait_for_device(device: torch.device) -> None:
     """Wait for everything that runs on a device."""
     import torch

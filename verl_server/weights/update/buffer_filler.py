@@ -11,7 +11,7 @@ from verl_server.errors import VerlServerError
 from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.checksum import Checksums, choose_algorithm
 from verl_server.weights.device.staging_copies import StagingCopies
-from verl_server.weights.device.streams import accelerator
+from verl_server.weights.device.streams import accelerator, as_current
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.progress import CHECKSUM_READER
 from verl_server.weights.double_buffer.reader import RECLAIM_TIMEOUT_S, BucketReader
@@ -145,15 +145,16 @@ class BufferFiller:
             require_ranks,
             self._deadline,
         )
-
-        checksums = Checksums(choose_algorithm(), accelerator())
+        device = accelerator()
+        checksums = Checksums(choose_algorithm(), device)
 
         def compute_checksums() -> list[int]:
             try:
-                for _, tensor in reader.tensors():
-                    checksums.add(tensor)
-                    del tensor
-                return checksums.values()
+                with as_current(device):
+                    for _, tensor in reader.tensors():
+                        checksums.add(tensor)
+                        del tensor
+                    return checksums.values()
             except Exception as error:
                 role.fail(self._opened.update_number, f"the checksums could not be computed: {error}")
                 raise

@@ -7,6 +7,7 @@ keep their weights. In the middle of an update, the weights would be torn.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 
 from verl_server.errors import UnsupportedError, VerlServerError
@@ -51,10 +52,13 @@ class DoubleBuffers:
         return {**self.loader_message(opened), "opens_only": True}
 
     def require_opened(self, opened: OpenedUpdate) -> None:
-        """Raise UnsupportedError unless every TP rank has opened its double buffer after `opening_message`."""
-        buffers = [DoubleBuffer.open(description["location"], self.layout) for description in self.descriptions]
-        try:
-            errors: list[VerlServerError] = []
+        """Raise UnsupportedError unless every TP rank has opened its double buffer after `opening_message`.
+
+        Rank 0 opens the double buffers of all trainer ranks, because they contain the reports.
+        """
+        errors: list[VerlServerError] = []
+        with ExitStack() as stack:
+            buffers = [stack.enter_context(closing(self._open(rank))) for rank in range(len(self.descriptions))]
             for rank in receiving_ranks(opened.members):
                 reports = buffers[rank.receiver % len(buffers)].reports
                 received = reports.read(rank.receiver, opened.update_id, 0)
@@ -67,8 +71,15 @@ class DoubleBuffers:
                             servers=[rank.server],
                         )
                     )
-            if errors:
-                raise first_error(errors)
-        finally:
-            for buffer in buffers:
-                buffer.close()
+        if errors:
+            raise first_error(errors)
+
+    def _open(self, rank: int) -> DoubleBuffer:
+        """The double buffer of a trainer rank, opened on rank 0. Raises UnsupportedError."""
+        try:
+            return DoubleBuffer.open(self.descriptions[rank]["location"], self.layout)
+        except OSError as error:
+            raise UnsupportedError(
+                f"rank 0 cannot open the staging memory of trainer rank {rank}: {error}. "
+                f"The transport {self.transport!r} needs all trainer ranks on one machine"
+            ) from error

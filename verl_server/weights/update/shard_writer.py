@@ -109,9 +109,12 @@ class ShardWriter:
         """Whether the ranks gather the tensor."""
         from torch.distributed.tensor import DTensor
 
-        if not isinstance(tensor, DTensor) or name in self._manifest.ignored:
+        if not isinstance(tensor, DTensor):
             return False
         with contextlib.suppress(BadInputError):
+            names = self._manifest.checkpoint_specs(name, TensorSpec.of(tensor)).keys()
+            if names <= self._manifest.ignored:  # `write` leaves the tensor out
+                return False
             if self._is_converted(name, tensor):
                 return True
         return local_slices(tensor, self._writer_ranks) is None

@@ -18,6 +18,7 @@ from verl_server.errors import BadInputError, TornWeightsError, VerlServerError
 from verl_server.types import Json, WeightUpdateResult
 from verl_server.weights.arena import Arena
 from verl_server.weights.device.staging_copies import StagingCopies
+from verl_server.weights.device.streams import accelerator, as_current
 from verl_server.weights.layout import Layout
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import Sender, UpdateAttempt
@@ -170,12 +171,15 @@ class StagedUpdater(WeightUpdater):
         servers.published(validated.weight_version, is_whole, self._replay_of(validated) if can_replay else None)
 
     def _replay_of(self, validated: ValidatedUpdate) -> ReplayFn:
-        """A function that loads the weights published now into other servers, while the weights are still staged."""
-        checksums = dict(self._published_checksums)
+        """A function that loads the weights published now into other servers, while the weights are still staged.
+
+        Another thread may call the function. It uses the device that is current in the present thread.
+        """
+        checksums, device = dict(self._published_checksums), accelerator()
 
         def load_published(servers: UpdatableServers) -> None:
             assert self._sender is not None
-            with self._sender_lock:
+            with self._sender_lock, as_current(device):
                 self._arena.write_table(self._layout.in_order(list(checksums)))
                 replay(servers, self._sender, validated, checksums)
 
