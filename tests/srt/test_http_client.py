@@ -20,7 +20,7 @@ from helpers import free_port
 
 from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter, RemoteServer
 from verl_server.adapter.event_loop_thread import EventLoopThread
-from verl_server.errors import BadInputError, ServerDiedError, ServerError, UnsupportedError
+from verl_server.errors import BadInputError, ServerBusyError, ServerDiedError, ServerError, UnsupportedError
 from verl_server.platforms.http_hooks import RELEASED_MEMORY
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process.static_replicas import StaticReplicas
@@ -284,6 +284,27 @@ def test_a_release_whose_answer_was_lost_does_not_spare_the_next_release_its_pau
             paths.clear()
             await adapter.release_memory_occupation()
             assert paths == ["/v1/loads", "/pause_generation", "/release_memory_occupation"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_request_that_the_load_still_counts_may_have_ended(ends: bool) -> None:
+    loads = [1, 1, 0] if ends else [1]
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        await request.read()
+        if request.path == "/v1/loads":
+            return web.json_response({"loads": [{"num_running_reqs": loads.pop(0) if len(loads) > 1 else loads[0]}]})
+        return web.json_response({"model_path": "none", "device": "cpu", "success": True})
+
+    async def run() -> None:
+        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
+            if ends:
+                await adapter.release_memory_occupation()
+            else:
+                with pytest.raises(ServerBusyError, match="1 requests run"):
+                    await adapter.release_memory_occupation()
 
     asyncio.run(run())
 

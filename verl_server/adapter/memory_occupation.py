@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,10 @@ from verl_server.errors import BadInputError, ServerBusyError, ServerError
 
 if TYPE_CHECKING:
     from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+
+LOAD_TIMEOUT_S = 0.5
+"""Seconds after which a load that counts requests is not that of a moment ago."""
+LOAD_POLL_S = 0.02
 
 
 async def release_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags: Sequence[str] | None = None) -> None:
@@ -93,8 +99,16 @@ async def resume_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags: 
 
 
 async def _require_idle(connection: ServerConnection) -> None:
-    num_requests = connection.requests_in_flight or count_requests(await connection.call(endpoints.LOADS))
-    if num_requests:
+    """Raise ServerBusyError while requests run.
+
+    A scheduler publishes its load before a finished request leaves it, and again when it is idle. So a request that the
+    load contains may have ended, and the load is read again until `LOAD_TIMEOUT_S`.
+    """
+    deadline = time.monotonic() + LOAD_TIMEOUT_S
+    while num_requests := (connection.requests_in_flight or count_requests(await connection.call(endpoints.LOADS))):
+        if not connection.requests_in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(LOAD_POLL_S)
+            continue
         raise ServerBusyError(
             f"{num_requests} requests run on {connection.base_url}: wait for them or abort them, then release",
             url=connection.base_url,
