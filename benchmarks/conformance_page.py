@@ -1,15 +1,11 @@
-"""Copies results of `verl-server conformance` to `results/` and writes their tables into `docs/conformance.md`.
-
-Usage: `python benchmarks/conformance_page.py conformance_output/conformance.json`. Without an argument, the page is
-written again from the committed results.
-"""
+"""Copies results of `verl-server conformance` to `results/` and writes their tables into `docs/conformance.md`."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 from common import RESULTS, hardware_slug
@@ -21,9 +17,19 @@ BLOCK = re.compile(r"(?<=<!-- results -->\n).*(?=\n<!-- end of results -->)", re
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "results",
+        nargs="?",
+        type=Path,
+        help="the conformance.json of a run (default: write the page again from the committed results)",
+    )
+    results = parser.parse_args().results
     committed = RESULTS / f"conformance-{hardware_slug()}.json"
-    if len(sys.argv) > 1:
-        shutil.copyfile(sys.argv[1], committed)
+    if results is not None:
+        if not results.is_file():
+            parser.error(f"there is no file {results}; write the path of the conformance.json of a run")
+        shutil.copyfile(results, committed)
     report = json.loads(committed.read_text(encoding="utf-8"))
     machine = report["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())

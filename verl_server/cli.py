@@ -119,7 +119,8 @@ def router(
     example = "http://127.0.0.1:30000"
     if not replica:
         raise BadInputError(f"a router needs at least one server; add --replica URL, for example --replica {example}")
-    urls = [require_http_url("--replica", url, f"--replica {example}") for url in replica]
+    key_hint = f"set {REPLICA_API_KEY} to the key of the servers"
+    urls = [require_http_url("--replica", url, f"--replica {example}", key_hint) for url in replica]
     generated_keys = options.missing_keys([API_KEY], shown=sys.stdout.isatty())
     key = take_key(API_KEY)
     replica_key = os.environ.pop(REPLICA_API_KEY, "") or key
@@ -158,8 +159,9 @@ def status(
 
     from verl_server.router.process.fetch_replicas import fetch_replicas
 
-    url = require_http_url("URL", url, "http://127.0.0.1:8000")
-    rows = fetch_replicas(url, os.environ.get(API_KEY, ""), f"set {API_KEY} to the router's key")
+    key_hint = f"set {API_KEY} to the router's key"
+    url = require_http_url("URL", url, "http://127.0.0.1:8000", key_hint)
+    rows = fetch_replicas(url, os.environ.get(API_KEY, ""), key_hint)
     if as_json:
         print(json.dumps(rows))
     else:
@@ -242,8 +244,8 @@ def conformance(
     """Check weight updates and generation of an engine against Hugging Face, and compare engines.
 
     An engine is verl_server, sglang (SGLang's own adapter), or the URL of a running server. The keys of a
-    running server are read from VERL_SERVER_API_KEY and VERL_SERVER_ADMIN_API_KEY. Its weights are changed,
-    and at the end the weights of its model's folder are pushed.
+    running server are read from VERL_SERVER_API_KEY and VERL_SERVER_ADMIN_API_KEY. Its weights are changed.
+    At the end of a complete run, the weights of its model's folder are pushed.
 
     Exit code 1 when a case failed or hung.
 
@@ -253,9 +255,10 @@ def conformance(
     from verl_server.conformance.command import run
 
     keys = (os.environ.get(API_KEY), os.environ.get(ADMIN_API_KEY))
+    key_hint = f"set {API_KEY} and {ADMIN_API_KEY} to the keys of the server"
     try:
         with StopSignals():
-            has_problems = run(engine or ["verl_server"], case or [], updates, output, keys)
+            has_problems = run(engine or ["verl_server"], case or [], updates, output, keys, key_hint)
     except StopRequested as stop:
         raise typer.Exit(128 + stop.number) from None
     raise typer.Exit(EXIT_FAILED if has_problems else 0)

@@ -85,7 +85,7 @@ def parse_server_args(args: list[str]) -> dict[str, Any]:
     can read a command line.
     """
     model, *rest = args
-    _check_model(model)
+    model = _find_model(model)
     values: dict[str, list[str]] = {}
     name = ""
     for argument in rest:
@@ -118,8 +118,11 @@ def require_known_arguments(server_args: Mapping[str, Any], own_options: Mapping
         raise BadInputError(f"{REFUSAL}{refusal}")
 
 
-def _check_model(model: str) -> None:
-    """Raises BadInputError when `model` is neither a folder nor a possible name on the Hugging Face Hub."""
+def _find_model(model: str) -> str:
+    """The absolute path of a local model, because clients of the server read it. Otherwise `model` as it is.
+
+    Raises BadInputError when `model` is neither a folder nor a possible name on the Hugging Face Hub.
+    """
     if model.startswith("-"):
         raise BadInputError(f"MODEL must come before the options: verl-server launch MODEL {model} ...")
     is_hub_name = model.count("/") <= 1 and not model.startswith(("/", ".", "~"))
@@ -131,12 +134,15 @@ def _check_model(model: str) -> None:
             f"MODEL {model} is not a folder; pass the folder that holds config.json and the weights, a GGUF file, "
             "or a name on the Hugging Face Hub such as Qwen/Qwen3-0.6B"
         )
+    return str(path.absolute()) if is_model else model
 
 
 def _similar_option(argument: str) -> str:
-    """The end of an error about `argument`, which begins with one dash: the option that was meant."""
+    """The end of an error about `argument`: the option that was meant. One letter is similar to too many options."""
+    if not argument.startswith("-") or len(argument.partition("=")[0]) == 2:
+        return ""
     names = {*read_options(), "tp"}
-    return did_you_mean(argument, [f"--{name.replace('_', '-')}" for name in names]) if argument[0] == "-" else ""
+    return did_you_mean(argument, [f"--{name.replace('_', '-')}" for name in names])
 
 
 def _parse_option(written: str, texts: list[str]) -> tuple[str, Any]:

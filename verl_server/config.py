@@ -176,11 +176,11 @@ class RecoveryConfig:
     stalled. Signs of life are answers of its schedulers and CPU time, see `docs/decisions/signs-of-life.md`."""
     hard_stall_timeout_s: float = 1800.0
     """Seconds without a new token before a replica with running requests counts as stalled although it gives signs
-    of life."""
+    of life. At least `stall_timeout_s`."""
     backoff_s: float = 1.0
     """Seconds before the second restart in a row. The delay doubles with each further restart."""
     max_backoff_s: float = 60.0
-    """Maximum number of seconds before a restart."""
+    """Maximum number of seconds before a restart. At least `backoff_s`."""
     max_restarts: int = 5
     """Maximum number of restarts within `restart_window_s` seconds. After one more failure the replica is not started
     again. 0: a replica is never started again."""
@@ -189,6 +189,13 @@ class RecoveryConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, may_be_zero=("backoff_s", "max_backoff_s", "max_restarts"))
+        for smaller, larger in (("stall_timeout_s", "hard_stall_timeout_s"), ("backoff_s", "max_backoff_s")):
+            minimum, value = getattr(self, smaller), getattr(self, larger)
+            if value < minimum:
+                raise BadInputError(
+                    f"RecoveryConfig.{larger} must be at least {smaller} ({minimum:g}), got {value:g}; pass both",
+                    argument=larger,
+                )
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,8 @@ def find_type_error(
         wanted = " or ".join(_describe(choice, numbers, name) for choice in _choices(expected))
         kind = type(value).__name__
         got = "None" if value is None else f"a value of type {kind}" if is_secret else f"{_SHORT.repr(value)} ({kind})"
+        if isinstance(value, type) and any(_is_class_of(value, choice) for choice in _choices(expected)):
+            got = f"the class {value.__name__}; write {value.__name__}(...)"
         return BadInputError(f"{name} must be {wanted}, got {got}", argument=name)
     errors = [_find_element_error(name, value, get_args(choice)) for choice in fitting]
     return None if None in errors else errors[0]
@@ -157,10 +159,21 @@ def _fits(value: object, expected: Any, numbers: NumberRange) -> bool:
         if numbers is NumberRange.ANY:
             return True
         return is_finite_number(value) and (value > 0 or (value == 0 and numbers is NumberRange.NOT_NEGATIVE))
-    is_protocol = getattr(kind, "_is_protocol", False) and not getattr(kind, "_is_runtime_protocol", False)
-    if is_protocol or not isinstance(kind, type):  # isinstance takes no such protocol, and neither Any nor a variable
+    is_protocol = getattr(kind, "_is_protocol", False)
+    is_unchecked = is_protocol and not getattr(kind, "_is_runtime_protocol", False)
+    if is_unchecked or not isinstance(kind, type):  # isinstance takes no such protocol, and neither Any nor a variable
         return True
+    if is_protocol and isinstance(value, type):  # a class has the methods of its instances
+        return False
     return isinstance(value, kind) and not (kind is Sequence and isinstance(value, (str, bytes)))
+
+
+def _is_class_of(value: type, expected: Any) -> bool:
+    """Whether `value` is a class of objects of the type `expected`."""
+    kind = _class_of(expected)
+    if getattr(kind, "_is_protocol", False):  # issubclass takes no protocol with attributes
+        return isinstance(value, kind)
+    return isinstance(kind, type) and issubclass(value, kind)
 
 
 def _describe(expected: Any, numbers: NumberRange, name: str) -> str:

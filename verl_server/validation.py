@@ -143,8 +143,11 @@ def find_coroutine_error(cls: type, name: str, result: object, example: str) -> 
 
 
 def make_writable_folder(name: str, folder: Path | str) -> Path:
-    """The absolute path of `folder`, which is created if it is missing. Raises BadInputError if it takes no files."""
-    path = Path(folder).absolute()
+    """The absolute path of `folder`, which is created if it is missing. `~` is the home of the user.
+
+    Raises BadInputError if the folder takes no files.
+    """
+    path = Path(os.path.expanduser(folder)).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -168,12 +171,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-def require_http_url(name: str, url: str, example: str = "http://127.0.0.1:30000") -> str:
+def require_http_url(
+    name: str,
+    url: str,
+    example: str = "http://127.0.0.1:30000",
+    key_hint: str = "pass a key of the server as api_key",
+) -> str:
     """The base URL of the server at `url`. A path is kept: the server may be behind a reverse proxy with a path prefix.
 
     A slash and `/v1` at the end of `url` are removed: the base URL of an OpenAI client is accepted. Raises
     BadInputError unless `url` is an HTTP URL with a host, for a query or an endpoint of the server at its end, and
-    for a user or a password, which the message does not show.
+    for a user or a password, which the message does not show. `key_hint` says how a key is passed.
     """
     try:
         parts = urlsplit(url)
@@ -184,8 +192,8 @@ def require_http_url(name: str, url: str, example: str = "http://127.0.0.1:30000
     if "@" in authority:
         shown = url.replace(authority, authority.rpartition("@")[2], 1)
         raise BadInputError(
-            f"{name} {shown!r} has a user or a password before the host, which servers and routers do not read: write "
-            "the URL without them, and pass a key of the server as api_key"
+            f"{name} {shown!r} has a user or a password before the host, which servers and routers do not read; write "
+            f"the URL without them, and {key_hint}"
         )
     if not is_valid or any(character.isspace() for character in url):
         raise BadInputError(f"{name} {url!r} is not an HTTP URL; write for example {example}")

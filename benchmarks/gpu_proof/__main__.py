@@ -20,6 +20,8 @@ from common import CONSOLE, RESULTS, display_path
 from gpu_proof.items import ITEMS, Item
 from gpu_proof.report import Report
 from gpu_proof.runner import FAILED, RAN, Outcome, Runner
+from verl_server.errors import BadInputError
+from verl_server.validation import make_writable_folder
 
 SOME_FAILED, NO_GPU, SOME_NOT_RUN = 1, 3, 4
 BUDGET_S = 520.0
@@ -28,7 +30,8 @@ PROBE_TIMEOUT_S = 60.0
 
 
 def main() -> int:
-    options = _options()
+    parser = _parser()
+    options = parser.parse_args()
     items = [item for item in ITEMS if not options.items or item.name in options.items]
     environment = probe()
     if options.device == "cuda" and environment.get("device") is None:
@@ -37,6 +40,10 @@ def main() -> int:
         return NO_GPU
     name = environment["device"] if options.device == "cuda" else "rehearsal on a CPU"
     folder = options.out or RESULTS / f"gpu-{slug(name)}"
+    try:
+        folder = make_writable_folder("--out", folder)
+    except BadInputError as error:
+        parser.error(str(error))
     report = Report(folder, name, environment, options.budget_s)
 
     def finish(outcome: Outcome) -> None:
@@ -83,7 +90,7 @@ def _show_plan(items: Sequence[Item]) -> None:
         )
 
 
-def _options() -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu_proof", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="folder for the results (default: by the name of the GPU)")
     parser.add_argument("--items", nargs="+", choices=[item.name for item in ITEMS], help="run only these items")
@@ -91,7 +98,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: rehearse the items that need no GPU"
     )
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

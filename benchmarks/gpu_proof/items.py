@@ -59,6 +59,7 @@ ITEMS: Sequence[Item] = (
         "checksums, copies to pinned memory, CUDA IPC between two processes and waiting for the caller's stream",
         "TestDevice",
         90.0,
+        exclusive=True,
         runs_on_cpu=False,
     ),
     _test(

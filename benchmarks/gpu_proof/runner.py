@@ -25,7 +25,7 @@ RAN, FAILED, NOT_RUN = "ran", "failed", "not run"
 PARALLEL_ITEMS = 6
 """Maximum number of items that run at the same time, of those that neither measure time nor memory."""
 TERMINATION_S = 5.0
-"""Seconds from the request to end a process until it is killed."""
+"""Seconds from the request to end a process until it is killed, and from then until it is left behind."""
 MIN_ITEM_S = 20.0
 """An item is not started when less of the budget is left than this number of seconds."""
 POLL_INTERVAL_S = 0.1
@@ -67,14 +67,15 @@ class Runner:
     def run(self, items: Sequence[Item]) -> list[Outcome]:
         """Run the items in their order. On a GPU, consecutive items that are not exclusive run at the same time."""
         outcomes: list[Outcome] = []
-        try:
-            for exclusive, group in itertools.groupby(items, key=lambda item: item.exclusive):
-                workers = 1 if exclusive or self._device == "cpu" else PARALLEL_ITEMS
-                with ThreadPoolExecutor(workers) as pool:
+        for exclusive, group in itertools.groupby(items, key=lambda item: item.exclusive):
+            workers = 1 if exclusive or self._device == "cpu" else PARALLEL_ITEMS
+            with ThreadPoolExecutor(workers) as pool:
+                try:
                     outcomes += pool.map(self._run_one, group)
-            return outcomes
-        finally:
-            self._stopped.set()  # also after Ctrl-C: no process may be left
+                except BaseException:
+                    self._stopped.set()  # the pool waits for its items: after Ctrl-C they end, and no process is left
+                    raise
+        return outcomes
 
     def _run_one(self, item: Item) -> Outcome:
         elapsed_s = time.monotonic() - self._started
@@ -115,7 +116,9 @@ def run_item(item: Item, device: str, deadline_s: float, stopped: threading.Even
         text = output.read().decode("utf-8", "replace")
         outcome = Outcome(item, RAN, seconds=seconds, records=_read_records(records), output=text)
     if code != 0:
-        end = f"exceeded its deadline of {deadline_s:.0f} s" if code is None else f"ended with exit code {code}"
+        end = f"ended with exit code {code}"
+        if code is None:
+            end = "was interrupted" if stopped.is_set() else f"exceeded its deadline of {deadline_s:.0f} s"
         last_lines = "\n".join(text.strip().splitlines()[-REASON_LINES:])
         outcome.status, outcome.reason = FAILED, f"{end}:\n{last_lines}"
     return outcome
@@ -123,11 +126,11 @@ def run_item(item: Item, device: str, deadline_s: float, stopped: threading.Even
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """End a process and its process group. Servers end with it, because their wardens watch it."""
-    for sign, wait_s in ((signal.SIGTERM, TERMINATION_S), (signal.SIGKILL, None)):
+    for sign in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sign)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(wait_s)
+            process.wait(TERMINATION_S)
 
 
 def _environment(device: str, records: Path) -> dict[str, str]:

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 from typer.testing import CliRunner
 
 from verl_server import HttpServerEngineAdapter
 from verl_server.cli import app
-from verl_server.conformance.case import Case
+from verl_server.conformance.case import Case, CaseResult, Outcome
 from verl_server.conformance.cases import CASES
 from verl_server.conformance.command import run
-from verl_server.conformance.engines import running_server
+from verl_server.conformance.engines import named_engine, number_engines, running_server
 from verl_server.conformance.reference import Reference
-from verl_server.conformance.report import as_markdown
+from verl_server.conformance.report import SystemReport, as_markdown, as_table
+from verl_server.conformance.suite import small_model
 from verl_server.conformance.systems.verl_engine import VerlEngineSystem
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, ServerError
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "conformance.md"
@@ -58,19 +66,103 @@ def test_servers_of_other_dtypes_are_refused(one_rank: DeviceMesh, tiny: Callabl
         running_server(adapter.base_url, adapter.api_key, adapter.admin_api_key)
 
 
+@contextlib.contextmanager
+def http_server(status: int, reply: object) -> Iterator[str]:
+    """The URL of a program that answers all requests with the same reply."""
+    body = json.dumps(reply).encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_refused_key_is_set_in_the_environment(tmp_path: Path) -> None:
+    """The command has no argument `api_key`, which the adapter's own error names."""
+    with http_server(401, {"error": "Unauthorized"}) as url:
+        done = CliRunner().invoke(app, ["conformance", "--output", str(tmp_path), "--engine", url])
+    assert isinstance(done.exception, ServerError)
+    assert re.search(
+        r"the api_key is missing or wrong \(401\); set VERL_SERVER_API_KEY and VERL_SERVER_ADMIN_API_KEY to the keys",
+        str(done.exception),
+    )
+
+
+def test_a_model_that_is_no_folder_of_this_machine_is_named() -> None:
+    for model, expected in (
+        ("./model", "which is a relative path or a name of a model; start the server with the absolute path"),
+        ("/no/such/model", "serves /no/such/model, which is no folder of this machine"),
+    ):
+        reply = {"model_path": model, "dtype": "float32"}
+        with http_server(200, reply) as url, pytest.raises(BadInputError, match=expected):
+            running_server(url, None, None)
+
+
+def test_the_model_of_the_suite_is_written_without_a_progress_bar(capfd: pytest.CaptureFixture[str]) -> None:
+    with small_model() as model:
+        assert (model / "config.json").is_file()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_help_of_the_program_that_writes_the_page() -> None:
+    program = [sys.executable, str(ROOT / "benchmarks" / "conformance_page.py")]
+    before = PAGE.read_bytes()
+    done = subprocess.run([*program, "--help"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "conformance.json" in done.stdout
+    done = subprocess.run([*program, "/no/such/file"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert PAGE.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["--engine", "http://u:p@h:1"], "without them, and set VERL_SERVER_API_KEY and VERL_SERVER_ADMIN_API_KEY to"),
         (["--engine", "verl_sever"], "unknown engine 'verl_sever'.*did you mean 'verl_server'"),
         (["--case", "readback"], "unknown case 'readback'; the cases are read-back, .*did you mean 'read-back'"),
         (["--engine", "http://[::1"], "is not an HTTP URL"),
         (["--output", __file__], "output: no file can be created"),
+        (["--engine", "sglang", "--engine", "sglang"], "--engine sglang is given more than once"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], expected: str, tmp_path: Path) -> None:
+    """Nothing is printed: no model is written."""
     done = CliRunner().invoke(app, ["conformance", "--output", str(tmp_path), *arguments])
     assert isinstance(done.exception, BadInputError)
     assert re.search(expected, str(done.exception))
+    assert done.output == ""
+
+
+def test_the_results_of_two_running_servers_have_different_names(tmp_path: Path) -> None:
+    one = replace(named_engine("verl_server", tmp_path), name="running server")
+    other = replace(one, description="another")
+    engines = number_engines([one, named_engine("sglang", tmp_path), other])
+    assert [engine.name for engine in engines] == ["running server 1", "sglang", "running server 2"]
+    assert number_engines(engines) == engines
+
+
+def test_details_with_brackets_are_shown(tmp_path: Path) -> None:
+    detail = "RuntimeError: [/a/b.cc:534] closed, [/generate] [red]"
+    output = io.StringIO()
+    result = CaseResult("read-back", Outcome.FAILED, detail, 1.0)
+    Console(file=output, width=200).print(as_table([SystemReport("sglang", "", (result,))]))
+    assert detail in output.getvalue()
 
 
 def test_every_case_has_a_claim_issues_and_a_name_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""The whole suite with our engine: every case passes. What the suite writes, and the committed results."""
+"""The whole suite with our engine: every case passes. What the suite writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from verl_server.conformance.engines import named_engine
 from verl_server.conformance.report import as_markdown, as_table
 from verl_server.conformance.suite import run_suite
 
-ROOT = Path(__file__).parents[2]
 UPDATES = 6
 
 

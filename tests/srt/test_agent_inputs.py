@@ -21,6 +21,7 @@ from verl_server.agent import (
     ChatScheduler,
     Episode,
     FairScheduler,
+    FunctionTool,
     RolloutLimits,
     RolloutRunner,
     Sample,
@@ -31,6 +32,7 @@ from verl_server.agent import (
     ToolAgentLoop,
     ToolCall,
     as_generate_fn,
+    get_agent_loop,
     register_agent_loop,
 )
 from verl_server.errors import BadInputError
@@ -196,6 +198,9 @@ def test_other_constructors_refuse_wrong_arguments(renderer: ChatRenderer) -> No
         (lambda: FairScheduler(object(), 1), "generate must be a function, got object"),  # type: ignore[arg-type]
         (lambda: as_generate_fn(object()), r"needs an AsyncHttpServerEngineAdapter, got object.*engine.adapter"),  # type: ignore[arg-type]
         (lambda: register_agent_loop(SingleTurnLoop), r'write @register_agent_loop\("name"\)'),  # type: ignore[arg-type]
+        (lambda: get_agent_loop(["x"]), r"name of an agent loop must be a string, got \['x'\]"),  # type: ignore[arg-type]
+        (lambda: get_agent_loop(ToolAgentLoop), "name of an agent loop must be a string, got <class .*ToolAgentLoop"),  # type: ignore[arg-type]
+        (lambda: FunctionTool(add, name=3), "name of a tool must be a string, got 3"),  # type: ignore[arg-type]
         (lambda: register_agent_loop("x")(add), "only subclasses of AgentLoop"),  # type: ignore[type-var]
     ):
         with pytest.raises(BadInputError, match=expected):

@@ -25,7 +25,13 @@ from helpers import MARK, marked_processes, wait_until
 from typer.testing import CliRunner
 
 from verl_server.cli import app
-from verl_server.cli_arguments import ADMIN_API_KEY, API_KEY, parse_server_args, require_known_arguments
+from verl_server.cli_arguments import (
+    ADMIN_API_KEY,
+    API_KEY,
+    REPLICA_API_KEY,
+    parse_server_args,
+    require_known_arguments,
+)
 from verl_server.errors import BadInputError
 from verl_server.server.forkserver.socket_folder import FOLDER_VARIABLE
 from verl_server.server.warden.process_tree import list_descendants
@@ -278,6 +284,7 @@ def test_values_get_the_types_that_sglang_declares(option: str, expected: dict[s
         ("--dtype auto", "MODEL must come before the options"),
         ("Org/Model stray", "'stray' does not follow an option"),
         ("Org/Model -x 1", "'-x' does not follow an option"),
+        ("Org/Model -p 3000", "for example --mem-fraction-static 0.5$"),
         ("Org/Model --tp-size 2", "use --tp"),
         ("Org/Model --tensor-par 2", "--tensor-par is not an option of this command; use --tp"),
         ("Org/Model --max-model-len 8", "--max-model-len is not an option of SGLang; use --context-length"),
@@ -292,8 +299,19 @@ def test_values_get_the_types_that_sglang_declares(option: str, expected: dict[s
     ],
 )
 def test_server_arguments_that_are_refused(command_line: str, expected: str) -> None:
-    with pytest.raises(BadInputError, match=re.escape(expected)):
+    with pytest.raises(BadInputError, match=re.escape(expected).replace(r"\$", "$")):
         parse_server_args(command_line.split())
+
+
+def test_the_path_of_a_local_model_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs read it from the server, for example `verl-server conformance`."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given in ("model", "./model", "~/model", "model/"):
+        assert parse_server_args([given]) == {"model_path": str(tmp_path / "model")}
+    assert parse_server_args(["model.gguf"]) == {"model_path": str(tmp_path / "model.gguf")}
 
 
 def test_remote_model_urls_and_gguf_files_are_passed_to_sglang(tmp_path: Path) -> None:
@@ -330,6 +348,8 @@ def test_help_of_a_command(option: str) -> None:
         (["router", "--replica", "127.0.0.1:30000"], 2, "is not an HTTP URL"),
         (["router", "--replica", "http://127.0.0.1:70000"], 2, "is not an HTTP URL"),
         (["status", "foo"], 2, "is not an HTTP URL"),
+        (["status", "http://u:p@h:1"], 2, f"the URL without them, and set {API_KEY} to the router's key"),
+        (["router", "--replica", "http://u:p@h:1"], 2, f"and set {REPLICA_API_KEY} to the key of the servers"),
         (["status", "http://127.0.0.1:1"], 1, "nothing answers at http://127.0.0.1:1"),
         (["doctor", "--dtype", "bf16"], 2, "got 'bf16'; did you mean 'bfloat16'?"),
         (["demo", "--output", "/proc/x"], 2, "output: no file can be created in the folder /proc/x"),

@@ -227,7 +227,7 @@ def test_every_shell_example_names_a_command_that_exists() -> None:
             for word in words[1:]:
                 assert not word.startswith(("examples/", "benchmarks/", "tests/")) or (ROOT / word).exists(), where
         else:
-            assert program in ("export", "pip", "git", "curl", "ruff", "mypy", "flock"), where
+            assert program in ("export", "source", "pip", "git", "curl", "ruff", "mypy", "flock"), where
     assert {"make", "verl-server", "torchrun"} <= seen
 
 

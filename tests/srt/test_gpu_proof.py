@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from gpu_proof import runner as runner_module
 from gpu_proof.__main__ import SOME_FAILED, SOME_NOT_RUN, exit_code, slug
 from gpu_proof.items import ITEMS, TRANSPORTS, Item
 from gpu_proof.report import Report, measured_methods
-from gpu_proof.runner import FAILED, NOT_RUN, RAN, ROOT, Outcome, Runner
+from gpu_proof.runner import FAILED, NOT_RUN, RAN, ROOT, Outcome, Runner, end_group
 from gpu_proof.weight_sync import MODELS
 from helpers import wait_until
 
@@ -101,6 +105,38 @@ def test_items_without_time_are_not_run(tmp_path: Path) -> None:
     assert outcomes[1].reason == "the budget of 21 s was used up"
 
 
+def test_an_interrupt_ends_the_items_that_run(tmp_path: Path) -> None:
+    """Ctrl-C does not wait for the deadlines of the items."""
+    report = Report(tmp_path, "a test", {}, 200.0)
+    outcomes: list[Outcome] = []
+
+    def finish(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        report.add(outcome)
+
+    timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+    started = time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        Runner("cpu", 200.0, finish).run([item("sleeps", SLEEPS, deadline_s=20.0), item("comes later", RECORDS)])
+    assert time.monotonic() - started < 10.0
+    assert [(outcome.item.name, outcome.status) for outcome in outcomes] == [("sleeps", FAILED)]
+    assert outcomes[0].reason.startswith("was interrupted")
+    wait_until(lambda: not sleeping_children(), 10.0, "the child of an item still runs")
+
+
+def test_a_process_that_cannot_be_ended_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signals do not reach this process, because it leads no process group."""
+    monkeypatch.setattr(runner_module, "TERMINATION_S", 0.2)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
+    try:
+        end_group(process)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_exit_codes() -> None:
     assert exit_code([RAN, RAN]) == 0
     assert exit_code([RAN, NOT_RUN]) == SOME_NOT_RUN
@@ -112,6 +148,8 @@ def test_the_plan_has_all_items() -> None:
     names = [entry.name for entry in ITEMS]
     assert len(set(names)) == len(names)
     assert {f"transport-{transport}" for transport in TRANSPORTS} <= set(names)
+    measure_memory = {"device", "memory", "100-updates"}
+    assert measure_memory <= {entry.name for entry in ITEMS if entry.exclusive}
 
 
 @pytest.mark.parametrize(("size", "billions"), [("1.5B", 1.54), ("8B", 8.19)])
@@ -130,6 +168,16 @@ def test_without_a_gpu_the_plan_is_printed(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     assert all(entry.name in done.stdout for entry in ITEMS)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_no_folder_for_the_results(tmp_path: Path) -> None:
+    """The exit code is that of a wrong option: 1 would mean that an item failed."""
+    file = tmp_path / "file"
+    file.touch()
+    done = run_proof("--device", "cpu", "--items", "device", "--out", str(file), timeout_s=120)
+    assert done.returncode == 2
+    assert f"--out: no file can be created in the folder {file}: File exists" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_rehearsal_runs_a_real_item(tmp_path: Path) -> None:

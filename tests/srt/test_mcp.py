@@ -121,9 +121,9 @@ def test_tools_of_two_servers_and_a_tool_after_its_connection() -> None:
         asyncio.run(tool.call({"query": "x"}))
 
 
-def test_command_as_text_and_bad_timeouts_are_refused(program: StdioServerParameters) -> None:
-    async def connect(server: StdioServerParameters | str, timeout_s: float = 1.0) -> None:
-        async with mcp_tools(server, timeout_s):
+def test_wrong_arguments_are_refused_before_the_connection(program: StdioServerParameters) -> None:
+    async def connect(server: StdioServerParameters | str, timeout_s: float = 1.0, prefix: str = "") -> None:
+        async with mcp_tools(server, timeout_s, prefix=prefix):
             raise AssertionError("connected")
 
     with pytest.raises(BadInputError, match=r"'python server.py' is no URL.*StdioServerParameters"):
@@ -135,6 +135,8 @@ def test_command_as_text_and_bad_timeouts_are_refused(program: StdioServerParame
         asyncio.run(connect(Client(program)))  # type: ignore[arg-type]
     with pytest.raises(BadInputError, match="timeout_s must be a positive number of seconds"):
         asyncio.run(connect(program, timeout_s=0.0))
+    with pytest.raises(BadInputError, match="prefix must be a string, got None"):
+        asyncio.run(connect(program, prefix=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from helpers import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import RolloutManager, VerlEngine
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, ServerError
 from verl_server.rollout.health import ReplicaState
 from verl_server.server.forkserver.shared_forkserver import prepare_forkserver
 
@@ -63,6 +63,20 @@ def forkserver_of(replica: Any) -> psutil.Process:
     forkserver = psutil.Process(server_pid(replica)).parents()[1]
     assert "forkserver_main" in " ".join(forkserver.cmdline())
     return forkserver
+
+
+def test_a_missing_cluster_is_explained() -> None:
+    """No test of this file has started the cluster yet. Ray finds the clusters of other processes of the suite too."""
+    from verl_server.ray import RayLauncher, discover
+
+    for call in (discover, RayLauncher):
+        with pytest.raises(BadInputError, match="Invalid address format: here; pass the address as HOST:PORT"):
+            call("here")
+    if any(process.name() == "gcs_server" for process in psutil.process_iter()):
+        pytest.skip("a Ray cluster runs on this machine")
+    for call in (discover, RayLauncher):
+        with pytest.raises(ServerError, match=r"no Ray cluster.*ray start --head.*HOST:PORT"):
+            call()
 
 
 def test_replicas_are_actors(launcher: Any, one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:

@@ -54,7 +54,9 @@ from verl_server.rollout.health import restart_delay_s
 from verl_server.rollout.modes import parse_mode
 from verl_server.rollout.parallel_config import ParallelConfig
 from verl_server.router.resumable_generation import ResumableGeneration
+from verl_server.trajectory.recorder import Recorder, list_sessions, load_session, session_file
 from verl_server.type_checks import check_arguments
+from verl_server.validation import make_writable_folder
 from verl_server.weights import transports
 from verl_server.weights.update.request import UpdateOptions, validate_options
 
@@ -142,6 +144,14 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     ),
     (RolloutManager, (2,), {"mode": 1}, "mode must be a RolloutMode or a string or None, got 1 (int)"),
     (RolloutManager, (2,), {"launcher": "ray"}, "launcher must be a Launcher or None, got 'ray' (str)"),
+    (RolloutManager, (2,), {"launcher": LocalLauncher}, "got the class LocalLauncher; write LocalLauncher(...)"),
+    (
+        RolloutManager,
+        (2,),
+        {"launcher": Path},
+        "must be a Launcher or None, got <class 'pathlib.Path'> (type)",
+    ),
+    (RolloutManager, (2,), {"config": AdapterConfig}, "got the class AdapterConfig; write AdapterConfig(...)"),
     (
         RolloutManager,
         (2,),
@@ -170,6 +180,19 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     ),
     (RecoveryConfig, (), {"max_restarts": -1}, "max_restarts must be a whole number of at least 0, got -1"),
     (RecoveryConfig, (), {"backoff_s": -1}, "backoff_s must be a positive number of seconds or 0, got -1"),
+    (
+        RecoveryConfig,
+        (),
+        {"stall_timeout_s": 3600, "hard_stall_timeout_s": 10},
+        "RecoveryConfig.hard_stall_timeout_s must be at least stall_timeout_s (3600), got 10",
+    ),
+    (RecoveryConfig, (), {"stall_timeout_s": 3600}, "must be at least stall_timeout_s (3600), got 1800; pass both"),
+    (
+        RecoveryConfig,
+        (),
+        {"backoff_s": 100, "max_backoff_s": 1},
+        "RecoveryConfig.max_backoff_s must be at least backoff_s (100), got 1",
+    ),
     (RouterConfig, (), {"overload_factor": 0}, "overload_factor must be a positive number, got 0"),
     (ADAPTER, ("/tmp",), {"tp": 2}, "there is no server argument 'tp'; did you mean 'tp_size'?"),
     (ADAPTER, ("/tmp",), {"timeouts": Timeouts()}, "pass it as config=AdapterConfig(timeouts=...) of an adapter or"),
@@ -245,6 +268,20 @@ def test_folders_in_the_home_of_the_user(monkeypatch: pytest.MonkeyPatch) -> Non
     for folder in ("~/x", Path("~/x")):
         assert AdapterConfig(log_dir=folder).log_dir == Path("/home/someone/x")
         assert WeightsConfig("disk", folder).folder == Path("/home/someone/x")
+        assert session_file(folder, "s") == Path("/home/someone/x/s.jsonl")
+
+
+def test_created_folders_in_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder with the name `~` is made."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert make_writable_folder("output", "~/x") == tmp_path / "home" / "x"
+    with Recorder("~/x", "s") as recorder:
+        recorder.add_node(None, [1], sampled=False)
+    (path,) = list_sessions("~/x")
+    assert path == tmp_path / "home" / "x" / "s.jsonl"
+    assert load_session("~/x/s.jsonl") == recorder.graph
+    assert [folder.name for folder in tmp_path.iterdir()] == ["home"]
 
 
 def test_the_url_of_an_openai_client_is_accepted() -> None:
@@ -411,6 +448,7 @@ def test_a_stream_takes_one_prompt(prompts: Any) -> None:
         (BackendSource(None, ["http://a"], None), r"servers\[0\] must be a RemoteServer, got 'http://a' \(str\)"),  # type: ignore[list-item]
         (BackendSource(None, "http://a", None), r"servers must be a list of RemoteServer, got 'http://a' \(str\)"),  # type: ignore[arg-type]
         (BackendSource(None, (), "a fleet"), r"fleet must be a RolloutManager or None, got 'a fleet' \(str\)"),  # type: ignore[arg-type]
+        (BackendSource(None, (), RolloutManager), r"got the class RolloutManager; write RolloutManager\(\.\.\.\)"),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_servers_and_fleets(source: BackendSource, message: str) -> None:

@@ -144,12 +144,14 @@ class FunctionTool(Tool):
     function in `__wrapped__`, which `functools.wraps` sets. A `functools.partial` and an object with `__call__` need a
     `name` unless they have a `__name__`. Arguments of the partial are not shown to the policy. Raises BadInputError for
     any other object that is neither a function nor a method, for a lambda, for a function with `yield` or without a
-    docstring, for a method without its object, and for parameters that have no annotation or no JSON schema, have a
-    name that begins with `_`, or cannot be passed by name.
+    docstring, for a method without its object, for a `name` that is not a string, and for parameters that have no
+    annotation or no JSON schema, have a name that begins with `_`, or cannot be passed by name.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, timeout_s: float = 30.0) -> None:
         """`name`: name of the tool. None takes the function's name. `timeout_s`: maximum seconds per call."""
+        if name is not None and not isinstance(name, str):
+            raise BadInputError(f'the name of a tool must be a string, got {name!r}; write name="search"')
         self._function = require_function(function, name)
         name = name or str(getattr(function, "__name__", ""))
         description = read_description(name, function)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from verl_server.conformance.case import CaseResult
 from verl_server.conformance.report import STYLES, as_table
+from verl_server.errors import BadInputError
 
 PIPE_WIDTH = 200
 
@@ -22,22 +24,25 @@ def run(
     updates: int,
     output: Path,
     keys: tuple[str | None, str | None] = (None, None),
+    key_hint: str = "pass the keys of the server",
 ) -> bool:
     """Run the suite and print its results. Returns whether a case has failed or hung.
 
-    `keys`: key for requests and key for administration of running servers.
+    `keys`: key for requests and key for administration of running servers. `key_hint`: the end of errors about keys.
 
     Raises BadInputError for an unknown engine or case, for a server that cannot be checked, and for an output folder
-    that takes no files.
+    that takes no files. Raises ServerError when a server refuses a key.
     """
     start_quiet_resource_tracker()
     console = Console(highlight=False, width=None if Console().is_terminal else PIPE_WIDTH)
     with console.status("Loading") if console.is_terminal else contextlib.nullcontext():
-        from verl_server.conformance.engines import named_engine, running_server
+        from verl_server.conformance.engines import named_engine, number_engines, require_known_engine, running_server
         from verl_server.conformance.suite import run_suite, select_cases, small_model
         from verl_server.validation import make_writable_folder
 
     cases = select_cases(case_names)
+    if twice := [name for name, count in Counter(engine_names).items() if count > 1]:
+        raise BadInputError(f"--engine {twice[0]} is given more than once; pass each engine once")
     folder = make_writable_folder("output", output)
     make_writable_folder("output", folder / "logs")
 
@@ -45,9 +50,14 @@ def run(
         style = STYLES[result.outcome]
         console.print(f"{engine}: {result.name} [{style}]{result.outcome}[/{style}] ({result.seconds:.1f} s)")
 
+    urls = [name for name in engine_names if "://" in name]
+    for name in engine_names:
+        if name not in urls:
+            require_known_engine(name)
+    servers = {url: running_server(url, *keys, key_hint) for url in urls}
     with small_model() as model:
-        engines = [running_server(name, *keys) if "://" in name else named_engine(name, model) for name in engine_names]
-        reports = run_suite(engines, cases, updates=updates, output=folder, on_result=show)
+        engines = [servers[name] if name in servers else named_engine(name, model) for name in engine_names]
+        reports = run_suite(number_engines(engines), cases, updates=updates, output=folder, on_result=show)
     console.print(as_table(reports))
     console.print(f"Results: {folder / 'conformance.json'}, {folder / 'conformance.md'}", soft_wrap=True, markup=False)
     return any(report.has_problems for report in reports)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from verl_server.config import RemoteServer
 from verl_server.conformance.systems.base import SystemFactory
 from verl_server.conformance.systems.sglang_adapter import SglangSystem
 from verl_server.conformance.systems.verl_engine import VerlEngineSystem
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, ServerError
 from verl_server.validation import did_you_mean, require_http_url
 
+#: Names of the engines that the suite can start.
+ENGINE_NAMES = ("verl_server", "sglang")
 #: Arguments of all servers that the suite starts.
 SERVER_ARGS: Mapping[str, Any] = {"max_total_tokens": 16384}
 
@@ -31,31 +34,59 @@ class Engine:
     """Folder of the model that the system serves."""
 
 
+def require_known_engine(name: str) -> None:
+    """Raise BadInputError for a name that `named_engine` does not know."""
+    if name not in ENGINE_NAMES:
+        raise BadInputError(
+            f"unknown engine {name!r}: pass {', '.join(ENGINE_NAMES)}, or the URL of a server that `verl-server "
+            f"launch` started{did_you_mean(name, ENGINE_NAMES)}"
+        )
+
+
 def named_engine(name: str, model: Path) -> Engine:
     """An engine that starts a server for the model in the folder `model`. Raises BadInputError for an unknown name."""
-    if name == "verl_server":
-        start: SystemFactory = functools.partial(VerlEngineSystem, model, **SERVER_ARGS)
-        return Engine(name, "VerlEngine with a server of its own", start, model)
+    require_known_engine(name)
     if name == "sglang":
-        start = functools.partial(SglangSystem, model, **SERVER_ARGS)
+        start: SystemFactory = functools.partial(SglangSystem, model, **SERVER_ARGS)
         return Engine(name, "SGLang's HttpServerEngineAdapter with the server that it starts", start, model)
-    raise BadInputError(
-        f"unknown engine {name!r}: pass verl_server, sglang, or the URL of a server that `verl-server launch` started"
-        f"{did_you_mean(name, ('verl_server', 'sglang'))}"
-    )
+    start = functools.partial(VerlEngineSystem, model, **SERVER_ARGS)
+    return Engine(name, "VerlEngine with a server of its own", start, model)
 
 
-def running_server(url: str, api_key: str | None, admin_api_key: str | None) -> Engine:
-    """A `VerlEngine` for a server that already runs.
+def number_engines(engines: Sequence[Engine]) -> list[Engine]:
+    """Number engines of the same name, for example two running servers: the results have the names of the engines."""
+    names, numbered = Counter(engine.name for engine in engines), []
+    for position, engine in enumerate(engines):
+        number = 1 + sum(other.name == engine.name for other in engines[:position])
+        numbered.append(replace(engine, name=f"{engine.name} {number}") if names[engine.name] > 1 else engine)
+    return numbered
+
+
+def running_server(
+    url: str, api_key: str | None, admin_api_key: str | None, key_hint: str = "pass the keys of the server"
+) -> Engine:
+    """A `VerlEngine` for a server that already runs. `key_hint` says what to do when the server refuses a key.
 
     Raises BadInputError if the suite cannot test the server: its model is not a folder of this machine, or it does not
     compute in float32. Raises ServerError when the server refuses a key.
     """
-    url = require_http_url("--engine", url)
+    url = require_http_url("--engine", url, key_hint=key_hint)
     with HttpServerEngineAdapter.attach(url, api_key=api_key, admin_api_key=admin_api_key) as adapter:
-        adapter.check_keys()
+        try:
+            adapter.check_keys()
+        except ServerError as error:
+            if error.details.get("status") != 401:
+                raise
+            key = error.details["key"]
+            message = f"the server at {url} replied that the {key} is missing or wrong (401); {key_hint}"
+            raise ServerError(message, **error.details) from error
         info = adapter.get_server_info()
     model = Path(str(info.get("model_path")))
+    if not model.is_dir() and not model.is_absolute():
+        raise BadInputError(
+            f"the server at {url} serves {model}, which is a relative path or a name of a model; start the server with "
+            "the absolute path of a folder of this machine, because the suite compares the server with this model"
+        )
     if not model.is_dir():
         raise BadInputError(
             f"the server at {url} serves {model}, which is no folder of this machine; "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from verl_server.conformance.case import CheckFailedError
+from verl_server.server.warden.process_watch import start_time
 from verl_server.server.warden.shared_memory_files import SHM_DIR, find_shared_memory, remove_shared_memory
 
 if TYPE_CHECKING:
@@ -108,11 +109,8 @@ def kill_processes(processes: list[psutil.Process]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
-    except OSError:
-        return False
+    """Whether a process exists and has a thread that has not ended."""
+    return start_time(pid) is not None
 
 
 def require_no_files(pid: int, timeout_s: float) -> None:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from rich.markup import escape
 from rich.table import Column, Table
 
 from verl_server.conformance.case import Case, CaseResult, Outcome
@@ -49,7 +50,7 @@ def as_table(systems: Sequence[SystemReport]) -> Table:
                 if result.name == name:
                     style = STYLES[result.outcome]
                     outcome = f"[{style}]{result.outcome}[/{style}]"
-                    table.add_row(name, system.name, outcome, result.detail, f"{result.seconds:.1f}")
+                    table.add_row(name, system.name, outcome, escape(result.detail), f"{result.seconds:.1f}")
     return table
 
 

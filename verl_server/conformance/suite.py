@@ -50,7 +50,7 @@ def run_suite(
     with shared_forkserver():
         for engine in engines:
             results = []
-            log = output / "logs" / f"{re.sub(r'[^a-z_]+', '-', engine.name)}.log"
+            log = output / "logs" / f"{re.sub(r'[^a-z0-9_]+', '-', engine.name)}.log"
             running = run_cases(engine.start, cases, model=engine.model, updates=updates, log=log)
             with contextlib.closing(running):
                 for result in running:
@@ -76,7 +76,23 @@ def small_model() -> Iterator[Path]:
     Its weights are small: rounding in float32 changes its log probabilities by about 1e-6, a tenth of what is accepted.
     """
     with tempfile.TemporaryDirectory(prefix="verl-conformance-") as folder:
-        yield make_model(Path(folder) / "model", Architecture.LLAMA, weight_std=0.07)
+        with without_progress_bars():
+            model = make_model(Path(folder) / "model", Architecture.LLAMA, weight_std=0.07)
+        yield model
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Let transformers show no progress of saved and loaded weights."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

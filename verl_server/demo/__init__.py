@@ -21,6 +21,7 @@ by time: logits are rounded differently in another batch, and a token changes wh
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from dataclasses import asdict
@@ -54,7 +55,7 @@ def run(seed: int = 0, steps: int = 80, output_dir: Path | str = "demo_output") 
     if steps < 1:
         raise BadInputError(f"steps must be at least 1, got {steps}")
     console = Console(highlight=False)
-    output = Path(output_dir)
+    output = Path(os.path.expanduser(output_dir))
     log_dir = output / "logs"
     make_writable_folder("output", log_dir)
     try:

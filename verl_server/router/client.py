@@ -13,7 +13,7 @@ from verl_server.adapter.json_body import encode_json
 from verl_server.adapter.sglang.batch import plain_prompts, split_batch
 from verl_server.adapter.sglang.replies import parse_json_or_text
 from verl_server.adapter.sglang.request_fields import parse_sampling_params
-from verl_server.errors import BadInputError, DeadlineError, ServerError, VerlServerError, from_wire
+from verl_server.errors import BadInputError, DeadlineError, ServerError, ShutDownError, VerlServerError, from_wire
 from verl_server.router.request_checks import validate_timeout
 from verl_server.type_checks import check_arguments
 from verl_server.types import Json
@@ -27,7 +27,7 @@ that accepts connections and closes them at once is not a router."""
 
 
 class RouterClient:
-    """`generate` of a router over HTTP. Belongs to one event loop; use it as an asynchronous context manager.
+    """`generate` of a router over HTTP. Use it as an asynchronous context manager, in one event loop.
 
     Each call sends a request id. When the connection breaks, the client sends the same request again: the router then
     returns the running generation or its result. A restarted router does not know the generation and runs it again; the
@@ -39,13 +39,10 @@ class RouterClient:
         """`reconnect_timeout_s`: seconds without a reachable router before a call raises ServerError. 0: at once."""
         self._url = require_http_url("url", url)
         self._reconnect_timeout_s = require_seconds("reconnect_timeout_s", reconnect_timeout_s, may_be_zero=True)
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            headers=headers,
-            trust_env=False,
-        )
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._session: aiohttp.ClientSession | None = None
+        """Connections. Opened by the first call, because aiohttp needs a running event loop."""
+        self._is_closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -54,8 +51,10 @@ class RouterClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections."""
-        await self._session.close()
+        """Close all connections. A later call raises ShutDownError."""
+        self._is_closed = True
+        if self._session is not None:
+            await self._session.close()
 
     async def generate(
         self,
@@ -118,9 +117,21 @@ class RouterClient:
                 if body["timeout_s"] <= 0:
                     raise _deadline_error(timeout_s)
 
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._is_closed:
+            raise ShutDownError("the RouterClient is closed; make another one")
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                headers=self._headers,
+                trust_env=False,
+            )
+        return self._session
+
     async def _post(self, body: Json) -> Json:
         """Send one request; returns the reply or raises the error that the router reports."""
-        async with self._session.post(
+        async with self._open_session().post(
             f"{self._url}/generate", data=encode_json(body), headers={"Content-Type": "application/json"}
         ) as answer:
             raw = await answer.read()

@@ -127,13 +127,16 @@ class Recorder:
 
 
 def session_file(run_dir: Path | str, session_id: str) -> Path:
-    """The path of a session's file. Raises BadInputError for an id that is not safe as a file name."""
+    """The path of a session's file. Raises BadInputError for an id that is not safe as a file name.
+
+    Here and in the other functions, `~` at the beginning of a path is the home of the user.
+    """
     if not isinstance(session_id, str) or not SESSION_ID_PATTERN.fullmatch(session_id):
         raise BadInputError(
             "the id of a recorded session must have 1 to 200 letters, digits, '.', '_' or '-', and begin with a letter "
             f"or a digit; got {str(session_id)[:80]!r}"
         )
-    return Path(run_dir) / f"{session_id}{FILE_SUFFIX}"
+    return Path(os.path.expanduser(run_dir)) / f"{session_id}{FILE_SUFFIX}"
 
 
 def load_session(path: Path | str) -> TrajectoryGraph:
@@ -142,7 +145,7 @@ def load_session(path: Path | str) -> TrajectoryGraph:
     Raises BadInputError for a folder, a damaged file, a file of another format, or a file of another session, and
     FileNotFoundError if there is no file.
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     if path.is_dir():
         raise BadInputError(
             f"{path} is a folder, and load_session reads the file of one session; for all sessions of a run_dir, write "
@@ -169,7 +172,7 @@ def has_recorded_nodes(path: Path, inputs: Mapping[str, str]) -> bool:
 
 def list_sessions(run_dir: Path | str) -> list[Path]:
     """The files of all sessions that are recorded in `run_dir`, sorted by name. Empty if there is no such folder."""
-    return sorted(Path(run_dir).glob(f"*{FILE_SUFFIX}"))
+    return sorted(Path(os.path.expanduser(run_dir)).glob(f"*{FILE_SUFFIX}"))
 
 
 def parse_session(session_id: str, content: bytes) -> tuple[TrajectoryGraph, int]:

@@ -7,8 +7,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 
@@ -72,10 +74,18 @@ def _push_and_die(trial: Trial, step: str, weights: Weights) -> int:
             to_kill.append(process)
             process.join(TRAINER_S)
             if to_kill:
-                reached = connection.recv() if connection.poll() else "not connected"
+                reached = _receive(connection) if connection.poll() else "not connected"
                 raise CheckFailedError(f"the trainer to be killed did not send {step}: {reached}")
     assert process.pid is not None
     return process.pid
+
+
+def _receive(connection: Connection) -> Any:
+    """What the other process has sent. A text if the process has ended."""
+    try:
+        return connection.recv()
+    except EOFError:
+        return "ended before it was connected; read the log"
 
 
 def server_killed(trial: Trial) -> str:
@@ -112,7 +122,9 @@ def owner_killed(trial: Trial) -> str:
     with other_process(start_and_wait, trial.start, trial.server_args) as (process, connection):
         if not connection.poll(TRAINER_S):
             raise CheckFailedError(f"a second server did not start within {TRAINER_S:g} s")
-        pids: list[int] = connection.recv()
+        pids = _receive(connection)
+        if not isinstance(pids, list):
+            raise CheckFailedError(f"the trainer of the second server {pids}")
         with remove_processes(pids):
             process.kill()
             killed_at = time.monotonic()

@@ -38,9 +38,8 @@ def many_updates(trial: Trial) -> str:
         seconds.append(round(time.monotonic() - started, 5))
         trial.figures["updates"] = number
         if number % every == 0 or number == trial.updates:
-            gap = trial.reference.measure(system, weights)
+            gap = require_gap(trial.reference.measure(system, weights), f"after update {number}")
             gaps.append([number, float(f"{gap:.3g}")])
-            require_gap(gap, f"after update {number}")
         if number == warm_at or (number > warm_at and number % every == 0) or number == trial.updates:
             footprints.append({"update": number, **asdict(Footprint.of(pids))})
     _require_no_growth(footprints)

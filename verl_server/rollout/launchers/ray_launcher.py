@@ -20,7 +20,7 @@ from typing import Any
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.sglang.server_arguments import SECRET_ARGUMENTS
 from verl_server.config import AdapterConfig, RemoteServer
-from verl_server.errors import BadInputError, StartupError, UnsupportedError, from_wire
+from verl_server.errors import BadInputError, ServerError, StartupError, UnsupportedError, from_wire
 from verl_server.ranks.machine import machine_id
 from verl_server.rollout.parallel_config import ParallelConfig, require_devices
 from verl_server.server.supervisor import AbortCheck
@@ -64,7 +64,8 @@ class RayLauncher:
     def __init__(self, address: str | None = None, namespace: str = NAMESPACE) -> None:
         """`address`: address of the cluster; None means "auto". Without effect when Ray is initialized already.
 
-        `namespace`: Ray namespace of the actors.
+        `namespace`: Ray namespace of the actors. Raises ServerError if no cluster is found, and BadInputError for an
+        address that is not HOST:PORT.
         """
         self._namespace = namespace
         self._owns_connection = not ray.is_initialized()
@@ -214,6 +215,7 @@ def discover(address: str | None = None, namespace: str = NAMESPACE) -> dict[str
     """The servers of the fleets in a Ray namespace, by replica name. They belong to the job that started them.
 
     Connects this process to the cluster at `address` (None: "auto") if it is not connected. It stays connected.
+    Raises ServerError if no cluster is found, and BadInputError for an address that is not HOST:PORT.
     """
     if not ray.is_initialized():
         _connect(address, namespace)
@@ -229,7 +231,15 @@ def discover(address: str | None = None, namespace: str = NAMESPACE) -> dict[str
 
 
 def _connect(address: str | None, namespace: str) -> None:
-    ray.init(address=address or "auto", namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
+    try:
+        ray.init(address=address or "auto", namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        raise ServerError(
+            f"no Ray cluster is found: {error} Start one on this machine (`ray start --head`), or pass the address of "
+            "another machine's cluster as HOST:PORT"
+        ) from error
+    except ValueError as error:
+        raise BadInputError(f"{error}; pass the address as HOST:PORT") from error
 
 
 def _wait(reference: Any, timeout_s: float, check_abort: AbortCheck, problem: str) -> Any:
