@@ -41,8 +41,8 @@ def shard_slices(
 def local_slices(tensor: DTensor, writer_ranks: frozenset[int]) -> tuple[slice, ...] | None:
     """The part of the full tensor that this rank's shard is, or None if the tensor needs `full_tensor`.
 
-    `writer_ranks`: global ranks that write the same staging memory. Returns None for placements other than plain Shard
-    and Replicate, and for a mesh that contains other ranks than `writer_ranks`.
+    `writer_ranks`: global ranks that write the same staging memory. Returns None for a mesh that contains other ranks
+    than `writer_ranks`, and for placements other than Shard, Replicate and the `_StridedShard` of FSDP2 over TP.
     """
     if not set(tensor.device_mesh.mesh.flatten().tolist()) <= writer_ranks:
         return None
@@ -72,23 +72,53 @@ def require_own_shard(name: str, tensor: DTensor) -> None:
 def _own_slices(tensor: DTensor) -> tuple[slice, ...] | None:
     """The part of the full tensor that this rank's shard is.
 
-    Returns None for placements other than plain Shard and Replicate, and on a rank outside of the tensor's mesh.
+    Returns None for placements that `local_slices` does not know, and on a rank outside of the tensor's mesh.
     """
     from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
-    mesh = tensor.device_mesh
+    mesh_shape, coordinate = tuple(tensor.device_mesh.mesh.shape), tensor.device_mesh.get_coordinate()
     shard_dims: list[int | None] = []
+    split_factors: list[int] = []
     for placement in tensor.placements:
-        if type(placement) is Shard:
-            shard_dims.append(placement.dim)
-        elif type(placement) is Replicate:
-            shard_dims.append(None)
-        else:
+        if type(placement) not in (Shard, Replicate, _StridedShard):
             return None
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+        shard_dims.append(getattr(placement, "dim", None))
+        split_factors.append(int(getattr(placement, "split_factor", 1)))
+    order = split_order(tuple(tensor.shape), mesh_shape, shard_dims, split_factors)
+    if coordinate is None or order is None:
         return None
-    return shard_slices(tuple(tensor.shape), tuple(mesh.mesh.shape), coordinate, shard_dims)
+    return shard_slices(
+        tuple(tensor.shape),
+        [mesh_shape[position] for position in order],
+        [coordinate[position] for position in order],
+        [shard_dims[position] for position in order],
+    )
+
+
+def split_order(
+    shape: Sequence[int], mesh_shape: Sequence[int], shard_dims: Sequence[int | None], split_factors: Sequence[int]
+) -> list[int] | None:
+    """The dimensions of the mesh in the order in which they split the tensor. By default, that is from left to right.
+
+    FSDP2 shards tensors that TP has sharded before, although TP is the last dimension of the mesh. DTensor describes
+    this by `_StridedShard`, whose `split_factor` is the number of parts that the dimensions on its right have made.
+    Returns None for split factors of other numbers, and where the parts are not equal.
+    """
+    order = list(range(len(mesh_shape)))
+    strided_dims = {dim for dim, factor in zip(shard_dims, split_factors, strict=True) if factor > 1}
+    for dim in sorted(dim for dim in strided_dims if dim is not None):
+        positions = [position for position, split_dim in enumerate(shard_dims) if split_dim == dim]
+        num_parts = 1
+        for position in reversed(positions):
+            if split_factors[position] != num_parts:
+                return None
+            num_parts *= mesh_shape[position]
+        if shape[dim] % num_parts:
+            return None
+        for position, earlier in zip(positions, reversed(positions), strict=True):
+            order[position] = earlier
+    return order
 
 
 def is_first_replica(tensor: DTensor) -> bool:
