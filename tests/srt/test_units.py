@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -425,8 +426,28 @@ def test_chunks_cover_every_tensor_and_do_not_overlap(gaps_and_sizes: list[tuple
     st.sampled_from([np.uint8, np.uint16, np.uint32]),
     st.integers(1, 200_000),
     st.lists(st.floats(0, 1, exclude_max=True), max_size=5),
+    st.sampled_from([2, 1000, 1 << 22]),
 )
-def test_a_patch_turns_the_old_tensors_into_the_new_ones(kind: Any, size: int, positions: list[float]) -> None:
+def test_a_patch_turns_the_old_tensors_into_the_new_ones(
+    kind: Any, size: int, positions: list[float], chunk_elements: int
+) -> None:
+    size = min(size, 1000 * chunk_elements)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(patches, "CHUNK_ELEMENTS", chunk_elements)
+        _check_patches(kind, size, positions)
+
+
+def test_patches_need_little_memory() -> None:
+    """A search for all changed positions at once would need 17 bytes for each changed element."""
+    old, new = bytes(2**26), memoryview(b"\x01" * 2**26)
+    tracemalloc.start()
+    refused = patches.encode([(memoryview(old), new, 1)], max_bytes=2**25)
+    assert refused is None
+    assert tracemalloc.get_traced_memory()[1] < 2**26 + 64 * patches.CHUNK_ELEMENTS
+    tracemalloc.stop()
+
+
+def _check_patches(kind: Any, size: int, positions: list[float]) -> None:
     old = np.arange(size).astype(kind)
     new = old.copy()
     for position in positions:
