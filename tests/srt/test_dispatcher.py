@@ -885,6 +885,29 @@ def test_a_short_lack_of_open_files_limits_no_later_requests(monkeypatch: pytest
     asyncio.run(run())
 
 
+def test_requests_wait_as_long_as_files_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router tries again and again to run more requests. That is no failed attempt of hundreds of requests."""
+    monkeypatch.setattr("verl_server.router.replica_pool.OPEN_FILES_RETRY_S", 0.05)
+
+    class Connections(RecordingServer):
+        async def generate(self, **request: Any) -> Any:
+            if self.running_requests >= 10:
+                key = ConnectionKey("h", 1, False, True, None, None, None)
+                error = aiohttp.ClientConnectorError(key, OSError(errno.EMFILE, "too many open files"))
+                raise ServerError("nothing answers") from error
+            async with self._record(request) as count:
+                await asyncio.sleep(0.02)
+                return self._reply(count, finished=True)
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), Connections()
+        dispatcher.pool.add_replica("a", server, 0)
+        await generate_many(dispatcher, 400)
+        assert len(server.requests) == 400
+
+    asyncio.run(run())
+
+
 def test_callers_that_leave_a_forwarded_stream_are_no_errors_of_the_replica() -> None:
     """They close their sending side and read on for a moment."""
 

@@ -288,6 +288,43 @@ def test_a_release_whose_answer_was_lost_does_not_spare_the_next_release_its_pau
     asyncio.run(run())
 
 
+def test_another_client_may_have_continued_after_a_release_whose_answer_was_lost() -> None:
+    """A request runs again when the first client releases for the second time."""
+    released: set[str] = set()
+    loads: list[Json] = []
+    lost = [True]
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        body = await request.read()
+        if request.path == "/server_info":
+            state = {RELEASED_MEMORY: sorted(released)}
+            return web.json_response({"model_path": "none", "device": "cpu", "internal_states": [state]})
+        if request.path == "/v1/loads":
+            return web.json_response({"loads": loads})
+        if request.path == "/resume_memory_occupation":
+            released.difference_update(orjson.loads(body)["tags"])
+        if request.path == "/release_memory_occupation":
+            assert lost.pop(), "the memory of a running request was released"
+            released.update(orjson.loads(body)["tags"])
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({"success": True})
+
+    async def run() -> None:
+        config = AdapterConfig(max_retries=0)
+        async with serving(answer) as url:
+            attach = AsyncHttpServerEngineAdapter.attach
+            async with attach(url, config=config) as one, attach(url, config=config) as other:
+                with pytest.raises(ServerError):
+                    await one.release_memory_occupation()
+                await other.resume_memory_occupation()
+                loads.append({"num_running_reqs": 1})
+                with pytest.raises(ServerBusyError):
+                    await one.release_memory_occupation()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_request_that_the_load_still_counts_may_have_ended(ends: bool) -> None:
     loads = [1, 1, 0] if ends else [1]

@@ -58,7 +58,7 @@ class ServerConnection:
     def __init__(self, http: HttpClient, server_args: Mapping[str, Any]) -> None:
         self.http = http
         self.base_url = http.base_url
-        self.server_args = server_args
+        self._given_args = self.server_args = server_args
         """Arguments that the server was started with. Empty for an attached server until they are needed."""
         self.paused = False
         """Whether this adapter has paused generation."""
@@ -74,6 +74,7 @@ class ServerConnection:
 
     def forget_server(self) -> None:
         """Forget what the server has answered about itself: another server may answer at this address now."""
+        self.server_args = self._given_args
         self._resolved_args = SharedAnswer(self.get_server_info)
         self._limits = SharedAnswer(self._read_limits)
         self._capabilities = SharedAnswer(lambda: probe_capabilities(self.http))

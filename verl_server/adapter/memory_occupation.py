@@ -49,7 +49,8 @@ async def release_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags:
             connection.released_memory, connection.weights_undefined = before, undefined_before
             await cancel_release(adapter)
         raise
-    connection.is_held = False
+    finally:
+        connection.is_held = False  # if the answer was lost, another client may have continued generation since
 
 
 async def update_released_memory(adapter: AsyncHttpServerEngineAdapter) -> None:

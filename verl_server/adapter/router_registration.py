@@ -7,9 +7,10 @@ removes a worker.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import requests
@@ -27,8 +28,10 @@ POLL_INTERVAL_S = 0.2
 class RouterRegistration:
     """The entry of one server in a router's list of workers. Does nothing when no router is configured."""
 
-    def __init__(self, router_url: str | None, worker_url: str) -> None:
-        self._router_url, self.worker_url = router_url, worker_url
+    def __init__(self, router_url: str | None, worker_url: str, api_key: str | None = None) -> None:
+        self._router_url, self.worker_url, self._api_key = router_url, worker_url, api_key
+        self._may_be_registered = False
+        """Whether the router may have an entry of the server."""
         self._worker_id: str | None = None
         """Id of the entry. None: the server is not registered."""
 
@@ -51,20 +54,20 @@ class RouterRegistration:
         """
         if config.router_ip is None or config.router_port is None:
             return cls(None, worker_url)
-        self = cls(f"http://{join_host_port(config.router_ip, config.router_port)}", worker_url)
+        self = cls(f"http://{join_host_port(config.router_ip, config.router_port)}", worker_url, api_key)
         try:
-            self._wait_until_accepted(api_key, config.timeouts.control_s, is_cancelled)
+            self._wait_until_accepted(config.timeouts.control_s, is_cancelled)
         except BaseException:
             self.stop()
             raise
         return self
 
-    def _wait_until_accepted(self, api_key: str | None, timeout_s: float, is_cancelled: Callable[[], bool]) -> None:
+    def _wait_until_accepted(self, timeout_s: float, is_cancelled: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             failure: requests.RequestException | None = None
             try:
-                if self._is_accepted(api_key):
+                if self._is_accepted():
                     return
             except requests.RequestException as error:
                 failure = error
@@ -74,21 +77,31 @@ class RouterRegistration:
                 raise ShutDownError(f"the registration of {self.worker_url} was cancelled")
             time.sleep(POLL_INTERVAL_S)
 
-    def _is_accepted(self, api_key: str | None) -> bool:
+    def _is_accepted(self) -> bool:
         """Add the server if it has no entry yet. Whether the router has accepted the entry."""
-        try:
-            if self._worker_id is None:
-                reply = self._send("POST", "/workers", json={"url": self.worker_url, "api_key": api_key})
-                if reply.status_code >= 300:
-                    raise ServerError(
-                        f"the router {self._router_url} refused {self.worker_url} ({reply.status_code}): "
-                        f"{reply.text[:500]}",
-                        url=self._router_url,
-                        status=reply.status_code,
-                    )
-                self._worker_id = str(reply.json()["worker_id"])
+        if self._worker_id is None:
+            self._worker_id = self._add()
+        with self._explain_replies():
             workers = self._send("GET", "/workers").json()["workers"]
             return any(worker["id"] == self._worker_id for worker in workers)
+
+    def _add(self) -> str:
+        """Add the server. Returns the id of its entry; a repeated request returns the same id."""
+        self._may_be_registered = True
+        reply = self._send("POST", "/workers", json={"url": self.worker_url, "api_key": self._api_key})
+        if reply.status_code >= 300:
+            raise ServerError(
+                f"the router {self._router_url} refused {self.worker_url} ({reply.status_code}): {reply.text[:500]}",
+                url=self._router_url,
+                status=reply.status_code,
+            )
+        with self._explain_replies():
+            return str(reply.json()["worker_id"])
+
+    @contextlib.contextmanager
+    def _explain_replies(self) -> Iterator[None]:
+        try:
+            yield
         except (ValueError, KeyError, TypeError) as error:
             raise ServerError(
                 f"{self._router_url} does not answer as an sglang-router does ({type(error).__name__}: {error}): "
@@ -109,17 +122,26 @@ class RouterRegistration:
             seconds=timeout_s,
         )
 
-    def stop(self) -> None:
-        """Remove the entry. An unreachable router or a refusal is only logged, because the server ends in any case."""
-        if self._worker_id is None:
-            return
+    def stop(self) -> bool:
+        """Remove the entry. Returns False if the router could not be reached: the entry may still exist."""
+        if not self._may_be_registered:
+            return True
         try:
+            if (
+                self._worker_id is None
+            ):  # the answer to the first request was lost: the same request has the same answer
+                self._worker_id = self._add()
             reply = self._send("DELETE", f"/workers/{self._worker_id}")
-            if reply.status_code >= 300:
-                logger.warning("router %s did not remove %s: %s", self._router_url, self.worker_url, reply.text[:200])
         except requests.RequestException as error:
             logger.warning("could not remove %s from router %s: %s", self.worker_url, self._router_url, error)
-        self._worker_id = None
+            return False
+        except ServerError as error:
+            logger.warning("%s is not removed: %s", self.worker_url, error.message)
+        else:
+            if reply.status_code >= 300:
+                logger.warning("router %s did not remove %s: %s", self._router_url, self.worker_url, reply.text[:200])
+        self._worker_id, self._may_be_registered = None, False
+        return True
 
     def _send(self, method: str, path: str, **arguments: Any) -> requests.Response:
         with requests.Session() as session:

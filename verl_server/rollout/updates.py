@@ -108,9 +108,10 @@ class FleetUpdates:
             self._call_members(begin)
 
     def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
-        """See `UpdatableServers.load`. Raises as soon as one server fails: a transport may have to stop the others.
+        """See `UpdatableServers.load`.
 
-        A replica whose server has died, is being ended or does not answer is left out of the next attempt.
+        Raises at most `OTHERS_FAIL_S` seconds after the first server has failed, because a transport may have to stop
+        the others. A replica whose server has died, is being ended or does not answer is left out of the next attempt.
         """
         loads: dict[Future[None], str] = {}
         if ended := [name for name, server in self._servers.items() if not self._fleet.is_used(server)]:
@@ -132,9 +133,7 @@ class FleetUpdates:
                 if isinstance(error, VerlServerError):
                     wait(loads, timeout=OTHERS_FAIL_S)
                     error.details["servers"] = [
-                        name
-                        for other, name in loads.items()
-                        if other.done() and isinstance(other.exception(), VerlServerError)
+                        name for other, name in loads.items() if other.done() and _is_refusal(other.exception())
                     ]
                 if error is not None:
                     raise error
@@ -180,3 +179,8 @@ class FleetUpdates:
                     lambda adapter: adapter.released_memory or not adapter.paused or adapter.continue_generation(),
                 )
             self._is_paused = False
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether a server has answered with an error. A server that has died did not."""
+    return isinstance(error, VerlServerError) and not isinstance(error, (ServerDiedError, ShutDownError))

@@ -185,8 +185,10 @@ class RouterHttpServer:
                 try:
                     with slot.waits_for_caller():
                         await response.write(chunk)
-                except ConnectionError:
-                    return response  # the caller has left, which is no error of the replica
+                except ConnectionError:  # the caller has left, which is no error of the replica
+                    if answer.status >= 500:
+                        pool.record_error(slot)
+                    return response
         except aiohttp.ClientError:
             pool.record_error(slot)
             if request.transport is not None:

@@ -22,7 +22,7 @@ from verl_server.router.snapshot import RouterCounters
 logger = logging.getLogger(__name__)
 
 OPEN_FILES_RETRY_S = 10.0
-"""Seconds after which a limit of running requests is lifted that a lack of open files has set."""
+"""Seconds after which a limit of running requests is raised that a lack of open files has set."""
 
 
 class ReplicaPool:
@@ -164,12 +164,13 @@ class ReplicaPool:
         """Run no more requests at the same time than now, without that of `slot`, which could not be sent.
 
         For a process that cannot open more connections. The request of `slot` waits like the requests of full replicas.
-        The limit is lifted after `OPEN_FILES_RETRY_S`: files may have been closed meanwhile.
+        Every `OPEN_FILES_RETRY_S` seconds the limit is raised by an eighth, because files may have been closed
+        meanwhile, and it is lifted when no request waits.
         """
         others = max(1, self._running_requests - (not slot.is_released))
         if self._max_running_requests is None or others < self._max_running_requests:
             if self._max_running_requests is None:
-                asyncio.get_running_loop().call_later(OPEN_FILES_RETRY_S, self._lift_limit)
+                asyncio.get_running_loop().call_later(OPEN_FILES_RETRY_S, self._raise_limit)
             self._max_running_requests = others
             logger.warning(
                 "this process cannot open more files, so it runs at most %d requests at the same time; raise the limit "
@@ -177,8 +178,13 @@ class ReplicaPool:
                 others,
             )
 
-    def _lift_limit(self) -> None:
-        self._max_running_requests = None
+    def _raise_limit(self) -> None:
+        """Run a few requests more, to see whether files were closed. No limit when no request waits."""
+        if not self._queues or self._max_running_requests is None:
+            self._max_running_requests = None
+            return
+        self._max_running_requests += max(1, self._max_running_requests // 8)
+        asyncio.get_running_loop().call_later(OPEN_FILES_RETRY_S, self._raise_limit)
         self._serve_queues()
 
     def close(self) -> None:

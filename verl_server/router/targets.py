@@ -15,14 +15,16 @@ from typing import Protocol
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.adapter.router_registration import RouterRegistration
 from verl_server.config import AdapterConfig
-from verl_server.errors import ShutDownError, VerlServerError
+from verl_server.errors import ServerError, ShutDownError, VerlServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.replica_status import ReplicaStats, ReplicaStatus, StatusQueue, merge_stats
 
 logger = logging.getLogger(__name__)
 
 REGISTRATION_RETRY_S = 1.0
-"""Seconds before a failed registration is repeated."""
+"""Seconds before a failed registration or removal is repeated."""
+MAX_REMOVALS = 3
+"""Number of times that the removal of a worker is tried at the end of a fleet."""
 
 
 class RoutingTarget(Protocol):
@@ -130,12 +132,12 @@ class SglangRouterTarget:
                 except ShutDownError:
                     continue  # the replica has a newer status, or the router is closed
                 except VerlServerError as error:
-                    logger.warning("replica %s cannot be registered: %s", status.name, error.message)
+                    logger.warning("the router has another status of replica %s: %s", status.name, error.message)
                     self._closing.wait(REGISTRATION_RETRY_S)
                     if self._status_queue.latest(status.name) is status:
                         self._status_queue.put(status)
         for registration in self._registrations.values():
-            registration.stop()
+            any(registration.stop() for _ in range(MAX_REMOVALS))
 
     def _apply(self, status: ReplicaStatus) -> None:
         """Register an admitted replica; remove the registration of a replica that is not admitted or has moved."""
@@ -143,7 +145,9 @@ class SglangRouterTarget:
         if not status.admitted:
             adapter = None
         if registration is not None and (adapter is None or registration.worker_url != adapter.base_url):
-            self._registrations.pop(status.name).stop()
+            if not registration.stop():
+                raise ServerError(f"the router did not remove {registration.worker_url}")
+            del self._registrations[status.name]
             registration = None
         if adapter is not None and registration is None:
             self._registrations[status.name] = RouterRegistration.start(
