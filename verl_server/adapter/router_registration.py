@@ -127,9 +127,7 @@ class RouterRegistration:
         if not self._may_be_registered:
             return True
         try:
-            if (
-                self._worker_id is None
-            ):  # the answer to the first request was lost: the same request has the same answer
+            if self._worker_id is None:  # the answer was lost; the same request has the same answer
                 self._worker_id = self._add()
             reply = self._send("DELETE", f"/workers/{self._worker_id}")
         except requests.RequestException as error:
