@@ -316,7 +316,7 @@ def test_staging_smaller_than_the_model(server: Any, one_rank: DeviceMesh, tiny:
         with pytest.raises(BadInputError, match="nothing to push"):
             engine.update_weights_from_tensor(iter([]))
         with pytest.raises(BadInputError, match="weight_version"):
-            engine.update_weights_from_tensor(weights, weight_version=1)
+            engine.update_weights_from_tensor(weights, weight_version=engine.weight_version)
         with pytest.raises(UnsupportedError, match="no memory that holds the whole model"):
             engine.staging_tensors()
         assert assert_equals_reference(engine, model) == old
@@ -358,7 +358,7 @@ def test_a_server_that_cannot_open_the_buckets_keeps_its_weights(
         )
         buffers = DoubleBuffers("cuda_ipc", double_buffer.layout, [description], 1, 20.0)
         role = BufferRole(double_buffer, 0, 1, True, buffer_index=0, num_buffers=1)
-        updater = StreamedUpdater(ranks, manifest, 1, buffers, role, frozenset({0}))
+        updater = StreamedUpdater(ranks, manifest, servers.weight_version, buffers, role, frozenset({0}))
         change_weights(model, seed=9)
         options = UpdateOptions(None, True, False, PauseMode.RETRACT, True)
         with pytest.raises(UnsupportedError, match=r"cannot open the staging memory .* needs an NVIDIA GPU"):
@@ -368,7 +368,7 @@ def test_a_server_that_cannot_open_the_buckets_keeps_its_weights(
         servers.shutdown()
         reply = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
         assert [one["output_ids"] for one in reply] == old
-        assert {one["meta_info"]["weight_version"] for one in reply} == {1}
+        assert {one["meta_info"]["weight_version"] for one in reply} == {engine.weight_version}
         engine.update_weights_from_tensor(model.state_dict().items())
         assert_equals_reference(engine, model)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,22 @@ def _divide(rank: int, world: int, batches: list[dict[str, Any]]) -> list[str]:
     return differences
 
 
+def test_every_way_to_change_weights_begins_a_cache_namespace(sglang_process: Ranks) -> None:
+    """Otherwise an update with flush_cache=False would leave prefixes of the earlier weights in use."""
+    (missing,) = sglang_process.run(_updates_without_namespace)
+    assert missing == set()
+
+
+def _updates_without_namespace(rank: int, world: int) -> set[str]:
+    """Methods of SGLang's scheduler that change weights, and have no hook."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    from verl_server.platforms import cache_namespace
+
+    hooked = {path.rpartition(".")[2] for path, hook in cache_namespace.hooks().items() if "update" in hook.__name__}
+    return {name for name in dir(SchedulerWeightUpdaterManager) if name.startswith("update_weights_from_")} - hooked
+
+
 def test_in_process_engine_behaves_as_a_server(sglang_process: Ranks, tiny: Callable[..., Path]) -> None:
     (tokens,) = sglang_process.run(_in_process, str(tiny("qwen3")))
     first, second, third = tokens
@@ -257,6 +274,9 @@ def _in_process(rank: int, world: int, folder: str) -> list[Any]:
         engine.update_weights_from_tensor(old.items())
         reply = asyncio.run(engine.async_generate(input_ids=PROMPTS[0], sampling_params=GREEDY))
         assert reply["meta_info"]["weight_version"] == engine.weight_version == 2
+        assert {span["version"] for span in reply["meta_info"]["weight_versions"]} == {2}
+        logprobs = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True, top_logprobs_num=2)
+        assert logprobs == json.loads(json.dumps(logprobs)), "all trainer ranks get the same values"
         third = assert_equals_reference(engine, reference_model(folder))
         assert third[0] == reply["output_ids"]
     return [first, second, third]

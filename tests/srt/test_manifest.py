@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from model_families import FAMILIES, ROUTER_BIAS, make_family_model, save_family_model
 from safetensors.torch import load_file, save_file
 
 from verl_server.errors import BadInputError, WeightManifestError
 from verl_server.types import TensorSpec
+from verl_server.weights.checkpoint_names import CheckpointNames
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.read_manifest import read_manifest
+from verl_server.weights.update.shard_writer import ShardWriter
 from verl_server.weights.update.tensor_source import TensorSource
 
 
@@ -43,6 +46,43 @@ def test_the_trainers_tensors_become_those_of_the_checkpoint(family: str, tmp_pa
     assert {n: s for n, s in manifest.tensors.items() if n not in float32} == {
         n: s for n, s in without_files.tensors.items() if n not in float32
     }
+
+
+def test_a_conversion_that_keeps_the_shape_is_done() -> None:
+    """Checkpoints of Inkling have the rows of gate and up in turn, in one tensor of the same shape."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    text = {
+        "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": 320, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_shared_experts": 1, "mlp_layer_types": ["sparse"],
+    }  # fmt: skip
+    vision = {"text_hidden_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.InklingConfig(text_config=text, audio_config={"text_hidden_size": 64}, vision_config=vision)
+    with torch.device("meta"):
+        model = transformers.InklingForConditionalGeneration(config)
+    names = CheckpointNames(lambda: model)
+    name, renamed = (f"model.language_model.layers.0.mlp.experts.{part}_proj" for part in ("gate_up", "down"))
+    tensor = torch.randn(4, 64, 64)
+    expected = revert_weight_conversion(model, {name: tensor})
+    ((checkpoint_name, converted),) = names.tensors(name, tensor)
+    assert torch.equal(converted, expected[checkpoint_name])
+    assert not torch.equal(converted, tensor)
+    manifest = Manifest(names.specs(name, TensorSpec.of(tensor)), checkpoint_names=names)
+    assert manifest.is_converted(name, TensorSpec.of(tensor)), "otherwise the shards would be written as they are"
+    assert not manifest.is_converted(renamed, TensorSpec((4, 64, 32), "float32"))
+    staged = torch.zeros_like(tensor)
+    writer = ShardWriter(
+        lambda _: staged,
+        manifest,
+        frozenset({0}),
+        lambda: None,
+        gather_timeout_s=1.0,
+        check_finite=False,
+        writes_whole_tensors=True,
+    )
+    assert writer.write([(name, tensor)]) == [checkpoint_name]
+    assert torch.equal(staged, converted)
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (4,), (), (4, 32, 64), (5, 64, 64)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from helpers import (
     remote_server_of,
     wait_until,
 )
+from model_servers import ModelServers, push, staged_updater
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig
 
@@ -27,6 +29,7 @@ from verl_server.config import PauseMode
 from verl_server.conformance.interceptor import Interceptor
 from verl_server.errors import (
     BadInputError,
+    DeadlineError,
     ServerBusyError,
     TornWeightsError,
     UnsupportedError,
@@ -37,11 +40,14 @@ from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.arena import Arena
+from verl_server.weights.broadcast.placement import wait_for_receivers
+from verl_server.weights.broadcast.store import arrival_key, open_store
 from verl_server.weights.layout import plan_arena
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports import is_streamed, sender_class
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
-from verl_server.weights.update.request import UpdateOptions
+from verl_server.weights.update.request import UpdateOptions, validate_options
+from verl_server.weights.update.server_session import ServerSession
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.updater import EngineRanks
 
@@ -96,10 +102,13 @@ def test_every_server_loads_the_weights(
         model.load_state_dict(every_other, strict=False)
         assert_equals_reference(servers[1], model)
 
-        engine.update_weights_from_tensor(original.items(), weight_version=20)
+        last = engine.weight_version + 20
+        engine.update_weights_from_tensor(original.items(), weight_version=last)
         assert [assert_equals_reference(one, with_weights(original, model)) for one in servers] == before
         replies = [one.generate(input_ids=[1], sampling_params={"max_new_tokens": 1}) for one in servers]
-        assert {reply["meta_info"]["weight_version"] for reply in replies} == {20}
+        assert {reply["meta_info"]["weight_version"] for reply in replies} == {last}
+    with engine_for(servers[:1], one_rank, tiny("qwen3")) as engine:
+        assert engine.weight_version == last, "the version would name two sets of weights"
     assert first.num_bytes == size
     assert not list(tmp_path.iterdir()), "no file is left in the folder"
 
@@ -202,27 +211,27 @@ def test_a_step_that_fails_on_one_of_two_servers(
             dtype="float32",
             weights=WeightsConfig(transport=transport),
         ) as engine:
-            engine.update_weights_from_tensor(model.state_dict().items())
+            version = engine.update_weights_from_tensor(model.state_dict().items()).weight_version
             change_weights(model, seed=3)
             broken.add("/begin_weight_update")
             with pytest.raises(VerlServerError, match="begin_weight_update"):
                 engine.update_weights_from_tensor(model.state_dict().items())
-            assert engine.weight_version == 1
+            assert engine.weight_version == version
             for server in servers:
                 server.begin_weight_update()  # no session is open
                 server.end_weight_update()
                 assert_equals_reference(server, reference_model(tiny("qwen3")))
             broken.clear()
             broken.add("/continue_generation")
-            with pytest.raises(VerlServerError, match=r"version 2 is loaded and verified, but generation does not"):
-                engine.update_weights_from_tensor(model.state_dict().items(), weight_version=2)
+            with pytest.raises(VerlServerError, match=r"is loaded and verified, but generation does not"):
+                engine.update_weights_from_tensor(model.state_dict().items(), weight_version=version + 1)
             broken.clear()
-            assert engine.weight_version == 2
+            assert engine.weight_version == version + 1
             for server in servers:
                 server.continue_generation()
                 assert_equals_reference(server, model)
             engine.update_weights_from_tensor(model.state_dict().items())
-            assert engine.weight_version == 3
+            assert engine.weight_version == version + 2
 
 
 def test_the_message_for_the_loader_does_not_grow_with_the_model() -> None:
@@ -243,6 +252,140 @@ def test_the_message_for_the_loader_does_not_grow_with_the_model() -> None:
         if is_streamed(transport):  # the message contains the layout of the double buffers, which is a few numbers
             continue
         assert abs(message_length(10_000, transport) - message_length(10, transport)) < 32
+
+
+def test_messages_for_a_thousand_servers_are_short() -> None:
+    """A list of all receivers in each of them would take seconds, while all servers are paused."""
+    layout = plan_arena({"weight": TensorSpec((8,), "float32")})
+    settings = SenderSettings(Arena.create(layout), layout, 10.0)
+    sender = sender_class("distributed")(settings)
+    attempt = UpdateAttempt("x", ["weight"], True, [ServerInfo(f"server-{number}", 8) for number in range(1000)])
+    sender.prepare(attempt)
+    messages = [sender.loader_message(attempt, number) for number in range(1000)]
+    assert max(len(json.dumps(message)) for message in messages) < 1000
+    assert [message["first_receiver"] for message in messages] == list(range(0, 8000, 8))
+    assert {message["num_receivers"] for message in messages} == {8000}
+    sender.close()
+    settings.arena.close()
+
+
+def test_the_placement_of_receivers_takes_few_round_trips() -> None:
+    """The store answers all receivers with one thread."""
+    store = CountingStore(open_store("127.0.0.1", 10.0))
+    with pytest.raises(DeadlineError, match=r"receivers \[0, 1\] of 2 did not join"):
+        wait_for_receivers(store, "late", 2, lambda: True, timeout_s=0.5)
+    assert store.num_calls < 40
+    for number in range(100):
+        store.store.set(arrival_key("group", number), f"machine-{number // 8}")
+    store.num_calls = 0
+    assert wait_for_receivers(store, "group", 100, lambda: True).leader_of(99) == 96
+    assert store.num_calls == 2
+
+
+class CountingStore:
+    """A store of torch that counts its calls. Each call is a round trip."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.num_calls = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_calls += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("transport", ["distributed", "delta", "distributed_buckets", "disk", "shared_memory"])
+def test_empty_tensors_do_not_displace_their_neighbours(transport: str, tmp_path: Path) -> None:
+    """An empty tensor has the same offset as the tensor after it."""
+    sizes = {"a": 0, "b": 1000, "c": 0}
+    servers = ModelServers(sizes)
+    updater = staged_updater(transport, servers, sizes, folder=str(tmp_path))
+    for names, verify in itertools.product(["abc", "bac", "ac", "a"], [False, True]):
+        weights = {name: torch.randn(sizes[name]) for name in names}
+        assert push(updater, weights, verify).num_tensors == len(names)
+        for name, tensor in weights.items():
+            assert torch.equal(servers.models[0].tensors[name], tensor), (name, names, verify)
+    updater.close()
+
+
+def test_a_patch_is_not_computed_against_weights_that_new_mirrors_never_had() -> None:
+    """A server that is started again has the weights, but its mirror is empty."""
+    sizes = {"a": 10_000, "b": 10_000}
+    servers = ModelServers(sizes)
+    updater = staged_updater("delta", servers, sizes)
+    weights = {name: torch.randn(size) for name, size in sizes.items()}
+    push(updater, weights, verify=False)
+    servers.members = [ServerInfo("the server started again", 1)]
+    push(updater, {"a": weights["a"]}, verify=False)
+    weights["b"][:10] += 1.0
+    sent = push(updater, weights, verify=False).sent_bytes
+    assert torch.equal(servers.models[0].tensors["b"], weights["b"])
+    assert sent > 40_000, "the mirror has only zeros for b"
+    weights["b"][:10] += 1.0
+    assert push(updater, weights, verify=False).sent_bytes < 1000
+    assert torch.equal(servers.models[0].tensors["b"], weights["b"])
+    updater.close()
+
+
+def raise_after(method: Callable[..., Any], failure: BaseException) -> Callable[..., Any]:
+    """A function that calls `method` and raises `failure` afterwards."""
+
+    def raising(*arguments: Any) -> None:
+        method(*arguments)
+        raise failure
+
+    return raising
+
+
+FAILURES = [KeyboardInterrupt(), OSError("no space left on device")]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=["interrupt", "transport"])
+@pytest.mark.parametrize("step", ["load", "published", "resume"])
+def test_an_update_that_ends_with_another_exception_after_the_load_leaves_torn_weights(
+    step: str, failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next update of some tensors would be served together with a part of this update."""
+    sizes = {"a": 4, "b": 4}
+    servers = ModelServers(sizes)
+    updater = staged_updater("shared_memory", servers, sizes)
+    weights = {name: torch.ones(4) for name in sizes}
+    with monkeypatch.context() as patch:
+        patch.setattr(servers, step, raise_after(getattr(servers, step), failure))
+        with pytest.raises(type(failure)):
+            push(updater, weights)
+    assert f"{type(failure).__name__}: {failure}" in str(updater.find_torn())
+    with pytest.raises(TornWeightsError, match="lacks 1 parameters"):
+        push(updater, {"a": weights["a"]})
+    assert push(updater, weights).weight_version == 1
+    assert updater.find_torn() is None
+    assert servers.steps[-2:] == ["published", "resume"]
+    updater.close()
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=["interrupt", "transport"])
+@pytest.mark.parametrize("step", ["pause", "begin_weight_update"])
+def test_generation_continues_after_any_exception_before_the_load(
+    step: str, failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"a": 4, "b": 4}
+    servers = ModelServers(sizes)
+    updater = staged_updater("shared_memory", servers, sizes)
+    options = UpdateOptions(None, True, True, PauseMode.RETRACT, True)
+    session = ServerSession(servers, validate_options(options, current_version=0))
+    with monkeypatch.context() as patch:
+        patch.setattr(servers, step, raise_after(getattr(servers, step), failure))
+        with pytest.raises(type(failure)):
+            push(updater, {"a": torch.ones(4), "b": torch.ones(4)})
+        with pytest.raises(type(failure)):
+            session.pause_and_begin(False, lambda: None)
+    ended: list[str] = []
+    monkeypatch.setattr(servers, "end_weight_update", lambda: ended.append("end"))
+    with pytest.raises(type(failure)):
+        session.pause_and_begin(False, raise_after(lambda: None, failure))
+    assert servers.steps == ["pause", "resume"] * 3
+    assert ended == ["end"]
+    assert push(updater, {"a": torch.ones(4)}).weight_version == 1
+    updater.close()
 
 
 @pytest.mark.parametrize("bad", [torch.ones(3), torch.full((2,), float("nan"))], ids=["shape", "not finite"])

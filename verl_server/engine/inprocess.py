@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import orjson
+
 from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume, undefined_weights_reason
 from verl_server.adapter.model_files import read_model_config
 from verl_server.adapter.sglang.replies import prompt_limits, require_logprobs
@@ -58,7 +60,9 @@ class InProcessBackend:
         self._has_update_sessions = hasattr(self._engine, "begin_weight_update")
         self._server_info: Json = self._run(self._engine.get_server_info)
         """Arguments of the engine with the values that SGLang has chosen."""
-        self._limits = prompt_limits(self._server_info, read_model_config(str(server_args["model_path"])))
+        model_path = str(server_args["model_path"])
+        configs = read_model_config(model_path), read_model_config(model_path, "generation_config.json")
+        self._limits = prompt_limits(self._server_info, *configs)
 
     def _run(self, call: Callable[[], R]) -> R:
         return self._executor.submit(self._call, call).result()
@@ -90,9 +94,13 @@ class InProcessBackend:
             refusal = BadInputError(f"SGLang refused the request: {error}")
             raise explain_refusal(refusal, request.get("sampling_params")) from error
         for item in reply if isinstance(reply, list) else [reply]:
-            item["meta_info"]["weight_version"] = self.weight_version
+            meta_info = item["meta_info"]
+            meta_info["weight_version"] = self.weight_version
+            for span in meta_info.get("weight_versions") or ():  # SGLang's `Engine` keeps the label of its start
+                span["version"] = self.weight_version
         require_logprobs(reply)
-        return reply
+        # All trainer ranks get what a server sends: no tuples, no infinity.
+        return orjson.loads(orjson.dumps(reply, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY))
 
     def _engine_arguments(self, request: Json) -> Json:
         """Keyword arguments of `sglang.Engine.generate`. Raises BadInputError and NotReadyError."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import itertools
 import zlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
@@ -14,10 +13,10 @@ from urllib.parse import urlsplit
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume, undefined_weights_reason
 from verl_server.adapter.sglang.pushable import require_pushable
-from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
+from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, require_generating_server
 from verl_server.config import AdapterConfig, PauseMode, RemoteServer
 from verl_server.errors import BadInputError, VerlServerError
-from verl_server.ranks.machine import own_address
+from verl_server.ranks.machine import is_loopback, own_address
 from verl_server.server.supervisor import AbortCheck
 from verl_server.types import Json, ServerInfo, parse_weight_version
 from verl_server.weights.loader import serialize_message
@@ -212,6 +211,9 @@ def launch_one_server(
 def connect_servers(servers: Sequence[RemoteServer], config: AdapterConfig, weight_version: int) -> HttpServers:
     """Connect to running servers, on this machine or others. `shutdown` leaves them running.
 
+    The weight version is the highest of `weight_version` and of the servers, so that no version names two sets of
+    weights.
+
     Raises BadInputError for a server that was started without our weight loader.
     """
     adapters: list[HttpServerEngineAdapter] = []
@@ -224,13 +226,14 @@ def connect_servers(servers: Sequence[RemoteServer], config: AdapterConfig, weig
             )
         with ThreadPoolExecutor(len(adapters), thread_name_prefix="verl-server-connect") as pool:
             members = list(pool.map(_describe_server, adapters))
+            versions = list(pool.map(_weight_version_of, adapters))
     except BaseException:
         for adapter in adapters:
             adapter.shutdown()
         raise
     hosts = [str(urlsplit(adapter.base_url).hostname) for adapter in adapters]
-    remote_hosts = [host for host in hosts if not _is_loopback(host)]
-    return HttpServers(adapters, members, weight_version=weight_version, remote_hosts=remote_hosts)
+    remote_hosts = [host for host in hosts if not is_loopback(host)]
+    return HttpServers(adapters, members, weight_version=max(weight_version, *versions), remote_hosts=remote_hosts)
 
 
 def load_weights(
@@ -251,12 +254,16 @@ def _unload_lora(adapter: HttpServerEngineAdapter, name: str) -> None:
         adapter.unload_lora_adapter(name)
 
 
+def _weight_version_of(adapter: HttpServerEngineAdapter) -> int:
+    return int(adapter.get_model_info()["weight_version"])
+
+
 def _describe_server(adapter: HttpServerEngineAdapter) -> ServerInfo:
     """Ask a running server for its size.
 
     Raises ServerError when the server refuses a key, here and not only at the first weight update, and BadInputError
-    when the server does not have our weight loader. Raises UnsupportedError for a server that cannot take pushed
-    weights.
+    when the server does not have our weight loader, or spans several nodes behind a loopback address. Raises
+    UnsupportedError for a server that cannot take pushed weights.
     """
     adapter.check_keys()
     info = adapter.get_server_info()
@@ -265,12 +272,11 @@ def _describe_server(adapter: HttpServerEngineAdapter) -> ServerInfo:
             f"the server at {adapter.base_url} was started without --custom-weight-loader {WEIGHT_LOADER}; "
             "start it with `verl-server launch`"
         )
+    require_generating_server(info)
     require_pushable(info)
+    if int(info.get("nnodes") or 1) > 1 and is_loopback(str(urlsplit(adapter.base_url).hostname)):
+        raise BadInputError(
+            f"the server at {adapter.base_url} spans several nodes: pass the URL with an address that the other nodes "
+            "reach"
+        )
     return ServerInfo(adapter.base_url, int(info.get("tp_size") or 1))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -17,7 +17,7 @@ _num_updates = 0
 
 
 def begin_update(*_args: Any, **_kwargs: Any) -> None:
-    """Count an update. SGLang calls this, as a hook, before its own updates; the weight loader calls it, too."""
+    """Hook before SGLang's methods that change weights, with its own loaders or the loader of this library."""
     global _num_updates
     _num_updates += 1
 
@@ -50,9 +50,9 @@ def hooks() -> dict[str, Callable[..., None]]:
     """The functions of SGLang before which the hooks are called, by path."""
     managers = "sglang.srt.managers"
     updater = f"{managers}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-    own_updates = ("disk", "distributed", "ipc")
+    sources = ("disk", "distributed", "ipc", "tensor")
     return {
         f"{managers}.schedule_batch.Req.init_next_round_input": before_prefix_match,
         f"{managers}.schedule_policy.SchedulePolicy._compute_prefix_matches": before_queue_match,
-        **{f"{updater}.update_weights_from_{source}": begin_update for source in own_updates},
+        **{f"{updater}.update_weights_from_{source}": begin_update for source in sources},
     }

@@ -31,6 +31,8 @@ class CheckpointNames:
     def __init__(self, build_model: Callable[[], Any]) -> None:
         self._build_model = build_model
         self._converted: dict[str, dict[str, TensorSpec]] = {}
+        self._renamed: set[str] = set()
+        """Names in `_converted` of the tensors that the checkpoint has with the same values under another name."""
 
     @cached_property
     def model(self) -> Any:
@@ -79,7 +81,10 @@ class CheckpointNames:
             import torch
 
             tensor = torch.empty(model_spec.shape, device="meta")
-            self._converted[name] = {new: TensorSpec.of(part) for new, part in self._revert(name, tensor).items()}
+            parts = self._revert(name, tensor)
+            if len(parts) == 1 and next(iter(parts.values())) is tensor:
+                self._renamed.add(name)
+            self._converted[name] = {new: TensorSpec.of(part) for new, part in parts.items()}
         converted = self._converted[name]
         if spec.shape != model_spec.shape and list(converted) != [name]:
             names = ", ".join(list(map(repr, converted))[:2])
@@ -92,15 +97,23 @@ class CheckpointNames:
             )
         return {new: TensorSpec(part.shape, spec.dtype) for new, part in converted.items()}
 
+    def is_converted(self, name: str, spec: TensorSpec) -> bool:
+        """Whether the checkpoint has other values or shapes than the trainer's tensor `name`.
+
+        An operation may keep the shape and exchange rows. Raises WeightManifestError for a wrong shape.
+        """
+        self.specs(name, spec)
+        return name in self._converted and name not in self._renamed
+
     def tensors(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """The checkpoint's named tensors for the trainer's tensor `name`, in the order of `specs`.
 
         The tensors of fused experts are views; another conversion may copy. Raises WeightManifestError for a wrong
         shape.
         """
-        specs = self.specs(name, TensorSpec.of(tensor))
-        names = list(specs)
-        if len(names) == 1 and specs[names[0]].shape == tuple(tensor.shape):
+        spec = TensorSpec.of(tensor)
+        names = list(self.specs(name, spec))
+        if not self.is_converted(name, spec):
             return [(names[0], tensor)]
         if name.endswith(DOWN_SUFFIX) and len(names) == len(tensor):
             return list(zip(names, tensor, strict=True))

@@ -44,9 +44,15 @@ def local_slices(tensor: DTensor, writer_ranks: frozenset[int]) -> tuple[slice, 
     `writer_ranks`: global ranks that write the same staging memory. Returns None for a mesh that contains other ranks
     than `writer_ranks`, and for placements other than Shard, Replicate and the `_StridedShard` of FSDP2 over TP.
     """
-    if not set(tensor.device_mesh.mesh.flatten().tolist()) <= writer_ranks:
-        return None
-    return _own_slices(tensor)
+    return _own_slices(tensor) if writes_own_shards(tensor, writer_ranks) else None
+
+
+def writes_own_shards(tensor: DTensor, writer_ranks: frozenset[int]) -> bool:
+    """Whether each rank of the tensor's mesh writes its own shard. Equal on all ranks, also outside of the mesh.
+
+    `writer_ranks`: see `local_slices`.
+    """
+    return set(tensor.device_mesh.mesh.flatten().tolist()) <= writer_ranks and _split_of(tensor) is not None
 
 
 def require_own_shard(name: str, tensor: DTensor) -> None:
@@ -74,10 +80,27 @@ def _own_slices(tensor: DTensor) -> tuple[slice, ...] | None:
 
     Returns None for placements that `local_slices` does not know, and on a rank outside of the tensor's mesh.
     """
+    split, coordinate = _split_of(tensor), tensor.device_mesh.get_coordinate()
+    if coordinate is None or split is None:
+        return None
+    shard_dims, order = split
+    mesh_shape = tuple(tensor.device_mesh.mesh.shape)
+    return shard_slices(
+        tuple(tensor.shape),
+        [mesh_shape[position] for position in order],
+        [coordinate[position] for position in order],
+        [shard_dims[position] for position in order],
+    )
+
+
+def _split_of(tensor: DTensor) -> tuple[list[int | None], list[int]] | None:
+    """For each dimension of the mesh: the tensor dimension that it splits, or None where it replicates. And the order.
+
+    Returns None for placements that `local_slices` does not know. For the order see `split_order`.
+    """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    mesh_shape, coordinate = tuple(tensor.device_mesh.mesh.shape), tensor.device_mesh.get_coordinate()
     shard_dims: list[int | None] = []
     split_factors: list[int] = []
     for placement in tensor.placements:
@@ -85,15 +108,8 @@ def _own_slices(tensor: DTensor) -> tuple[slice, ...] | None:
             return None
         shard_dims.append(getattr(placement, "dim", None))
         split_factors.append(int(getattr(placement, "split_factor", 1)))
-    order = split_order(tuple(tensor.shape), mesh_shape, shard_dims, split_factors)
-    if coordinate is None or order is None:
-        return None
-    return shard_slices(
-        tuple(tensor.shape),
-        [mesh_shape[position] for position in order],
-        [coordinate[position] for position in order],
-        [shard_dims[position] for position in order],
-    )
+    order = split_order(tuple(tensor.shape), tuple(tensor.device_mesh.mesh.shape), shard_dims, split_factors)
+    return None if order is None else (shard_dims, order)
 
 
 def split_order(

@@ -81,8 +81,8 @@ class Layout:
         return table
 
     def in_order(self, names: Sequence[str]) -> list[str]:
-        """`names` sorted by the offsets of their tensors."""
-        return sorted(names, key=lambda name: self.slots[name].offset)
+        """`names` sorted by the offsets of their tensors. An empty tensor has the offset of the tensor after it."""
+        return sorted(names, key=lambda name: (self.slots[name].offset, tensor_bytes(self.slots[name].spec)))
 
 
 def plan_arena(tensors: Mapping[str, TensorSpec]) -> Layout:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from verl_server.platforms import cache_namespace
 from verl_server.types import Json
 from verl_server.weights.checksum import XXH3, Checksums, verified_share
 from verl_server.weights.coverage import Coverage
@@ -60,8 +59,6 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
 
     try:
         message = json.loads(named_tensors[0][0])
-        if not message.get("opens_only"):
-            cache_namespace.begin_update()
         receiver = receiver_class(message["transport"])(message, get_tensor_model_parallel_rank())
         if message.get("opens_only"):
             receiver.send_report(Report(message["update_id"], ok=True), [])

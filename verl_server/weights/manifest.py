@@ -53,9 +53,20 @@ class Manifest:
 
         Raises WeightManifestError for a tensor that is to be converted and has another shape than that of the model.
         """
-        if name in self.tensors or name in self.ignored or self.checkpoint_names is None:
-            return {name: spec}
-        return self.checkpoint_names.specs(name, spec)
+        names = self._names_to_convert(name)
+        return {name: spec} if names is None else names.specs(name, spec)
+
+    def is_converted(self, name: str, spec: TensorSpec) -> bool:
+        """Whether the checkpoint has other values or shapes than the trainer's tensor `name`, not only another name.
+
+        Raises WeightManifestError for a tensor that is to be converted and has another shape than that of the model.
+        """
+        names = self._names_to_convert(name)
+        return names is not None and names.is_converted(name, spec)
+
+    def _names_to_convert(self, name: str) -> CheckpointNames | None:
+        """The conversion for the trainer's tensor `name`. None for a name that checkpoints have."""
+        return None if name in self.tensors or name in self.ignored else self.checkpoint_names
 
     def smallest_range_dtype(self, spec: TensorSpec) -> str:
         """The dtype with the smallest range among those that a tensor of `spec` is cast to before it is served."""

@@ -20,7 +20,7 @@ def split_into_chunks(
     merged: list[list[int]] = []
     for start, stop in tensor_ranges:
         if merged and start - merged[-1][1] < max_gap_bytes:
-            merged[-1][1] = stop
+            merged[-1][1] = max(merged[-1][1], stop)  # an empty tensor may begin where the last one does
         else:
             merged.append([start, stop])
     return [
@@ -38,7 +38,7 @@ def group_whole_tensors(
     groups: list[tuple[int, int, int]] = []
     for start, stop in tensor_ranges:
         if groups and start - groups[-1][1] < max_gap_bytes and stop - groups[-1][0] <= max_bytes:
-            groups[-1] = (groups[-1][0], stop, groups[-1][2] + 1)
+            groups[-1] = (groups[-1][0], max(groups[-1][1], stop), groups[-1][2] + 1)
         else:
             groups.append((start, stop, 1))
     return groups

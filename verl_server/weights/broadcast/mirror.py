@@ -6,6 +6,8 @@ import contextlib
 import zlib
 from typing import TYPE_CHECKING
 
+from verl_server.errors import VerlServerError
+from verl_server.platforms.available_memory import available_memory
 from verl_server.weights.layout import PAGE_BYTES
 from verl_server.weights.memory_file import SharedMemoryFile, memory_contains
 
@@ -30,7 +32,17 @@ class Mirror:
 
     @classmethod
     def create(cls, size_bytes: int) -> Mirror:
-        """Create a mirror of an arena of that size. Raises the errors of `SharedMemoryFile.create`."""
+        """Create a mirror of an arena of that size.
+
+        Raises VerlServerError if that memory is not available (the kernel would kill the server while the weights
+        arrive), and the errors of `SharedMemoryFile.create`.
+        """
+        if size_bytes > (available := available_memory()):
+            raise VerlServerError(
+                f"the mirror of the weights takes {size_bytes} bytes of memory, but only {available} bytes are "
+                "available on the server's machine or in its container; free memory, raise the limit of the container, "
+                "or use WeightsConfig(transport='distributed_buckets')"
+            )
         return cls(SharedMemoryFile.create("mirror", size_bytes + PAGE_BYTES), size_bytes)
 
     @classmethod

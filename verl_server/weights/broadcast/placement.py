@@ -10,6 +10,9 @@ from verl_server.errors import DeadlineError, ServerError
 from verl_server.weights.broadcast.store import FORMING_TIMEOUT_S, arrival_key
 
 POLL_INTERVAL_S = 0.0005
+MAX_POLL_INTERVAL_S = 0.05
+"""Upper limit of the poll interval while the receivers arrive. Each poll of a receiver asks for all keys, in the one
+thread of the store."""
 
 
 class ReceiverPlacement:
@@ -55,6 +58,7 @@ def wait_for_receivers(
     """
     keys = [arrival_key(group_name, receiver) for receiver in range(num_receivers)]
     deadline = time.monotonic() + timeout_s
+    interval_s = POLL_INTERVAL_S
     while not store.check(keys):
         if not is_wanted():
             raise ServerError("the update was abandoned before all servers were ready to receive it")
@@ -65,5 +69,6 @@ def wait_for_receivers(
                 operation="broadcast",
                 seconds=timeout_s,
             )
-        time.sleep(POLL_INTERVAL_S)
-    return ReceiverPlacement([store.get(key).decode() for key in keys])
+        time.sleep(interval_s)
+        interval_s = min(2 * interval_s, MAX_POLL_INTERVAL_S)
+    return ReceiverPlacement([machine_id.decode() for machine_id in store.multi_get(keys)])

@@ -11,9 +11,11 @@ The order of calls in one update:
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from verl_server.types import Json, ServerInfo
@@ -37,6 +39,16 @@ class UpdateAttempt:
     """Whether checksums and unwritten parameters are checked."""
     members: Sequence[ServerInfo]
     """The servers that the update is sent to."""
+
+    @cached_property
+    def first_receivers(self) -> Sequence[int]:
+        """The number of each member's TP rank 0 among the TP ranks of all members, and the number of all TP ranks."""
+        return list(itertools.accumulate((member.tp_size for member in self.members), initial=0))
+
+    @property
+    def num_receivers(self) -> int:
+        """Number of TP ranks of all members."""
+        return self.first_receivers[-1]
 
 
 @dataclass(frozen=True)
@@ -103,7 +115,7 @@ class Sender(ABC):
 
     def first_receiver(self, attempt: UpdateAttempt, member_index: int) -> int:
         """The number of a member's TP rank 0 among the TP ranks of all members."""
-        return sum(member.tp_size for member in attempt.members[:member_index])
+        return attempt.first_receivers[member_index]
 
     @abstractmethod
     def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:

@@ -37,7 +37,9 @@ class Sender(distributed.Sender):
     def prepare(self, attempt: UpdateAttempt) -> None:
         super().prepare(attempt)  # leaves the group if its members have changed
         self._patch = None
-        if self._base_update_id and self._base is not None and self.group is not None:
+        if self.group is None:  # the mirrors of a new group are empty
+            self._base, self._base_update_id = None, ""
+        if self._base_update_id and self._base is not None:
             size = sum(tensor_bytes(self.layout.slots[name].spec) for name in attempt.names)
             self._patch = patches.encode(self._memory_pairs(self._base, attempt), int(MAX_PATCH_FRACTION * size))
 

@@ -84,7 +84,7 @@ class Sender(base.Sender):
             "group_name": self.group_name,
             "table_key": self._table_key,
             "first_receiver": self.first_receiver(attempt, member_index),
-            "num_receivers": len(list(self.receiving_ranks(attempt))),
+            "num_receivers": attempt.num_receivers,
             "size_bytes": self.layout.size_bytes,
             "timeout_s": self.settings.timeout_s,
         }
@@ -93,8 +93,7 @@ class Sender(base.Sender):
         self.num_sent_bytes = 0
         try:
             if self.group is None:
-                num_receivers = len(list(self.receiving_ranks(attempt)))
-                placement = wait_for_receivers(self.store, self.group_name, num_receivers, is_loading)
+                placement = wait_for_receivers(self.store, self.group_name, attempt.num_receivers, is_loading)
                 self.group = self.connect_group(placement)
             self.send(attempt, is_loading)
         except (RuntimeError, VerlServerError) as error:

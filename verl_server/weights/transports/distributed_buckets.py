@@ -73,6 +73,8 @@ class Sender(distributed.Sender):
     def _copy_to_device(self, start: int, stop: int) -> torch.Tensor:
         import torch
 
+        if start == stop:  # empty tensors alone: `frombuffer` refuses empty memory
+            return torch.empty(0, dtype=torch.uint8, device=local_device_type())
         self.arena.pin()
         return torch.frombuffer(self.arena.memory[start:stop], dtype=torch.uint8).to(local_device_type())
 

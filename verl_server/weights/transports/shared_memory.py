@@ -62,13 +62,15 @@ class Sender(base.Sender):
 class ArenaMapping:
     """The arena as a TP rank of a server maps it, and views of the tensors in the last table.
 
-    The tensors are in a second, private mapping: what a model's loading code writes to them stays in this process. The
-    next update then finds the written page instead of the staged one, and the checksums differ.
+    The tensors of a CPU are in a second, private mapping: what a model's loading code writes to them stays in this
+    process. The next update then finds the written page instead of the staged one, and the checksums differ. With an
+    accelerator there is no private mapping: the kernel may count its whole size as used memory (overcommit).
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self.memory = mmap.mmap(fd, size_bytes)
-        self._private_memory = mmap.mmap(fd, size_bytes, flags=mmap.MAP_PRIVATE)
+        self._private_memory: mmap.mmap | None = None
+        self._fd = os.dup(fd)
         self._pinned = PinnedMemory(self.memory)
         self._table = b""
         self._tensors: list[tuple[str, torch.Tensor]] = []
@@ -76,6 +78,8 @@ class ArenaMapping:
     def tensors(self, table_bytes: int) -> list[tuple[str, torch.Tensor]]:
         """The named tensors of the current table, which has that many bytes."""
         table = self._read_table(table_bytes)
+        if self._private_memory is None:
+            self._private_memory = mmap.mmap(self._fd, len(self.memory), flags=mmap.MAP_PRIVATE)
         if table != self._table:
             self._tensors = list(tensor_views(memoryview(self._private_memory), json.loads(table)))
             self._table = table
@@ -94,13 +98,17 @@ class ArenaMapping:
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in this memory."""
-        return memory_contains(self.memory, tensor) or memory_contains(self._private_memory, tensor)
+        return any(memory_contains(memory, tensor) for memory in self._mapped())
+
+    def _mapped(self) -> list[mmap.mmap]:
+        return [memory for memory in (self.memory, self._private_memory) if memory is not None]
 
     def close(self) -> None:
-        """Close the mapping."""
+        """Close the mappings."""
         self._pinned.unpin()
         self._tensors = []
-        for memory in (self.memory, self._private_memory):
+        os.close(self._fd)
+        for memory in self._mapped():
             with contextlib.suppress(BufferError):
                 memory.close()
 

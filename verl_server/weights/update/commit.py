@@ -9,6 +9,8 @@
     publish          the new weight version and its checksums are recorded
     resume           every server continues generation
 
+With several nodes, the last two steps wait until the other nodes have verified their reports, see `staged`.
+
 A failure up to `begin` has no effect. After a failure up to `verify reports` the served weights are torn, and the
 update is tried once more with the staged tensors; a third time if servers that fail repeatedly are left out. If that
 fails too, generation stays paused until an update of all tensors succeeds. When `resume` fails, the servers hold the
@@ -18,12 +20,13 @@ new weights, and their version counts.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl_server.errors import ServerDiedError, ShutDownError, TornWeightsError, VerlServerError
 from verl_server.types import Json
@@ -51,6 +54,8 @@ class StagedUpdate:
     """Checksum of each staged tensor. Empty without verification."""
     num_missing: int
     """Number of tensors of the model that the update lacks. If 0, it must write every parameter of the servers."""
+    load_started: threading.Event = field(default_factory=threading.Event)
+    """Event that is set when a server may hold a part of the update."""
 
     def new_attempt(self) -> UpdateAttempt:
         """An attempt at this update, on the servers that take part now."""
@@ -66,20 +71,26 @@ def commit(
     *,
     num_missing: int,
     weights_are_torn: bool,
+    load_started: threading.Event | None = None,
+    resumes: bool = True,
 ) -> tuple[Json, UpdateAttempt, VerlServerError | None]:
     """Make the servers load the tensors `names`, which are staged in the sender's arena.
 
     `publish` is called with the checksums of `names`, in the order of the layout, when all servers have verified the
     update and before generation continues. `num_missing`: number of tensors of the model that the update lacks.
-    `weights_are_torn`: the servers held torn weights before the update.
+    `weights_are_torn`: the servers held torn weights before the update. `load_started` is set when a server may hold a
+    part of the update. `resumes`: whether generation continues after a success. If False, the caller calls
+    `resume_published`.
 
     Returns the result as JSON, the successful attempt, and the error if generation does not continue on all servers.
-    Raises TornWeightsError when a server may hold a part of the update. Generation continues only with whole weights:
-    after a success, or when nothing was loaded and the weights were whole before.
+    Raises TornWeightsError when a server may hold a part of the update. An exception that is not of this library, for
+    example KeyboardInterrupt, is raised unchanged: the weights are torn if `load_started` is set. Generation continues
+    only with whole weights: after a success, or when nothing was loaded and the weights were whole before.
     """
     ordered_names = sender.layout.in_order(names)
     checksums = staged_checksums(sender, ordered_names) if validated.verify else []
-    update = StagedUpdate(servers, sender, validated, ordered_names, checksums, num_missing)
+    load_started = load_started or threading.Event()
+    update = StagedUpdate(servers, sender, validated, ordered_names, checksums, num_missing, load_started)
     attempt = update.new_attempt()
     started = time.monotonic()
     try:
@@ -94,13 +105,14 @@ def commit(
         attempt = retry(update, publish)
     except (ServerDiedError, ShutDownError):
         raise
-    except VerlServerError as error:  # no session was opened
-        if weights_are_torn:
+    except BaseException as error:
+        if not weights_are_torn and not load_started.is_set():
+            with suppress(VerlServerError):
+                servers.resume()
+        elif isinstance(error, VerlServerError):
             raise torn_error(error, validated) from error
-        with suppress(VerlServerError):
-            servers.resume()
         raise
-    resume_error = resume_published(servers, validated)
+    resume_error = resume_published(servers, validated) if resumes else None
     return _result_of(update, load_s=time.monotonic() - started), attempt, resume_error
 
 
@@ -206,6 +218,7 @@ def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
         for member_index in range(len(attempt.members))
     ]
     begin_on_all(servers)
+    update.load_started.set()
     try:
         with load_then_end(servers, messages, validated) as loading:
             sender.deliver(attempt, is_loading=lambda: not loading.done())
@@ -220,7 +233,7 @@ def begin_on_all(servers: UpdatableServers) -> None:
     """Open a weight update session on every server, or on none."""
     try:
         servers.begin_weight_update()
-    except VerlServerError:
+    except BaseException:
         with suppress(VerlServerError):
             servers.end_weight_update()
         raise

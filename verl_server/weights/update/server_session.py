@@ -81,12 +81,13 @@ class ServerSession:
             begin_on_all(self._servers)
             try:
                 prepare()
-            except VerlServerError:
+            except BaseException:
                 with suppress(VerlServerError):
                     self._servers.end_weight_update()
                 raise
-        except VerlServerError as error:
-            leave_out_failed(self._servers, error)
+        except BaseException as error:  # also KeyboardInterrupt: no server has loaded anything
+            if isinstance(error, VerlServerError):
+                leave_out_failed(self._servers, error)
             if not weights_are_torn:
                 with suppress(VerlServerError):
                     self._servers.resume()

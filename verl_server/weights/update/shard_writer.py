@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl_server.errors import BadInputError, DeadlineError, PeerError
+from verl_server.errors import BadInputError, DeadlineError, PeerError, WeightManifestError
 from verl_server.types import TensorSpec
 from verl_server.weights.device.staging_copies import StagingCopies
 from verl_server.weights.device.streams import CallerOrder
-from verl_server.weights.gather import is_first_replica, local_slices
+from verl_server.weights.gather import is_first_replica, local_slices, writes_own_shards
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.tensor_source import (
     NamedTensors,
@@ -76,6 +76,8 @@ class ShardWriter:
             try:
                 given_name, tensor = validated_pair(item)
                 own_names = check_tensor(given_name, tensor, self._manifest, seen, self._check_finite)
+                if own_names:
+                    self._require_writable(given_name, tensor)
             except BadInputError as error:
                 self._on_bad_tensor(error)
                 self.gather_only(itertools.chain([item], items))
@@ -105,6 +107,25 @@ class ShardWriter:
             del item, tensor
         self.has_gathered_all = True
 
+    def _require_writable(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise WeightManifestError for a DTensor that this rank has to write whole but cannot gather.
+
+        On a rank outside of the mesh, `full_tensor` is an empty tensor.
+        """
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None:
+            return
+        is_gathered = self._manifest.is_converted(name, TensorSpec.of(tensor)) or not writes_own_shards(
+            tensor, self._writer_ranks
+        )
+        if self._writes_whole_tensors and is_gathered:
+            raise WeightManifestError(
+                f"{name!r} is a DTensor of a device mesh without this rank, which has to write the tensor: pass a "
+                "DTensor of a mesh with all ranks, or a plain tensor on rank 0",
+                name=name,
+            )
+
     def _needs_gather(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether the ranks gather the tensor."""
         from torch.distributed.tensor import DTensor
@@ -115,20 +136,15 @@ class ShardWriter:
             names = self._manifest.checkpoint_specs(name, TensorSpec.of(tensor)).keys()
             if names <= self._manifest.ignored:  # `write` leaves the tensor out
                 return False
-            if self._is_converted(name, tensor):
+            if self._manifest.is_converted(name, TensorSpec.of(tensor)):
                 return True
         return local_slices(tensor, self._writer_ranks) is None
-
-    def _is_converted(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is not written as it is, but as one or more tensors of other shapes."""
-        spec = TensorSpec.of(tensor)
-        return [part.shape for part in self._manifest.checkpoint_specs(name, spec).values()] != [spec.shape]
 
     def _write_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor that has been checked, as one or more tensors of the checkpoint."""
         from torch.distributed.tensor import DTensor
 
-        is_converted = self._is_converted(name, tensor)
+        is_converted = self._manifest.is_converted(name, TensorSpec.of(tensor))
         if isinstance(tensor, DTensor):
             self.has_shards = True
             if self._needs_gather(name, tensor):

@@ -3,6 +3,9 @@
 A dict or a list is checked completely on each rank before that rank stages its first tensor. A refusal then leaves the
 published weights in the arena, so they can still be replayed into a server that was started again. Tensors of a
 generator are checked as they come.
+
+With several nodes, rank 0 sees the reports of the TP ranks on its own node only. After the load, the first rank of each
+node checks the reports of that node. Rank 0 publishes the update and resumes generation when all of them are good.
 """
 
 from __future__ import annotations
@@ -10,11 +13,18 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from functools import partial
 from typing import TYPE_CHECKING
 
-from verl_server.errors import BadInputError, TornWeightsError, VerlServerError
+from verl_server.errors import (
+    BadInputError,
+    ServerDiedError,
+    ShutDownError,
+    TornWeightsError,
+    VerlServerError,
+    to_wire,
+)
 from verl_server.types import Json, WeightUpdateResult
 from verl_server.weights.arena import Arena
 from verl_server.weights.device.staging_copies import StagingCopies
@@ -22,7 +32,7 @@ from verl_server.weights.device.streams import accelerator, as_current
 from verl_server.weights.layout import Layout
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import Sender, UpdateAttempt
-from verl_server.weights.update.commit import commit, replay, staged_checksums
+from verl_server.weights.update.commit import commit, replay, resume_published, staged_checksums
 from verl_server.weights.update.contributions import contribution_of, require_same_names
 from verl_server.weights.update.report_checks import verify_reports
 from verl_server.weights.update.request import (
@@ -30,6 +40,8 @@ from verl_server.weights.update.request import (
     ValidatedUpdate,
     outcome_message,
     raise_resume_error,
+    torn_error,
+    torn_to_message,
     validate_options,
 )
 from verl_server.weights.update.servers import ReplayFn, UpdatableServers
@@ -65,6 +77,8 @@ class StagedUpdater(WeightUpdater):
         """Held while the sender is used: by an update, or by the replay of an update into another server."""
         self._published_checksums: dict[str, int] = {}
         """Checksum of each published tensor, on rank 0."""
+        self._publish_and_resume: Callable[[], VerlServerError | None] = lambda: None
+        """On rank 0 of several nodes: the last steps of the update that all servers have loaded."""
 
     def _update(
         self, named_tensors: NamedTensors, options: UpdateOptions, refusal: VerlServerError | None
@@ -106,11 +120,10 @@ class StagedUpdater(WeightUpdater):
             error=error,
             action_timeout_s=4 * self.ranks.timeout_s,
         )
-        previous_version = self.weight_version
+        if self.ranks.placement.nnodes > 1 and outcome["torn"] is None:
+            outcome = self._confirm_on_all_nodes(outcome, names)
         self.adopt_outcome(outcome)
-        self._confirm_on_all_nodes(outcome, names)
         if self.torn is not None:
-            self.weight_version = previous_version
             raise self.torn
         raise_resume_error(outcome)
         return dataclasses.replace(WeightUpdateResult(**outcome["result"]), gather_s=gather_s)
@@ -118,7 +131,11 @@ class StagedUpdater(WeightUpdater):
     # -- rank 0 -------------------------------------------------------------------------------------
 
     def _commit(self, contributions: list[Json], names: list[str], options: UpdateOptions) -> Json:
-        """On rank 0: check that all ranks pushed the same tensors, then make the servers load them."""
+        """On rank 0: check that all ranks pushed the same tensors, then make the servers load them.
+
+        With one node, the update is published and generation continues. With several nodes, `_publish_and_resume` does
+        both later.
+        """
         validated = validate_options(options, self.weight_version)
         nnodes = self.ranks.placement.nnodes
         node_leaders = range(0, len(contributions), len(contributions) // nnodes) if nnodes > 1 else ()
@@ -132,6 +149,14 @@ class StagedUpdater(WeightUpdater):
         def publish(checksums: Sequence[int]) -> None:
             self._publish(servers, validated, ordered_names, checksums)
 
+        def publish_later(checksums: Sequence[int]) -> None:
+            def publish_and_resume() -> VerlServerError | None:
+                publish(checksums)
+                return resume_published(servers, validated)
+
+            self._publish_and_resume = publish_and_resume
+
+        load_started = threading.Event()
         try:
             with self._sender_lock:
                 self._arena.write_table(ordered_names)
@@ -140,12 +165,20 @@ class StagedUpdater(WeightUpdater):
                     sender,
                     names,
                     validated,
-                    publish,
+                    publish if nnodes == 1 else publish_later,
                     num_missing=self.manifest.num_missing(names),
                     weights_are_torn=self.find_torn() is not None,
+                    load_started=load_started,
+                    resumes=nnodes == 1,
                 )
         except TornWeightsError as error:
             return outcome_message(validated, error, update_id=None, verify=validated.verify)
+        except VerlServerError:
+            raise
+        except BaseException as failure:  # for example KeyboardInterrupt, or an OSError of the transport
+            if load_started.is_set():
+                self.torn = torn_error(VerlServerError(f"{type(failure).__name__}: {failure}"), validated)
+            raise
         return outcome_message(
             validated, resume_error=resume_error, result=result, update_id=attempt.id, verify=validated.verify
         )
@@ -187,18 +220,33 @@ class StagedUpdater(WeightUpdater):
 
     # -- several nodes ------------------------------------------------------------------------------
 
-    def _confirm_on_all_nodes(self, outcome: Json, names: list[str]) -> None:
-        """With several nodes, the first rank of each node checks the reports of the TP ranks on its node."""
-        if self.ranks.placement.nnodes == 1 or outcome["update_id"] is None:
-            return
+    def _confirm_on_all_nodes(self, outcome: Json, names: list[str]) -> Json:
+        """With several nodes, the first rank of each node checks the reports of the TP ranks on its node.
+
+        If all are good, rank 0 publishes the update and resumes generation. Returns the outcome of the update.
+        """
         error = None
-        if self._is_node_leader:
+        if self._is_node_leader and self.coordinator.rank != 0:  # `commit` has checked the reports of the first node
             error = self._report_error(outcome["update_id"], outcome["verify"], names)
+
+        def publish_and_resume(_: list[Json]) -> Json:
+            resume_error = self._publish_and_resume()
+            return outcome | {"resume_error": None if resume_error is None else to_wire(resume_error)}
+
         call_id = self.coordinator.next_call_id("confirm")
         try:
-            self.coordinator.agree(call_id, lambda _: None, error=error, action_timeout_s=10.0)
+            confirmed: Json = self.coordinator.agree(
+                call_id, publish_and_resume, error=error, action_timeout_s=2 * self.ranks.timeout_s
+            )
+        except (ServerDiedError, ShutDownError):
+            raise  # no server is left whose weights could be torn
         except VerlServerError as failure:
-            self.torn = TornWeightsError(f"the weight update failed on a node: {failure.message}", **failure.details)
+            torn = TornWeightsError(f"the weight update failed on a node: {failure.message}", **failure.details)
+            return outcome | {"torn": torn_to_message(torn)}
+        except BaseException as failure:
+            self.torn = TornWeightsError(f"the weight update was interrupted: {type(failure).__name__}: {failure}")
+            raise
+        return confirmed
 
     def _report_error(self, update_id: str, verify: bool, names: list[str]) -> VerlServerError | None:
         """On the first rank of a node: the error that a TP rank of this node reported, or None."""
