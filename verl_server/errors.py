@@ -24,6 +24,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import orjson
+
 
 class VerlServerError(Exception):
     """Base class of the exceptions that this library raises.
@@ -161,11 +163,25 @@ def _class_by_name(base: type[VerlServerError]) -> dict[str, type[VerlServerErro
 def to_wire(error: BaseException) -> dict[str, Any]:
     """Convert an exception to plain JSON values.
 
-    An exception that is not of this library, for example a ValueError of a tool, keeps the name of its type.
+    An exception that is not of this library, for example a ValueError of a tool, keeps the name of its type. A value
+    that JSON cannot carry becomes text.
     """
-    if isinstance(error, VerlServerError):
-        return {"type": type(error).__name__, "message": error.message, "details": error.details}
-    return {"type": type(error).__name__, "message": str(error), "details": {}}
+    message, details = (error.message, error.details) if isinstance(error, VerlServerError) else (str(error), {})
+    return {
+        "type": type(error).__name__,
+        "message": _plain_json(message),
+        "details": {name: _plain_json(value) for name, value in details.items()},
+    }
+
+
+def _plain_json(value: Any) -> Any:
+    """The value itself, or a text instead of a value that JSON cannot carry, for example an unpaired surrogate."""
+    try:
+        orjson.dumps(value)
+    except TypeError:
+        text = value if isinstance(value, str) else repr(value)
+        return text.encode("utf-8", "backslashreplace").decode()
+    return value
 
 
 def from_wire(wire: dict[str, Any]) -> VerlServerError:

@@ -12,6 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pytest
 import torch
 import torch.distributed as dist
 from helpers import (
@@ -26,12 +28,14 @@ from helpers import (
     remote_server_of,
     trainer_ranks,
 )
+from model_servers import ModelServers, push, staged_updater
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, PauseMode, RemoteServer, Timeouts, VerlEngine
-from verl_server.engine.start_backend import broadcast_function
-from verl_server.errors import BadInputError, PeerError, VerlServerError
+from verl_server.engine.start_backend import broadcast_function, connect_coordinator
+from verl_server.errors import BadInputError, PeerError, TornWeightsError, VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
+from verl_server.ranks.machine import reachable_address
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
@@ -39,6 +43,7 @@ from verl_server.weights.layout import plan_arena
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.read_manifest import read_manifest
 from verl_server.weights.update.request import UpdateOptions
+from verl_server.weights.update.shard_writer import ShardWriter
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.updater import EngineRanks
 
@@ -218,6 +223,32 @@ def test_two_nodes_on_this_machine(two_ranks: Ranks, tiny: Callable[..., Path]) 
     assert first == second
 
 
+def _ranks_on_two_machines(rank: int, world: int) -> tuple[bool, bool]:
+    """Whether this rank has a connection at the address for other machines, with LOCAL_WORLD_SIZE 1 and 2."""
+    master, found = os.environ["MASTER_ADDR"], []
+    try:
+        os.environ["MASTER_ADDR"] = "192.0.2.77"
+        for ranks_per_machine in (1, 2):
+            os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_machine)
+            coordinator = connect_coordinator(mesh_of(world), 1, 30.0)
+            hosts = {item.raddr.ip for item in psutil.Process().net_connections("tcp") if item.raddr}
+            found.append(reachable_address() in hosts)
+            coordinator.close()
+    finally:
+        os.environ["MASTER_ADDR"] = master
+        del os.environ["LOCAL_WORLD_SIZE"]
+    return found[0], found[1]
+
+
+def test_ranks_of_other_machines_can_reach_the_first_rank(two_ranks: Ranks) -> None:
+    """Also when the server runs on one machine, or elsewhere."""
+    try:
+        reachable_address()
+    except BadInputError:
+        pytest.skip("this machine has no network")
+    assert two_ranks.run(_ranks_on_two_machines) == [(True, False)] * 2
+
+
 def _one_node_fails(rank: int, world: int, folder: str) -> tuple[str, str]:
     env = {"SGLANG_PLATFORM": "no_such_platform"} if rank == 1 else {}
     started = time.monotonic()
@@ -241,6 +272,89 @@ GROUP_TIMEOUT_S = 8.0
 """Deadline of the collective operations of the trainer's process group in these tests."""
 NAMES = [f"t{number}" for number in range(4)]
 MANIFEST = Manifest({name: TensorSpec((4,), "float32") for name in NAMES})
+
+
+def _rank_0_is_not_in_the_mesh(rank: int, world: int) -> list[Any]:
+    """What a rank writes, or the error, for DTensors of a mesh with rank 1 alone. Only rank 0 writes whole tensors."""
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    mesh = DeviceMesh("cpu", torch.tensor([1]))
+    found: list[Any] = []
+    for placement, writer_ranks in ((Shard(0), {0, 1}), (Shard(0), set()), (Partial(), {0, 1})):
+        shard = DTensor.from_local(torch.ones(4 * rank), mesh, [placement], shape=torch.Size([4]), stride=(1,))
+        staged = torch.zeros(4)
+        writer = ShardWriter(
+            {NAMES[0]: staged}.get,
+            MANIFEST,
+            frozenset(writer_ranks),
+            lambda: None,
+            gather_timeout_s=10.0,
+            check_finite=False,
+            writes_whole_tensors=rank == 0,
+        )
+        error = raised(functools.partial(writer.write, [(NAMES[0], shard)]))
+        found.append(error[1] or staged.tolist())
+    return found
+
+
+def test_a_tensor_that_rank_0_cannot_gather_is_refused(two_ranks: Ranks) -> None:
+    """Otherwise the staged tensor of an earlier update would be loaded and verified."""
+    first, second = two_ranks.run(_rank_0_is_not_in_the_mesh)
+    assert first[0] == [0.0] * 4, "rank 1 writes its own shard"
+    assert second == [[1.0] * 4, [0.0] * 4, [0.0] * 4]
+    for message in first[1:]:
+        assert "'t0' is a DTensor of a device mesh without this rank" in str(message)
+
+
+def _second_node_cannot_load(rank: int, world: int) -> list[tuple[list[str], int]]:
+    """The steps of the servers and the weight version on this rank: after a failed, and after a good update."""
+    sizes = {"weight": 8}
+    servers = ModelServers(sizes, tp_size=2)  # rank 0 calls the loaders of both nodes
+    coordinator = RankCoordinator.connect(rank, world, broadcast_function(mesh_of(world)), False, 60.0)
+    updater = staged_updater("shared_memory", servers, sizes, coordinator, nnodes=2)
+    weights = {"weight": torch.full((8,), 3.0)}
+    servers.models[1].is_broken = True
+    kind, message = raised(lambda: push(updater, weights))
+    assert (kind, "the model is broken" in message) == ("TornWeightsError", True), message
+    found = [(list(servers.steps), updater.weight_version)]
+    servers.models[1].is_broken = False
+    assert push(updater, weights).weight_version == 1
+    found.append((servers.steps, updater.weight_version))
+    coordinator.close()
+    return found
+
+
+def _interrupted_before_the_version_is_published(rank: int, world: int) -> tuple[str, list[str]]:
+    """The error of an update on this rank, and the steps of the servers afterwards."""
+    sizes = {"weight": 8}
+    servers = ModelServers(sizes, tp_size=2)
+    coordinator = RankCoordinator.connect(rank, world, broadcast_function(mesh_of(world)), False, 60.0)
+    updater = staged_updater("shared_memory", servers, sizes, coordinator, nnodes=2)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(servers, "published", interrupt)
+        with pytest.raises((KeyboardInterrupt, TornWeightsError)) as caught:
+            push(updater, {"weight": torch.ones(8)})
+    assert updater.find_torn() is not None
+    push(updater, {"weight": torch.ones(8)})
+    coordinator.close()
+    return caught.typename, servers.steps
+
+
+def test_generation_continues_when_all_nodes_have_verified_the_update(two_ranks: Ranks) -> None:
+    """Otherwise the server would generate with the new weights of one node and the old weights of the other."""
+    first, second = two_ranks.run(_second_node_cannot_load)
+    assert first == [(["pause"], 0), (["pause", "pause", "published", "resume"], 1)]
+    assert second == [([], 0), ([], 1)], "only rank 0 calls the servers"
+
+
+def test_an_interrupt_before_the_version_is_published_leaves_torn_weights_on_all_nodes(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(_interrupted_before_the_version_is_published)
+    assert first == ("KeyboardInterrupt", ["pause", "pause", "published", "resume"])
+    assert second == ("TornWeightsError", [])
 
 
 def _updater(rank: int, world: int, manifest: Manifest = MANIFEST) -> StagedUpdater:

@@ -58,6 +58,7 @@ class RankGeneration:
             self._group.next_call_id("async_generate"),
             lambda _: self._generate_on_backend(request),
             error=self._get_refusal(),
+            action_timeout_s=self._generation_s,
         )
 
     async def _generate_on_backend(self, request: Json) -> Any:

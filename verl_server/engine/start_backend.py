@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from verl_server.engine.backend import Backend, RolloutFleet
 from verl_server.engine.servers import connect_servers, launch_one_server
 from verl_server.errors import BadInputError, ServerDiedError, VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
+from verl_server.ranks.machine import reachable_address, spans_machines
 from verl_server.ranks.placement import Placement
 from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.server.visible_devices import VISIBLE_DEVICES, devices_of_ranks, gpus_needed, require_gpus
@@ -52,6 +53,17 @@ def broadcast_function(mesh: DeviceMesh) -> Callable[[Any], Any]:
     return broadcast
 
 
+def connect_coordinator(mesh: DeviceMesh, nnodes: int, timeout_s: float) -> RankCoordinator:
+    """Connect the ranks of `mesh`. Rank 0 listens for other machines if the server or the ranks need several machines.
+
+    Raises PeerError, and BadInputError if rank 0 does not know an address that other machines can reach.
+    """
+    multiple_machines = nnodes > 1 or spans_machines(mesh.mesh.flatten().tolist())
+    return RankCoordinator.connect(
+        mesh.get_local_rank(), mesh.size(), broadcast_function(mesh), multiple_machines, timeout_s
+    )
+
+
 @dataclass(frozen=True)
 class BackendSource:
     """The caller's choice of inference engines: arguments of `VerlEngine` that exclude each other."""
@@ -63,8 +75,8 @@ class BackendSource:
     fleet: RolloutFleet | None
     """Fleet to use, on rank 0."""
 
-    def validate(self) -> VerlServerError | None:
-        """The error of arguments of a wrong type, or of a choice that contradicts itself. Otherwise None.
+    def validate(self, nnodes: int = 1) -> VerlServerError | None:
+        """The error of arguments of a wrong type, or of a choice that contradicts itself or `nnodes`. Otherwise None.
 
         The error is not raised here: `servers` and `fleet` can differ between the ranks, and all ranks must raise it.
         """
@@ -76,6 +88,11 @@ class BackendSource:
         given = [f"launch_server={self.launch_server}"] if self.launch_server is not None else []
         given += [f"servers ({len(self.servers)} of them)"] if self.servers else []
         given += ["fleet"] if self.fleet is not None else []
+        if nnodes > 1 and (self.servers or self.fleet is not None):
+            return BadInputError(
+                f"nnodes={nnodes} is for a server that VerlEngine starts; use nnodes=1 with {given[-1]}",
+                argument="nnodes",
+            )
         if len(given) < 2:
             return None
         return BadInputError(
@@ -101,12 +118,15 @@ def start_backend(
     other nodes are ended.
     """
     starts_server = source.fleet is None and not source.servers
-    args = _agree_on_server_args(group, placement, server_args, source.validate(), starts_server=starts_server)
-    env = _agree_on_devices(group, placement, source, args, env, starts_server=starts_server)
+    args = _agree_on_server_args(
+        group, placement, server_args, source.validate(placement.nnodes), starts_server=starts_server
+    )
+    env, cores = _agree_on_devices(group, placement, source, args, env, starts_server=starts_server)
     backend: Backend | None = None
     if placement.is_node_leader:
         try:
-            backend = _make_backend(group, source, args, config, env, on_server_death)
+            with _may_use_cores(cores):
+                backend = _make_backend(group, source, args, config, env, on_server_death)
         except VerlServerError as failure:
             group.fail_all(failure)  # the servers of other nodes wait for this node's server: end them now
             raise
@@ -153,8 +173,11 @@ def _agree_on_devices(
     env: Mapping[str, str],
     *,
     starts_server: bool,
-) -> Mapping[str, str]:
-    """The environment of this node's server: `env`, and the GPUs that the trainer ranks of the node see together.
+) -> tuple[Mapping[str, str], list[int]]:
+    """The environment of this node's server, and its cores.
+
+    The environment is `env`, and the GPUs that the trainer ranks of the node see together. The cores are those that
+    these ranks may use together: launchers such as srun give each rank the cores next to its GPU.
 
     Rank 0 decides whether a server is started: the other ranks need not know of its `servers` or its `fleet`.
     All ranks raise BadInputError if a server would see too few GPUs, or if an engine in the process of the first rank
@@ -162,27 +185,45 @@ def _agree_on_devices(
     """
     import torch
 
-    def choose(contributions: list[Json]) -> list[str | None]:
+    def choose(contributions: list[Json]) -> list[Json]:
         ranks = len(contributions) // placement.nnodes
-        chosen: list[str | None] = []
+        chosen: list[Json] = []
         if not starts_server:
-            return [None] * placement.nnodes
+            return [{"visible": None, "cores": []}] * placement.nnodes
         for node in range(placement.nnodes):
             on_node = contributions[node * ranks : (node + 1) * ranks]
-            values = [item["visible"] for item in (on_node[:1] if source.launch_server is False else on_node)]
-            own = on_node[0]["env"]
-            chosen.append(devices_of_ranks(values) if own is None else own)
-            needed = gpus_needed(args, placement.ranks_per_node)
-            require_gpus(needed, chosen[-1], on_node[0]["num_gpus"])
+            sharing = on_node[:1] if source.launch_server is False else on_node
+            visible = on_node[0]["env"]
+            if visible is None:
+                visible = devices_of_ranks([item["visible"] for item in sharing])
+            require_gpus(gpus_needed(args, placement.ranks_per_node), visible, on_node[0]["num_gpus"])
+            chosen.append({"visible": visible, "cores": sorted({core for item in sharing for core in item["cores"]})})
         return chosen
 
     contribution = {
         "visible": os.environ.get(VISIBLE_DEVICES), "env": env.get(VISIBLE_DEVICES),
-        "num_gpus": torch.cuda.device_count(),
+        "num_gpus": torch.cuda.device_count(), "cores": sorted(os.sched_getaffinity(0)),
     }  # fmt: skip
     call_id = group.next_call_id("devices")
-    visible = group.agree(call_id, choose, contribution=contribution, action_timeout_s=10.0)[placement.node_rank]
-    return env if visible is None else {**env, VISIBLE_DEVICES: visible}
+    chosen = group.agree(call_id, choose, contribution=contribution, action_timeout_s=10.0)[placement.node_rank]
+    visible = chosen["visible"]
+    return (env if visible is None else {**env, VISIBLE_DEVICES: visible}), chosen["cores"]
+
+
+@contextlib.contextmanager
+def _may_use_cores(cores: Iterable[int]) -> Iterator[None]:
+    """Let this thread also use `cores`, and the processes that the thread starts meanwhile: they inherit its cores."""
+    own = os.sched_getaffinity(0)
+    if own.issuperset(cores):
+        yield
+        return
+    with contextlib.suppress(OSError):  # a sandbox may forbid it; the server then has the cores of this thread
+        os.sched_setaffinity(0, own.union(cores))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, own)
 
 
 def _agree_on_server_args(
@@ -207,7 +248,7 @@ def _agree_on_server_args(
             completed = complete_server_args(args)
             args.update({name: completed[name] for name in ("api_key", "admin_api_key")})
             if not args.get("dist_init_addr"):
-                host = socket.gethostbyname(socket.gethostname())
+                host = reachable_address()
                 reservation = PortReservation(host)
                 reservation.release()
                 args["dist_init_addr"] = join_host_port(host, reservation.port)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from verl_server.adapter.sglang.server_arguments import with_absolute_paths
 from verl_server.config import WeightsConfig
 from verl_server.engine.backend import Backend
 from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
@@ -39,7 +40,7 @@ def start_weight_updater(
     ranks: EngineRanks, backend: Backend | None, server_args: Mapping[str, Any], config: WeightsConfig
 ) -> WeightUpdater:
     """Agree on the model's tensors and on the transport, and create the staging memory. Called on all ranks."""
-    manifest = _agree_on_manifest(ranks.coordinator, server_args)
+    manifest = _agree_on_manifest(ranks.coordinator, with_absolute_paths(server_args))
     layout = plan_arena(manifest.tensors)
 
     def decide(_: list[Json]) -> Json:

@@ -12,10 +12,9 @@ from verl_server.engine.backend import Backend, RolloutFleet
 from verl_server.engine.control import RankControl
 from verl_server.engine.generation import RankGeneration, generation_request
 from verl_server.engine.lora import LoraAdapters
-from verl_server.engine.start_backend import BackendSource, broadcast_function, require_mesh, start_backend
+from verl_server.engine.start_backend import BackendSource, connect_coordinator, require_mesh, start_backend
 from verl_server.engine.start_updater import start_weight_updater
 from verl_server.errors import ShutDownError, VerlServerError
-from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.type_checks import check_arguments
 from verl_server.types import Json, WeightUpdateResult
@@ -75,9 +74,7 @@ class VerlEngine:
         self._backend: Backend | None = None
         self._weights: WeightUpdater | None = None
         self._loras = LoraAdapters(server_args)
-        self._group = group = RankCoordinator.connect(
-            self._tp_rank, size, broadcast_function(device_mesh_cpu), nnodes > 1, timeouts.ranks_s
-        )
+        self._group = group = connect_coordinator(device_mesh_cpu, nnodes, timeouts.ranks_s)
         self._control = RankControl(
             group, self._require_backend, self._require_updater, self._get_refusal, 4 * timeouts.control_s
         )

@@ -22,12 +22,18 @@ _HEADER = struct.Struct("!Q")
 HANDSHAKE_TIMEOUT_S = 10.0
 RECEIVE_BYTES = 2**20
 """Maximum number of bytes that one call of `recv` asks for."""
+SEND_TIMEOUT_S = 300.0
+"""Seconds without an acknowledgement of sent data after which the connection is closed. The kernel of a process that is
+stopped acknowledges no data when the buffers of the connection are full."""
+KEEPALIVE_S = 30
+"""Seconds without data before the kernel asks whether the other machine is still there, and between two questions."""
 
 
 class Channel:
     """A connection to one other trainer rank.
 
-    `send` is thread-safe. A thread passes received messages to a callback.
+    `send` is thread-safe. A thread passes received messages to a callback. The connection is closed when the other
+    machine, or a rank that has to receive data, does not react for `SEND_TIMEOUT_S` seconds.
     """
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
@@ -35,27 +41,39 @@ class Channel:
         self._lock = threading.Lock()
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_TIMEOUT_S))
 
     def listen(self, on_message: Callable[[int, Json], None], on_disconnect: Callable[[int], None]) -> None:
         """Start the receiving thread.
 
         The thread calls `on_message(peer, message)` for every message, and `on_disconnect(peer)` once, when the peer
-        has closed the connection or its process has ended.
+        has closed the connection, its process has ended, or a message could not be read.
         """
 
         def receive_messages() -> None:
-            with contextlib.suppress(OSError):
-                while (frame := receive_frame(self._socket)) is not None:
-                    on_message(self.peer, orjson.loads(frame))
-            on_disconnect(self.peer)
+            try:
+                with contextlib.suppress(OSError):
+                    while (frame := receive_frame(self._socket)) is not None:
+                        on_message(self.peer, orjson.loads(frame))
+            finally:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # the peer learns that nothing is received any more
+                on_disconnect(self.peer)
 
         threading.Thread(target=receive_messages, name=f"verl-server-rank-{self.peer}", daemon=True).start()
 
     def send(self, message: Json) -> bool:
         """Send one message. Returns False if the connection is closed; the receiving thread notices that as well."""
+        return self.send_encoded(encode_message(message))
+
+    def send_encoded(self, encoded: bytes) -> bool:
+        """`send` for the result of `encode_message`, which several channels can send."""
         try:
             with self._lock:
-                send_frame(self._socket, orjson.dumps(message, option=orjson.OPT_SERIALIZE_NUMPY))
+                self._socket.sendall(encoded)
         except OSError:
             return False
         return True
@@ -67,9 +85,18 @@ class Channel:
         self._socket.close()
 
 
+def encode_message(message: Json) -> bytes:
+    """The frame of a message, with its length in front."""
+    return _with_length(orjson.dumps(message, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def _with_length(frame: bytes) -> bytes:
+    return _HEADER.pack(len(frame)) + frame
+
+
 def send_frame(connection: socket.socket, frame: bytes) -> None:
     """Send one frame with its length in front."""
-    connection.sendall(_HEADER.pack(len(frame)) + frame)
+    connection.sendall(_with_length(frame))
 
 
 def receive_frame(connection: socket.socket) -> bytes | None:

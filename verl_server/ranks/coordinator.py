@@ -11,14 +11,18 @@ rank that never arrives is named when the deadline passes.
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import queue
+import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from verl_server.errors import DeadlineError, PeerError, ShutDownError, VerlServerError, from_wire, to_wire
-from verl_server.ranks.channel import Channel
+from verl_server.errors import PeerError, ShutDownError, VerlServerError, from_wire, to_wire
+from verl_server.ranks.call_messages import arrival_message, not_arrived, not_finished, result_of
+from verl_server.ranks.channel import Channel, encode_message
+from verl_server.ranks.outcome_sender import OutcomeSender
 from verl_server.ranks.peer_errors import to_peer_wire
 from verl_server.ranks.pending_calls import PendingCalls
 from verl_server.ranks.rendezvous import connect_ranks
@@ -26,6 +30,8 @@ from verl_server.types import Json
 
 OUTCOME_SLACK_S = 5.0
 """Seconds that the other ranks wait for an outcome after rank 0's own deadline."""
+FAILURE_SEND_S = 1.0
+"""Seconds for which a failure of this rank waits until the other ranks have been told. A stopped rank does not read."""
 
 
 class RankCoordinator:
@@ -35,6 +41,7 @@ class RankCoordinator:
         self.rank, self.size = rank, size
         self._channels, self._arrival_timeout_s = channels, arrival_timeout_s
         self._calls = PendingCalls(size)
+        self._sending_thread = ThreadPoolExecutor(1, thread_name_prefix="verl-server-outcomes")
         self._closed_peers: set[int] = set()
         """Ranks that said that they shut their engine down."""
         self.on_failure: Callable[[VerlServerError], None] = lambda error: None
@@ -48,14 +55,14 @@ class RankCoordinator:
         rank: int,
         size: int,
         broadcast_from_rank_0: Callable[[Any], Any],
-        multiple_machines: bool,
+        multiple_machines: bool | None,
         arrival_timeout_s: float,
     ) -> RankCoordinator:
         """Connect the ranks.
 
         `broadcast_from_rank_0(x)` returns rank 0's `x` on every rank; it is called once. With `multiple_machines`,
-        rank 0 listens on an address that other machines can reach. Raises PeerError with the ranks that did not connect
-        within `arrival_timeout_s` seconds.
+        rank 0 listens on an address that other machines can reach; None: not known. Raises PeerError with the ranks
+        that did not connect within `arrival_timeout_s` seconds, and BadInputError without such an address.
         """
         channels = connect_ranks(rank, size, broadcast_from_rank_0, multiple_machines, arrival_timeout_s)
         return cls(rank, size, channels, arrival_timeout_s)
@@ -83,32 +90,50 @@ class RankCoordinator:
         if self.size == 1:
             self._raise_failure_or(error)
             return action([contribution or {}])
-        arrival = _arrival(contribution, error)
+        arrival = arrival_message(contribution, error)
         if self.rank != 0:
             outcome = self._arrive(call_id, arrival)
-            timeout_s = None
-            if action_timeout_s is not None:
-                timeout_s = self._arrival_timeout_s + action_timeout_s + OUTCOME_SLACK_S
-            return _result(self._wait(outcome, call_id, timeout_s))
+            if wait([outcome], self._outcome_timeout_s(action_timeout_s)).not_done:
+                self._on_overdue(call_id, action_timeout_s)
+            return result_of(outcome.result())
         contributions = self._collect(call_id, arrival)
-        with _OutcomeSender(self, call_id) as sender:
+        with OutcomeSender(self, call_id) as sender:
             sender.result = action(contributions)
         return sender.result
 
     async def agree_async(
-        self, call_id: str, action: Callable[[list[Json]], Awaitable[Any]], *, error: VerlServerError | None = None
+        self,
+        call_id: str,
+        action: Callable[[list[Json]], Awaitable[Any]],
+        *,
+        error: VerlServerError | None = None,
+        action_timeout_s: float | None = None,
     ) -> Any:
         """`agree` for an event loop, without contributions. Any number of such calls may run at the same time."""
         if self.size == 1:
             self._raise_failure_or(error)
             return await action([{}])
-        arrival = _arrival(None, error)
+        arrival = arrival_message(None, error)
         if self.rank != 0:
-            return _result(await asyncio.wrap_future(self._arrive(call_id, arrival)))
-        contributions = await asyncio.to_thread(self._collect, call_id, arrival)
-        with _OutcomeSender(self, call_id) as sender:
-            sender.result = await action(contributions)
-        return sender.result
+            outcome = asyncio.wrap_future(self._arrive(call_id, arrival))
+            try:
+                await asyncio.wait([outcome], timeout=self._outcome_timeout_s(action_timeout_s))
+                if not outcome.done():
+                    self._on_overdue(call_id, action_timeout_s)
+                return result_of(await outcome)
+            finally:
+                outcome.cancel()
+        try:
+            contributions = await asyncio.to_thread(self._collect, call_id, arrival)
+        except asyncio.CancelledError as cancelled:
+            self._sending_thread.submit(self._abandon, call_id, cancelled)
+            raise
+        with OutcomeSender(self, call_id, only_failure=True):
+            result = await action(contributions)
+        # Not in the event loop: another rank may read slowly. A cancelled call is still sent: other ranks wait for it.
+        send = functools.partial(self.send_outcome, call_id, {"result": result}, before_all_arrived=False)
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._sending_thread, send))
+        return result
 
     # -- streams ------------------------------------------------------------------------------------
 
@@ -118,8 +143,7 @@ class RankCoordinator:
 
     def publish_event(self, call_id: str, event: Json) -> None:
         """Send an event of a stream from rank 0 to the other ranks. `{"end": error or None}` is the last event."""
-        for channel in self._channels.values():
-            channel.send({"call_id": call_id, "event": event})
+        self._send_to_all({"call_id": call_id, "event": event})
 
     def close_stream(self, call_id: str) -> None:
         """Discard the queue of a stream."""
@@ -139,7 +163,7 @@ class RankCoordinator:
         """
         wire = to_wire(error)
         if self._calls.set_first_error(call_id, wire):
-            self._forward({"call_id": call_id, "first_error": wire}, source=self.rank)
+            self._send_to_all({"call_id": call_id, "first_error": wire})
 
     def raise_failure(self, call_id: str | None = None) -> None:
         """Raise `failure` if it is set, or the error that a rank has announced for the call `call_id`.
@@ -147,20 +171,25 @@ class RankCoordinator:
         A rank calls this while it waits for the other ranks before it arrives itself.
         """
         if self.failure is not None:
-            raise self.failure
+            raise copy.copy(self.failure)
         if call_id is not None and (error := self._calls.first_error(call_id)) is not None:
             raise from_wire(error)
 
-    def fail_all(self, error: VerlServerError) -> None:
-        """Make all pending and later calls of all ranks raise `error`, for example when this node's server has died."""
-        for channel in self._channels.values():
-            channel.send({"failure": to_wire(error)})
+    def fail_all(self, error: VerlServerError, source: int | None = None) -> None:
+        """Make all pending and later calls of all ranks raise `error`, for example when this node's server has died.
+
+        The other ranks but `source` are told first: the caller of a call that fails may close the connections.
+        """
+        message = {"failure": to_wire(error)}
+        sending = threading.Thread(target=self._send_to_all, args=(message, source), daemon=True)
+        sending.start()
+        sending.join(FAILURE_SEND_S)
         self._fail(error)
 
     def close(self) -> None:
         """Send a closing message and disconnect. Calls of the other ranks then fail with a PeerError."""
+        self._send_to_all({"closing": True})
         for channel in self._channels.values():
-            channel.send({"closing": True})
             channel.close()
         self._fail(ShutDownError("the engine was shut down on this rank"))
 
@@ -171,7 +200,7 @@ class RankCoordinator:
     def _raise_failure_or(self, error: VerlServerError | None) -> None:
         """The check before a call of an engine with one rank."""
         if self.failure is not None or error is not None:
-            raise self.failure or error  # type: ignore[misc]
+            raise copy.copy(self.failure) or error  # type: ignore[misc]
 
     # -- the parts of a call ------------------------------------------------------------------------
 
@@ -185,17 +214,12 @@ class RankCoordinator:
     def _collect(self, call_id: str, arrival: Json) -> list[Json]:
         """On rank 0: wait for all ranks. Raises the first error that a rank contributed, on all ranks."""
         arrivals = self._calls.add_own_arrival(call_id, arrival)
-        with _OutcomeSender(self, call_id, only_failure=True):
+        with OutcomeSender(self, call_id, only_failure=True, before_all_arrived=True):
             try:
-                self._wait(arrivals.complete, call_id, self._arrival_timeout_s)
-            except DeadlineError:
-                missing = sorted(set(range(self.size)) - arrivals.by_rank.keys())
-                raise PeerError(
-                    f"rank(s) {missing} did not arrive at {_operation(call_id)} within {self._arrival_timeout_s:g} s; "
-                    "all ranks of an engine must make the same calls in the same order",
-                    ranks=missing,
-                    operation=call_id,
-                ) from None
+                if wait([arrivals.complete], self._arrival_timeout_s).not_done:
+                    missing = sorted(set(range(self.size)) - arrivals.by_rank.keys())
+                    raise not_arrived(missing, call_id, self._arrival_timeout_s)
+                arrivals.complete.result()
             finally:
                 self._calls.remove_arrivals(call_id)
             for rank in range(self.size):
@@ -205,21 +229,35 @@ class RankCoordinator:
             return [arrivals.by_rank[rank]["contribution"] for rank in range(self.size)]
 
     def send_outcome(self, call_id: str, outcome: Json, *, before_all_arrived: bool) -> None:
-        """On rank 0: send `{"result": ...}` or `{"error": ...}` of a call to all ranks."""
+        """On rank 0: send `{"result": ...}` or `{"error": ...}` of a call to all ranks.
+
+        Raises TypeError for a result that JSON cannot carry. The other ranks then receive this error.
+        """
         if before_all_arrived:
             self._calls.remember_failure(call_id, outcome)
-        for channel in self._channels.values():
-            channel.send({"call_id": call_id, "outcome": outcome})
-
-    def _wait(self, future: Future[Any], call_id: str, timeout_s: float | None) -> Any:
         try:
-            return future.result(timeout_s)
-        except FutureTimeout:
-            raise DeadlineError(
-                f"the other ranks did not finish {_operation(call_id)} within {timeout_s:g} s",
-                operation=call_id,
-                seconds=timeout_s,
-            ) from None
+            self._send_to_all({"call_id": call_id, "outcome": outcome})
+        except TypeError as error:
+            self._send_to_all({"call_id": call_id, "outcome": {"error": to_peer_wire(error, self.rank)}})
+            raise
+
+    def _abandon(self, call_id: str, error: BaseException) -> None:
+        """On rank 0: `error` ends a call while rank 0 waits for the other ranks."""
+        self.send_outcome(call_id, {"error": to_peer_wire(error, self.rank)}, before_all_arrived=True)
+        self._calls.stop_waiting(call_id, error)
+
+    def _outcome_timeout_s(self, action_timeout_s: float | None) -> float:
+        return self._arrival_timeout_s + (action_timeout_s or 0.0) + OUTCOME_SLACK_S
+
+    def _on_overdue(self, call_id: str, action_timeout_s: float | None) -> None:
+        """On ranks other than 0: no outcome was received in time.
+
+        Raises DeadlineError. If the action has no deadline, rank 0 is asked instead to end the call unless it has made
+        the call too.
+        """
+        if action_timeout_s is not None:
+            raise not_finished(call_id, self._outcome_timeout_s(action_timeout_s))
+        self._channels[0].send({"call_id": call_id, "overdue": True})
 
     # -- messages -----------------------------------------------------------------------------------
 
@@ -227,15 +265,19 @@ class RankCoordinator:
         if "closing" in message:
             self._closed_peers.add(peer)
         elif "failure" in message:
-            self._forward(message, source=peer)
-            self._fail(from_wire(message["failure"]))
+            self.fail_all(from_wire(message["failure"]), source=peer)
         elif "first_error" in message:
             if self._calls.set_first_error(message["call_id"], message["first_error"]):
-                self._forward(message, source=peer)
+                self._send_to_all(message, source=peer)
         elif "arrival" in message:
             outcome = self._calls.add_arrival(message["call_id"], peer, message["arrival"])
             if outcome is not None:
                 self._channels[peer].send({"call_id": message["call_id"], "outcome": outcome})
+        elif "overdue" in message:
+            call_id = message["call_id"]
+            late = {"error": to_wire(not_arrived([0], call_id, self._arrival_timeout_s))}
+            if self._calls.fail_if_not_made(call_id, late):
+                self._send_to_all({"call_id": call_id, "outcome": late})
         elif "event" in message:
             self._calls.add_event(message["call_id"], message["event"])
         else:
@@ -245,48 +287,12 @@ class RankCoordinator:
         if self.failure is not None:
             return
         how = "has shut its engine down" if peer in self._closed_peers else "died"
-        error = PeerError(
-            f"trainer rank {peer} of this engine {how}; the engine cannot continue without it. Shut the engine down.",
-            ranks=[peer],
-        )
-        self._forward({"failure": to_wire(error)}, source=peer)
-        self._fail(error)
+        message = f"trainer rank {peer} of this engine {how}; the engine cannot continue without it. "
+        self.fail_all(PeerError(message + "Shut the engine down.", ranks=[peer]), source=peer)
 
-    def _forward(self, message: Json, source: int) -> None:
+    def _send_to_all(self, message: Json, source: int | None = None) -> None:
         """Send a message to all connected ranks but `source`. Only rank 0 is connected to several ranks."""
-        for rank, channel in self._channels.items():
-            if rank != source:
-                channel.send(message)
-
-
-class _OutcomeSender:
-    """Sends all ranks the outcome of a call when the body ends: `result`, or the error that the body raised."""
-
-    def __init__(self, coordinator: RankCoordinator, call_id: str, only_failure: bool = False) -> None:
-        self._coordinator, self._call_id, self._only_failure = coordinator, call_id, only_failure
-        self.result: Any = None
-
-    def __enter__(self) -> _OutcomeSender:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            outcome = {"error": to_peer_wire(error, self._coordinator.rank)}
-            self._coordinator.send_outcome(self._call_id, outcome, before_all_arrived=self._only_failure)
-        elif not self._only_failure:
-            self._coordinator.send_outcome(self._call_id, {"result": self.result}, before_all_arrived=False)
-
-
-def _arrival(contribution: Json | None, error: VerlServerError | None) -> Json:
-    return {"contribution": contribution or {}} if error is None else {"error": to_wire(error)}
-
-
-def _result(outcome: Json) -> Any:
-    if "error" in outcome:
-        raise from_wire(outcome["error"])
-    return outcome["result"]
-
-
-def _operation(call_id: str) -> str:
-    """The name of the operation that a call id counts."""
-    return call_id.partition("#")[0]
+        channels = [channel for rank, channel in self._channels.items() if rank != source]
+        encoded = encode_message(message) if channels else b""
+        for channel in channels:
+            channel.send_encoded(encoded)

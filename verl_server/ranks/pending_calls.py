@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import queue
 import threading
 from collections import defaultdict
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_server.errors import VerlServerError, to_wire
+from verl_server.errors import VerlServerError, from_wire, to_wire
+from verl_server.ranks.call_messages import call_number, operation_of
 from verl_server.types import Json
 
 MAX_REMEMBERED_OUTCOMES = 1000
@@ -40,7 +42,7 @@ class PendingCalls:
         self._first_errors: dict[str, Json] = {}
         self._streams: dict[str, queue.SimpleQueue[Json]] = {}
         self.failure: VerlServerError | None = None
-        """Why no call can succeed any more, or None."""
+        """Why no call can succeed any more, or None. Calls raise copies: a raised error refers to their frames."""
 
     def next_call_id(self, operation: str) -> str:
         """The id of this rank's next call of `operation`. All ranks count alike, so their ids are equal."""
@@ -51,10 +53,12 @@ class PendingCalls:
     # -- rank 0 -------------------------------------------------------------------------------------
 
     def add_own_arrival(self, call_id: str, arrival: Json) -> Arrivals:
-        """Record that rank 0 has arrived. Raises `failure` if it is set."""
+        """Record that rank 0 has arrived. Raises `failure` if it is set, and the call's error if rank 0 is too late."""
         with self._lock:
             if self.failure is not None:
-                raise self.failure
+                raise copy.copy(self.failure)
+            if (outcome := self._early_failures.get(call_id)) is not None:
+                raise from_wire(outcome["error"])
             return self._add(call_id, 0, arrival)
 
     def add_arrival(self, call_id: str, rank: int, arrival: Json) -> Json | None:
@@ -69,7 +73,8 @@ class PendingCalls:
         arrivals = self._arrivals.setdefault(call_id, Arrivals())
         arrivals.by_rank[rank] = arrival
         if len(arrivals.by_rank) == self._num_ranks:
-            arrivals.complete.set_result(None)
+            with contextlib.suppress(InvalidStateError):  # rank 0 does not wait any more
+                arrivals.complete.set_result(None)
         return arrivals
 
     def remove_arrivals(self, call_id: str) -> None:
@@ -77,12 +82,32 @@ class PendingCalls:
         with self._lock:
             self._arrivals.pop(call_id, None)
 
+    def stop_waiting(self, call_id: str, error: BaseException) -> None:
+        """Make the thread that waits for the other ranks at a call raise `error`."""
+        with self._lock:
+            arrivals = self._arrivals.pop(call_id, None)
+        if arrivals is not None:
+            with contextlib.suppress(InvalidStateError):  # all ranks have arrived in the meantime
+                arrivals.complete.set_exception(error)
+
     def remember_failure(self, call_id: str, outcome: Json) -> None:
         """Keep the outcome of a call that failed before all ranks had arrived, for the ranks that arrive later."""
         with self._lock:
-            self._early_failures[call_id] = outcome
-            if len(self._early_failures) > MAX_REMEMBERED_OUTCOMES:
-                self._early_failures.pop(next(iter(self._early_failures)))
+            self._remember_failure(call_id, outcome)
+
+    def _remember_failure(self, call_id: str, outcome: Json) -> None:
+        self._early_failures[call_id] = outcome
+        if len(self._early_failures) > MAX_REMEMBERED_OUTCOMES:
+            self._early_failures.pop(next(iter(self._early_failures)))
+
+    def fail_if_not_made(self, call_id: str, outcome: Json) -> bool:
+        """`remember_failure` for a call that rank 0 has not made. Returns False if rank 0 has made the call."""
+        with self._lock:
+            if self._call_counts[operation_of(call_id)] >= call_number(call_id):
+                return False
+            self._remember_failure(call_id, outcome)
+            self._arrivals.pop(call_id, None)
+            return True
 
     # -- all ranks ----------------------------------------------------------------------------------
 
@@ -108,7 +133,7 @@ class PendingCalls:
         outcome: Future[Json] = Future()
         with self._lock:
             if self.failure is not None:
-                raise self.failure
+                raise copy.copy(self.failure)
             self._outcomes[call_id] = outcome
         return outcome
 
@@ -116,8 +141,9 @@ class PendingCalls:
         """Record the outcome that rank 0 sent."""
         with self._lock:
             future = self._outcomes.pop(call_id, None)
-        if future is not None and not future.done():
-            future.set_result(outcome)
+        if future is not None:
+            with contextlib.suppress(InvalidStateError):  # the event loop may cancel the call at any time
+                future.set_result(outcome)
 
     # -- streams ------------------------------------------------------------------------------------
 
@@ -153,7 +179,7 @@ class PendingCalls:
             self._outcomes.clear()
         for future in waiting:
             with contextlib.suppress(Exception):  # the future was completed in the meantime
-                future.set_exception(error)
+                future.set_exception(copy.copy(error))
         for events in streams:
             events.put({"end": to_wire(error)})
         return True

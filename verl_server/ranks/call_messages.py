@@ -1,0 +1,50 @@
+"""The parts of the messages about one call of all trainer ranks: arrival, outcome and missing ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl_server.errors import DeadlineError, PeerError, VerlServerError, from_wire, to_wire
+from verl_server.types import Json
+
+
+def arrival_message(contribution: Json | None, error: VerlServerError | None) -> Json:
+    """What a rank sends when it arrives at a call."""
+    return {"contribution": contribution or {}} if error is None else {"error": to_wire(error)}
+
+
+def result_of(outcome: Json) -> Any:
+    """The result of a call. Raises the call's error."""
+    if "error" in outcome:
+        raise from_wire(outcome["error"])
+    return outcome["result"]
+
+
+def operation_of(call_id: str) -> str:
+    """The name of the operation that a call id counts."""
+    return call_id.partition("#")[0]
+
+
+def call_number(call_id: str) -> int:
+    """Which call of its operation a call id names, from 1. An update has further ids, for example `NAME#1/load`."""
+    return int(call_id.partition("#")[2].partition("/")[0])
+
+
+def not_arrived(missing: Sequence[int], call_id: str, timeout_s: float) -> PeerError:
+    """The error about the ranks that are `missing` at a call."""
+    return PeerError(
+        f"rank(s) {list(missing)} did not arrive at {operation_of(call_id)} within {timeout_s:g} s; "
+        "all ranks of an engine must make the same calls in the same order",
+        ranks=list(missing),
+        operation=call_id,
+    )
+
+
+def not_finished(call_id: str, timeout_s: float) -> DeadlineError:
+    """The error about a call whose outcome rank 0 did not send in time."""
+    return DeadlineError(
+        f"the other ranks did not finish {operation_of(call_id)} within {timeout_s:g} s",
+        operation=call_id,
+        seconds=timeout_s,
+    )
