@@ -13,8 +13,7 @@ import typer
 
 from verl_server.adapter.sglang.argument_table import find_option, option_name, read_options
 from verl_server.adapter.sglang.argument_values import convert, guess_value
-from verl_server.adapter.sglang.early_argument_check import find_early_refusal
-from verl_server.adapter.sglang.misplaced_arguments import SGLANG_NAMES
+from verl_server.adapter.sglang.early_argument_check import SGLANG_NAMES, find_early_refusal
 from verl_server.errors import BadInputError
 from verl_server.server.server_main import REFUSAL
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS

@@ -303,6 +303,31 @@ def test_server_arguments_that_are_refused(command_line: str, expected: str) -> 
         parse_server_args(command_line.split())
 
 
+def test_options_of_a_version_that_declares_them_in_one_file(tmp_path: Path) -> None:
+    """As SGLang 0.5.15. A new process reads them: this process has already found SGLang."""
+    folder = tmp_path / "sglang" / "srt"
+    folder.mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (folder / "server_args.py").write_text(
+        "class ServerArgs:\n"
+        "    tp_size: A[int, Arg(help='', aliases=['--tensor-parallel-size'])] = 1\n"
+        "    incremental_streaming_output: A[bool, ''] = False\n"
+        "    def add_cli_args(parser):\n"
+        "        parser.add_argument('--stream-output', dest='incremental_streaming_output', action='store_true')\n"
+        "class PortArgs:\n"
+        "    tokenizer_ipc_name: str\n"
+    )
+    program = (
+        "from verl_server.adapter.sglang.argument_table import read_options\n"
+        "print(*sorted(f'{name}:{option.converter}' for name, option in read_options().items() if name[:3] != 'no_'))"
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
+    assert done.stdout.split() == [
+        "incremental_streaming_output:bool", "stream_output:bool", "tensor_parallel_size:int", "tp_size:int",
+    ], done.stderr  # fmt: skip
+
+
 def test_the_path_of_a_local_model_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs read it from the server, for example `verl-server conformance`."""
     (tmp_path / "model").mkdir()

@@ -9,6 +9,7 @@ import functools
 import gzip
 import math
 import re
+import sys
 import time
 from collections import UserList
 from collections.abc import AsyncIterator, Callable
@@ -456,6 +457,54 @@ def test_client_may_be_made_outside_of_the_event_loop() -> None:
                 await closed.generate(input_ids=[1])
 
     asyncio.run(run())
+
+
+MANY_CALLS = """
+import asyncio, os, resource, sys
+from verl_server import RouterClient, ServerError
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+
+
+async def run(url):
+    async with RouterClient(url, sys.argv[2], reconnect_timeout_s=0.1) as client:
+        calls = (client.generate(input_ids=[1], sampling_params={"max_new_tokens": 4}) for _ in range(250))
+        print(len(await asyncio.gather(*calls)))
+    await asyncio.sleep(0.2)  # the connections are closed
+    try:
+        while True:
+            os.open("/dev/null", os.O_RDONLY)
+    except OSError:
+        pass
+    async with RouterClient(url, sys.argv[2], reconnect_timeout_s=0.1) as other:
+        try:
+            await other.generate(input_ids=[1], sampling_params={"max_new_tokens": 4})
+        except ServerError as error:
+            print("cannot be reached" in error.message)
+
+
+asyncio.run(run(sys.argv[1]))
+"""
+
+
+def test_calls_of_a_client_wait_for_open_files() -> None:
+    """A process that may open 100 files makes 250 calls. Then it has no files, and no call whose end would free one."""
+
+    class SlowServer(RecordingServer):
+        async def generate(self, **request: Any) -> Any:
+            await asyncio.sleep(0.5)
+            return await super().generate(**request)
+
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        dispatcher.pool.add_replica("a", SlowServer(), 0)
+        async with http_router(dispatcher) as url:
+            command = (sys.executable, "-c", MANY_CALLS, url, API_KEY)
+            process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+            output, _ = await process.communicate()
+        assert output == b"250\nTrue\n"
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 def test_cancelled_call_of_the_client_ends_the_generation() -> None:
@@ -1032,6 +1081,67 @@ def test_returned_tokens_survive_a_call_that_does_not_finish(reason: str) -> Non
         assert reply["output_ids"] == [*range(10), *range(190)]
         assert await dispatcher.generate(LONG_REQUEST, rid="same") == reply
         assert len(server.requests) == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("field", ["input_ids", "sampling_params", "token_ids_logprob"])
+def test_a_request_that_its_caller_changes_is_another_request(field: str) -> None:
+    """The caller changes its list or dict in place and sends it again with the same request id."""
+
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        dispatcher.pool.add_replica("a", RecordingServer(), 0)
+        values: dict[str, Any] = {"input_ids": [1], "sampling_params": {"max_new_tokens": 4}, "token_ids_logprob": [3]}
+        first = await dispatcher.generate(values, rid="same")
+        if isinstance(values[field], list):
+            values[field].extend(first["output_ids"])
+        else:
+            values[field]["max_new_tokens"] = 2
+        with pytest.raises(BadInputError, match="belongs to another request"):
+            await dispatcher.generate(values, rid="same")
+
+    asyncio.run(run())
+
+
+def test_a_continuation_has_the_prompt_of_the_first_call() -> None:
+    """The caller has appended the tokens of the aborted reply to its own list."""
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), PausingServer()
+        dispatcher.pool.add_replica("a", server, 0)
+        prompt = [1, 2]
+        reply = await dispatcher.generate({**LONG_REQUEST, "input_ids": prompt}, rid="same")
+        prompt += reply["output_ids"]
+        server.pauses = False
+        await dispatcher.generate(LONG_REQUEST, rid="same")
+        assert server.requests[-1]["input_ids"] == [1, 2, *range(10)]
+
+    asyncio.run(run())
+
+
+def test_each_call_receives_a_reply_of_its_own() -> None:
+    """A caller may change its reply: neither a concurrent call nor a later call with the same id sees the change."""
+
+    class LogprobServer(RecordingServer):
+        def _reply(self, count: int, finished: bool) -> dict[str, Any]:
+            reply = super()._reply(count, finished)
+            reply["meta_info"]["output_token_logprobs"] = [[-1.0, token, None] for token in range(count)]
+            return reply
+
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        dispatcher.pool.add_replica("a", LogprobServer(), 0)
+        replies = await asyncio.gather(*(dispatcher.generate(REQUEST, rid="same") for _ in range(2)))
+        for reply in replies:
+            assert (len(reply["output_ids"]), len(reply["meta_info"]["output_token_logprobs"])) == (4, 4)
+            reply["output_ids"].clear()
+            reply["meta_info"]["output_token_logprobs"].clear()
+            reply["meta_info"]["finish_reason"].clear()
+        later = await dispatcher.generate(REQUEST, rid="same")
+        assert later["output_ids"] == [0, 1, 2, 3]
+        assert len(later["meta_info"]["output_token_logprobs"]) == 4
+        assert later["meta_info"]["finish_reason"] == {"type": "length", "length": 4}
 
     asyncio.run(run())
 

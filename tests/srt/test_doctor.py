@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from verl_server.doctor import ranks as rank_checks
 from verl_server.doctor import weights as weight_checks
 from verl_server.doctor.finding import Finding
 from verl_server.doctor.hardware import Gpu, Hardware, parse_gpus, visible
-from verl_server.platforms.available_memory import available_memory, container_memory
+from verl_server.platforms.available_memory import available_memory, committable_memory, container_memory
 
 GIB = 2**30
 LAYOUT = ModelFacts("Qwen3ForCausalLM", layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, context=2048)
@@ -174,6 +175,38 @@ def test_the_memory_of_a_container_without_its_file_cache(tmp_path: Path) -> Non
     assert container_memory(tmp_path) is None
 
 
+def test_the_memory_of_a_job_below_the_root_of_the_control_groups(tmp_path: Path) -> None:
+    """The job of SLURM, the unit of systemd or the container in which the process runs, and all their parents."""
+    own = tmp_path / "own"
+    job = tmp_path / "slurm" / "job_7"
+    (job / "step_0").mkdir(parents=True)
+    for name, text in (("max", "1000000"), ("current", "400000"), ("stat", "inactive_file 100000")):
+        (job / f"memory.{name}").write_text(text)
+    own.write_text("0::/slurm/job_7/step_0\n")
+    assert container_memory(tmp_path, own) == (1_000_000, 300_000)
+    for name, text in (("max", "900000"), ("current", "800000"), ("stat", "inactive_file 0")):
+        (job.parent / f"memory.{name}").write_text(text)
+    assert container_memory(tmp_path, own) == (900_000, 800_000), "less memory is left in the parent"
+    own.write_text("0::/other\n")
+    assert container_memory(tmp_path, own) is None
+    v1 = tmp_path / "memory" / "job_8"
+    v1.mkdir(parents=True)
+    (v1 / "memory.limit_in_bytes").write_text("500000")
+    (v1 / "memory.usage_in_bytes").write_text("400000")
+    (v1 / "memory.stat").write_text("inactive_file 0\ntotal_inactive_file 300000\ntotal_active_file 0\n")
+    own.write_text("5:cpu,cpuacct:/other\n4:memory:/job_8\n")
+    assert container_memory(tmp_path, own) == (500_000, 100_000)
+
+
+def test_memory_that_the_kernel_does_not_overcommit(tmp_path: Path) -> None:
+    (tmp_path / "sys/vm").mkdir(parents=True)
+    (tmp_path / "meminfo").write_text("MemTotal: 4000 kB\nCommitLimit: 3000 kB\nCommitted_AS: 1000 kB\nHugePages: 0\n")
+    for mode, expected in (("0", None), ("1", None), ("2", 2000 * 1024)):
+        (tmp_path / "sys/vm/overcommit_memory").write_text(f"{mode}\n")
+        assert committable_memory(tmp_path) == expected
+    assert committable_memory(tmp_path / "nothing") is None
+
+
 def test_orphans_differ_from_children_of_a_launcher() -> None:
     def tree(init: str) -> list[leftovers.Process]:
         return [
@@ -236,6 +269,8 @@ def test_limits() -> None:
         assert ("without pidfd_open" in finding.detail) is not pidfd
     assert limits.check_staging("Permission denied").level is Level.FAIL
     assert limits.probe_staging() == ""
+    assert limits.check_temporary_folder("", "No usable temporary directory found").level is Level.FAIL
+    assert limits.probe_temporary_folder() == (tempfile.gettempdir(), "")
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import json
 import pickle
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -40,10 +41,12 @@ from verl_server.rollout.calls import FleetCalls
 from verl_server.rollout.fleet import Fleet
 from verl_server.rollout.health import ReplicaState
 from verl_server.rollout.loras import FleetLoras
+from verl_server.rollout.manager import RolloutManager
 from verl_server.rollout.memory import FleetMemory
 from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.rollout.replica import Replica
 from verl_server.rollout.updates import FleetUpdates
+from verl_server.router.replica_status import ReplicaStatus
 from verl_server.router.targets import RoutingTargets
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
@@ -83,7 +86,7 @@ class Server:
         self.loader_fails = False
         self.calls: list[str] = []
         self.released_memory: frozenset[str] = frozenset()
-        self.paused = self.is_held = self.has_ended = False
+        self.paused = self.is_held = self.needs_continue = self.has_ended = False
         self.loras: set[str] = set()
         self.process: Any = self
 
@@ -401,6 +404,99 @@ def test_memory_is_released_on_all_servers_or_on_none(step: str, make_fleet: Cal
     assert not fleet.fleet.is_open
 
 
+def test_a_second_release_does_not_undo_the_first(
+    make_fleet: Callable[..., TestFleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads release at the same time, while a router process confirms statuses."""
+    fleet = make_fleet(2)
+    monkeypatch.setattr(RoutingTargets, "wait_until_applied", lambda _: time.sleep(0.05))
+    outcomes: list[str] = []
+
+    def release() -> None:
+        try:
+            fleet.memory.release(None)
+            outcomes.append("released first")
+        except BadInputError as error:
+            outcomes.append(error.message)
+
+    threads = [threading.Thread(target=release) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes[0] == "released first"
+    assert "released already" in outcomes[1]
+    assert all(server.released_memory and not server.has_ended for server in fleet.servers)
+    assert not fleet.fleet.is_open
+
+
+def test_a_server_whose_resume_failed_half_way_serves_again(make_fleet: Callable[..., TestFleet]) -> None:
+    """Its memory is resumed, and its cache could not be flushed: the repeated call continues generation."""
+    fleet = make_fleet(2)
+    half, well = fleet.servers
+
+    def resume(server: Server, tags: list[str] | None = None) -> None:
+        server.calls.append("resume_memory_occupation")
+        if tags is not None:
+            server.released_memory -= set(tags)
+        if server is half and server.calls.count("resume_memory_occupation") == 1:
+            server.needs_continue = True
+            raise ServerError("the cache was not flushed", status=500)
+        server.calls.append("continue_generation")
+        server.needs_continue = False
+
+    for server in (half, well):
+        bound: Any = functools.partial(resume, server)
+        server.resume_memory_occupation = bound  # type: ignore[attr-defined]
+    fleet.memory.release(None)
+    fleet.memory.resume(None)
+    assert "continue_generation" in half.calls
+    assert fleet.states() == 2 * [ReplicaState.HEALTHY]
+    assert len(fleet.launcher.started) == 2
+
+
+def test_a_replica_that_is_being_removed_is_not_started_again(make_fleet: Callable[..., TestFleet]) -> None:
+    fleet = make_fleet(2)
+    replica, adapter = fleet.fleet.servers()[0]
+    with fleet.fleet.lock:
+        fleet.fleet.change_state(replica, ReplicaState.DRAINING)
+    fleet.recovery.recover(replica, adapter, ServerError("has lost its server"))
+    wait_until(lambda: replica.adapter is None, 10.0, "it still has a server")
+    time.sleep(0.3)
+    assert (replica.state, replica.adapter) == (ReplicaState.DRAINING, None)
+    assert len(fleet.launcher.started) == 2
+
+
+def test_a_replica_that_did_not_start_is_forgotten_by_the_routers(
+    make_fleet: Callable[..., TestFleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The routers have learned of it from a status that all replicas got. They would wait for it for ever."""
+    known: dict[str, Any] = {}
+
+    def record(_: RoutingTargets, statuses: Sequence[ReplicaStatus]) -> None:
+        known.update({status.name: status for status in statuses})
+
+    monkeypatch.setattr(RoutingTargets, "update_statuses", record)
+    fleet = make_fleet(1).fleet
+    replica = fleet.create_replica()
+    fleet.set_admission_paused(True)
+    fleet.set_admission_paused(False)
+    wait_until(lambda: replica.name in known, 10.0, "no status")
+    fleet.drop_replica(replica)
+    wait_until(lambda: known[replica.name].removed, 10.0, "the routers know it")
+
+
+def test_a_replica_beside_those_that_are_being_removed_is_the_last(make_fleet: Callable[..., TestFleet]) -> None:
+    fleet = make_fleet(2).fleet
+    first, second = fleet.replicas
+    with fleet.lock:
+        fleet.change_state(first, ReplicaState.DRAINING)
+    manager: Any = SimpleNamespace(_fleet=fleet, _targets=RoutingTargets([]))
+    with pytest.raises(BadInputError, match="is the last replica"):
+        RolloutManager.remove_replica(manager, second.name, drain_s=0.0)
+    assert second.adapter is not None
+
+
 # -- generation --------------------------------------------------------------------------------------
 
 
@@ -516,7 +612,7 @@ def test_the_event_loop_runs_while_the_servers_are_asked_for_their_lora_adapters
         def next_call_id(self, operation: str) -> str:
             return operation
 
-        async def agree_async(self, _: str, action: Callable[[Any], Any], *, error: object = None) -> Any:
+        async def agree_async(self, _: str, action: Callable[[Any], Any], **_options: object) -> Any:
             return await action([{}])
 
     async def reply(**request: Any) -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import threading
+import traceback
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +85,51 @@ def test_broken_calls_learn_the_end_of_the_server_without_threads() -> None:
             await adapter.close_connections()
 
     asyncio.run(run())
+
+
+def test_each_call_of_an_ended_server_raises_an_error_of_its_own() -> None:
+    """Python adds the frames of each caller to an error: a shared one keeps the prompts of all callers in memory."""
+
+    async def run() -> None:
+        adapter = AsyncHttpServerEngineAdapter.attach("http://127.0.0.1:1")
+        ended = ServerDiedError("the server ended", exit_code=-9)
+        adapter.fail(ended)
+        errors = []
+        for _ in range(3):
+            with pytest.raises(ServerDiedError, match="the server ended") as caught:
+                await adapter.generate(input_ids=[1])
+            errors.append(caught.value)
+        assert len({id(error) for error in (ended, *errors)}) == 4
+        assert [error.details for error in errors] == [{"exit_code": -9}] * 3
+        assert len({len(traceback.extract_tb(error.__traceback__)) for error in errors}) == 1
+        assert ended.__traceback__ is None
+
+    asyncio.run(run())
+
+
+def test_events_of_a_long_stream_have_several_tokens() -> None:
+    """The time for whole replies grows with the square of the number of events."""
+    bodies: list[Json] = []
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        body = await request.read()
+        if request.path != "/generate":
+            return web.json_response({"model_path": "none", "max_req_input_len": 10_241, "stream_interval": 3})
+        bodies.append(orjson.loads(body)["sampling_params"])
+        return stream_of({"output_ids": [1], "meta_info": {}})
+
+    async def run(**params: Any) -> Any:
+        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
+            async for _ in adapter.generate_stream(input_ids=[1], sampling_params=params):
+                pass
+            return bodies[-1].get("stream_interval")
+
+    assert asyncio.run(run(max_new_tokens=8192)) == 8
+    assert asyncio.run(run(max_new_tokens=8192, stream_interval=1)) == 1
+    assert asyncio.run(run(max_new_tokens=2048)) is None, "the server sends fewer events already"
+    assert asyncio.run(run(temperature=0.0)) is None
+    for unlimited in (None, 10**9):
+        assert asyncio.run(run(max_new_tokens=unlimited)) == 10, "the context ends before"
 
 
 def test_closed_event_loops_are_not_kept() -> None:
@@ -235,6 +282,46 @@ def test_the_samples_of_one_stream_are_kept_apart() -> None:
     assert asyncio.run(run()) == [(0, [1, 2]), (1, [11, 12]), (0, [1, 2, 3]), (1, [11, 12, 13])]
 
 
+@pytest.mark.parametrize(
+    ("params", "tokens", "reason"),
+    [
+        ({"stop_token_ids": [2]}, [5, 6, 2], {"type": "stop", "matched": 2}),
+        ({}, [5, 6, 9], {"type": "stop", "matched": 9}),
+        ({}, [5, 6, 8], {"type": "stop", "matched": 8}),
+        ({"min_new_tokens": 4}, [5, 6, 9], {"type": "abort"}),
+        ({"ignore_eos": True, "stop_token_ids": [2]}, [5, 6, 9], {"type": "abort"}),
+        ({"max_new_tokens": 3}, [5, 6, 7], {"type": "length", "length": 3}),
+        ({"max_new_tokens": 3, "ignore_eos": True}, [5, 6, 9], {"type": "length", "length": 3}),
+        ({"max_new_tokens": None}, [5] * 200, {"type": "abort"}),
+        ({}, [5, 6, 7], {"type": "abort"}),
+        ({}, [], {"type": "abort"}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_generation_that_was_aborted_at_its_end_is_finished(
+    stream: bool, params: Json, tokens: list[int], reason: Json, tmp_path: Path
+) -> None:
+    """SGLang runs one more step for an aborted request, and the abort hides the end that it has found."""
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9]}))
+    meta = {"completion_tokens": len(tokens), "weight_version": "0", "finish_reason": {"type": "abort"}}
+    reply = {"output_ids": tokens, "text": "", "meta_info": meta}
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        await request.read()
+        if request.path != "/generate":
+            return web.json_response({"model_path": str(tmp_path)})
+        return stream_of(reply) if stream else web.json_response(reply)
+
+    async def run() -> Json:
+        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
+            if not stream:
+                return dict(await adapter.generate(input_ids=[1], sampling_params=params))
+            return [event async for event in adapter.generate_stream(input_ids=[1], sampling_params=params)][-1]
+
+    assert asyncio.run(run())["meta_info"]["finish_reason"] == reason
+
+
 @pytest.mark.parametrize("code", [None, "bad", 502])
 def test_error_events_of_a_proxy(code: Any) -> None:
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
@@ -321,6 +408,63 @@ def test_another_client_may_have_continued_after_a_release_whose_answer_was_lost
                 loads.append({"num_running_reqs": 1})
                 with pytest.raises(ServerBusyError):
                     await one.release_memory_occupation()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fails", ["/flush_cache", "/continue_generation"])
+def test_a_resume_that_failed_before_generation_continued_can_be_repeated(fails: str) -> None:
+    released: set[str] = set()
+    paths: list[str] = []
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        body = await request.read()
+        if request.path == "/server_info":
+            state = {RELEASED_MEMORY: sorted(released)}
+            return web.json_response({"model_path": "none", "device": "cpu", "internal_states": [state]})
+        paths.append(request.path)
+        if request.path == "/release_memory_occupation":
+            released.update(orjson.loads(body)["tags"])
+        if request.path == "/resume_memory_occupation":
+            released.difference_update(orjson.loads(body)["tags"])
+        is_first = paths.count(request.path) == 1
+        return web.json_response({"loads": []}, status=500 if request.path == fails and is_first else 200)
+
+    async def run() -> None:
+        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
+            await adapter.release_memory_occupation()
+            with pytest.raises(ServerError):
+                await adapter.resume_memory_occupation()
+            await adapter.resume_memory_occupation()
+            assert paths[-1] == "/continue_generation"
+            with pytest.raises(BadInputError, match="nothing is released"):
+                await adapter.resume_memory_occupation()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("step", ["/pause_generation", "/release_memory_occupation"])
+def test_a_caller_that_leaves_a_release_leaves_no_paused_server(step: str) -> None:
+    """The server pauses, or releases nothing, and then the answer does not arrive in time."""
+    paths: list[str] = []
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        await request.read()
+        if request.path == "/server_info":
+            return web.json_response({"device": "cpu", "internal_states": [{RELEASED_MEMORY: []}]})
+        paths.append(request.path)
+        if request.path == step:
+            await asyncio.sleep(1.0)
+        return web.json_response({"loads": []})
+
+    async def run() -> None:
+        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await adapter.release_memory_occupation()
+            if step == "/release_memory_occupation":
+                await adapter.resume_memory_occupation()
+            assert paths[-1] == "/continue_generation"
 
     asyncio.run(run())
 

@@ -147,4 +147,6 @@ def test_fleets_that_exceed_the_cluster_are_refused(launcher: Any, tiny: Callabl
     for replicas, sizes, message in cases:
         with pytest.raises(BadInputError, match=message):
             RolloutManager(replicas, launcher=launcher, model_path=str(tiny("qwen3")), **sizes)
+    with pytest.raises(BadInputError, match="Ray chooses the GPUs of each replica: leave CUDA_VISIBLE_DEVICES out of"):
+        RolloutManager(1, launcher=launcher, model_path=str(tiny("qwen3")), env={"CUDA_VISIBLE_DEVICES": "0"})
     launcher.close()

@@ -65,6 +65,28 @@ def test_rendering_by_turns_equals_the_template(
     assert token_ids == renderer.render_prompt(messages)
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\n<|im_end|>"])
+def test_end_marker_after_a_newline_is_not_repeated(tokenizer: Any, end: str) -> None:
+    """DeepSeek-Coder's template has a newline between the content and the end marker. Also for turns cut off there."""
+    renderer = renderer_with_template(
+        tokenizer,
+        "{% for m in messages %}# {{ m.role }}\n{{ m.content }}\n{% if m.role == 'assistant' %}<|im_end|>\n{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}# assistant\n{% endif %}",
+    )
+    first, second = {"role": "user", "content": "u"}, {"role": "user", "content": "v"}
+    turn_ids = renderer.encode(f"hi{end}")
+    token_ids = [*renderer.render_prompt([first]), *turn_ids, *renderer.render_next_turn([second], turn_ids)]
+    assert token_ids == renderer.render_prompt([first, {"role": "assistant", "content": "hi"}, second])
+
+
+def test_truncated_text_has_whole_characters_and_all_control_tokens(tokenizer: Any) -> None:
+    """The tokens are bytes, so a cut can be inside a character."""
+    renderer = renderer_with_template(tokenizer, QWEN)
+    assert renderer.truncate("\U0001f600\U0001f600", 6) == "\U0001f600 [cut]"
+    assert renderer.truncate("a<|im_end|>b long text", 3) == "a<|im_end|>b [cut]"
+    assert renderer.truncate("a\ufffd long text", 4) == "a\ufffd [cut]", "the text has this character itself"
+
+
 def test_thoughts_that_the_template_removes_are_kept(tokenizer: Any) -> None:
     renderer = renderer_with_template(tokenizer, QWEN)
     prompt_ids = renderer.render_prompt([{"role": "user", "content": "u"}])
@@ -120,6 +142,11 @@ def test_tokenizer_that_merges_across_turns_is_refused() -> None:
         ([{"role": "user", "content": 7}], "has the type int"),
         ([{"role": "tool", "content": "\ud800"}], "message 0: a value cannot be recorded as JSON.*surrogates"),
         ([{"role": "user", "content": f"a{ASSISTANT_PLACEHOLDER}"}], "contains the reserved placeholder"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": ASSISTANT_PLACEHOLDER}]}],
+            "message 0: .* contains the reserved placeholder",
+        ),
+        ([{"role": "tool", "content": "x", "name": ASSISTANT_PLACEHOLDER}], "contains the reserved placeholder"),
     ],
 )
 def test_invalid_messages_are_refused(tokenizer: Any, messages: list[Any], expected: str) -> None:

@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,10 +26,12 @@ from helpers import free_port, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+from verl_server.adapter.sglang.finish_reasons import DEFAULT_MAX_NEW_TOKENS
 from verl_server.adapter.sglang.replies import IncrementalStream, prompt_limits
 from verl_server.adapter.sglang.requests import generate_payload
 from verl_server.config import RouterConfig
-from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
+from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerDiedError, to_wire
 from verl_server.router.placement.error_history import ErrorHistory, Trust
 from verl_server.router.placement.load_index import LoadIndex
 from verl_server.router.placement.policy import (
@@ -39,10 +42,11 @@ from verl_server.router.placement.policy import (
 )
 from verl_server.router.placement.request_queues import RequestQueues
 from verl_server.router.placement.routed_replica import RoutedReplica, Slot
+from verl_server.router.process.pipe_replicas import encode_status
 from verl_server.router.process.supervisor import RouterSupervisor
 from verl_server.router.replica_status import ReplicaStats, ReplicaStatus, StatusQueue, merge_stats
 from verl_server.router.result_cache import ResultCache, estimate_bytes
-from verl_server.router.resumable_generation import DEFAULT_MAX_NEW_TOKENS, ResumableGeneration, join_version_spans
+from verl_server.router.resumable_generation import ResumableGeneration, join_version_spans
 
 CONFIG = RouterConfig(max_running_requests_per_dp_rank=4, overload_factor=1.5)
 
@@ -120,6 +124,83 @@ def test_generation_with_all_tokens_is_complete() -> None:
     generation.end_attempt()
     assert generation.is_complete
     assert generation.reply()["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+
+
+@pytest.mark.parametrize("finish", [None, {"type": "abort"}])
+def test_generation_without_a_limit_ends_only_when_the_server_says_so(finish: Any) -> None:
+    """`max_new_tokens` of None is SGLang's "until the end of the context". A missing one is 128."""
+    generation = ResumableGeneration({"input_ids": [1], "sampling_params": {"max_new_tokens": None}})
+    generation.begin_attempt()
+    generation.record_event(event(list(range(200)), 1, finish))
+    generation.end_attempt()
+    assert not generation.is_complete
+    body = generation.begin_attempt()
+    assert (len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]) == (201, None)
+    assert generation.remaining_tokens > 0
+    generation.record_event(event([5], 1, STOP))
+    assert (generation.is_finished, len(generation.reply()["output_ids"])) == (True, 201)
+
+
+def interrupted_generation(first: dict[str, Any], second: dict[str, Any], **request: Any) -> ResumableGeneration:
+    """A generation whose first attempt was lost after the event `first`, and whose second attempt ended."""
+    generation = ResumableGeneration({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 5}, **request})
+    for number, one in enumerate((first, second)):
+        generation.begin_attempt()
+        generation.record_event(one)
+        if number == 0:
+            generation.end_attempt()
+    return generation
+
+
+def test_log_probabilities_of_the_prompt_are_those_of_the_first_attempt() -> None:
+    """The continuation requests none, and SGLang answers with empty lists."""
+    prompt = {
+        "input_token_logprobs": [[None, 1, None], [-0.5, 2, None]],
+        "input_top_logprobs": [None, [[-0.5, 2, None]]],
+        "input_token_ids_logprobs": [None, [[-0.5, 2, None]]],
+    }
+    nothing: dict[str, Any] = {name: [] for name in prompt}
+    generation = interrupted_generation(
+        event([7, 8], 1, **prompt), event([9], 1, STOP, **nothing), return_logprob=True, logprob_start_len=0
+    )
+    meta = generation.reply()["meta_info"]
+    assert {name: meta[name] for name in prompt} == prompt
+
+
+def test_lengths_of_a_continued_reply_count_all_tokens() -> None:
+    generation = interrupted_generation(
+        event([7, 8], 1, output_token_logprobs_length=2),
+        event([9, 10, 11], 1, {"type": "length", "length": 3}, output_token_logprobs_length=3),
+    )
+    meta = generation.reply()["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 5}
+    assert meta["output_token_logprobs_length"] == len(meta["output_token_logprobs"]) == 5
+
+
+def test_logprobs_length_of_a_reply_that_was_lost_at_its_last_tokens() -> None:
+    """The weights changed before the last two tokens, so these two are generated again."""
+    generation = ResumableGeneration({"input_ids": [1], "sampling_params": {"max_new_tokens": 4}})
+    generation.begin_attempt()
+    generation.record_event(event([5, 6], 1, output_token_logprobs_length=2))
+    generation.record_event(event([5, 6, 7, 8], 2, output_token_logprobs_length=4))
+    generation.end_attempt()
+    assert generation.reply()["meta_info"]["output_token_logprobs_length"] == 2
+
+
+def test_only_the_reply_of_a_single_attempt_has_a_text() -> None:
+    """A cut inside a character leaves bytes that no part of the text has. The router has no tokenizer."""
+    whole = ResumableGeneration({"input_ids": [1], "sampling_params": {"max_new_tokens": 5}})
+    whole.begin_attempt()
+    whole.record_event({**event([7], 1, STOP), "text": "a"})
+    assert whole.reply()["text"] == "a"
+    parts = interrupted_generation({**event([7], 1), "text": "a"}, {**event([8], 1, STOP), "text": "b"})
+    assert "text" not in parts.reply()
+    complete = ResumableGeneration({"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
+    complete.begin_attempt()
+    complete.record_event({**event([7], 1), "text": ""})
+    complete.end_attempt()
+    assert complete.is_complete
+    assert "text" not in complete.reply()
 
 
 @pytest.mark.parametrize(
@@ -203,6 +284,31 @@ def test_result_cache_is_bounded_by_bytes() -> None:
     assert (len(cache), cache.size_bytes) == (0, 0)
 
 
+def test_finished_results_do_not_replace_aborted_generations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller has received the tokens of an aborted generation: they must not be sampled again."""
+
+    def aborted_generation() -> ResumableGeneration:
+        generation = ResumableGeneration({"input_ids": [1], "sampling_params": {"max_new_tokens": 200}})
+        generation.begin_attempt()
+        generation.record_event(event(list(range(100)), 1, {"type": "abort"}))
+        return generation
+
+    size_bytes = estimate_bytes(aborted_generation().request, aborted_generation().reply())
+    cache = ResultCache(size_bytes)
+    for number in range(5):
+        cache.add(f"aborted {number}", aborted_generation())
+        cache.add(f"finished {number}", finished_generation(50))
+    assert all(cache.get(f"aborted {number}") for number in range(5))
+    assert len(cache) == 1
+    cache.add("aborted 0", finished_generation(50))
+    assert cache.get("aborted 0").is_finished  # type: ignore[union-attr]
+    monkeypatch.setattr("verl_server.router.result_cache.MAX_UNFINISHED_BYTES", 2 * size_bytes)
+    cache = ResultCache(size_bytes)
+    for number in range(3):
+        cache.add(f"aborted {number}", aborted_generation())
+    assert [cache.get(f"aborted {number}") is not None for number in range(3)] == [False, True, True]
+
+
 def test_estimated_result_size_is_close_to_the_measured_size() -> None:
     """Within a factor of 1.5 for token ids and log probabilities, which make up most of a result."""
     tokens = list(range(1000, 3000))
@@ -213,6 +319,22 @@ def test_estimated_result_size_is_close_to_the_measured_size() -> None:
     measured += sum(sys.getsizeof(entry) + sys.getsizeof(entry[0]) + sys.getsizeof(entry[1]) for entry in entries)
     estimated = estimate_bytes({"input_ids": []}, reply)
     assert measured / 1.5 < estimated < measured * 1.5
+
+
+@pytest.mark.parametrize("place", ["request", "meta_info"])
+@pytest.mark.parametrize(
+    ("make", "measured"),
+    [
+        pytest.param(lambda: [[float(number) for number in range(10_000)]] * 10, 10 * 10_000 * 32, id="hidden states"),
+        pytest.param(lambda: [{"url": "x" * 1_000_000}], 1_000_000, id="image"),
+    ],
+)
+def test_lists_of_numbers_and_dicts_have_a_size(place: str, make: Callable[[], Any], measured: int) -> None:
+    request: dict[str, Any] = {"input_ids": [1]}
+    reply = event([1], 1, STOP)
+    without = estimate_bytes(request, reply)
+    (request if place == "request" else reply["meta_info"])["hidden_states"] = make()
+    assert measured <= estimate_bytes(request, reply) - without < 1.1 * measured
 
 
 @pytest.mark.parametrize("field", [item.name for item in dataclasses.fields(RouterConfig)])
@@ -497,7 +619,7 @@ def test_results_of_the_whole_output_are_not_continued(field: dict[str, Any]) ->
 
 def test_prompts_are_shorter_than_the_shortest_that_sglang_refuses() -> None:
     """SGLang refuses a prompt of `max_req_input_len` tokens."""
-    limits = prompt_limits({"max_req_input_len": 10}, {})
+    limits = prompt_limits({"max_req_input_len": 10}, {}, {})
     body: Any = {"prompt": None, "sampling_params": None, "rid": None, "stream": False, "fields": {}}
     assert generate_payload(limits, input_ids=[1] * 9, **body)
     with pytest.raises(BadInputError, match="has 10 tokens; the server accepts at most 9 tokens"):
@@ -531,6 +653,17 @@ def test_incremental_events_are_joined() -> None:
     both = incremental([3, 3], 3, [3, 1, 2, 3], "cabc", finish_reason={"type": "abort"})  # two events, sent as one
     assert joined(first, both) == whole
     assert joined(incremental([], 0, [], "", finish_reason={"type": "abort"})) == [([], "", [])]
+
+
+def test_an_incremental_event_copies_each_list_once() -> None:
+    stream, number = IncrementalStream(), 100_000
+    stream.add({"output_ids": list(range(number)), "meta_info": {"completion_tokens": number}})
+    tracemalloc.start()
+    try:
+        stream.add({"output_ids": [1], "meta_info": {"completion_tokens": number + 1}})
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * 8 * number
+    finally:
+        tracemalloc.stop()
 
 
 # -- processes ---------------------------------------------------------------------------------------
@@ -595,6 +728,26 @@ def test_half_a_report_does_not_end_the_supervisor(tmp_path: Path, monkeypatch: 
         supervisor.close()
 
 
+def test_a_router_process_reads_the_statuses_of_many_failed_replicas() -> None:
+    """The error of each has up to 32 KB of its server's log. All statuses are one line."""
+
+    def status(name: str, failure: Any = None) -> ReplicaStatus:
+        serves = failure is None
+        adapter = AsyncHttpServerEngineAdapter.attach("http://127.0.0.1:1") if serves else None
+        return ReplicaStatus(name, adapter, 0, serves, False, serves, False, failure=failure)
+
+    failure = to_wire(ServerDiedError("the server ended", log_tail="y" * 32_000 + "the end"))
+    assert encode_status(status("failed", failure))["failure"]["details"]["log_tail"].endswith("the end")
+    assert len(failure["details"]["log_tail"]) > 32_000
+    supervisor = RouterSupervisor(RouterConfig(), None, lambda: "")
+    try:
+        supervisor.update_statuses([status("good"), *(status(f"r{number}", failure) for number in range(700))])
+        wait_until(lambda: supervisor.replica_stats("good") is not None, 20.0, "the statuses do not arrive")
+        assert supervisor.restarts == 0
+    finally:
+        supervisor.close()
+
+
 def test_a_router_process_listens_for_other_machines() -> None:
     """With a host that stands for all addresses, the URL has an address of this machine at which others reach it."""
     supervisor = RouterSupervisor(RouterConfig(), None, lambda: "", "0.0.0.0")
@@ -642,12 +795,24 @@ def test_a_router_process_survives_a_stop_of_its_parent() -> None:
         parent.wait()
 
 
-def test_the_limit_of_open_files_is_raised() -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        "from verl_server.router.dispatcher import Dispatcher; Dispatcher()",
+        "from verl_server import RouterClient; RouterClient('http://127.0.0.1:1', None)",
+        "from verl_server import AsyncHttpServerEngineAdapter as A; A.attach('http://127.0.0.1:1')",
+        "from verl_server.adapter.event_loop_thread import EventLoopThread; EventLoopThread().close()",
+        # A later change of the limit would replace the forkserver.
+        "from verl_server.server.forkserver import shared_forkserver\n"
+        "shared_forkserver.prepare_forkserver({'SGLANG_PLATFORM': 'another'})",
+    ],
+)
+def test_the_limit_of_open_files_is_raised(use: str) -> None:
     """As far as the hard limit allows."""
     program = (
         "import resource; limit = resource.RLIMIT_NOFILE\n"
         "resource.setrlimit(limit, (256, 3000))\n"
-        "from verl_server.router.dispatcher import Dispatcher; Dispatcher()\n"
+        f"{use}\n"
         "print(*resource.getrlimit(limit))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -9,7 +9,9 @@ import inspect
 import json
 import pkgutil
 import re
+import threading
 from collections import UserDict, UserList
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,12 +32,13 @@ from verl_server import (
     RouterClient,
     RouterConfig,
     Timeouts,
+    UnsupportedError,
     VerlEngine,
     WeightsConfig,
 )
 from verl_server.adapter.json_body import encode_json
 from verl_server.adapter.memory_tags import tags_to_release
-from verl_server.adapter.sglang.misplaced_arguments import PLACES, SGLANG_NAMES
+from verl_server.adapter.sglang.early_argument_check import PLACES, SGLANG_NAMES
 from verl_server.adapter.sglang.payloads import update_from_disk_payload
 from verl_server.adapter.sglang.request_fields import (
     REQUEST_FIELDS,
@@ -45,9 +48,10 @@ from verl_server.adapter.sglang.request_fields import (
     unlisted_fields,
 )
 from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
-from verl_server.adapter.sglang.server_arguments import validate_server_args
+from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, validate_server_args
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import TRANSPORTS
+from verl_server.engine.servers import connect_servers
 from verl_server.engine.start_backend import BackendSource
 from verl_server.ranks.placement import compute_placement
 from verl_server.rollout.health import restart_delay_s
@@ -106,6 +110,19 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         {"model_path": "/tmp", "port": 30000},
         "each replica chooses a free port: leave port out, and",
     ),
+    (
+        RolloutManager,
+        (1,),
+        {"model_path": "/tmp", "preferred_sampling_params": {"max_new_tokens": 500}},
+        "preferred_sampling_params is refused: the server adds these parameters to each request, but the router",
+    ),
+    (
+        RolloutManager,
+        (1,),
+        {"model_path": "/tmp", "gpu_id_step": 2},
+        "a fleet places its replicas itself: leave gpu_id_step=2 out. Choose GPUs with env={'CUDA_VISIBLE_DEVICES'",
+    ),
+    (RolloutManager, (1,), {"model_path": "/tmp", "base_gpu_id": 4}, "leave base_gpu_id=4 out. Choose GPUs with"),
     (RemoteServer, ("http://h:1\n",), {}, r"'http://h:1\n' is not an HTTP URL"),
     (RouterClient, ("http://h:1/generate", None), {}, "url 'http://h:1/generate' must be the base URL of the"),
     (tags_to_release, (5, ()), {}, "tags must be a list of strings, got 5"),
@@ -216,6 +233,45 @@ def test_wrong_values_are_refused_before_anything_starts(
     with pytest.raises(BadInputError, match=re.escape(message)) as caught:
         make(*args, **kwargs)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "server_args",
+    [{"disaggregation_mode": "prefill"}, {"encoder_only": True}, {"smg_grpc_mode": True}, {"grpc_mode": True}],
+)
+def test_servers_that_do_not_generate_by_themselves_are_refused(server_args: dict[str, Any]) -> None:
+    ((name, value),) = server_args.items()
+    for start in (ADAPTER, functools.partial(RolloutManager, 1, mode="colocated")):
+        with pytest.raises(UnsupportedError, match=f"{name}={value!r} starts a server that does not") as caught:
+            start(model_path="/tmp", **server_args)
+        assert caught.value.details == {"argument": name}
+    default = {"model_path": "/tmp", name: "null" if isinstance(value, str) else False}
+    assert validate_server_args(default) == default
+
+
+def test_local_paths_are_absolute_because_the_server_has_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in ("models/policy", "adapter", "chatml"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "chat.jinja").touch()
+    for path in ("models/policy", "./models/policy", "~/models/policy"):
+        files = {"chat_template": "chat.jinja", "crash_dump_folder": "dumps"}
+        given = {"model_path": path, "tokenizer_path": path, **files}
+        assert validate_server_args(given) == {
+            "model_path": f"{tmp_path}/models/policy", "tokenizer_path": f"{tmp_path}/models/policy",
+            "chat_template": f"{tmp_path}/chat.jinja", "crash_dump_folder": f"{tmp_path}/dumps",
+        }  # fmt: skip
+    names = {"model_path": "Org/Model", "speculative_draft_model_path": "Org/Draft", "chat_template": "chatml"}
+    assert validate_server_args(names) == names
+    for given_loras, expected in (
+        ({"a": "adapter"}, {"a": f"{tmp_path}/adapter"}),
+        (["adapter", "b=~/adapter", "org/c"], [f"adapter={tmp_path}/adapter", f"b={tmp_path}/adapter", "org/c"]),
+        ([{"lora_name": "a", "lora_path": "adapter"}], [{"lora_name": "a", "lora_path": f"{tmp_path}/adapter"}]),
+    ):
+        assert validate_server_args({"model_path": "Org/Model", "lora_paths": given_loras})["lora_paths"] == expected
 
 
 def test_misplaced_arguments_are_no_arguments_of_sglang() -> None:
@@ -456,7 +512,36 @@ def test_wrong_servers_and_fleets(source: BackendSource, message: str) -> None:
     error = source.validate()
     assert isinstance(error, BadInputError)
     assert re.search(message, error.message)
-    assert BackendSource(None, [RemoteServer("http://a")], None).validate() is None
+    servers = BackendSource(None, [RemoteServer("http://a")], None)
+    assert servers.validate() is None
+    assert re.match(r"nnodes=2 is for a server that VerlEngine starts; use nnodes=1", str(servers.validate(nnodes=2)))
+    assert BackendSource(None, (), None).validate(nnodes=2) is None
+
+
+class ServerOnTwoNodes(BaseHTTPRequestHandler):
+    """Answers each request with the description of a server that spans two nodes."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"custom_weight_loader": [WEIGHT_LOADER], "tp_size": 16, "nnodes": 2}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """No log."""
+
+
+def test_a_server_on_several_nodes_needs_an_address_that_they_reach() -> None:
+    """The weights would stay in the shared memory of the first node."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), ServerOnTwoNodes) as http_server:
+        threading.Thread(target=http_server.serve_forever).start()
+        try:
+            with pytest.raises(BadInputError, match="spans several nodes: pass the URL with an address that the other"):
+                connect_servers([RemoteServer(f"http://127.0.0.1:{http_server.server_port}")], AdapterConfig(), 0)
+        finally:
+            http_server.shutdown()
 
 
 def test_every_transport_is_listed() -> None:

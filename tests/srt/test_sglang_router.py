@@ -27,6 +27,11 @@ class SmallRouter:
     def __init__(self) -> None:
         self.workers: list[str] = []
         self.lost: list[str] = []
+        self.asked: list[str] = []
+        """URLs of all workers that were added."""
+        self.not_accepted: set[str] = set()
+        """URLs of workers that never appear in the list."""
+        self.num_refused_removals = 0
         self.port = 0
 
     @contextlib.contextmanager
@@ -44,13 +49,25 @@ class SmallRouter:
                     router.lost.remove(self.command)
                 if self.command == "POST":
                     url = json.loads(body)["url"]
-                    router.workers = [*(worker for worker in router.workers if worker != url), url]
-                elif self.command == "DELETE" and not is_lost:
+                    router.asked.append(url)
+                    if url not in router.not_accepted:
+                        router.workers = [*(worker for worker in router.workers if worker != url), url]
+                elif self.command == "DELETE" and not is_lost and self.path.endswith("/w"):
+                    if router.num_refused_removals:
+                        router.num_refused_removals -= 1
+                        self.send_response(500)
+                        self.send_header("Content-Length", "0")
+                        self.end_headers()
+                        return
                     router.workers = []
                 if is_lost:
                     self.connection.close()
                     return
-                reply = {"worker_id": "w", "workers": [{"id": "w", "url": url} for url in router.workers]}
+                added = json.loads(body or "{}").get("url")
+                reply = {
+                    "worker_id": "other" if added in router.not_accepted else "w",
+                    "workers": [{"id": "w", "url": url} for url in router.workers],
+                }
                 data = json.dumps(reply).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(data)))
@@ -68,9 +85,11 @@ class SmallRouter:
                 server.shutdown()
 
 
-def status_of(admitted: bool) -> ReplicaStatus:
-    adapter: Any = SimpleNamespace(base_url=WORKER, api_key=None)
-    return ReplicaStatus("replica", adapter, 0, admitted=admitted, suspect=False, will_serve=True, removed=False)
+def status_of(admitted: bool, name: str = "") -> ReplicaStatus:
+    adapter: Any = SimpleNamespace(base_url=f"http://{name}" if name else WORKER, api_key=None)
+    return ReplicaStatus(
+        name or "replica", adapter, 0, admitted=admitted, suspect=False, will_serve=True, removed=False
+    )
 
 
 @contextlib.contextmanager
@@ -95,6 +114,27 @@ def test_a_router_has_the_admitted_replicas_whatever_requests_are_lost(lost: lis
         wait_until(lambda: router.workers == [WORKER], 10.0, "not registered again")
         router.lost = ["DELETE"]
     assert not router.workers, "not removed at the end"
+
+
+def test_a_replica_that_is_not_accepted_delays_no_other_replica() -> None:
+    """The router cannot reach it, so its registration takes until the deadline."""
+    with SmallRouter().serving() as router, target_at(router.port) as target:
+        router.not_accepted = {"http://unreachable"}
+        target.update_statuses([status_of(admitted=True, name="unreachable")])
+        wait_until(lambda: "http://unreachable" in router.asked, 10.0, "not asked")
+        target.update_statuses([status_of(admitted=True)])
+        wait_until(lambda: router.workers == [WORKER], 5.0, "not registered")
+        target.update_statuses([status_of(admitted=False)])
+        wait_until(lambda: not router.workers, 5.0, "not removed")
+
+
+def test_a_removal_that_is_answered_with_an_error_is_repeated() -> None:
+    with SmallRouter().serving() as router, target_at(router.port) as target:
+        target.update_statuses([status_of(admitted=True)])
+        wait_until(lambda: router.workers == [WORKER], 10.0, "not registered")
+        router.num_refused_removals = 1
+        target.update_statuses([status_of(admitted=False)])
+        wait_until(lambda: not router.workers, 10.0, "not removed")
 
 
 def test_a_replica_that_is_not_admitted_any_more_is_not_waited_for() -> None:

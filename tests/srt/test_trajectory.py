@@ -389,6 +389,21 @@ def test_reward_after_the_last_turn_belongs_to_its_last_token() -> None:
     assert to_packed([(graph, 3)])["rm_scores"].tolist() == [0.0, 0.0, 0.0, 0.5, 0.25, 0.125]
 
 
+def test_reward_before_the_first_sampled_token_is_refused() -> None:
+    """No sampled token could have it. A path without a sampled token is not trained, so its reward may stay."""
+    graph = TrajectoryGraph("s")
+    graph.add_node(None, [10, 11], sampled=False)
+    graph.add_node(0, [], sampled=True)
+    graph.add_node(1, [20], sampled=True, logprobs=[-0.5], spans=[Span(3, 0, 1)])
+    for node, values in ((0, [1.0]), (0, [1.0, 2.0]), (1, [1.0])):
+        graph.rewards.clear()
+        graph.set_rewards(node, values)
+        to_packed([(graph, 1)])
+        for convert in (lambda: to_batch([PATH, (graph, 2)], 0), lambda: to_packed([PATH, (graph, 2)])):
+            with pytest.raises(BadInputError, match=rf"path 1 .* node {node}.* sample.graph.set_rewards\(sample.leaf"):
+                convert()
+
+
 def test_batch_of_a_generator_and_without_rewards() -> None:
     assert to_batch((make_path("done") for _ in range(2)), pad_token_id=0)["rm_scores"].shape == (2, 0)
 

@@ -20,8 +20,9 @@ import psutil
 import pytest
 from helpers import MARK, marked_processes, no_new_shared_memory, wait_until
 
-from verl_server.errors import DeadlineError
+from verl_server.errors import DeadlineError, StartupError
 from verl_server.server.engine_profile import EngineProfile
+from verl_server.server.environment import inherited_environment
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
 from verl_server.server.pipe import write_all
 from verl_server.server.process import ServerProcess
@@ -415,6 +416,17 @@ def test_logs_of_crashed_servers_are_kept_in_limits(tmp_path: Path, monkeypatch:
     assert set(tmp_path.iterdir()) == {*running, *crashed[-MAX_KEPT_LOGS:], last}
 
 
+def test_a_start_without_a_temporary_folder_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/no/such/folder")
+    with pytest.raises(StartupError, match="Set the environment variable TMPDIR to a writable folder"):
+        make_server_folder()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/no/such/folder"])
+    for use in (inherited_environment, make_server_folder):
+        with pytest.raises(StartupError, match=r"No usable temporary directory.*TMPDIR"):
+            use()
+
+
 SLEEPING_SERVER = EngineProfile(
     name="a server that sleeps",
     main_module="sleeping_server",
@@ -462,6 +474,31 @@ def test_the_log_counts_when_the_warden_was_killed(sleeping_server: ServerProces
     folder = sleeping_server.log_path.parent
     assert kept_logs(folder.parent) == [folder]
     assert sleeping_server.log_path.read_text() == "sleeping\n"
+
+
+HALF_AN_EVENT = """
+import json, os, signal, sys
+sys.stdin.buffer.readline()
+os.write(1, json.dumps({"event": "started", "pid": os.getpid()}).encode() + b"\\n")
+os.write(1, json.dumps({"event": "exited", "reason": "x", "code": None, "tail": 1000 * "y"}).encode()[:500])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_warden_that_was_killed_while_it_wrote_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def start() -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-c", HALF_AN_EVENT], stdin=pipe, stdout=pipe, start_new_session=True)
+
+    process = ServerProcess({}, SLEEPING_SERVER, env={}, log_dir=None, start_timeout_s=10.0, warden_factory=start)
+    try:
+        ended = process.wait_exit(10.0)
+        assert ended is not None
+        assert ended.reason == "warden killed"
+    finally:
+        process.stop()
 
 
 def test_a_warden_that_does_not_read_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

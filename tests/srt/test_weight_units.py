@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,9 +22,13 @@ from verl_server.adapter.memory_tags import undefined_weights_reason
 from verl_server.adapter.sglang.pushable import require_pushable
 from verl_server.adapter.sglang.server_arguments import loses_weights, require_memory_saver
 from verl_server.types import TensorSpec
+from verl_server.weights.arena import Arena
+from verl_server.weights.broadcast.mirror import Mirror
+from verl_server.weights.layout import TABLE_OFFSET, plan_arena
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.memory_file import SharedMemoryFile
 from verl_server.weights.read_manifest import read_manifest
+from verl_server.weights.transports.shared_memory import map_arena
 from verl_server.weights.update.shard_writer import ShardWriter
 from verl_server.weights.update.tensor_source import TensorSource
 
@@ -281,14 +286,80 @@ def test_a_gpu_releases_memory_only_with_the_memory_saver(server_args: dict[str,
     [
         ({"quantization": "fp8"}, "quantization='fp8': serve the model without quantization"),
         ({"torchao_config": "int4wo-128"}, "torchao_config='int4wo-128'"),
-        ({"quantization": "unquant", "torchao_config": ""}, None),
-        ({"quantization": None}, None),
+        ({"load_format": "bitsandbytes"}, "load_format='bitsandbytes', a quantized checkpoint"),
+        ({"load_format": "gguf"}, "load_format='gguf', a quantized checkpoint"),
+        ({"model_path": "/models/a.gguf"}, "model_path='/models/a.gguf', a quantized checkpoint"),
+        (
+            {"json_model_override_args": '{"quantization_config": {"quant_method": "fp8"}}'},
+            r"a quantized checkpoint \(quant_method 'fp8'\)",
+        ),
+        ({"quantization": "unquant", "torchao_config": "", "load_format": "auto"}, None),
+        ({"quantization": None, "json_model_override_args": '{"rope_theta": 1}'}, None),
     ],
 )
 def test_servers_with_quantization_take_no_pushed_weights(server_args: dict[str, Any], refused: str | None) -> None:
     """SGLang's value "unquant" means no quantization."""
     with contextlib.nullcontext() if refused is None else pytest.raises(errors.UnsupportedError, match=refused):
         require_pushable(server_args)
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quant_model_description.json"])
+def test_checkpoints_with_a_file_about_their_quantization_take_no_pushed_weights(name: str, tmp_path: Path) -> None:
+    """Their `config.json` does not mention the quantization."""
+    (tmp_path / "config.json").write_text("{}")
+    require_pushable({"model_path": str(tmp_path)})
+    (tmp_path / name).write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(errors.UnsupportedError, match=f"a quantized checkpoint .it has the file {name}"):
+        require_pushable({"model_path": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    "server_args",
+    [
+        {"hicache_storage_backend": "file"},
+        {"enable_lmcache": True},
+        {"enable_flexkv": True},
+        {"radix_cache_backend": "flexkv"},
+        {"enable_unified_cache_external_linker": True},
+    ],
+)
+def test_servers_with_an_external_kv_store_take_no_pushed_weights(server_args: dict[str, Any]) -> None:
+    """The store is not in the process of the server: after an update it would answer with the KV of old weights."""
+    ((name, value),) = server_args.items()
+    with pytest.raises(errors.UnsupportedError, match=f"{name}={value!r}: its external store keeps the KV cache of"):
+        require_pushable(server_args)
+    require_pushable({name: None, "enable_hierarchical_cache": True})
+
+
+def test_only_the_tensors_of_a_cpu_have_a_private_mapping() -> None:
+    """The kernel may count the whole size of a private mapping, which each TP rank has, as used memory."""
+    layout = plan_arena({"weight": TensorSpec((8,), "float32")})
+    arena = Arena.create(layout)
+    arena.tensor("weight").fill_(2.0)
+    table = layout.table(["weight"])
+    arena.memory[TABLE_OFFSET : TABLE_OFFSET + len(table)] = table
+
+    def num_private() -> int:
+        name = arena.location.partition(":")[2]
+        return sum(name in line and line.split()[1] == "rw-p" for line in Path("/proc/self/maps").open())
+
+    mapping = map_arena(arena.location, layout.size_bytes)
+    ((_, shared),) = mapping.shared_tensors(len(table))
+    assert (shared.tolist(), num_private()) == ([2.0] * 8, 0)
+    ((_, private),) = mapping.tensors(len(table))
+    private.fill_(3.0)
+    assert (arena.tensor("weight").tolist(), num_private()) == ([2.0] * 8, 1)
+    assert mapping.contains(private)
+    assert mapping.contains(shared)
+    assert not mapping.contains(torch.ones(1))
+    arena.close()
+
+
+def test_a_mirror_that_does_not_fit_into_memory_is_refused() -> None:
+    """The kernel would kill the server while the weights arrive."""
+    with pytest.raises(errors.VerlServerError, match=r"the mirror of the weights takes \d+ bytes of memory, but only"):
+        Mirror.create(2 * psutil.virtual_memory().total)
+    Mirror.create(4096).close()
 
 
 @pytest.mark.parametrize("has_copy", [False, True])

@@ -180,6 +180,11 @@ class HttpServerEngineAdapter:
         """Memory tags that are released, as of this adapter's last call that released or resumed memory."""
         return self.asynchronous.released_memory
 
+    @property
+    def needs_continue(self) -> bool:
+        """Internal. Whether a release or a resume of memory has left generation paused."""
+        return self.asynchronous.needs_continue
+
     def shutdown(self) -> None:
         """End the server, unless it was attached, and close the connections. May be called more than once."""
         try:

@@ -148,6 +148,11 @@ class AsyncHttpServerEngineAdapter:
         return self.connection.released_memory
 
     @property
+    def needs_continue(self) -> bool:
+        """Internal. Whether a release or a resume of memory has left generation paused."""
+        return self.connection.needs_continue
+
+    @property
     def pids(self) -> ServerPids:
         """Process ids of the server main, its warden and its workers.
 

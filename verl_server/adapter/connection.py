@@ -66,6 +66,9 @@ class ServerConnection:
         """Memory tags that are released, as of the last call that released or resumed memory or asked for it."""
         self.is_held = False
         """Whether generation is paused for a release of memory that has not happened yet."""
+        self.needs_continue = False
+        """Whether this adapter has paused generation for a release of memory, or resumed memory, and has not continued
+        generation since."""
         self.weights_undefined = False
         """Whether this adapter has released the weights, and they were not all loaded since."""
         self.requests_in_flight = 0
@@ -127,7 +130,9 @@ class ServerConnection:
 
     async def _read_limits(self) -> PromptLimits:
         server_info = await self.get_resolved_args()
-        return prompt_limits(server_info, read_model_config(str(server_info.get("model_path"))))
+        model_path = str(server_info.get("model_path"))
+        generation_config = read_model_config(model_path, "generation_config.json")
+        return prompt_limits(server_info, read_model_config(model_path), generation_config)
 
     async def require_known_fields(self, fields: Mapping[str, Any]) -> None:
         """Raise BadInputError for a field of `/generate` that the server does not know.

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import uvloop
 
 from verl_server.errors import BadInputError, ShutDownError
+from verl_server.server.open_files import raise_open_file_limit
 
 R = TypeVar("R")
 
@@ -21,6 +22,7 @@ class EventLoopThread:
     """An event loop in a daemon thread. Calls that are running when it is closed raise ShutDownError."""
 
     def __init__(self) -> None:
+        raise_open_file_limit()  # the loop has files of its own
         self._loop = uvloop.new_event_loop()
         self._pid = os.getpid()
         self._lock = threading.Lock()

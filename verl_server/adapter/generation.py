@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_server.adapter.connection import ServerConnection
 from verl_server.adapter.sglang import endpoints
+from verl_server.adapter.sglang.finish_reasons import correct_aborts
 from verl_server.adapter.sglang.payloads import abort_payload, pause_payload
 from verl_server.adapter.sglang.replies import (
     IncrementalStream,
@@ -17,13 +19,16 @@ from verl_server.adapter.sglang.replies import (
     require_no_abort,
 )
 from verl_server.adapter.sglang.request_fields import explain_refusal
-from verl_server.adapter.sglang.requests import generate_payload
+from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerError
 from verl_server.types import Json
 
 if TYPE_CHECKING:
     from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+
+MAX_STREAM_EVENTS = 1024
+"""Maximum number of events of one stream after its first token, unless the caller sets `stream_interval`."""
 
 
 async def generate(
@@ -65,8 +70,9 @@ async def generate(
     connection = adapter.connection
     await _require_memory(connection)
     await connection.require_known_fields(fields)
+    limits = await connection.get_limits()
     body = generate_payload(
-        await connection.get_limits(),
+        limits,
         prompt=prompt,
         sampling_params=sampling_params,
         input_ids=input_ids,
@@ -83,6 +89,7 @@ async def generate(
         connection.requests_in_flight -= 1
     require_generations(reply, connection.base_url + endpoints.GENERATE.path)
     require_logprobs(reply)
+    correct_aborts(reply if isinstance(reply, list) else [reply], body.get("sampling_params"), limits.end_tokens)
     return convert_weight_versions(reply)
 
 
@@ -98,7 +105,8 @@ async def generate_stream(
     """Generate for one prompt and yield replies, each with all tokens so far. A list of prompts is refused.
 
     A server with SGLang's `incremental_streaming_output` sends each token once; the others send all tokens so far in
-    each event.
+    each event. A request for more than 1,024 tokens gets several tokens in each event: the time for whole replies grows
+    with the square of the number of events. `sampling_params={"stream_interval": 1}` gets an event for each token.
 
     Other keyword arguments are those of `generate`. Closing the iterator, for example by leaving the `async for`,
     aborts the request on the server. Raises the errors of `generate`.
@@ -106,8 +114,9 @@ async def generate_stream(
     connection = adapter.connection
     await _require_memory(connection)
     await connection.require_known_fields(fields)
+    limits = await connection.get_limits()
     body = generate_payload(
-        await connection.get_limits(),
+        limits,
         prompt=prompt,
         sampling_params=sampling_params,
         input_ids=input_ids,
@@ -115,7 +124,9 @@ async def generate_stream(
         stream=True,
         fields=fields,
     )
-    is_incremental = (await connection.get_resolved_args()).get("incremental_streaming_output")
+    server_args = await connection.get_resolved_args()
+    _limit_stream_events(body, limits, server_args)
+    is_incremental = server_args.get("incremental_streaming_output")
     # With `n` > 1, the events of the samples are mixed. They name the sample by `index`.
     streams: defaultdict[int, IncrementalStream] = defaultdict(IncrementalStream)
     num_checked: defaultdict[int, int] = defaultdict(int)
@@ -125,12 +136,23 @@ async def generate_stream(
             require_no_abort(event, connection.base_url + endpoints.GENERATE.path)
             index = event.get("index", 0)
             reply = convert_weight_versions(streams[index].add(event) if is_incremental else event)
+            correct_aborts([reply], body.get("sampling_params"), limits.end_tokens)
             num_checked[index] = require_logprobs(reply, num_checked[index])
             yield reply
     except (BadInputError, ServerError) as error:
         raise explain_refusal(error, sampling_params) from error.__cause__
     finally:
         connection.requests_in_flight -= 1
+
+
+def _limit_stream_events(body: Json, limits: PromptLimits, server_args: Json) -> None:
+    """Set the number of tokens per event (`stream_interval`) of a long generation, unless the caller has set it."""
+    params = body.get("sampling_params") or {}
+    limits_of_tokens = (params.get("max_new_tokens", 0), limits.max_prompt_tokens)  # None: no limit, or not known
+    max_tokens = min((number for number in limits_of_tokens if number is not None), default=0)
+    interval = math.ceil(max_tokens / MAX_STREAM_EVENTS)
+    if params.get("stream_interval") is None and interval > (server_args.get("stream_interval") or 1):
+        body["sampling_params"] = {**params, "stream_interval": interval}
 
 
 async def _require_memory(connection: ServerConnection) -> None:
@@ -167,7 +189,7 @@ async def continue_generation(adapter: AsyncHttpServerEngineAdapter) -> None:
         await connection.update_released_memory()
     await _require_memory(connection)
     await connection.call(endpoints.CONTINUE, {})
-    connection.paused = connection.is_held = False
+    connection.paused = connection.is_held = connection.needs_continue = False
 
 
 async def flush_cache(adapter: AsyncHttpServerEngineAdapter) -> None:

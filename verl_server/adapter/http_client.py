@@ -7,6 +7,7 @@ needs.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ from verl_server.adapter.sglang.replies import (
 )
 from verl_server.config import Timeouts
 from verl_server.errors import DeadlineError, ServerDiedError, ServerError, VerlServerError
+from verl_server.server.open_files import raise_open_file_limit
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +72,9 @@ class HttpClient:
         self._max_retries = max_retries
         self._is_supervised = is_supervised
         self._failure: VerlServerError | None = None
-        """The error of `fail`, which every later call raises."""
+        """The error of `fail`. Every later call raises a copy: a raised error refers to the frames of its callers."""
         self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
+        raise_open_file_limit()
 
     async def call(self, endpoint: Endpoint, payload: Any = None) -> Any:
         """Send one request and return the decoded reply (JSON, or text where there is no JSON).
@@ -131,7 +134,7 @@ class HttpClient:
             with suppress(TimeoutError):
                 await asyncio.wait_for(pool.failed.wait(), DEATH_NOTICE_S)
         if self._failure is not None:
-            return self._failure
+            return copy.copy(self._failure)
         url = self.base_url + endpoint.path
         if isinstance(error, aiohttp.ClientConnectorError):
             return ServerError(
@@ -154,7 +157,7 @@ class HttpClient:
     def require_usable(self) -> None:
         """Raise the error of `fail` if that was called before."""
         if self._failure is not None:
-            raise self._failure
+            raise copy.copy(self._failure)
 
     def pool(self) -> _Pool:
         """The connection pool of the running event loop."""
@@ -189,6 +192,7 @@ class HttpClient:
         """Close the connection pool of the running event loop."""
         pool = self._pools.pop(asyncio.get_running_loop(), None)
         if pool is not None:
+            pool.close_responses()
             await pool.session.close()
 
 
@@ -209,11 +213,15 @@ class _Pool:
         woken by closing its response.
         """
         self.failed.set()
-        for response in self.responses:
-            response.close()
+        self.close_responses()
         if self.session.connector is not None:
             task = asyncio.ensure_future(self.session.connector.close())
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def close_responses(self) -> None:
+        """Make the calls raise that read a body. Closing a session wakes only those that wait for an answer."""
+        for response in list(self.responses):
+            response.close()
 
 
 class _Request:

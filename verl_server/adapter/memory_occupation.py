@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from verl_server.adapter.sglang.payloads import pause_payload
 from verl_server.adapter.sglang.replies import count_requests
 from verl_server.adapter.sglang.server_arguments import loses_weights, require_memory_saver
 from verl_server.config import PauseMode
-from verl_server.errors import BadInputError, ServerBusyError, ServerError
+from verl_server.errors import BadInputError, ServerBusyError, ServerError, VerlServerError
 
 if TYPE_CHECKING:
     from verl_server.adapter.client import AsyncHttpServerEngineAdapter
@@ -67,7 +68,14 @@ async def prepare_release(adapter: AsyncHttpServerEngineAdapter) -> None:
     if connection.released_memory or connection.is_held:
         return
     await _require_idle(connection)
-    await connection.call(endpoints.PAUSE, pause_payload(PauseMode.RETRACT))
+    connection.needs_continue = True
+    try:
+        await connection.call(endpoints.PAUSE, pause_payload(PauseMode.RETRACT))
+    except BaseException:  # the server may have paused: the answer was lost, or the caller was cancelled
+        connection.is_held = True
+        with contextlib.suppress(VerlServerError):
+            await asyncio.shield(cancel_release(adapter))
+        raise
     connection.is_held = True
 
 
@@ -76,6 +84,7 @@ async def cancel_release(adapter: AsyncHttpServerEngineAdapter) -> None:
     connection = adapter.connection
     if connection.is_held and not connection.released_memory and not connection.paused:
         await connection.call(endpoints.CONTINUE, {})
+        connection.needs_continue = False
     connection.is_held = False
 
 
@@ -83,20 +92,24 @@ async def resume_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags: 
     """Take released memory back. `tags` of None resumes all memory that is released, by whichever client.
 
     When nothing is released any more, the prefix cache is flushed and generation continues, unless this adapter has
-    paused it with `pause_generation`. Raises BadInputError for tags that are not released.
+    paused it with `pause_generation`. When that has failed, a call without `tags` tries it again. Raises BadInputError
+    for tags that are not released.
     """
     connection = adapter.connection
     await connection.update_released_memory()
-    requested = tags_to_resume(tags, connection.released_memory)
-    if loses_weights(requested, await connection.get_resolved_args()):
-        connection.weights_undefined = True
-    await connection.call(endpoints.RESUME_MEMORY, {"tags": requested})
-    connection.released_memory = connection.released_memory.difference(requested)
+    if tags is not None or connection.released_memory or not connection.needs_continue:
+        requested = tags_to_resume(tags, connection.released_memory)
+        if loses_weights(requested, await connection.get_resolved_args()):
+            connection.weights_undefined = True
+        connection.needs_continue = True
+        await connection.call(endpoints.RESUME_MEMORY, {"tags": requested})
+        connection.released_memory = connection.released_memory.difference(requested)
     if not connection.released_memory:
         connection.is_held = False
         await connection.call(endpoints.FLUSH, {})
         if not connection.paused:
             await connection.call(endpoints.CONTINUE, {})
+        connection.needs_continue = False
 
 
 async def _require_idle(connection: ServerConnection) -> None:

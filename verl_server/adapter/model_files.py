@@ -11,20 +11,24 @@ from typing import Any
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
-def read_model_config(model_path: str) -> dict[str, Any]:
-    """The model's `config.json`, from a folder or from the local cache of the hub.
+def find_model_file(model_path: str, name: str) -> Path | None:
+    """The file of that name in the model's folder, or in the local cache of the hub. None when it is not there."""
+    file = Path(model_path) / name
+    if file.is_file():
+        return file
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model_path, name) if model_path.count("/") == 1 else None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def read_model_config(model_path: str, name: str = "config.json") -> dict[str, Any]:
+    """The model's `config.json`, or another JSON file, from a folder or from the local cache of the hub.
 
     An empty dict when it is not there.
     """
-    file = Path(model_path) / "config.json"
-    if not file.is_file():
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(model_path, "config.json") if model_path.count("/") == 1 else None
-        if not isinstance(cached, str):
-            return {}
-        file = Path(cached)
-    return dict(json.loads(file.read_text(encoding="utf-8")))
+    file = find_model_file(model_path, name)
+    return {} if file is None else dict(json.loads(file.read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,8 @@ class RouterRegistration:
         except ServerError as error:
             logger.warning("%s is not removed: %s", self.worker_url, error.message)
         else:
+            if reply.status_code >= 500:
+                return False
             if reply.status_code >= 300:
                 logger.warning("router %s did not remove %s: %s", self._router_url, self.worker_url, reply.text[:200])
         self._worker_id, self._may_be_registered = None, False

@@ -7,6 +7,7 @@ import platform
 import resource
 import subprocess
 import sys
+import tempfile
 
 from verl_server.doctor.finding import Finding, fail, ok, warn
 from verl_server.server.warden.process_watch import has_pidfds
@@ -85,6 +86,31 @@ def check_staging(problem: str) -> Finding:
     )
 
 
+def check_temporary_folder(folder: str, problem: str) -> Finding:
+    """Check that each server can have a folder for temporary files.
+
+    `folder` is the folder of this process. `problem` is the error of a test, or "" if a file could be written.
+    """
+    if not problem:
+        return ok("Temporary files", folder)
+    return fail(
+        "Temporary files",
+        problem,
+        symptom="every start of a server raises StartupError",
+        fix="Set TMPDIR to a writable folder. In a container with a read-only root, add one (docker run --tmpfs /tmp).",
+    )
+
+
+def probe_temporary_folder() -> tuple[str, str]:
+    """The folder for temporary files, and the error of writing a file there, "" if that worked."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(MESSAGE)
+    except OSError as error:
+        return "", str(error)
+    return tempfile.gettempdir(), ""
+
+
 def probe_memfd() -> bool:
     try:
         os.close(os.memfd_create("verl_server_doctor"))
@@ -121,6 +147,7 @@ def examine() -> list[Finding]:
     return [
         check_kernel(platform.system(), platform.release(), memfd=probe_memfd(), pidfd=has_pidfds()),
         check_staging(probe_staging()),
+        check_temporary_folder(*probe_temporary_folder()),
         check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         check_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0]),
     ]

@@ -125,9 +125,12 @@ class Fleet:
             self._replicas[replica.name] = replica
         return replica
 
-    def remove_replica(self, replica: Replica) -> None:
+    def drop_replica(self, replica: Replica) -> None:
+        """Remove a replica, tell it to the routers, and end its server."""
         with self.lock:
             self._replicas.pop(replica.name, None)
+            self.change_state(replica, ReplicaState.REMOVED)
+        self.stop_replica(replica)
 
     def add_server(self, replica: Replica, adapter: HttpServerEngineAdapter) -> None:
         """A new server of the replica is ready. It has the weights of its checkpoint."""

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.adapter.sglang.pushable import require_pushable
-from verl_server.adapter.sglang.server_arguments import add_fleet_defaults, validate_server_args
+from verl_server.adapter.sglang.server_arguments import add_fleet_defaults, validate_fleet_args
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode, RouterConfig
 from verl_server.errors import BadInputError, NotReadyError
@@ -202,8 +202,7 @@ class RolloutManager:
         try:
             self._start_replica(replica)
         except BaseException:
-            self._fleet.remove_replica(replica)
-            self._fleet.stop_replica(replica)
+            self._fleet.drop_replica(replica)
             raise
         self._recovery.load_published_weights(replica)
         return replica.name
@@ -225,17 +224,14 @@ class RolloutManager:
         fleet = self._fleet
         with fleet.lock:
             replica = fleet.get(name)
-            if len(fleet.replicas) == 1:
+            if all(other is replica or other.state is ReplicaState.DRAINING for other in fleet.replicas):
                 raise BadInputError(f"{name} is the last replica of this fleet: shut the fleet down instead")
             fleet.change_state(replica, ReplicaState.DRAINING)
         self._targets.wait_until_applied()
         deadline = time.monotonic() + drain_s
         while time.monotonic() < deadline and self._targets.replica_stats(name).running_requests:
             time.sleep(DRAIN_POLL_INTERVAL_S)
-        with fleet.lock:
-            fleet.remove_replica(replica)
-            fleet.change_state(replica, ReplicaState.REMOVED)
-        fleet.stop_replica(replica)
+        fleet.drop_replica(replica)
 
     # -- memory ---------------------------------------------------------------------------------------
 
@@ -292,9 +288,4 @@ async def _make_dispatcher(config: RouterConfig | None) -> Dispatcher:
 
 def _server_args(mode: RolloutMode, server_args: Mapping[str, Any]) -> Json:
     """SGLang's arguments of each server of a fleet. Raises BadInputError."""
-    if server_args.get("port") is not None:
-        raise BadInputError(
-            "each replica chooses a free port: leave port out, and read the URLs from the `replicas` of the fleet",
-            argument="port",
-        )
-    return {**server_args_for_mode(mode, validate_server_args(server_args)), "port": None}
+    return {**server_args_for_mode(mode, validate_fleet_args(server_args)), "port": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Sequence
 
 from verl_server.adapter import HttpServerEngineAdapter
@@ -23,12 +24,18 @@ class FleetMemory:
     ) -> None:
         self._fleet, self._calls, self._targets = fleet, calls, targets
         self._mode, self._model_path = mode, model_path
+        self._lock = threading.Lock()
+        """Held during a release or a resume: a second call sees the memory as the first call has left it."""
 
     def release(self, tags: Sequence[str] | None) -> None:
         """Release the memory of `tags`. None: all memory.
 
         Raises BadInputError for a standalone fleet and for tags that are released, ServerBusyError while requests run.
         """
+        with self._lock:
+            self._release(tags)
+
+    def _release(self, tags: Sequence[str] | None) -> None:
         if not capabilities_of(self._mode).releases_memory:
             raise BadInputError(
                 f"a {self._mode} fleet has its devices for itself, so it does not release memory; use the mode hybrid "
@@ -82,6 +89,10 @@ class FleetMemory:
         The weights are undefined afterwards and must be pushed. A fleet that takes no pushed weights loads its
         checkpoint again. Raises BadInputError for tags that are not released.
         """
+        with self._lock:
+            self._resume(tags)
+
+    def _resume(self, tags: Sequence[str] | None) -> None:
         fleet = self._fleet
         requested = frozenset(tags_to_resume(tags, fleet.released_memory))
         servers = fleet.servers()  # servers that ended meanwhile are started when all memory is resumed
@@ -102,10 +113,13 @@ class FleetMemory:
 def _resume_server(adapter: HttpServerEngineAdapter, tags: frozenset[str], model_path: str | None) -> None:
     """Resume those of `tags` that this server has released.
 
-    With `model_path`, resumed weights are loaded from that checkpoint before generation continues.
+    If an earlier call has failed after the memory was resumed, generation continues now. With `model_path`, resumed
+    weights are loaded from that checkpoint before generation continues.
     """
     released = tags & adapter.released_memory
     if not released:
+        if adapter.needs_continue and not adapter.released_memory:
+            adapter.resume_memory_occupation()
         return
     if model_path is None or MemoryTag.WEIGHTS not in released:
         adapter.resume_memory_occupation(sorted(released))

@@ -76,12 +76,21 @@ class RecoveryLoop:
                 return
             if replica.state in ENDING:
                 return
+            if replica.state is ReplicaState.DRAINING:  # its requests continue elsewhere; no server is started again
+                self._run_in_thread(lambda: self._end_draining(replica), f"verl-server-{replica.name}")
+                return
             if adapter is not None and adapter.process is not None:
                 adapter.process.keep_log()
             self._fleet.counters.deaths += 1
             self._fleet.record_death(replica)
             self._fleet.change_state(replica, ReplicaState.DEAD, error)
             self._run_in_thread(lambda: self._restart(replica), f"verl-server-{replica.name}")
+
+    def _end_draining(self, replica: Replica) -> None:
+        self._fleet.end_server(replica)
+        with self._fleet.lock:
+            if self._fleet.has(replica):
+                self._fleet.change_state(replica, ReplicaState.DRAINING)  # the routers learn that it has no server
 
     def restart_failed(self) -> list[str]:
         """Start the servers of all replicas in the state FAILED again, in threads. Returns their names."""

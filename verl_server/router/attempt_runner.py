@@ -32,9 +32,14 @@ from verl_server.router.resumable_generation import ResumableGeneration
 from verl_server.router.snapshot import RouterCounters
 from verl_server.types import Json
 
+MAX_EVENTS_WITH_PROMPT = 4
+"""Maximum number of stream events per attempt with log probabilities of the prompt, which SGLang repeats in each."""
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.05, 5.0
 """Seconds before the next attempt when the server answered with an error, that is, when it still runs. The delay
 doubles with each failed attempt of the request."""
+FILES_RETRY_S = 1.0
+"""Seconds before the next attempt when this process could not open another connection. Such an attempt counts only if
+no other request runs, whose end would close a connection."""
 MAX_STREAM_EVENTS = 64
 """Maximum number of stream events per attempt. A server that repeats all tokens in each event would otherwise send a
 number of bytes that grows with the square of the output's length."""
@@ -132,7 +137,9 @@ class AttemptRunner:
             return event["meta_info"].get("finish_reason") is not None
 
         remaining = generation.remaining_tokens
-        interval = max(self._config.min_tokens_per_event, remaining // MAX_STREAM_EVENTS)
+        repeats_prompt = body.get("return_logprob") and body.get("logprob_start_len") not in (None, -1)
+        max_events = MAX_EVENTS_WITH_PROMPT if repeats_prompt else MAX_STREAM_EVENTS
+        interval = max(self._config.min_tokens_per_event, remaining // max_events)
         if remaining <= interval:  # a stream would have its last event only
             record(await server.generate(**body, rid=attempt_id))
             return
@@ -150,7 +157,8 @@ class AttemptRunner:
 
         Raises `error` after `max_attempts` failed attempts, and ServerDiedError when the request ends servers.
         """
-        failures.count += not slot.is_probe
+        lacks_files = is_out_of_files(error)
+        failures.count += not slot.is_probe and not (lacks_files and self._pool.has_other_requests)
         is_culprit = False
         if has_lost_server(error) and not generation.attempt_has_tokens:
             is_culprit = failures.needs_isolation
@@ -158,7 +166,7 @@ class AttemptRunner:
             failures.deaths_alone += slot.has_run_alone
         generation.end_attempt()
         answered = "status" in error.details  # the server still runs
-        if is_out_of_files(error):
+        if lacks_files:
             self._pool.limit_running_requests(slot)
         else:
             failures.tried.add(slot.replica)
@@ -175,4 +183,6 @@ class AttemptRunner:
         self._counters.saved_tokens += saved_tokens
         if generation.is_complete:
             return None
+        if lacks_files:
+            return FILES_RETRY_S
         return min(FIRST_RETRY_DELAY_S * 2.0 ** max(0, failures.count - 1), MAX_RETRY_DELAY_S) if answered else 0.0

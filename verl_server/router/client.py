@@ -10,14 +10,15 @@ from typing import Any, Self
 import aiohttp
 
 from verl_server.adapter.json_body import encode_json
-from verl_server.adapter.sglang.batch import plain_prompts, split_batch
+from verl_server.adapter.sglang.batch import split_batch
 from verl_server.adapter.sglang.replies import parse_json_or_text
-from verl_server.adapter.sglang.request_fields import parse_sampling_params
+from verl_server.adapter.sglang.request_fields import plain_request
 from verl_server.errors import BadInputError, DeadlineError, ServerError, ShutDownError, VerlServerError, from_wire
-from verl_server.router.request_checks import validate_timeout
+from verl_server.router.request_checks import is_out_of_files, validate_timeout
+from verl_server.server.open_files import raise_open_file_limit
 from verl_server.type_checks import check_arguments
 from verl_server.types import Json
-from verl_server.validation import require_http_url, require_seconds, to_plain
+from verl_server.validation import require_http_url, require_seconds
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.05, 1.0
@@ -42,7 +43,10 @@ class RouterClient:
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._session: aiohttp.ClientSession | None = None
         """Connections. Opened by the first call, because aiohttp needs a running event loop."""
+        self._sent: set[object] = set()
+        """One object for each request that has a connection: the request was sent, and its reply is not complete."""
         self._is_closed = False
+        raise_open_file_limit()  # each call has a connection
 
     async def __aenter__(self) -> Self:
         return self
@@ -72,14 +76,9 @@ class RouterClient:
         """
         if split_batch(request) is not None:
             raise BadInputError("a generation has one prompt; make one call for each prompt, each with its own rid")
-        request = {
-            name: value if name in ("prompt", "input_ids", "sampling_params") else to_plain(value)
-            for name, value in plain_prompts(request).items()
-        }
+        request = plain_request(request)
         if request.pop("stream", None):
             raise BadInputError("RouterClient.generate returns the whole generation: leave stream out")
-        if request.get("sampling_params") is not None:
-            request["sampling_params"] = parse_sampling_params(request["sampling_params"])
         validate_timeout(timeout_s)
         options = {
             "rid": rid or uuid.uuid4().hex,
@@ -102,9 +101,11 @@ class RouterClient:
             except (aiohttp.ClientError, ConnectionError) as error:
                 now = time.monotonic()
                 connected = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError))
-                if unreachable_since is None or (connected and now - sent_at > MIN_SERVED_S):
+                if is_out_of_files(error) and self._sent:  # a file is free when another call has ended
+                    unreachable_since = None
+                elif unreachable_since is None or (connected and now - sent_at > MIN_SERVED_S):
                     unreachable_since, delay_s = now, FIRST_RETRY_DELAY_S
-                if now - unreachable_since >= self._reconnect_timeout_s:
+                if unreachable_since is not None and now - unreachable_since >= self._reconnect_timeout_s:
                     raise ServerError(f"the router at {self._url} cannot be reached: {error}", url=self._url) from error
                 delay_s = min(2 * delay_s, MAX_RETRY_DELAY_S)
             except TimeoutError as error:
@@ -121,20 +122,35 @@ class RouterClient:
         if self._is_closed:
             raise ShutDownError("the RouterClient is closed; make another one")
         if self._session is None:
+            trace = aiohttp.TraceConfig()
+            trace.on_request_headers_sent.append(self._note_sent)
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
                 headers=self._headers,
                 trust_env=False,
+                trace_configs=[trace],
             )
         return self._session
 
+    async def _note_sent(
+        self, session: aiohttp.ClientSession, context: Any, params: aiohttp.TraceRequestHeadersSentParams
+    ) -> None:
+        self._sent.add(context.trace_request_ctx)
+
     async def _post(self, body: Json) -> Json:
         """Send one request; returns the reply or raises the error that the router reports."""
-        async with self._open_session().post(
-            f"{self._url}/generate", data=encode_json(body), headers={"Content-Type": "application/json"}
-        ) as answer:
-            raw = await answer.read()
+        attempt = object()
+        try:
+            async with self._open_session().post(
+                f"{self._url}/generate",
+                data=encode_json(body),
+                headers={"Content-Type": "application/json"},
+                trace_request_ctx=attempt,
+            ) as answer:
+                raw = await answer.read()
+        finally:
+            self._sent.discard(attempt)
         reply = parse_json_or_text(raw)
         is_success = answer.status == 200
         content = reply.get("meta_info" if is_success else "error") if isinstance(reply, dict) else None

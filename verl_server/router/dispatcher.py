@@ -13,11 +13,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from verl_server.adapter.sglang.batch import plain_prompts, split_batch
+from verl_server.adapter.sglang.batch import split_batch
+from verl_server.adapter.sglang.request_fields import plain_request
 from verl_server.config import RouterConfig
 from verl_server.errors import BadInputError, DeadlineError, ShutDownError, VerlServerError
 from verl_server.router.attempt_runner import AttemptRunner
-from verl_server.router.open_files import raise_open_file_limit
 from verl_server.router.placement.policy import RoutingRequest, VersionRequirement
 from verl_server.router.placement.routed_replica import RoutedReplica, Slot
 from verl_server.router.replica_pool import ReplicaPool
@@ -32,6 +32,7 @@ from verl_server.router.request_checks import (
 from verl_server.router.result_cache import ResultCache
 from verl_server.router.resumable_generation import ResumableGeneration
 from verl_server.router.snapshot import RouterCounters, RouterSnapshot
+from verl_server.server.open_files import raise_open_file_limit
 from verl_server.types import Json
 
 R = TypeVar("R")
@@ -69,15 +70,16 @@ class Dispatcher:
         return RouterSnapshot(replicas, self.pool.queued_requests, len(self._results), replace(self.counters))
 
     def lease_slot(
-        self, session_id: str | None, prompt_tokens: int, tried: Collection[RoutedReplica] = ()
+        self, session_id: str | None, prompt_tokens: int, tried: Collection[RoutedReplica] = (), is_retry: bool = False
     ) -> AbstractAsyncContextManager[Slot]:
         """A place on a replica for a request of another process that is forwarded unchanged.
 
-        `prompt_tokens` may be an estimate. `tried`: replicas that have failed to answer the request.
+        `prompt_tokens` may be an estimate. `tried`: replicas that have failed to answer the request. `is_retry`: the
+        request was placed before.
         """
         validate_id(session_id, "session_id")
         request = RoutingRequest(session_id=session_id, prompt_tokens=prompt_tokens, may_be_refused=True)
-        return self.pool.lease(request, tried=tried)
+        return self.pool.lease(request, tried=tried, is_retry=is_retry)
 
     async def generate_request(self, request: Mapping[str, Any], *, is_remote: bool = False) -> Any:
         """The reply to a request with one prompt, or the list of replies to a request with several prompts.
@@ -119,7 +121,7 @@ class Dispatcher:
         routing_request = RoutingRequest(
             requirement or VersionRequirement(), session_id, estimate_prompt_tokens(request), may_be_refused=is_remote
         )
-        keep_orphan = is_remote
+        keep_orphan = is_remote and rid is not None  # without an id nobody can come back
         key = rid or uuid.uuid4().hex
         running = self._attach(key, request, routing_request, keep_result=rid is not None)
         running.waiting_calls += 1
@@ -146,7 +148,7 @@ class Dispatcher:
                 self._handle_orphan(key, running, keep_orphan)
         # Another call with another requirement may have started the generation.
         require_versions(reply, routing_request.requirement, _other_weights(key))
-        return reply
+        return _copy_reply(reply)
 
     def _handle_orphan(self, key: str, running: _RunningGeneration, keep: bool) -> None:
         """No call waits for the generation any more: cancel it, now or after `orphan_timeout_s` seconds."""
@@ -181,7 +183,7 @@ class Dispatcher:
         """
         running = self._running.get(key)
         known = running.generation if running is not None else self._results.get(key)
-        if known is not None and known.request != plain_prompts(request):
+        if known is not None and known.request != plain_request(request):
             raise BadInputError(f"rid {key!r} belongs to another request; choose a new rid for a new request")
         if running is not None:
             self.counters.attached += 1
@@ -237,6 +239,15 @@ async def gather_all(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
         for task in tasks:
             task.cancel()
         raise
+
+
+def _copy_reply(reply: Json) -> Json:
+    """A reply whose lists and dicts one caller may change. The entries of long lists are shared with other callers."""
+    return {**_copy_values(reply), "meta_info": _copy_values(reply["meta_info"])}
+
+
+def _copy_values(values: Json) -> Json:
+    return {name: value.copy() if isinstance(value, (list, dict)) else value for name, value in values.items()}
 
 
 def _other_weights(rid: str) -> str:

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import hmac
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import aiohttp
@@ -30,11 +30,13 @@ from verl_server.errors import (
     VerlServerError,
     to_wire,
 )
+from verl_server.router.attempt_runner import FILES_RETRY_S
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.metrics import router_metrics
-from verl_server.router.placement.routed_replica import RoutedReplica, Slot
+from verl_server.router.placement.routed_replica import RoutedReplica, Slot, unless_lost
 from verl_server.router.request_checks import (
     CHARACTERS_PER_TOKEN,
+    MAX_SERVER_DEATHS,
     MEDIA_FIELDS,
     check_forwarded_body,
     is_out_of_files,
@@ -48,6 +50,8 @@ MAX_BODY_BYTES = 256 << 20
 CONNECT_TIMEOUT_S = 2.0
 IDLE_CONNECTION_S = 2.0
 """Seconds that an idle connection to a replica is kept."""
+MAX_FORWARDED_DEATHS = 4
+"""Number of servers that may end while they run one forwarded request, even if other requests ran there, too."""
 OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no API key."""
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
@@ -58,6 +62,22 @@ ERROR_STATUSES: tuple[tuple[type[VerlServerError], int], ...] = (
     (BadInputError, 400), (ServerBusyError, 429), (NotReadyError, 503), (DeadlineError, 504), (ShutDownError, 503),
     (ServerDiedError, 502), (ServerError, 502),
 )  # fmt: skip
+
+
+@dataclass
+class _Failures:
+    """The failed attempts of one forwarded request."""
+
+    count: int = 0
+    """Number of failed attempts."""
+    tried: set[RoutedReplica] = field(default_factory=set)
+    """Replicas on which an attempt failed."""
+    is_retry: bool = False
+    """Whether an attempt has begun before."""
+    deaths: int = 0
+    """Number of servers that ended after they had received the request."""
+    deaths_alone: int = 0
+    """Number of those servers that ran no other request."""
 
 
 class RouterHttpServer:
@@ -135,26 +155,48 @@ class RouterHttpServer:
         body = await request.read()
         if request.method == "POST":
             check_forwarded_body(_parse_object(body))
-        session_id = request.headers.get("x-session-id")
-        pool, attempts = self._dispatcher.pool, 0
-        tried: set[RoutedReplica] = set()
+        session_id, failures = request.headers.get("x-session-id"), _Failures()
         while True:
-            async with self._dispatcher.lease_slot(session_id, len(body) // CHARACTERS_PER_TOKEN, tried) as slot:
-                attempts += 1
+            async with self._dispatcher.lease_slot(
+                session_id, len(body) // CHARACTERS_PER_TOKEN, failures.tried, failures.is_retry
+            ) as slot:
+                lost = asyncio.ensure_future(slot.replica.lost.wait())
                 try:
-                    answer = await self._send(slot.replica, request, body)
+                    answer = await unless_lost(lost, self._send(slot.replica, request, body))
                 except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-                    if is_out_of_files(error):
-                        pool.limit_running_requests(slot)
-                    else:
-                        tried.add(slot.replica)
-                        pool.record_error(slot)
-                        pool.mark_unreachable(slot.replica)
-                    if attempts >= self._dispatcher.config.max_attempts:
-                        raise ServerError(f"no replica answered in {attempts} attempts: {error}") from error
-                    continue
-                async with answer:
-                    return await self._relay(answer, request, slot)
+                    delay_s = self._handle_failure(slot, error, failures)
+                else:
+                    lost.add_done_callback(functools.partial(_close_if_lost, answer))
+                    async with answer:
+                        return await self._relay(answer, request, slot)
+                finally:
+                    lost.cancel()
+            await asyncio.sleep(delay_s)
+
+    def _handle_failure(self, slot: Slot, error: Exception, failures: _Failures) -> float:
+        """Record that a replica did not answer. Returns the number of seconds before the next attempt.
+
+        Raises ServerError after `max_attempts` failed attempts, and ServerDiedError when the request ends servers.
+        """
+        pool, failures.is_retry = self._dispatcher.pool, True
+        lacks_files = is_out_of_files(error)
+        failures.count += not (lacks_files and pool.has_other_requests)
+        if lacks_files:
+            pool.limit_running_requests(slot)
+        else:
+            failures.tried.add(slot.replica)
+            pool.record_error(slot)
+            pool.mark_unreachable(slot.replica)
+            if not isinstance(error, aiohttp.ClientConnectorError):  # the server had received the request
+                failures.deaths += 1
+                failures.deaths_alone += slot.has_run_alone
+        if failures.deaths_alone >= MAX_SERVER_DEATHS or failures.deaths >= MAX_FORWARDED_DEATHS:
+            raise ServerDiedError(
+                f"the request was given up, because {failures.deaths} servers ended while they ran it: {error}"
+            ) from error
+        if failures.count >= self._dispatcher.config.max_attempts:
+            raise ServerError(f"no replica answered in {failures.count} attempts: {error}") from error
+        return FILES_RETRY_S if lacks_files else 0.0
 
     async def _send(self, replica: RoutedReplica, request: web.BaseRequest, body: bytes) -> aiohttp.ClientResponse:
         assert self._session is not None
@@ -239,3 +281,8 @@ def _parse_object(raw: bytes) -> Json:
     if not isinstance(body, dict):
         raise BadInputError(f"the request body must be a JSON object, got {type(body).__name__}")
     return body
+
+
+def _close_if_lost(answer: aiohttp.ClientResponse, lost: asyncio.Future[Any]) -> None:
+    if not lost.cancelled():
+        answer.close()

@@ -142,9 +142,11 @@ class ReplicaPool:
             raise
 
     @contextlib.asynccontextmanager
-    async def lease(self, request: RoutingRequest, *, tried: Collection[RoutedReplica] = ()) -> AsyncIterator[Slot]:
+    async def lease(
+        self, request: RoutingRequest, *, tried: Collection[RoutedReplica] = (), is_retry: bool = False
+    ) -> AsyncIterator[Slot]:
         """A place for the duration of one request. Arguments and errors are those of `acquire`."""
-        slot = await self.acquire(request, tried=tried, is_retry=bool(tried))
+        slot = await self.acquire(request, tried=tried, is_retry=is_retry)
         try:
             yield slot
         finally:
@@ -177,6 +179,11 @@ class ReplicaPool:
                 "of open files (ulimit -n) before it starts",
                 others,
             )
+
+    @property
+    def has_other_requests(self) -> bool:
+        """Whether more than one request runs: the end of another one would close a connection."""
+        return self._running_requests > 1
 
     def _raise_limit(self) -> None:
         """Run a few requests more, to see whether files were closed. No limit when no request waits."""

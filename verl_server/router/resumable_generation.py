@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_server.adapter.sglang.batch import check_lengths, is_batch, plain_prompts
-from verl_server.adapter.sglang.request_fields import parse_sampling_params
+from verl_server.adapter.sglang.batch import check_lengths, is_batch
+from verl_server.adapter.sglang.finish_reasons import DEFAULT_MAX_NEW_TOKENS
+from verl_server.adapter.sglang.request_fields import plain_request
 from verl_server.adapter.sglang.requests import require_token_ids
 from verl_server.errors import BadInputError
 from verl_server.types import Json, parse_weight_version
 
-#: SGLang's default of `max_new_tokens`.
-DEFAULT_MAX_NEW_TOKENS = 128
+#: Assumed number of output tokens of a generation without a limit.
+ASSUMED_NEW_TOKENS = 4096
 #: Request fields and sampling parameters that a continuation can have: their effect on a token does not depend on where
 #: the output began, and their results are one entry for each token or belong to the prompt.
 _CONTINUABLE = frozenset({
@@ -35,6 +36,10 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {"repetition_penalty": (None, 1
 _NEUTRAL_VALUE: tuple[Any, ...] = (None, False, 0, "", [])
 #: Lists in the reply's `meta_info` that have one entry for each output token.
 LOGPROB_LISTS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+#: Lists in the reply's `meta_info` that have one entry for each token of the prompt.
+INPUT_LOGPROB_LISTS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+#: Values of the reply's `meta_info` that describe the prompt. Those of a continuation describe its longer prompt.
+_PROMPT_VALUES = ("prompt_tokens", "cached_tokens", *INPUT_LOGPROB_LISTS)
 
 
 class ResumableGeneration:
@@ -46,10 +51,10 @@ class ResumableGeneration:
     """
 
     def __init__(self, request: Mapping[str, Any]) -> None:
-        self.request = plain_prompts(request)
-        params = self.request.get("sampling_params") or {}
-        if not isinstance(params, Mapping):
+        params = request.get("sampling_params")
+        if params is not None and not isinstance(params, Mapping):
             raise BadInputError(f"sampling_params must be one dict for one prompt, got {type(params).__name__}")
+        self.request = plain_request(request)
         prompt = self.request.get("input_ids")
         if prompt is not None:
             require_token_ids("input_ids", prompt)
@@ -59,7 +64,7 @@ class ResumableGeneration:
             )
         check_lengths(self.request, 1, batch=False)
         self._prompt: list[int] | None = prompt
-        self._params = parse_sampling_params(params)
+        self._params: Json = self.request.get("sampling_params") or {}
         if self._params.get("n") not in (None, 1):
             raise BadInputError("a generation has n=1; make one call for each sample, each with its own rid")
         self._parts: list[Json] = []
@@ -99,7 +104,8 @@ class ResumableGeneration:
         tokens = self.tokens
         params = dict(self._params)
         if tokens:
-            params["max_new_tokens"] = self._max_new_tokens - len(tokens)
+            if self._max_new_tokens is not None:
+                params["max_new_tokens"] = self._max_new_tokens - len(tokens)
             if params.get("min_new_tokens"):
                 params["min_new_tokens"] = max(0, params["min_new_tokens"] - len(tokens))
         body = {**self.request, "sampling_params": params}
@@ -145,19 +151,22 @@ class ResumableGeneration:
         return True
 
     @property
-    def _max_new_tokens(self) -> int:
-        value = self._params.get("max_new_tokens")
-        return DEFAULT_MAX_NEW_TOKENS if value is None else int(value)
+    def _max_new_tokens(self) -> int | None:
+        """Maximum number of output tokens. None: the output may fill the context of the model."""
+        limit: int | None = self._params.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+        return limit
 
     @property
     def remaining_tokens(self) -> int:
-        """Maximum number of output tokens that are still to be generated."""
-        return self._max_new_tokens - len(self.tokens)
+        """Maximum number of output tokens that are still to be generated. An assumption if the request has no limit."""
+        return ASSUMED_NEW_TOKENS if self._max_new_tokens is None else self._max_new_tokens - len(self.tokens)
 
     @property
     def is_complete(self) -> bool:
         """Whether all requested tokens were received, although the last attempt was lost before it finished."""
-        return bool(self._parts) and self._event is None and len(self.tokens) >= self._max_new_tokens
+        if not self._parts or self._event is not None or self._max_new_tokens is None:
+            return False
+        return len(self.tokens) >= self._max_new_tokens
 
     @property
     def is_aborted(self) -> bool:
@@ -174,27 +183,29 @@ class ResumableGeneration:
         return [*self._parts, *([self._event] if self._event is not None else [])]
 
     def reply(self) -> Json:
-        """The whole reply, equal to that of a single attempt. `meta_info.attempts` is `counted_attempts`."""
+        """The whole reply, equal to that of a single attempt. `meta_info.attempts` is `counted_attempts`.
+
+        A reply with tokens of a lost or aborted attempt has no text: the attempt may have ended inside a character.
+        """
         parts = self._all_parts()
         if not parts:
             raise ValueError("the generation has received no event yet")
         last = parts[-1]
         meta: Json = {**parts[0]["meta_info"], **last["meta_info"], "attempts": self.counted_attempts}
         if len(parts) > 1:
-            for name in ("prompt_tokens", "cached_tokens"):
-                if name in parts[0]["meta_info"]:
-                    meta[name] = parts[0]["meta_info"][name]
+            meta |= {name: parts[0]["meta_info"][name] for name in _PROMPT_VALUES if name in parts[0]["meta_info"]}
             meta["completion_tokens"] = len(self.tokens)
             meta["weight_versions"] = join_version_spans(parts)
             for name in LOGPROB_LISTS:
                 if name in last["meta_info"]:
                     meta[name] = [entry for part in parts for entry in part["meta_info"].get(name) or []]
-        if self.is_complete:
-            meta["finish_reason"] = {"type": "length", "length": self._max_new_tokens}
+            if "output_token_logprobs_length" in meta:
+                meta["output_token_logprobs_length"] = len(meta.get("output_token_logprobs") or ())
         reply = {**last, "output_ids": self.tokens, "meta_info": meta}
-        reply.pop("text", None)
-        if all("text" in part for part in parts):
-            reply["text"] = "".join(part["text"] for part in parts)
+        if self._parts:
+            reply.pop("text", None)
+            if self.is_complete or (meta.get("finish_reason") or {}).get("type") == "length":
+                meta["finish_reason"] = {"type": "length", "length": len(self.tokens)}
         return reply
 
 
@@ -219,10 +230,9 @@ def _truncate(event: Json, count: int, weight_version: int) -> Json:
     for name in LOGPROB_LISTS:
         if meta.get(name):
             meta[name] = meta[name][:count]
-    truncated = {**event, "output_ids": event["output_ids"][:count], "meta_info": meta}
-    if count < len(event["output_ids"]):
-        truncated.pop("text", None)  # which part of the text belongs to these tokens is unknown
-    return truncated
+    if "output_token_logprobs_length" in meta:
+        meta["output_token_logprobs_length"] = count
+    return {**event, "output_ids": event["output_ids"][:count], "meta_info": meta}
 
 
 def join_version_spans(parts: list[Json]) -> list[Json]:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from verl_server.adapter.event_loop_thread import EventLoopThread
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 REGISTRATION_RETRY_S = 1.0
 """Seconds before a failed registration or removal is repeated."""
+MAX_PARALLEL_STATUSES = 64
+"""Number of replicas that are registered at the same time: the router checks each of them."""
 MAX_REMOVALS = 3
 """Number of times that the removal of a worker is tried at the end of a fleet."""
 
@@ -125,19 +128,29 @@ class SglangRouterTarget:
         """Does nothing: an `sglang-router` does not report when it has applied a change."""
 
     def _apply_statuses(self) -> None:
-        while (taken := self._status_queue.take()) is not None:
-            for status in taken[1]:
-                try:
-                    self._apply(status)
-                except ShutDownError:
-                    continue  # the replica has a newer status, or the router is closed
-                except VerlServerError as error:
-                    logger.warning("the router has another status of replica %s: %s", status.name, error.message)
-                    self._closing.wait(REGISTRATION_RETRY_S)
-                    if self._status_queue.latest(status.name) is status:
-                        self._status_queue.put(status)
-        for registration in self._registrations.values():
-            any(registration.stop() for _ in range(MAX_REMOVALS))
+        running: dict[str, Future[None]] = {}
+        with ThreadPoolExecutor(MAX_PARALLEL_STATUSES, thread_name_prefix="verl-server-registration") as pool:
+            while (taken := self._status_queue.take()) is not None:
+                for status in taken[1]:
+                    running[status.name] = pool.submit(self._apply_after, running.get(status.name), status)
+        with ThreadPoolExecutor(MAX_PARALLEL_STATUSES, thread_name_prefix="verl-server-registration") as pool:
+            list(pool.map(_remove, self._registrations.values()))
+
+    def _apply_after(self, previous: Future[None] | None, status: ReplicaStatus) -> None:
+        """Apply a status when the previous status of the same replica is applied, and again if that fails."""
+        if previous is not None:
+            wait([previous])
+        try:
+            latest = self._status_queue.latest(status.name)
+            if latest is None or latest is status:
+                self._apply(status)
+        except ShutDownError:
+            return  # the replica has a newer status, or the router is closed
+        except VerlServerError as error:
+            logger.warning("the router has another status of replica %s: %s", status.name, error.message)
+            self._closing.wait(REGISTRATION_RETRY_S)
+            if self._status_queue.latest(status.name) is status:
+                self._status_queue.put(status)
 
     def _apply(self, status: ReplicaStatus) -> None:
         """Register an admitted replica; remove the registration of a replica that is not admitted or has moved."""
@@ -161,3 +174,7 @@ class SglangRouterTarget:
         self._closing.set()
         self._status_queue.close()
         self._thread.join()
+
+
+def _remove(registration: RouterRegistration) -> None:
+    any(registration.stop() for _ in range(MAX_REMOVALS))

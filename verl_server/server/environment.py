@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
+
+from verl_server.server.server_folder import temporary_folder
 
 #: Environment variables of the trainer's own rendezvous, which servers must not inherit. With those of torchrun,
 #: SGLang's scheduler would connect to the trainer's store instead of creating its own (TORCHELASTIC_USE_AGENT_STORE).
@@ -18,9 +19,10 @@ def inherited_environment() -> dict[str, str]:
     """The environment of every server: this process's variables and our defaults.
 
     Servers do not inherit `RENDEZVOUS_VARIABLES`, nor the OMP_NUM_THREADS that torchrun or Ray has set for a worker.
+    Raises StartupError without a writable temporary folder.
     """
     left_out = (*RENDEZVOUS_VARIABLES, "OMP_NUM_THREADS") if _has_threads_of_worker() else RENDEZVOUS_VARIABLES
-    user_cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+    user_cache = temporary_folder() / f"torchinductor_{os.getuid()}"
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(left_out)},
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(user_cache)),  # shared, and kept

@@ -234,6 +234,8 @@ class ServerProcess(ExitNotifier):
         assert self._warden.stdout is not None
         shared_memory: dict[str, int] = {}
         for line in self._warden.stdout:
+            if not line.endswith(b"\n"):
+                break  # the warden was killed while it wrote
             event = json.loads(line)
             if event["event"] == "started":
                 self._main_pid = event["pid"]

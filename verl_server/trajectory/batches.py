@@ -62,7 +62,8 @@ def to_batch(paths: Iterable[GraphPath], pad_token_id: int) -> TensorDict:
     `rm_scores` are 0 everywhere if no path has a reward: the trainer then computes its own rewards. Raises
     BadInputError if there are no paths, for a value that is no path, for an unknown node, for the path of a failed
     sample without a sampled token or without a reward (see `TrajectoryGraph.set_rewards`), for a path without a reward
-    beside paths with rewards, and for a `pad_token_id` that is no token id.
+    beside paths with rewards, for a reward before the first sampled token of a path, and for a `pad_token_id` that is
+    no token id.
     """
     if pad_token_id is None:
         raise BadInputError("pad_token_id is None: this tokenizer has no padding token; pass tokenizer.eos_token_id")
@@ -187,6 +188,11 @@ def _rows(paths: Iterable[GraphPath]) -> list[_Row]:
                 f"path {index} {session} has no reward, but other paths have rewards; set its reward: {SET_REWARD}, or "
                 f"leave out {FAILED}"
             )
+        if (node := _node_with_lost_reward(graph, leaf)) is not None:
+            raise BadInputError(
+                f"path {index} {session} has a reward at node {node}, before its first sampled token, so the reward "
+                f"would be lost; set the reward on a turn: {SET_REWARD}"
+            )
     return [_Row(graph.token_sequence(node), _token_rewards(graph, graph.path(node))) for graph, node in checked]
 
 
@@ -194,6 +200,17 @@ def _is_path(value: object) -> bool:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         return False
     return isinstance(value[0], TrajectoryGraph) and is_whole_number(value[1])
+
+
+def _node_with_lost_reward(graph: TrajectoryGraph, leaf: int) -> int | None:
+    """The first node with a reward before the first sampled token of a path. None for a path without such tokens."""
+    first: int | None = None
+    for node in graph.path(leaf):
+        if node.sampled and node.token_ids:
+            return first
+        if first is None and node.id in graph.rewards:
+            first = node.id
+    return None
 
 
 def _token_rewards(graph: TrajectoryGraph, nodes: Sequence[Node]) -> list[float]:

@@ -63,21 +63,21 @@ def _validate_message(message: Message) -> None:
             f"the content has the type {type(content).__name__}; expected a string or a list of content parts"
             f"{tolist_hint(content)}"
         )
-    if isinstance(content, str) and ASSISTANT_PLACEHOLDER in content:
-        raise BadInputError(
-            f"the content contains the reserved placeholder {ASSISTANT_PLACEHOLDER!r}; remove it from the text"
-        )
     for number, part in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(part, Mapping):
             raise BadInputError(f"content part {number}: expected a dict, got {type(part).__name__}")
     image_sources(message)
     try:
-        orjson.dumps(dict(message))
+        encoded = orjson.dumps(dict(message))
     except TypeError as error:
         cure = "pass plain JSON values. Convert values of numpy and torch with .tolist()"
         if "surrogates" in str(error):
             cure = SURROGATE_CURE
         raise BadInputError(f"a value cannot be recorded as JSON: {error}; {cure}") from None
+    if ASSISTANT_PLACEHOLDER.encode() in encoded:
+        raise BadInputError(
+            f"the message contains the reserved placeholder {ASSISTANT_PLACEHOLDER!r}; remove it from the text"
+        )
 
 
 def copy_json(value: Any) -> Any:

@@ -46,6 +46,8 @@ IDENTITY_TEXT = "The tokenizer splits 1234 words, also d\u00e9j\u00e0 vu.\n\n\u4
 """Text by whose token ids tokenizers are told apart."""
 TOKENIZER_METHODS = ("apply_chat_template", "encode", "decode")
 """Methods of a tokenizer that a renderer calls."""
+REPLACEMENT_CHARACTER = "\ufffd"
+"""Character that tokenizers decode for an incomplete character."""
 TRUNCATION_MARK = " [cut]"
 """Text at the end of a truncated tool result."""
 
@@ -147,7 +149,12 @@ class ChatRenderer:
         """
         validate_messages(messages)
         token_ids = self.encode(self._render_after_turn(PROBE_HISTORIES[0], messages))
-        return token_ids[1:] if turn_ids and token_ids and turn_ids[-1] == token_ids[0] else token_ids
+        if not turn_ids or turn_ids[-1] not in token_ids:
+            return token_ids
+        end = token_ids.index(turn_ids[-1])
+        # The template may have white space between the content and the end marker, which the policy has generated too.
+        before = str(self._tokenizer.decode(token_ids[:end], skip_special_tokens=False))
+        return token_ids if before.strip() else token_ids[end + 1 :]
 
     def parse_tool_calls(
         self, turn_ids: Sequence[int], preceding_ids: Sequence[int], tools: Sequence[Json]
@@ -176,12 +183,15 @@ class ChatRenderer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def truncate(self, text: str, max_tokens: int) -> str:
-        """The text, or its first `max_tokens` tokens followed by `TRUNCATION_MARK`."""
+        """The text, or its first `max_tokens` tokens, without a part of a character, followed by `TRUNCATION_MARK`."""
         max_characters = MAX_CHARACTERS_PER_TOKEN * max_tokens
         token_ids = self.encode(text[:max_characters])  # encoding ten megabytes would take seconds
         if len(token_ids) <= max_tokens and len(text) <= max_characters:
             return text
-        return self.decode(token_ids[:max_tokens]) + TRUNCATION_MARK
+        kept = str(self._tokenizer.decode(token_ids[:max_tokens], skip_special_tokens=False))
+        while kept.endswith(REPLACEMENT_CHARACTER) and not text.startswith(kept):
+            kept = kept[:-1]
+        return kept + TRUNCATION_MARK
 
     def truncate_content(self, content: str | Sequence[Any], max_tokens: int) -> str | list[Any]:
         """The content of a message with at most `max_tokens` tokens of text: a string, or a list of content parts.

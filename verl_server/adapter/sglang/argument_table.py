@@ -16,8 +16,9 @@ from typing import Any
 
 from verl_server.errors import BadInputError
 
-#: Files below `sglang/srt` with the fields, and those with the calls of `add_argument`.
-FIELD_SOURCES, CALL_SOURCES = "arg_groups/fields/*.py", "server_args.py"
+#: Files below `sglang/srt` with the fields, and those with the calls of `add_argument`. SGLang 0.5.15 has no files of
+#: the first kind: its fields are in the class `ServerArgs` of `server_args.py`.
+FIELD_SOURCES, CALL_SOURCES, FIELD_CLASS = "arg_groups/fields/*.py", "server_args.py", "ServerArgs"
 FLAG_ACTIONS = {"store_true", "BooleanOptionalAction", "DeprecatedStoreTrueAction"}
 
 
@@ -48,11 +49,15 @@ def read_options() -> Mapping[str, Option]:
     An argument is also found by the name of its field, where SGLang's option has another name.
     """
     options: dict[str, Option] = {}
-    for module in _parse_files(FIELD_SOURCES):
-        for field in _annotated_fields(module):
+    field_modules, call_modules = _parse_files(FIELD_SOURCES), _parse_files(CALL_SOURCES)
+    classes = [node for module in field_modules for node in _classes(module)]
+    if not field_modules:
+        classes = [node for module in call_modules for node in _classes(module) if node.name == FIELD_CLASS]
+    for node in classes:
+        for field in _annotated_fields(node):
             options |= _read_field(*field)
     fields = {option.field for option in options.values()}
-    for module in _parse_files(CALL_SOURCES):
+    for module in call_modules:
         for call in _add_argument_calls(module):
             name, option = _read_call(call)
             if option.field in fields:
@@ -87,13 +92,16 @@ def _parse_files(pattern: str) -> list[ast.Module]:
     return [ast.parse(file.read_text(encoding="utf-8")) for folder in folders for file in folder.glob(pattern)]
 
 
-def _annotated_fields(module: ast.Module) -> Iterator[tuple[str, ast.expr, list[ast.expr]]]:
-    """Name, type and metadata of all `name: A[type, metadata]` in class bodies. `name: type` has no metadata."""
-    for statement in module.body:
-        for node in statement.body if isinstance(statement, ast.ClassDef) else ():
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                inner, metadata = _split_annotation(node.annotation)
-                yield node.target.id, inner, metadata
+def _classes(module: ast.Module) -> list[ast.ClassDef]:
+    return [node for node in module.body if isinstance(node, ast.ClassDef)]
+
+
+def _annotated_fields(declaration: ast.ClassDef) -> Iterator[tuple[str, ast.expr, list[ast.expr]]]:
+    """Name, type and metadata of all `name: A[type, metadata]` in a class body. `name: type` has no metadata."""
+    for node in declaration.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            inner, metadata = _split_annotation(node.annotation)
+            yield node.target.id, inner, metadata
 
 
 def _split_annotation(annotation: ast.expr) -> tuple[ast.expr, list[ast.expr]]:
@@ -106,8 +114,8 @@ def _split_annotation(annotation: ast.expr) -> tuple[ast.expr, list[ast.expr]]:
 
 def _add_argument_calls(module: ast.Module) -> Iterator[ast.Call]:
     """All calls `parser.add_argument("--name", ...)` in the methods of the module's classes."""
-    for statement in module.body:
-        for node in ast.walk(statement) if isinstance(statement, ast.ClassDef) else ():
+    for declaration in _classes(module):
+        for node in ast.walk(declaration):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
                 yield node
 

@@ -85,7 +85,7 @@ def check_lengths(fields: Mapping[str, Any], num_prompts: int, *, batch: bool) -
 
 
 def plain_prompts(request: Mapping[str, Any]) -> Json:
-    """A copy of the request whose prompts are lists or strings. Tuples and other sequences become lists."""
+    """A copy of the request whose prompts are strings or new lists. Tuples and other sequences become lists."""
     plain = dict(request)
     prompt, input_ids = plain.get("prompt"), plain.get("input_ids")
     if is_list(prompt):
@@ -98,7 +98,7 @@ def plain_prompts(request: Mapping[str, Any]) -> Json:
 
 
 def _plain_list(value: Any) -> Any:
-    return list(value) if is_list(value) and not isinstance(value, list) else value
+    return list(value) if is_list(value) else value
 
 
 def split_batch(request: Mapping[str, Any]) -> list[Json] | None:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
-from verl_server.adapter.model_files import read_model_config
+from verl_server.adapter.model_files import find_model_file, read_model_config
 from verl_server.errors import UnsupportedError
 
-QUANTIZATION_ARGUMENTS = ("quantization", "torchao_config")
+QUANTIZATION_ARGUMENTS = ("quantization", "torchao_config", "modelopt_quant")
 NO_QUANTIZATION = (None, "", "unquant")
 """Values of these arguments that quantize nothing."""
+QUANTIZED_FORMATS = frozenset({"bitsandbytes", "gguf"})
+"""Values of `load_format` for quantized checkpoints. A model whose name ends with `.gguf` also is one."""
+QUANTIZATION_FILES = ("hf_quant_config.json", "quant_model_description.json")
+"""Files with which ModelOpt and ModelSlim describe a quantized checkpoint outside of its `config.json`."""
+EXTERNAL_KV_STORES = (
+    "hicache_storage_backend", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker",
+)  # fmt: skip
+"""Arguments that keep the KV cache outside of the server's process, where `flush_cache` does not remove it."""
+EXTERNAL_RADIX_CACHES = frozenset({"flexkv", "lmcache"})
+"""Values of `radix_cache_backend` that do so."""
 ALGORITHMS_WITHOUT_DRAFT_MODEL = frozenset({"NGRAM"})
 
 
@@ -19,7 +31,7 @@ def require_pushable(server_args: Mapping[str, Any]) -> None:
 
     Each rule is a fact of SGLang 0.5.23. The second stages of a pipeline and the copies of data parallelism do not
     answer an update. A draft model for speculative decoding is passed the same update as the served model. A quantized
-    model keeps scales that belong to its earlier weights.
+    model keeps scales that belong to its earlier weights. An external KV store keeps the KV cache of earlier weights.
     """
     if (reason := _reason(server_args)) is not None:
         raise UnsupportedError(
@@ -37,15 +49,47 @@ def _reason(server_args: Mapping[str, Any]) -> str | None:
     algorithm = server_args.get("speculative_algorithm")
     if algorithm is not None and str(algorithm).upper() not in ALGORITHMS_WITHOUT_DRAFT_MODEL:
         return f"speculative_algorithm={algorithm!r}, which has a draft model: leave it out, or use 'NGRAM'"
+    return _external_kv_store(server_args) or _quantization(server_args)
+
+
+def _external_kv_store(server_args: Mapping[str, Any]) -> str | None:
+    """The argument that makes the server keep its KV cache outside of its process, and what to do. None: nothing."""
+    names = [name for name in EXTERNAL_KV_STORES if server_args.get(name)]
+    if str(server_args.get("radix_cache_backend")).lower() in EXTERNAL_RADIX_CACHES:
+        names.append("radix_cache_backend")
+    if not names:
+        return None
+    return (
+        f"{names[0]}={server_args[names[0]]!r}: its external store keeps the KV cache of earlier weights: leave it out"
+    )
+
+
+def _quantization(server_args: Mapping[str, Any]) -> str | None:
+    """What makes the served model a quantized model, and what to use instead. None: nothing."""
     for name in QUANTIZATION_ARGUMENTS:
         if server_args.get(name) not in NO_QUANTIZATION:
             return f"{name}={server_args[name]!r}: serve the model without quantization"
-    if storage := server_args.get("hicache_storage_backend"):
-        return f"hicache_storage_backend={storage!r}, which keeps the KV cache of earlier weights: leave it out"
-    config = read_model_config(str(server_args["model_path"])) if server_args.get("model_path") else {}
+    unquantized = "serve an unquantized checkpoint, for example bfloat16"
+    load_format, model_path = server_args.get("load_format"), str(server_args.get("model_path") or "")
+    if load_format in QUANTIZED_FORMATS:
+        return f"load_format={load_format!r}, a quantized checkpoint: {unquantized}"
+    if PurePath(model_path).suffix == ".gguf":
+        return f"model_path={model_path!r}, a quantized checkpoint: {unquantized}"
+    config = {**(read_model_config(model_path) if model_path else {}), **_config_overrides(server_args)}
     if quantization := config.get("quantization_config") or config.get("compression_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        return (
-            f"a quantized checkpoint (quant_method {method!r}): serve an unquantized checkpoint, for example bfloat16"
-        )
+        return f"a quantized checkpoint (quant_method {method!r}): {unquantized}"
+    for name in QUANTIZATION_FILES if model_path else ():
+        if find_model_file(model_path, name) is not None:
+            return f"a quantized checkpoint (it has the file {name}): {unquantized}"
     return None
+
+
+def _config_overrides(server_args: Mapping[str, Any]) -> dict[str, Any]:
+    """What `json_model_override_args` changes in the model's `config.json`. SGLang reports invalid JSON."""
+    overrides = server_args.get("json_model_override_args")
+    try:
+        overrides = json.loads(overrides) if isinstance(overrides, str) else overrides
+    except ValueError:
+        return {}
+    return dict(overrides) if isinstance(overrides, Mapping) else {}

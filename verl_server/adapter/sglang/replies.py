@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from verl_server.adapter.sglang.endpoints import Endpoint
+from verl_server.adapter.sglang.finish_reasons import find_end_tokens
 from verl_server.adapter.sglang.requests import PromptLimits
 from verl_server.errors import (
     BadInputError,
@@ -168,10 +169,10 @@ class IncrementalStream:
         meta = dict(event["meta_info"])
         received = len(self._output_ids) + len(event["output_ids"])
         count = min(meta.get("completion_tokens", received), received)
-        self._output_ids = [*self._output_ids, *event["output_ids"]][:count]
+        self._output_ids = _joined(self._output_ids, event["output_ids"], count)
         for name in _OUTPUT_LISTS:
             if name in meta:
-                self._lists[name] = meta[name] = [*self._lists.get(name, ()), *(meta[name] or ())][:count]
+                self._lists[name] = meta[name] = _joined(self._lists.get(name, ()), meta[name] or (), count)
         reply = {**event, "output_ids": self._output_ids, "meta_info": meta}
         if "text" in event:
             new_text = event["text"] or ""
@@ -181,6 +182,13 @@ class IncrementalStream:
                 self._text += new_text
             reply["text"] = self._text
         return reply
+
+
+def _joined(earlier: Sequence[Any], new: Sequence[Any], count: int) -> list[Any]:
+    """A new list with the first `count` of the earlier and the new entries."""
+    joined = [*earlier, *new]
+    del joined[count:]
+    return joined
 
 
 def key_error(base_url: str, endpoint: Endpoint, has_key: bool) -> ServerError:
@@ -245,8 +253,8 @@ def convert_weight_versions(reply: Any) -> Any:
     return reply
 
 
-def prompt_limits(server_info: Json, model_config: Json) -> PromptLimits:
-    """The longest prompt, from `/server_info`, and the vocabulary size, from the model's `config.json`.
+def prompt_limits(server_info: Json, model_config: Json, generation_config: Json) -> PromptLimits:
+    """The longest prompt, from `/server_info`, and the vocabulary size and end tokens, from the model's files.
 
     SGLang's `max_req_input_len` is the shortest prompt that the server refuses.
     """
@@ -256,6 +264,7 @@ def prompt_limits(server_info: Json, model_config: Json) -> PromptLimits:
     return PromptLimits(
         vocab_size=text_config.get("vocab_size"),
         max_prompt_tokens=None if shortest_refused is None else shortest_refused - 1,
+        end_tokens=find_end_tokens(model_config, generation_config),
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_server.adapter.json_body import tolist_hint
-from verl_server.adapter.sglang.batch import has_value_per_prompt
+from verl_server.adapter.sglang.batch import has_value_per_prompt, plain_prompts
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.types import Json
 from verl_server.validation import did_you_mean, is_bool, is_finite_number, is_list, is_whole_number, to_plain
@@ -227,6 +227,21 @@ def parse_sampling_params(params: Any, name: str = "sampling_params") -> Json:
             raise BadInputError(f"{name}[{key!r}] must be {kind.description}, got {got}")
         parsed[key] = None if value is None else kind.convert(value)
     return parsed
+
+
+def plain_request(request: Mapping[str, Any]) -> Json:
+    """A copy of the request with the types that JSON has.
+
+    Later changes of the caller's lists and dicts do not reach the copy. Token ids are copied without conversion: a
+    prompt may have 100,000 of them. Raises BadInputError for wrong sampling parameters.
+    """
+    plain = {
+        name: value if name in ("prompt", "input_ids", "sampling_params") else to_plain(value)
+        for name, value in plain_prompts(request).items()
+    }
+    if plain.get("sampling_params") is not None:
+        plain["sampling_params"] = parse_sampling_params(plain["sampling_params"])
+    return plain
 
 
 def explain_refusal(error: VerlServerError, sampling_params: Any) -> VerlServerError:

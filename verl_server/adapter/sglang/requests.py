@@ -28,6 +28,8 @@ class PromptLimits:
     """Number of token ids."""
     max_prompt_tokens: int | None = None
     """Maximum number of tokens in one prompt."""
+    end_tokens: frozenset[int] = frozenset()
+    """Token ids with which the model ends a generation, as far as its configuration files name them."""
 
 
 def require(condition: bool, message: str) -> None:

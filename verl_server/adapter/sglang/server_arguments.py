@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_server.adapter.lora_config import check_lora_paths
 from verl_server.adapter.sglang.argument_table import read_options
-from verl_server.adapter.sglang.misplaced_arguments import refuse_misplaced_arguments
+from verl_server.adapter.sglang.early_argument_check import refuse_misplaced_arguments
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import MemoryTag
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
-from verl_server.validation import is_finite_number, require_whole_number, to_plain
+from verl_server.validation import is_finite_number, is_list, require_whole_number, to_plain
 
 #: Import path of the weight loader that runs inside the server (`weights/loader.py`). It is both an element of the
 #: server argument `custom_weight_loader` and the `load_format` of our weight updates.
@@ -28,9 +29,29 @@ MAX_PORT = 65535
 #: Smallest values of server arguments. SGLang does not check them: its server fails later with another error.
 WHOLE_NUMBERS = {
     "tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1, "nnodes": 1, "node_rank": 0, "base_gpu_id": 0,
+    "gpu_id_step": 1,
     "context_length": 1, "max_total_tokens": 1, "max_running_requests": 1, "max_prefill_tokens": 1, "page_size": 1,
     "max_lora_rank": 1, "max_loras_per_batch": 1, "port": 0,
 }  # fmt: skip
+#: Server arguments that name a file or a folder which the server reads. Some of them can also be a name on a hub.
+READ_PATHS = (
+    "model_path", "tokenizer_path", "speculative_draft_model_path", "uno_lora_path", "chat_template",
+    "completion_template", "lmcache_config_file", "flexkv_config_file", "quantization_param_path", "pdmux_config_path",
+    "decrypted_config_file", "decrypted_draft_config_file", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
+    "speculative_ngram_external_corpus_path", "debug_tensor_dump_input_file", "kt_weight_path",
+)  # fmt: skip
+#: Server arguments that name a folder which the server writes to.
+WRITTEN_FOLDERS = (
+    "download_dir", "crash_dump_folder", "debug_tensor_dump_output_folder", "export_metrics_to_file_dir",
+    "file_storage_path", "modelopt_checkpoint_save_path", "modelopt_export_path",
+)  # fmt: skip
+#: Server arguments with which a server does not answer `/generate` by itself, and their default values.
+OTHER_ROLES = {
+    "disaggregation_mode": (None, "", "null"), "encoder_only": (None, False), "smg_grpc_mode": (None, False),
+    "grpc_mode": (None, False),
+}  # fmt: skip
+#: Server arguments that place a server on GPUs, and their default values.
+GPU_PLACEMENT = {"base_gpu_id": (None, 0), "gpu_id_step": (None, 1)}
 #: Label of the checkpoint's weights. SGLang's own default is "default", which is no number.
 FIRST_WEIGHT_VERSION = "0"
 
@@ -64,6 +85,31 @@ def add_fleet_defaults(server_args: Mapping[str, Any], *, has_sglang_router: boo
     return dict(server_args) if has_sglang_router or name not in read_options() else {name: True, **server_args}
 
 
+def validate_fleet_args(server_args: Mapping[str, Any]) -> Json:
+    """`validate_server_args` for the replicas of a fleet, which chooses the port and the GPUs of each replica."""
+    if server_args.get("port") is not None:
+        raise BadInputError(
+            "each replica chooses a free port: leave port out, and read the URLs from the `replicas` of the fleet",
+            argument="port",
+        )
+    if server_args.get("preferred_sampling_params"):
+        raise BadInputError(
+            "preferred_sampling_params is refused: the server adds these parameters to each request, but the router of "
+            "a fleet continues requests on other servers and does not know these parameters. Leave the argument out, "
+            "and pass sampling_params with each request",
+            argument="preferred_sampling_params",
+        )
+    args = validate_server_args(server_args)
+    for name, defaults in GPU_PLACEMENT.items():
+        if args.get(name) not in defaults:
+            raise BadInputError(
+                f"a fleet places its replicas itself: leave {name}={args[name]!r} out. Choose GPUs with "
+                "env={'CUDA_VISIBLE_DEVICES': ...}; with RayLauncher, Ray chooses them",
+                argument=name,
+            )
+    return args
+
+
 def validate_launch_args(server_args: Mapping[str, Any]) -> Json:
     """`validate_server_args` for a server that will be started. Also refuses a `tp_size` that the model cannot have."""
     args = validate_server_args(server_args)
@@ -74,12 +120,14 @@ def validate_launch_args(server_args: Mapping[str, Any]) -> Json:
 def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     """Return a copy of `server_args` that can travel to the server process as JSON.
 
-    Paths, numbers of numpy and torch dtypes are converted. Raises BadInputError for another value that is not plain
-    JSON, an argument that is not meant for SGLang, a model path that does not exist, a short key, a number that no
-    server can have, and a LoRA adapter on this machine that SGLang would serve wrongly.
+    Paths, numbers of numpy and torch dtypes are converted, and paths are made absolute (`with_absolute_paths`). Raises
+    BadInputError for another value that is not plain JSON, an argument that is not meant for SGLang, a model path that
+    does not exist, a short key, a number that no server can have, and a LoRA adapter on this machine that SGLang would
+    serve wrongly. Raises UnsupportedError for a server that cannot generate by itself (`require_generating_server`).
     """
     refuse_misplaced_arguments(server_args)
-    args: Json = to_plain(server_args)
+    args = with_absolute_paths(to_plain(server_args))
+    require_generating_server(args)
     args["model_path"] = _validate_model_path(args.get("model_path"))
     for name in SECRET_ARGUMENTS:
         _validate_key(name, args.get(name))
@@ -95,6 +143,56 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     _validate_numbers(args)
     check_lora_paths(args.get("lora_paths"))
     return args
+
+
+def with_absolute_paths(server_args: Mapping[str, Any]) -> Json:
+    """A copy of `server_args` whose paths do not depend on the working folder, because the server has another one.
+
+    A path that the server reads is made absolute when it exists on this machine: it can be a name on a hub, the name of
+    a template, or a path on another machine. A LoRA adapter keeps its name.
+    """
+    args = dict(server_args)
+    for name in args.keys() & set(READ_PATHS):
+        args[name] = _absolute_path(args[name], os.path.isfile if name.endswith("_template") else os.path.exists)
+    for name in args.keys() & set(WRITTEN_FOLDERS):
+        args[name] = _absolute_path(args[name], bool)
+    lora_paths = args.get("lora_paths")
+    if isinstance(lora_paths, Mapping):
+        args["lora_paths"] = {name: _absolute_path(path) for name, path in lora_paths.items()}
+    elif is_list(lora_paths):
+        args["lora_paths"] = [_absolute_lora_path(item) for item in lora_paths]
+    return args
+
+
+def _absolute_path(path: Any, is_path: Callable[[str], bool] = os.path.exists) -> Any:
+    """`path` as an absolute path if it is a string of which `is_path` is true, otherwise unchanged.
+
+    `~` is the home of the user.
+    """
+    if not isinstance(path, str) or os.path.isabs(path):
+        return path
+    expanded = os.path.expanduser(path)
+    return str(Path(expanded).absolute()) if is_path(expanded) else path
+
+
+def _absolute_lora_path(item: Any) -> Any:
+    """One item of a list of `lora_paths`: `path`, `name=path` or a dict. A path without a name is its own name."""
+    if isinstance(item, Mapping):
+        return {**item, "lora_path": _absolute_path(item.get("lora_path"))}
+    name, _, path = str(item).partition("=")
+    absolute = _absolute_path(path or name)
+    return item if absolute == (path or name) else f"{name}={absolute}"
+
+
+def require_generating_server(server_args: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for arguments with which a server does not answer `/generate` over HTTP by itself."""
+    for name, defaults in OTHER_ROLES.items():
+        if server_args.get(name) not in defaults:
+            raise UnsupportedError(
+                f"{name}={server_args[name]!r} starts a server that does not generate over HTTP by itself, which "
+                f"VerlEngine, RolloutManager and the adapters need: leave {name} out",
+                argument=name,
+            )
 
 
 def require_memory_saver(server_args: Mapping[str, Any]) -> None:

@@ -52,7 +52,7 @@ class LocalLauncher:
     ) -> HttpServerEngineAdapter:
         args = dict(server_args)
         if count_accelerators(env) is not None:
-            args["base_gpu_id"] = int(args.get("base_gpu_id") or 0) + self._slot(name) * self._devices
+            args["base_gpu_id"] = self._slot(name) * self._devices
         return HttpServerEngineAdapter(config=config, env=env, check_abort=check_abort, **args)
 
     def _slot(self, name: str) -> int:

@@ -24,6 +24,7 @@ from verl_server.errors import BadInputError, ServerError, StartupError, Unsuppo
 from verl_server.ranks.machine import machine_id
 from verl_server.rollout.parallel_config import ParallelConfig, require_devices
 from verl_server.server.supervisor import AbortCheck
+from verl_server.server.visible_devices import VISIBLE_DEVICES
 
 try:
     import ray
@@ -83,6 +84,10 @@ class RayLauncher:
         return "GPU" if ray.cluster_resources().get("GPU") else "CPU"
 
     def reserve(self, parallel_config: ParallelConfig, replicas: int, env: Mapping[str, str]) -> None:
+        if VISIBLE_DEVICES in env:
+            raise BadInputError(
+                f"Ray chooses the GPUs of each replica: leave {VISIBLE_DEVICES} out of env", argument="env"
+            )
         nodes = [node for node in ray.nodes() if node["Alive"]]
         if parallel_config.nnodes > len(nodes):
             raise BadInputError(f"one replica takes nnodes={parallel_config.nnodes}; the cluster has {len(nodes)}")

@@ -55,6 +55,8 @@ class ReplicaTable:
         elif replica is None:
             self._set_awaited(status.name, status.will_serve)
         else:
+            if status.adapter is None:
+                replica.lost.set()
             self.update(
                 status.name,
                 weight_version=status.weight_version,
@@ -110,6 +112,7 @@ class ReplicaTable:
         self._set_awaited(name, False)
         replica = self.replicas.pop(name, None)
         if replica is not None:
+            replica.lost.set()
             self._index.remove(replica)
 
     def refresh(self, replica: RoutedReplica) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+import aiohttp
 
 from verl_server.router.placement.error_history import ErrorHistory, Trust
 from verl_server.router.replica_status import ReplicaStats
 from verl_server.router.snapshot import ReplicaSnapshot
 
+T = TypeVar("T")
 Load = tuple[int, int, str]
 """Tokens in flight, running requests, and the name. The replica with the smallest load receives the next request."""
 
@@ -53,6 +57,8 @@ class RoutedReplica:
     """Number of requests that have started on the replica."""
     waiting_callers: int = 0
     """Number of these requests whose callers have not read what has arrived for them."""
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the replica has no server any more. If its machine was lost, its connections might never be closed."""
     last_progress_at: float = field(default_factory=time.monotonic)
     """Time of the last new token, or of the first request after an idle period (`time.monotonic`)."""
 
@@ -143,3 +149,15 @@ class Slot:
         self.replica.running_requests -= 1
         self.replica.tokens_in_flight -= self.tokens
         self.replica.errors.end_request(self.period)
+
+
+async def unless_lost(lost: asyncio.Future[Any], sending: Coroutine[Any, Any, T]) -> T:
+    """The result of `sending`. Raises aiohttp's ServerDisconnectedError as soon as `lost` is done."""
+    call = asyncio.ensure_future(sending)
+    try:
+        await asyncio.wait((call, lost), return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            raise aiohttp.ServerDisconnectedError("the replica has lost its server")
+        return call.result()
+    finally:
+        call.cancel()

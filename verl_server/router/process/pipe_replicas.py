@@ -31,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 REPORT_INTERVAL_S = 0.1
-MAX_LINE_BYTES = 1 << 24
+MAX_LINE_BYTES = 1 << 28
+"""Maximum size of a line from the parent: that of all replicas has 3 KB for each failed one."""
+MAX_LOG_TAIL_CHARACTERS = 2000
+"""Maximum length of the end of a server's log in a status."""
 
 
 class PipeReplicas:
@@ -153,6 +156,14 @@ def encode_status(status: ReplicaStatus) -> Json:
         "will_serve": status.will_serve,
         "removed": status.removed,
         "reason": status.reason,
-        "failure": status.failure,
+        "failure": None if status.failure is None else _shorten_log_tail(status.failure),
         "dp_size": status.dp_size,
     }
+
+
+def _shorten_log_tail(failure: Json) -> Json:
+    """An error (`to_wire`) with the last MAX_LOG_TAIL_CHARACTERS of its `log_tail`."""
+    details = failure["details"]
+    if "log_tail" not in details:
+        return failure
+    return {**failure, "details": {**details, "log_tail": details["log_tail"][-MAX_LOG_TAIL_CHARACTERS:]}}

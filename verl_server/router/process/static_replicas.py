@@ -13,7 +13,7 @@ from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.config import AdapterConfig, RemoteServer, Timeouts
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.types import parse_weight_version
+from verl_server.types import Json, parse_weight_version
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class StaticReplicas:
     def __init__(self, servers: Sequence[RemoteServer]) -> None:
         if not servers:
             raise BadInputError("a router needs at least one replica, got none")
-        config = AdapterConfig(Timeouts(control_s=PROBE_TIMEOUT_S, connect_s=CONNECT_TIMEOUT_S), max_retries=0)
+        config = AdapterConfig(Timeouts(connect_s=CONNECT_TIMEOUT_S), max_retries=0)
         self._adapters = {
             server.base_url.rstrip("/"): AsyncHttpServerEngineAdapter.attach(
                 server.base_url, api_key=server.api_key, admin_api_key=server.admin_api_key, config=config
@@ -85,7 +85,9 @@ class StaticReplicas:
         """Ask a server for its weight version. Admit it if it answers."""
         pool = dispatcher.pool
         try:
-            info = await self._adapters[name].get_model_info()
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                info = await self._adapters[name].get_model_info()
+            _require_no_preferred_params(info)
             version = parse_weight_version(info.get("weight_version"))
             pool.update_replica(name, admitted=True, will_serve=True, weight_version=version)
             self._answered_at[name] = time.monotonic()
@@ -97,11 +99,17 @@ class StaticReplicas:
             self._sized.discard(name)  # another server may answer at this address later
             self._adapters[name].connection.forget_server()
             silent_s = time.monotonic() - self._answered_at.get(name, 0.0)
-            pool.update_replica(name, admitted=False, will_serve=silent_s < RETURN_TIMEOUT_S)
+            if silent_s < RETURN_TIMEOUT_S:
+                pool.update_replica(name, admitted=False, will_serve=True)
+            else:  # its connections might never be closed: the requests that run there continue elsewhere
+                await self._adapters[name].close_connections()
+                pool.add_replica(name, self._adapters[name], 0, admitted=False, will_serve=False)
             return
         if name not in self._sized:
-            with contextlib.suppress(VerlServerError):  # a scheduler that is busy answers a later probe
-                server_info = await self._adapters[name].get_server_info()
+            # A scheduler that is busy answers a later probe.
+            with contextlib.suppress(VerlServerError, TimeoutError):
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    server_info = await self._adapters[name].get_server_info()
                 pool.update_replica(name, dp_size=int(server_info.get("dp_size") or 1))
                 self._sized.add(name)
 
@@ -112,3 +120,9 @@ class StaticReplicas:
         await asyncio.gather(*self._probes, return_exceptions=True)
         for adapter in self._adapters.values():
             await adapter.close_connections()
+
+
+def _require_no_preferred_params(info: Json) -> None:
+    """Raise BadInputError for a server that changes sampling parameters: a router cannot know the changes."""
+    if info.get("preferred_sampling_params"):
+        raise BadInputError("start the server without preferred_sampling_params, and send them with each request")

@@ -36,6 +36,7 @@ from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import inherited_environment
 from verl_server.server.forkserver import socket_folder
 from verl_server.server.forkserver.forkserver import Forkserver, OwnForkserver
+from verl_server.server.open_files import raise_open_file_limit
 from verl_server.server.supervisor import AbortCheck
 from verl_server.server.warden.process_watch import has_pidfds
 from verl_server.server.warden.warden import IGNORED_SIGNALS
@@ -222,6 +223,7 @@ def warden_factory(
     """
     if profile.main_module != FORKABLE_MAIN_MODULE:
         return spawn_warden
+    raise_open_file_limit()  # the client of the server would raise it, and then the next server needs a new forkserver
     return _shared.warden_factory({**inherited_environment(), **env}, timeout_s, check_abort)
 
 
@@ -230,6 +232,7 @@ def prepare_forkserver(env: Mapping[str, str] | None = None) -> None:
 
     `env`: the variables that will be added for the server. Does nothing where servers are not forked.
     """
+    raise_open_file_limit()  # as `warden_factory`
     _shared.prepare({**inherited_environment(), **(env or {})})
 
 

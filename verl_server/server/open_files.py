@@ -1,4 +1,4 @@
-"""The limit of open files of this process. A router has an open connection for each running request."""
+"""The limit of open files of this process. Each request in flight has a connection, which is an open file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import resource
 
 WANTED_OPEN_FILES = 65536
-"""Number of open files that suffices for any router. SGLang raises the limit of its servers to the same number."""
+"""Number of open files that suffices for any client or router. SGLang raises the limit of its servers to the same
+number."""
 
 
 def raise_open_file_limit() -> None:

@@ -1,0 +1,256 @@
+"""Routers when machines are lost, files are missing, callers leave or requests end servers. Servers are small stubs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+from aiohttp.client_reqrep import ConnectionKey
+
+from verl_server import AsyncHttpServerEngineAdapter
+from verl_server.config import AdapterConfig, RemoteServer
+from verl_server.errors import ServerDiedError, ServerError
+from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.http_server import RouterHttpServer
+from verl_server.router.process.static_replicas import StaticReplicas
+from verl_server.router.replica_status import ReplicaStatus
+
+KEY = "callers-key"
+REQUEST: dict[str, Any] = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
+CHAT: dict[str, Any] = {"messages": []}
+PATHS = {"/generate": REQUEST, "/v1/chat/completions": CHAT}
+
+
+class Machine:
+    """A machine with one server. After `is_lost` is set, nothing answers, and no connection is closed."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+        self.arrived: list[str] = []
+        """Paths of the requests for generations."""
+        self.info_s = 0.0
+        """Seconds until `/server_info` is answered."""
+        self.ends = False
+        """Whether a request for a generation ends the server."""
+        self.answers = False
+        """Whether requests for generations are answered."""
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        await request.read()
+        if self.is_lost:
+            await asyncio.sleep(3600.0)
+        if request.path == "/server_info":
+            await asyncio.sleep(self.info_s)
+            return web.json_response({"model_path": "none", "incremental_streaming_output": True})
+        if request.path == "/model_info":
+            return web.json_response({"weight_version": "0"})
+        self.arrived.append(request.path)
+        if self.ends:
+            assert request.transport is not None
+            request.transport.abort()
+        if not self.answers:
+            await asyncio.sleep(3600.0)
+        meta = {"weight_version": "0", "completion_tokens": 4, "finish_reason": {"type": "length", "length": 4}}
+        return web.json_response({"output_ids": [0, 1, 2, 3], "meta_info": meta})
+
+
+@contextlib.asynccontextmanager
+async def serving(server: web.Server) -> AsyncIterator[str]:
+    runner = web.ServerRunner(server, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def http_router(dispatcher: Dispatcher) -> AsyncIterator[str]:
+    """URL of an HTTP server over the dispatcher."""
+    http_server = RouterHttpServer(dispatcher, KEY)
+    async with serving(await http_server.create_server()) as url:
+        try:
+            yield url
+        finally:
+            await http_server.close()
+            await dispatcher.close()
+
+
+async def post(url: str, path: str) -> tuple[int, Any]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url + path, json=PATHS[path], headers={"x-api-key": KEY}) as answer,
+    ):
+        return answer.status, orjson.loads(await answer.read())
+
+
+def status_of(adapter: AsyncHttpServerEngineAdapter | None) -> ReplicaStatus:
+    return ReplicaStatus("a", adapter, 0, admitted=adapter is not None, suspect=False, will_serve=False, removed=False)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_requests_do_not_wait_for_a_machine_that_the_fleet_has_lost(path: str) -> None:
+    async def run() -> None:
+        machine, dispatcher = Machine(), Dispatcher()
+        async with serving(web.Server(machine.handle)) as server_url, http_router(dispatcher) as url:
+            adapter = AsyncHttpServerEngineAdapter.attach(server_url, config=AdapterConfig(max_retries=0))
+            dispatcher.pool.apply_statuses([status_of(adapter)])
+            call = asyncio.create_task(post(url, path))
+            while not machine.arrived:
+                await asyncio.sleep(0.01)
+            machine.is_lost = True
+            adapter.fail(ServerDiedError("the fleet has lost the server"))  # as the router process does
+            await adapter.close_connections()
+            dispatcher.pool.apply_statuses([status_of(None)])
+            status, _ = await asyncio.wait_for(call, 10.0)
+            assert status == 503
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_requests_do_not_wait_for_a_server_that_stopped_to_answer(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("PROBE_TIMEOUT_S", 0.2), ("RETURN_TIMEOUT_S", 0.5), ("PROBE_INTERVAL_S", 0.05)):
+        monkeypatch.setattr(f"verl_server.router.process.static_replicas.{name}", seconds)
+
+    async def run() -> None:
+        lost, well, dispatcher = Machine(), Machine(), Dispatcher()
+        well.answers = True
+        async with (
+            serving(web.Server(lost.handle)) as lost_url,
+            serving(web.Server(well.handle)) as well_url,
+            http_router(dispatcher) as url,
+        ):
+            replicas = StaticReplicas([RemoteServer(lost_url), RemoteServer(well_url)])
+            await replicas.start(dispatcher)
+            calls = [asyncio.create_task(post(url, path)) for _ in range(4)]
+            while not lost.arrived:
+                await asyncio.sleep(0.01)
+            lost.is_lost = True
+            assert {status for status, _ in await asyncio.wait_for(asyncio.gather(*calls), 10.0)} == {200}
+            lost.is_lost, lost.answers = False, True
+            while not all(replica.admitted for replica in dispatcher.snapshot().replicas):
+                await asyncio.sleep(0.01)
+            await replicas.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+def test_a_router_that_starts_while_schedulers_are_busy_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`/server_info` is answered by the scheduler, which loads weights. A probe waits for it for a shorter time."""
+    for name, seconds in (("PROBE_TIMEOUT_S", 0.2), ("PROBE_INTERVAL_S", 0.05)):
+        monkeypatch.setattr(f"verl_server.router.process.static_replicas.{name}", seconds)
+
+    async def run() -> None:
+        machine, dispatcher = Machine(), Dispatcher()
+        machine.info_s, machine.answers = 2.5, True
+        async with serving(web.Server(machine.handle)) as server_url:
+            replicas = StaticReplicas([RemoteServer(server_url)])
+            await replicas.start(dispatcher)
+            replies = await asyncio.gather(*(dispatcher.generate(REQUEST) for _ in range(4)))
+            assert [reply["output_ids"] for reply in replies] == 4 * [[0, 1, 2, 3]]
+            await replicas.close()
+            await dispatcher.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_request_that_ends_servers_ends_two(path: str) -> None:
+    async def run() -> None:
+        machines, dispatcher = [Machine() for _ in range(8)], Dispatcher()
+        async with contextlib.AsyncExitStack() as stack:
+            url = await stack.enter_async_context(http_router(dispatcher))
+            for number, machine in enumerate(machines):
+                machine.ends = True
+                server_url = await stack.enter_async_context(serving(web.Server(machine.handle)))
+                adapter = AsyncHttpServerEngineAdapter.attach(server_url, config=AdapterConfig(max_retries=0))
+                dispatcher.pool.add_replica(f"r{number}", adapter, 0)
+            status, answer = await post(url, path)
+            assert (status, answer["error"]["type"]) == (502, "ServerDiedError")
+            assert sum(len(machine.arrived) for machine in machines) == 2
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+def lack_of_files() -> ServerError:
+    key = ConnectionKey("h", 1, False, True, None, None, None)
+    error = ServerError("nothing answers")
+    error.__cause__ = aiohttp.ClientConnectorError(key, OSError(errno.ENFILE, "file table overflow"))
+    return error
+
+
+def test_requests_wait_while_another_program_has_all_files() -> None:
+    """No request runs whose end would close a connection, so each request tries again."""
+    attempts = 0
+    has_files = asyncio.Event()
+
+    async def generate(**_: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        if not has_files.is_set():
+            raise lack_of_files()
+        meta = {"weight_version": 0, "completion_tokens": 4, "finish_reason": {"type": "length", "length": 4}}
+        return {"output_ids": [0, 1, 2, 3], "meta_info": meta}
+
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        server: Any = SimpleNamespace(base_url="http://server", api_key=None, generate=generate)
+        dispatcher.pool.add_replica("a", server, 0)
+        calls = [asyncio.create_task(dispatcher.generate(REQUEST)) for _ in range(20)]
+        await asyncio.sleep(0.5)
+        has_files.set()
+        assert [reply["output_ids"] for reply in await asyncio.gather(*calls)] == 20 * [[0, 1, 2, 3]]
+        assert attempts < 100, "attempts without files follow each other without a pause"
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+@pytest.mark.parametrize("rid", [None, "sample-1"])
+def test_only_a_generation_with_a_rid_goes_on_without_its_caller(rid: str | None) -> None:
+    async def run() -> None:
+        machine, dispatcher = Machine(), Dispatcher()
+        async with serving(web.Server(machine.handle)) as server_url:
+            dispatcher.pool.add_replica("a", AsyncHttpServerEngineAdapter.attach(server_url), 0)
+            call = asyncio.create_task(dispatcher.generate(REQUEST, rid=rid, is_remote=True))
+            while not machine.arrived:
+                await asyncio.sleep(0.01)
+            call.cancel()
+            await asyncio.wait([call])
+            await asyncio.sleep(0.2)
+            (replica,) = dispatcher.snapshot().replicas
+            assert replica.running_requests == (0 if rid is None else 1)
+            await dispatcher.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+def test_prompts_with_log_probabilities_are_repeated_in_few_events() -> None:
+    """SGLang sends the log probabilities of the prompt in each event of a stream."""
+    intervals: list[int] = []
+
+    async def stream(**request: Any) -> AsyncIterator[Any]:
+        intervals.append(request["sampling_params"]["stream_interval"])
+        meta = {"weight_version": 0, "completion_tokens": 4000, "finish_reason": {"type": "length", "length": 4000}}
+        yield {"output_ids": [7] * 4000, "meta_info": meta}
+
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        server: Any = SimpleNamespace(base_url="http://server", api_key=None, generate_stream=stream)
+        dispatcher.pool.add_replica("a", server, 0)
+        request = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4000}, "return_logprob": True}
+        for start in (None, -1, 0):
+            await dispatcher.generate({**request, "logprob_start_len": start})
+        assert intervals == [4000 // 64, 4000 // 64, 1000]
+        await dispatcher.close()
+
+    asyncio.run(run())
