@@ -220,7 +220,8 @@ class RouterConfig:
     result_cache_bytes: int = 256 << 20
     """Maximum size of all finished results that a repeated request with the same `rid` still receives, in bytes. The
     size is an estimate from the number of tokens and log probabilities (`verl_server/router/result_cache.py`). Results
-    of requests without a `rid` are not stored."""
+    of requests without a `rid` are not stored. Aborted generations, which a repeated request continues, are kept beside
+    them, up to 8 GiB."""
     max_sessions: int = 65536
     """Maximum number of sessions whose replica is remembered."""
     orphan_timeout_s: float = 10.0

@@ -22,7 +22,7 @@ the same type with the same message. This module imports neither torch, ray nor 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import orjson
 
@@ -42,6 +42,13 @@ class VerlServerError(Exception):
         super().__init__(message)
         self.message = message
         self.details: dict[str, Any] = {key: value for key, value in details.items() if value is not None}
+
+    def __copy__(self) -> Self:
+        """An error of its own for one caller: with details of its own, and without the traceback."""
+        other = type(self).__new__(type(self), self.message)
+        other.__dict__.update(self.__dict__, details=dict(self.details))
+        other.__cause__ = self.__cause__
+        return other
 
     def __str__(self) -> str:
         tail = self.details.get("log_tail")

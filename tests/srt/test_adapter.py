@@ -110,7 +110,7 @@ def test_a_router_that_is_not_there(adapter: HttpServerEngineAdapter) -> None:
     with pytest.raises(ServerError, match=f"{config.router_port} could not be reached within 0.5 s"):
         RouterRegistration.start(config, adapter.base_url, None)
     with pytest.raises(ShutDownError, match="was cancelled"):
-        RouterRegistration.start(replace(config, timeouts=Timeouts()), adapter.base_url, None, lambda: True)
+        RouterRegistration(config, adapter.base_url, None).wait_until_accepted(60.0, lambda: True)
     with socket.create_server(("127.0.0.1", 0)) as half_dead:  # ends in the middle of its answers
         threading.Thread(target=answer_in_part, args=(half_dead,), daemon=True).start()
         port = half_dead.getsockname()[1]

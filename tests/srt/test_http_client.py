@@ -288,6 +288,9 @@ def test_the_samples_of_one_stream_are_kept_apart() -> None:
         ({"stop_token_ids": [2]}, [5, 6, 2], {"type": "stop", "matched": 2}),
         ({}, [5, 6, 9], {"type": "stop", "matched": 9}),
         ({}, [5, 6, 8], {"type": "stop", "matched": 8}),
+        ({}, [5, 6, 3], {"type": "stop", "matched": 3}),
+        ({}, [5, 6, 4], {"type": "stop", "matched": 4}),
+        ({}, [6, 7, 5], {"type": "abort"}),
         ({"min_new_tokens": 4}, [5, 6, 9], {"type": "abort"}),
         ({"ignore_eos": True, "stop_token_ids": [2]}, [5, 6, 9], {"type": "abort"}),
         ({"max_new_tokens": 3}, [5, 6, 7], {"type": "length", "length": 3}),
@@ -304,6 +307,9 @@ def test_a_generation_that_was_aborted_at_its_end_is_finished(
     """SGLang runs one more step for an aborted request, and the abort hides the end that it has found."""
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9]}))
+    added = {"3": {"content": "<|im_end|>"}, "4": {"content": "<|eom_id|>"}, "5": {"content": "<|im_start|>"}}
+    tokenizer_config = {"eos_token": "<|im_end|>", "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     meta = {"completion_tokens": len(tokens), "weight_version": "0", "finish_reason": {"type": "abort"}}
     reply = {"output_ids": tokens, "text": "", "meta_info": meta}
 
@@ -439,6 +445,33 @@ def test_a_resume_that_failed_before_generation_continued_can_be_repeated(fails:
             assert paths[-1] == "/continue_generation"
             with pytest.raises(BadInputError, match="nothing is released"):
                 await adapter.resume_memory_occupation()
+
+    asyncio.run(run())
+
+
+def test_a_release_after_a_short_failure_of_the_network_pauses_first() -> None:
+    """The answers to the pause and to the call that undoes it were lost. Requests may run."""
+    paths: list[str] = []
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        await request.read()
+        if request.path == "/server_info":
+            return web.json_response({"device": "cpu", "internal_states": [{RELEASED_MEMORY: []}]})
+        paths.append(request.path)
+        if paths.count(request.path) == 1 and request.path in ("/pause_generation", "/continue_generation"):
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({"loads": []})
+
+    async def run() -> None:
+        config = AdapterConfig(max_retries=0)
+        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url, config=config) as adapter:
+            with pytest.raises(ServerError):
+                await adapter.release_memory_occupation()
+            assert paths == ["/v1/loads", "/pause_generation", "/continue_generation"]
+            paths[:] = ["/continue_generation", "/pause_generation"]
+            await adapter.release_memory_occupation()
+            assert paths[2:] == ["/v1/loads", "/pause_generation", "/release_memory_occupation"]
 
     asyncio.run(run())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import socket
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 
 from verl_server import AsyncHttpServerEngineAdapter
-from verl_server.config import AdapterConfig, RemoteServer
+from verl_server.config import AdapterConfig, RemoteServer, Timeouts
 from verl_server.errors import ServerDiedError, ServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http_server import RouterHttpServer
@@ -180,6 +181,33 @@ def test_a_request_that_ends_servers_ends_two(path: str) -> None:
             assert sum(len(machine.arrived) for machine in machines) == 2
 
     asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_machines_that_accept_no_connection_are_not_ended_by_the_request(path: str) -> None:
+    """The backlog of a listening socket is full, as if the packets of a lost machine got no answer."""
+    config = AdapterConfig(Timeouts(connect_s=0.3), max_retries=0)
+
+    async def run() -> None:
+        well, dispatcher = Machine(), Dispatcher()
+        well.answers = True
+        async with contextlib.AsyncExitStack() as stack:
+            url = await stack.enter_async_context(http_router(dispatcher))
+            for number in range(3):
+                listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+                for _ in range(4):
+                    waiting = stack.enter_context(socket.socket())
+                    waiting.setblocking(False)
+                    waiting.connect_ex(listening.getsockname())
+                lost_url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+                lost = AsyncHttpServerEngineAdapter.attach(lost_url, config=config)
+                dispatcher.pool.add_replica(f"a{number}", lost, 0)
+            well_url = await stack.enter_async_context(serving(web.Server(well.handle)))
+            dispatcher.pool.add_replica("z", AsyncHttpServerEngineAdapter.attach(well_url, config=config), 0)
+            status, _ = await post(url, path)
+            assert status == 200
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 def lack_of_files() -> ServerError:

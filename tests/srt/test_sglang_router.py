@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,8 @@ class SmallRouter:
         self.not_accepted: set[str] = set()
         """URLs of workers that never appear in the list."""
         self.num_refused_removals = 0
+        self.is_hidden = False
+        """Whether the list of workers is empty: the router has not checked them yet."""
         self.port = 0
 
     @contextlib.contextmanager
@@ -66,7 +69,7 @@ class SmallRouter:
                 added = json.loads(body or "{}").get("url")
                 reply = {
                     "worker_id": "other" if added in router.not_accepted else "w",
-                    "workers": [{"id": "w", "url": url} for url in router.workers],
+                    "workers": [{"id": "w", "url": url} for url in router.workers if not router.is_hidden],
                 }
                 data = json.dumps(reply).encode()
                 self.send_response(200)
@@ -128,10 +131,23 @@ def test_a_replica_that_is_not_accepted_delays_no_other_replica() -> None:
         wait_until(lambda: not router.workers, 5.0, "not removed")
 
 
-def test_a_removal_that_is_answered_with_an_error_is_repeated() -> None:
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_removal_that_is_answered_with_an_error_is_repeated(is_removed: bool) -> None:
+    """Also for a replica that has left the fleet, of which no other status follows."""
     with SmallRouter().serving() as router, target_at(router.port) as target:
         target.update_statuses([status_of(admitted=True)])
         wait_until(lambda: router.workers == [WORKER], 10.0, "not registered")
+        router.num_refused_removals = 1
+        target.update_statuses([replace(status_of(admitted=False), removed=is_removed)])
+        wait_until(lambda: not router.workers, 10.0, "not removed")
+
+
+def test_a_registration_that_was_cancelled_leaves_no_worker() -> None:
+    """The router refuses the removal once, and it has not accepted the worker yet."""
+    with SmallRouter().serving() as router, target_at(router.port) as target:
+        router.is_hidden = True
+        target.update_statuses([status_of(admitted=True)])
+        wait_until(lambda: router.workers == [WORKER], 10.0, "not added")
         router.num_refused_removals = 1
         target.update_statuses([status_of(admitted=False)])
         wait_until(lambda: not router.workers, 10.0, "not removed")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from verl_server.errors import (
     VerlServerError,
     WeightManifestError,
 )
+from verl_server.ranks.channel import Channel
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import ServerInfo, TensorSpec
@@ -356,10 +359,72 @@ def test_an_update_that_ends_with_another_exception_after_the_load_leaves_torn_w
     assert f"{type(failure).__name__}: {failure}" in str(updater.find_torn())
     with pytest.raises(TornWeightsError, match="lacks 1 parameters"):
         push(updater, {"a": weights["a"]})
-    assert push(updater, weights).weight_version == 1
+    assert push(updater, weights).weight_version == (1 if step == "load" else 2), "a published version names one update"
     assert updater.find_torn() is None
     assert servers.steps[-2:] == ["published", "resume"]
     updater.close()
+
+
+@pytest.mark.parametrize("interrupted", ["rank 0", "the second node"])
+def test_an_update_of_two_nodes_is_confirmed_by_its_own_reports(
+    interrupted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One update ends between its two calls on one rank. The calls of the next updates are not mixed with it."""
+    coordinators = connected_coordinators(arrival_timeout_s=2.0)
+    sizes = {"weight": 8}
+    servers = [ModelServers(sizes, 2), ModelServers(sizes, 2)]
+    updaters: list[Any] = [None, None]
+
+    def make(rank: int) -> None:
+        updaters[rank] = staged_updater("shared_memory", servers[rank], sizes, coordinators[rank], nnodes=2)
+        updaters[rank].ranks = replace(updaters[rank].ranks, timeout_s=1.5)
+
+    def update(value: float) -> list[object]:
+        weights = {"weight": torch.full((8,), value)}
+        return on_both_ranks(lambda rank: push(updaters[rank], weights).weight_version)
+
+    on_both_ranks(make)
+    assert update(1.0) == [1, 1]
+    with monkeypatch.context() as patch:
+        if interrupted == "rank 0":
+            patch.setattr(updaters[0], "_confirm_on_all_nodes", raise_after(lambda *_: None, KeyboardInterrupt()))
+        else:
+            patch.setattr("verl_server.weights.update.staged.staged_checksums", raise_after(lambda *_: None, OSError()))
+        assert all(isinstance(outcome, BaseException) for outcome in update(2.0))
+    assert isinstance(updaters[0].find_torn(), TornWeightsError)
+    servers[0].steps.clear()
+    servers[0].models[1].is_broken = True
+    assert all(isinstance(outcome, TornWeightsError) for outcome in update(3.0))
+    assert "published" not in servers[0].steps
+    assert "resume" not in servers[0].steps
+    servers[0].models[1].is_broken = False
+    assert update(4.0) == [2, 2]
+    assert updaters[0].find_torn() is None
+    for updater in updaters:
+        updater.close()
+    on_both_ranks(lambda rank: coordinators[rank].close())
+
+
+def connected_coordinators(arrival_timeout_s: float) -> list[RankCoordinator]:
+    """The coordinators of two ranks in this process."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        mine = socket.create_connection(listening.getsockname())
+        theirs, _ = listening.accept()
+    channels = [{1: Channel(theirs, 1)}, {0: Channel(mine, 0)}]
+    return [RankCoordinator(rank, 2, channels[rank], arrival_timeout_s) for rank in (0, 1)]
+
+
+def on_both_ranks(work: Callable[[int], object]) -> list[object]:
+    """Call `work(rank)` in a thread for each rank. Returns the results, and the exception of a rank that failed."""
+
+    def run(rank: int) -> object:
+        try:
+            return work(rank)
+        except BaseException as error:  # noqa: BLE001 - also KeyboardInterrupt
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, (0, 1)))
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=["interrupt", "transport"])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Generic, TypeVar
 
 from verl_server.adapter.http_client import HttpClient
-from verl_server.adapter.model_files import read_model_config
+from verl_server.adapter.model_files import read_model_configs
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.capabilities import Capabilities, probe_capabilities, probe_request_fields
 from verl_server.adapter.sglang.endpoints import Endpoint
@@ -85,7 +85,10 @@ class ServerConnection:
 
     async def call(self, endpoint: Endpoint, body: Json | None = None) -> Any:
         """Send one request and return the decoded reply."""
-        return await self.http.call(endpoint, body)
+        reply = await self.http.call(endpoint, body)
+        if endpoint is endpoints.GENERATE:
+            self.needs_continue = False  # another client may have continued generation
+        return reply
 
     async def call_weights(self, endpoint: Endpoint, body: Json) -> Json:
         """Send one request of a weight update. Raises ServerError when the reply carries `success: false`."""
@@ -131,8 +134,8 @@ class ServerConnection:
     async def _read_limits(self) -> PromptLimits:
         server_info = await self.get_resolved_args()
         model_path = str(server_info.get("model_path"))
-        generation_config = read_model_config(model_path, "generation_config.json")
-        return prompt_limits(server_info, read_model_config(model_path), generation_config)
+        tokenizer_path = str(server_info.get("tokenizer_path") or model_path)
+        return prompt_limits(server_info, *read_model_configs(model_path, tokenizer_path))
 
     async def require_known_fields(self, fields: Mapping[str, Any]) -> None:
         """Raise BadInputError for a field of `/generate` that the server does not know.

@@ -58,7 +58,7 @@ async def generate(
     Raises BadInputError for invalid input before it is sent, NotReadyError while memory is released, and ServerError
     when a log probability of an output token is NaN.
     """
-    named_fields = {
+    fields |= {
         "image_data": image_data,
         "return_logprob": return_logprob,
         "logprob_start_len": logprob_start_len,
@@ -70,15 +70,14 @@ async def generate(
     connection = adapter.connection
     await _require_memory(connection)
     await connection.require_known_fields(fields)
-    limits = await connection.get_limits()
     body = generate_payload(
-        limits,
+        await connection.get_limits(),
         prompt=prompt,
         sampling_params=sampling_params,
         input_ids=input_ids,
         rid=rid,
         stream=False,
-        fields={**named_fields, **fields},
+        fields=fields,
     )
     connection.requests_in_flight += 1
     try:
@@ -89,7 +88,8 @@ async def generate(
         connection.requests_in_flight -= 1
     require_generations(reply, connection.base_url + endpoints.GENERATE.path)
     require_logprobs(reply)
-    correct_aborts(reply if isinstance(reply, list) else [reply], body.get("sampling_params"), limits.end_tokens)
+    end_tokens = (await connection.get_limits()).end_tokens
+    correct_aborts(reply if isinstance(reply, list) else [reply], body.get("sampling_params"), end_tokens)
     return convert_weight_versions(reply)
 
 
@@ -133,6 +133,7 @@ async def generate_stream(
     connection.requests_in_flight += 1
     try:
         async for event in connection.http.stream(endpoints.GENERATE, body):
+            connection.needs_continue = False
             require_no_abort(event, connection.base_url + endpoints.GENERATE.path)
             index = event.get("index", 0)
             reply = convert_weight_versions(streams[index].add(event) if is_incremental else event)

@@ -82,10 +82,12 @@ async def prepare_release(adapter: AsyncHttpServerEngineAdapter) -> None:
 async def cancel_release(adapter: AsyncHttpServerEngineAdapter) -> None:
     """Internal. Undo `prepare_release`, unless memory was released since or `pause_generation` was called before."""
     connection = adapter.connection
-    if connection.is_held and not connection.released_memory and not connection.paused:
-        await connection.call(endpoints.CONTINUE, {})
-        connection.needs_continue = False
-    connection.is_held = False
+    try:
+        if connection.is_held and not connection.released_memory and not connection.paused:
+            await connection.call(endpoints.CONTINUE, {})
+            connection.needs_continue = False
+    finally:
+        connection.is_held = False  # if the answer was lost, generation may continue: the next release pauses again
 
 
 async def resume_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags: Sequence[str] | None = None) -> None:

@@ -31,6 +31,15 @@ def read_model_config(model_path: str, name: str = "config.json") -> dict[str, A
     return {} if file is None else dict(json.loads(file.read_text(encoding="utf-8")))
 
 
+def read_model_configs(model_path: str, tokenizer_path: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The files `config.json`, `generation_config.json` and `tokenizer_config.json`."""
+    return (
+        read_model_config(model_path),
+        read_model_config(model_path, "generation_config.json"),
+        read_model_config(tokenizer_path, "tokenizer_config.json"),
+    )
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """The sizes and names in a model's `config.json`. Sizes are numbers of elements; 0 if the file has no value."""

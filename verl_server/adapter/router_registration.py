@@ -28,43 +28,42 @@ POLL_INTERVAL_S = 0.2
 class RouterRegistration:
     """The entry of one server in a router's list of workers. Does nothing when no router is configured."""
 
-    def __init__(self, router_url: str | None, worker_url: str, api_key: str | None = None) -> None:
-        self._router_url, self.worker_url, self._api_key = router_url, worker_url, api_key
+    def __init__(self, config: AdapterConfig, worker_url: str, api_key: str | None) -> None:
+        self.worker_url, self._api_key = worker_url, api_key
+        self._router_url: str | None = None
+        if config.router_ip is not None and config.router_port is not None:
+            self._router_url = f"http://{join_host_port(config.router_ip, config.router_port)}"
         self._may_be_registered = False
         """Whether the router may have an entry of the server."""
         self._worker_id: str | None = None
         """Id of the entry. None: the server is not registered."""
 
     @classmethod
-    def start(
-        cls,
-        config: AdapterConfig,
-        worker_url: str,
-        api_key: str | None,
-        is_cancelled: Callable[[], bool] = lambda: False,
-    ) -> Self:
+    def start(cls, config: AdapterConfig, worker_url: str, api_key: str | None) -> Self:
         """Register the server if `config` names a router, and wait until the router has accepted it.
 
-        A router that cannot be reached is asked again, because the router may be starting: the same `POST` again
-        answers with the same `worker_id`. The wait ends when `is_cancelled()` is true.
-
-        Raises ServerError when the router refuses the server, ServerError when the router cannot be reached within
-        `config.timeouts.control_s`, DeadlineError when the router has not accepted the server within that time, and
-        ShutDownError when the wait was cancelled.
+        Raises the errors of `wait_until_accepted`.
         """
-        if config.router_ip is None or config.router_port is None:
-            return cls(None, worker_url)
-        self = cls(f"http://{join_host_port(config.router_ip, config.router_port)}", worker_url, api_key)
+        self = cls(config, worker_url, api_key)
         try:
-            self._wait_until_accepted(config.timeouts.control_s, is_cancelled)
+            self.wait_until_accepted(config.timeouts.control_s)
         except BaseException:
             self.stop()
             raise
         return self
 
-    def _wait_until_accepted(self, timeout_s: float, is_cancelled: Callable[[], bool]) -> None:
+    def wait_until_accepted(self, timeout_s: float, is_cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Register the server, and wait until the router has accepted it. `stop` must be called after an error, too.
+
+        A router that cannot be reached is asked again, because the router may be starting: the same `POST` again
+        answers with the same `worker_id`. The wait ends when `is_cancelled()` is true.
+
+        Raises ServerError when the router refuses the server, ServerError when the router cannot be reached within
+        `timeout_s`, DeadlineError when the router has not accepted the server within that time, and ShutDownError when
+        the wait was cancelled.
+        """
         deadline = time.monotonic() + timeout_s
-        while True:
+        while self._router_url is not None:
             failure: requests.RequestException | None = None
             try:
                 if self._is_accepted():
@@ -135,6 +134,8 @@ class RouterRegistration:
             return False
         except ServerError as error:
             logger.warning("%s is not removed: %s", self.worker_url, error.message)
+            if error.details.get("status", 0) >= 500:
+                return False
         else:
             if reply.status_code >= 500:
                 return False

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import orjson
 
 from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume, undefined_weights_reason
-from verl_server.adapter.model_files import read_model_config
+from verl_server.adapter.model_files import read_model_configs
 from verl_server.adapter.sglang.replies import prompt_limits, require_logprobs
 from verl_server.adapter.sglang.request_fields import explain_refusal, require_known_fields
 from verl_server.adapter.sglang.requests import generate_payload
@@ -61,7 +61,7 @@ class InProcessBackend:
         self._server_info: Json = self._run(self._engine.get_server_info)
         """Arguments of the engine with the values that SGLang has chosen."""
         model_path = str(server_args["model_path"])
-        configs = read_model_config(model_path), read_model_config(model_path, "generation_config.json")
+        configs = read_model_configs(model_path, str(server_args.get("tokenizer_path") or model_path))
         self._limits = prompt_limits(self._server_info, *configs)
 
     def _run(self, call: Callable[[], R]) -> R:

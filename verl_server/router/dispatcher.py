@@ -242,8 +242,11 @@ async def gather_all(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
 
 
 def _copy_reply(reply: Json) -> Json:
-    """A reply whose lists and dicts one caller may change. The entries of long lists are shared with other callers."""
-    return {**_copy_values(reply), "meta_info": _copy_values(reply["meta_info"])}
+    """A reply whose lists and dicts one caller may change. Entries of lists of log probabilities stay shared."""
+    meta = _copy_values(reply["meta_info"])
+    if spans := meta.get("weight_versions"):
+        meta["weight_versions"] = [dict(span) for span in spans]
+    return {**_copy_values(reply), "meta_info": meta}
 
 
 def _copy_values(values: Json) -> Json:

@@ -41,6 +41,7 @@ from verl_server.router.request_checks import (
     check_forwarded_body,
     is_out_of_files,
     refuse_local_media,
+    was_received,
 )
 from verl_server.types import Json
 
@@ -187,7 +188,7 @@ class RouterHttpServer:
             failures.tried.add(slot.replica)
             pool.record_error(slot)
             pool.mark_unreachable(slot.replica)
-            if not isinstance(error, aiohttp.ClientConnectorError):  # the server had received the request
+            if was_received(error):
                 failures.deaths += 1
                 failures.deaths_alone += slot.has_run_alone
         if failures.deaths_alone >= MAX_SERVER_DEATHS or failures.deaths >= MAX_FORWARDED_DEATHS:

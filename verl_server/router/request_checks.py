@@ -93,10 +93,13 @@ def require_versions(reply: Json, requirement: VersionRequirement, problem: str)
 
 def has_lost_server(error: BaseException) -> bool:
     """Whether an attempt's error says that the connection broke after the server had received the request."""
-    cause = error.__cause__
-    return isinstance(cause, (aiohttp.ClientError, ConnectionError)) and not isinstance(
-        cause, aiohttp.ClientConnectorError
-    )
+    return was_received(error.__cause__)
+
+
+def was_received(cause: BaseException | None) -> bool:
+    """Whether a connection broke that had been made. A lost machine accepts none: then the request was not sent."""
+    is_broken = isinstance(cause, (aiohttp.ClientError, ConnectionError))
+    return is_broken and not isinstance(cause, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
 
 
 def is_out_of_files(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
@@ -141,16 +142,19 @@ class SglangRouterTarget:
         if previous is not None:
             wait([previous])
         try:
-            latest = self._status_queue.latest(status.name)
-            if latest is None or latest is status:
+            if self._is_latest(status):
                 self._apply(status)
         except ShutDownError:
             return  # the replica has a newer status, or the router is closed
         except VerlServerError as error:
             logger.warning("the router has another status of replica %s: %s", status.name, error.message)
             self._closing.wait(REGISTRATION_RETRY_S)
-            if self._status_queue.latest(status.name) is status:
+            if self._is_latest(status):
                 self._status_queue.put(status)
+
+    def _is_latest(self, status: ReplicaStatus) -> bool:
+        latest = self._status_queue.latest(status.name)
+        return latest is status or (latest is None and status.removed)
 
     def _apply(self, status: ReplicaStatus) -> None:
         """Register an admitted replica; remove the registration of a replica that is not admitted or has moved."""
@@ -162,12 +166,12 @@ class SglangRouterTarget:
                 raise ServerError(f"the router did not remove {registration.worker_url}")
             del self._registrations[status.name]
             registration = None
-        if adapter is not None and registration is None:
-            self._registrations[status.name] = RouterRegistration.start(
-                self._config,
-                adapter.base_url,
-                adapter.api_key,
-                lambda: self._closing.is_set() or self._status_queue.latest(status.name) is not status,
+        if adapter is not None:
+            if registration is None:  # kept from now on, also after an error: it may have an entry to be removed
+                registration = RouterRegistration(self._config, adapter.base_url, adapter.api_key)
+                self._registrations[status.name] = registration
+            registration.wait_until_accepted(
+                self._config.timeouts.control_s, lambda: self._closing.is_set() or not self._is_latest(status)
             )
 
     def close(self) -> None:
@@ -177,4 +181,7 @@ class SglangRouterTarget:
 
 
 def _remove(registration: RouterRegistration) -> None:
-    any(registration.stop() for _ in range(MAX_REMOVALS))
+    for number in range(1, MAX_REMOVALS + 1):
+        if registration.stop() or number == MAX_REMOVALS:
+            return
+        time.sleep(REGISTRATION_RETRY_S)

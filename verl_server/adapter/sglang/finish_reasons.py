@@ -15,6 +15,18 @@ DEFAULT_MAX_NEW_TOKENS = 128
 """`max_new_tokens` of SGLang for a request without it. None means no limit: the output may fill the context."""
 
 
+ADDITIONAL_END_TOKENS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+"""Tokens with which SGLang ends a generation if the tokenizer has added them."""
+
+
+def find_tokenizer_end_tokens(tokenizer_config: Mapping[str, Any]) -> frozenset[int]:
+    """The ids of the end tokens that `tokenizer_config.json` names. They may differ from those of the model."""
+    token = tokenizer_config.get("eos_token")
+    names = {token.get("content") if isinstance(token, dict) else token, *ADDITIONAL_END_TOKENS}
+    added = tokenizer_config.get("added_tokens_decoder") or {}
+    return frozenset(int(token_id) for token_id, item in added.items() if item.get("content") in names)
+
+
 def find_end_tokens(*configs: Mapping[str, Any]) -> frozenset[int]:
     """The ids of the end tokens that `config.json` and `generation_config.json` of a model name."""
     found: set[int] = set()

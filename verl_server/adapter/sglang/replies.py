@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from verl_server.adapter.sglang.endpoints import Endpoint
-from verl_server.adapter.sglang.finish_reasons import find_end_tokens
+from verl_server.adapter.sglang.finish_reasons import find_end_tokens, find_tokenizer_end_tokens
 from verl_server.adapter.sglang.requests import PromptLimits
 from verl_server.errors import (
     BadInputError,
@@ -253,7 +253,9 @@ def convert_weight_versions(reply: Any) -> Any:
     return reply
 
 
-def prompt_limits(server_info: Json, model_config: Json, generation_config: Json) -> PromptLimits:
+def prompt_limits(
+    server_info: Json, model_config: Json, generation_config: Json, tokenizer_config: Json
+) -> PromptLimits:
     """The longest prompt, from `/server_info`, and the vocabulary size and end tokens, from the model's files.
 
     SGLang's `max_req_input_len` is the shortest prompt that the server refuses.
@@ -264,7 +266,7 @@ def prompt_limits(server_info: Json, model_config: Json, generation_config: Json
     return PromptLimits(
         vocab_size=text_config.get("vocab_size"),
         max_prompt_tokens=None if shortest_refused is None else shortest_refused - 1,
-        end_tokens=find_end_tokens(model_config, generation_config),
+        end_tokens=find_end_tokens(model_config, generation_config) | find_tokenizer_end_tokens(tokenizer_config),
     )
 
 

@@ -121,7 +121,7 @@ class StagedUpdater(WeightUpdater):
             action_timeout_s=4 * self.ranks.timeout_s,
         )
         if self.ranks.placement.nnodes > 1 and outcome["torn"] is None:
-            outcome = self._confirm_on_all_nodes(outcome, names)
+            outcome = self._confirm_on_all_nodes(outcome, names, f"{call_id}/confirm")
         self.adopt_outcome(outcome)
         if self.torn is not None:
             raise self.torn
@@ -147,6 +147,7 @@ class StagedUpdater(WeightUpdater):
         ordered_names = self._layout.in_order(names)
 
         def publish(checksums: Sequence[int]) -> None:
+            self.weight_version = validated.weight_version  # also when an interrupt comes before the outcome
             self._publish(servers, validated, ordered_names, checksums)
 
         def publish_later(checksums: Sequence[int]) -> None:
@@ -179,6 +180,8 @@ class StagedUpdater(WeightUpdater):
             if load_started.is_set():
                 self.torn = torn_error(VerlServerError(f"{type(failure).__name__}: {failure}"), validated)
             raise
+        if nnodes > 1:
+            self.torn = TornWeightsError("the weight update was loaded, but not all nodes have confirmed it")
         return outcome_message(
             validated, resume_error=resume_error, result=result, update_id=attempt.id, verify=validated.verify
         )
@@ -220,7 +223,7 @@ class StagedUpdater(WeightUpdater):
 
     # -- several nodes ------------------------------------------------------------------------------
 
-    def _confirm_on_all_nodes(self, outcome: Json, names: list[str]) -> Json:
+    def _confirm_on_all_nodes(self, outcome: Json, names: list[str], call_id: str) -> Json:
         """With several nodes, the first rank of each node checks the reports of the TP ranks on its node.
 
         If all are good, rank 0 publishes the update and resumes generation. Returns the outcome of the update.
@@ -233,7 +236,6 @@ class StagedUpdater(WeightUpdater):
             resume_error = self._publish_and_resume()
             return outcome | {"resume_error": None if resume_error is None else to_wire(resume_error)}
 
-        call_id = self.coordinator.next_call_id("confirm")
         try:
             confirmed: Json = self.coordinator.agree(
                 call_id, publish_and_resume, error=error, action_timeout_s=2 * self.ranks.timeout_s
@@ -243,9 +245,6 @@ class StagedUpdater(WeightUpdater):
         except VerlServerError as failure:
             torn = TornWeightsError(f"the weight update failed on a node: {failure.message}", **failure.details)
             return outcome | {"torn": torn_to_message(torn)}
-        except BaseException as failure:
-            self.torn = TornWeightsError(f"the weight update was interrupted: {type(failure).__name__}: {failure}")
-            raise
         return confirmed
 
     def _report_error(self, update_id: str, verify: bool, names: list[str]) -> VerlServerError | None:
@@ -253,13 +252,15 @@ class StagedUpdater(WeightUpdater):
         assert self._sender is not None
         assert self.ranks.servers is not None
         attempt = UpdateAttempt(update_id, self._layout.in_order(names), verify, self.ranks.servers.members)
-        checksums = staged_checksums(self._sender, attempt.names) if verify else []
         try:
+            checksums = staged_checksums(self._sender, attempt.names) if verify else []
             verify_reports(
                 self._sender.reports(attempt), attempt, checksums, is_whole=self.manifest.is_whole(attempt.names)
             )
         except VerlServerError as error:
             return error
+        except Exception as failure:  # noqa: BLE001 - raised on all ranks: this rank has to take part in the call
+            return VerlServerError(f"the reports could not be checked: {type(failure).__name__}: {failure}")
         return None
 
     # -- memory -------------------------------------------------------------------------------------
