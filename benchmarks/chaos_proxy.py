@@ -37,6 +37,10 @@ ABORT_STREAM = (
 ANSWERS: Mapping[str, bytes] = {"error": ERROR_500, "abort": ABORT_STREAM}
 """Injected answers to `/generate`: HTTP status 500, or a stream that SGLang aborts at once with status 503."""
 
+_TASKS: set[asyncio.Task[None]] = set()
+"""The open connections of all proxies. The event loop refers to tasks weakly: those that wait for each other and for
+connections that nothing else refers to were removed by the garbage collector, which ended the process."""
+
 
 class FaultProxy:
     """Forwards TCP connections to the server at `url`. While `fault` is set, it answers generations itself."""
@@ -63,6 +67,10 @@ class FaultProxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_writer: asyncio.StreamWriter | None = None
         replies: asyncio.Task[None] | None = None
+        task = asyncio.current_task()
+        assert task is not None
+        _TASKS.add(task)
+        task.add_done_callback(_TASKS.discard)
         try:
             while data := await reader.read(CHUNK_BYTES):
                 if (fault := self.fault) is not None and REQUEST_HEAD.match(data):
