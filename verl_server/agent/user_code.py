@@ -12,6 +12,8 @@ from typing import Any
 
 CANCEL_TIMEOUT_S = 5.0
 """Seconds for a cancelled tool to end."""
+_LEFT_RUNNING: set[asyncio.Task[Any]] = set()
+"""Tasks that ignore their cancellation. The event loop refers to them weakly: the garbage collector would end them."""
 
 
 async def call_user_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -51,6 +53,9 @@ async def wait_until_done(task: asyncio.Task[Any], timeout_s: float) -> bool:
     finally:
         if task.cancel():
             await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
+        if not task.done():
+            _LEFT_RUNNING.add(task)
+            task.add_done_callback(_LEFT_RUNNING.discard)
     return is_late
 
 
