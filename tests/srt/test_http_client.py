@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import os
 import threading
 import traceback
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ import orjson
 import pytest
 from aiohttp import web
 from helpers import free_port
+from stub_servers import serving
 
 from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter, RemoteServer
 from verl_server.adapter.event_loop_thread import EventLoopThread
-from verl_server.errors import BadInputError, ServerBusyError, ServerDiedError, ServerError, UnsupportedError
-from verl_server.platforms.http_hooks import RELEASED_MEMORY
+from verl_server.errors import BadInputError, ServerDiedError, ServerError, UnsupportedError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process.static_replicas import StaticReplicas
 from verl_server.server.cpu_time import SchedulerCpu
@@ -119,7 +118,7 @@ def test_events_of_a_long_stream_have_several_tokens() -> None:
         return stream_of({"output_ids": [1], "meta_info": {}})
 
     async def run(**params: Any) -> Any:
-        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
+        async with serving(web.Server(answer)) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
             async for _ in adapter.generate_stream(input_ids=[1], sampling_params=params):
                 pass
             return bodies[-1].get("stream_interval")
@@ -242,20 +241,6 @@ def test_json_that_is_no_generation(body: str) -> None:
     asyncio.run(run())
 
 
-@contextlib.asynccontextmanager
-async def serving(
-    answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], port: int = 0
-) -> AsyncIterator[str]:
-    """The URL of a server that answers all requests with `answer`."""
-    runner = web.ServerRunner(web.Server(answer))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
 def stream_of(*events: Json) -> web.Response:
     body = b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events)
     return web.Response(body=body, content_type="text/event-stream")
@@ -275,7 +260,7 @@ def test_the_samples_of_one_stream_are_kept_apart() -> None:
         return stream_of(event(0, [1, 2], 2), event(1, [11, 12], 2), event(0, [3], 3), event(1, [13], 3))
 
     async def run() -> list[tuple[int, list[int]]]:
-        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
+        async with serving(web.Server(answer)) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
             events = adapter.generate_stream(input_ids=[1], sampling_params={"n": 2})
             return [(event["index"], event["output_ids"]) async for event in events]
 
@@ -320,7 +305,7 @@ def test_a_generation_that_was_aborted_at_its_end_is_finished(
         return stream_of(reply) if stream else web.json_response(reply)
 
     async def run() -> Json:
-        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
+        async with serving(web.Server(answer)) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
             if not stream:
                 return dict(await adapter.generate(input_ids=[1], sampling_params=params))
             return [event async for event in adapter.generate_stream(input_ids=[1], sampling_params=params)][-1]
@@ -337,188 +322,10 @@ def test_error_events_of_a_proxy(code: Any) -> None:
         return stream_of({"error": {"message": "upstream", "code": code}})
 
     async def run() -> None:
-        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
+        async with serving(web.Server(answer)) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
             with pytest.raises(ServerError, match="upstream") as caught:
                 await anext(adapter.generate_stream("x"))
             assert caught.value.details["status"] == 502
-
-    asyncio.run(run())
-
-
-def test_a_release_whose_answer_was_lost_does_not_spare_the_next_release_its_pause() -> None:
-    """Memory is released only when no request runs and generation is paused."""
-    released: set[str] = set()
-    paths: list[str] = []
-    lost = [False, True]
-
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        body = await request.read()
-        if request.path == "/server_info":
-            state = {RELEASED_MEMORY: sorted(released)}
-            return web.json_response({"model_path": "none", "device": "cpu", "internal_states": [state]})
-        paths.append(request.path)
-        if request.path == "/v1/loads":
-            return web.json_response({"loads": []})
-        if request.path == "/resume_memory_occupation":
-            released.difference_update(orjson.loads(body)["tags"])
-        if request.path == "/release_memory_occupation":
-            released.update(orjson.loads(body)["tags"])
-            if lost.pop():
-                assert request.transport is not None
-                request.transport.abort()
-        return web.json_response({"success": True})
-
-    async def run() -> None:
-        config = AdapterConfig(max_retries=0)
-        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url, config=config) as adapter:
-            with pytest.raises(ServerError):
-                await adapter.release_memory_occupation()
-            await adapter.resume_memory_occupation()
-            paths.clear()
-            await adapter.release_memory_occupation()
-            assert paths == ["/v1/loads", "/pause_generation", "/release_memory_occupation"]
-
-    asyncio.run(run())
-
-
-def test_another_client_may_have_continued_after_a_release_whose_answer_was_lost() -> None:
-    """A request runs again when the first client releases for the second time."""
-    released: set[str] = set()
-    loads: list[Json] = []
-    lost = [True]
-
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        body = await request.read()
-        if request.path == "/server_info":
-            state = {RELEASED_MEMORY: sorted(released)}
-            return web.json_response({"model_path": "none", "device": "cpu", "internal_states": [state]})
-        if request.path == "/v1/loads":
-            return web.json_response({"loads": loads})
-        if request.path == "/resume_memory_occupation":
-            released.difference_update(orjson.loads(body)["tags"])
-        if request.path == "/release_memory_occupation":
-            assert lost.pop(), "the memory of a running request was released"
-            released.update(orjson.loads(body)["tags"])
-            assert request.transport is not None
-            request.transport.abort()
-        return web.json_response({"success": True})
-
-    async def run() -> None:
-        config = AdapterConfig(max_retries=0)
-        async with serving(answer) as url:
-            attach = AsyncHttpServerEngineAdapter.attach
-            async with attach(url, config=config) as one, attach(url, config=config) as other:
-                with pytest.raises(ServerError):
-                    await one.release_memory_occupation()
-                await other.resume_memory_occupation()
-                loads.append({"num_running_reqs": 1})
-                with pytest.raises(ServerBusyError):
-                    await one.release_memory_occupation()
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("fails", ["/flush_cache", "/continue_generation"])
-def test_a_resume_that_failed_before_generation_continued_can_be_repeated(fails: str) -> None:
-    released: set[str] = set()
-    paths: list[str] = []
-
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        body = await request.read()
-        if request.path == "/server_info":
-            state = {RELEASED_MEMORY: sorted(released)}
-            return web.json_response({"model_path": "none", "device": "cpu", "internal_states": [state]})
-        paths.append(request.path)
-        if request.path == "/release_memory_occupation":
-            released.update(orjson.loads(body)["tags"])
-        if request.path == "/resume_memory_occupation":
-            released.difference_update(orjson.loads(body)["tags"])
-        is_first = paths.count(request.path) == 1
-        return web.json_response({"loads": []}, status=500 if request.path == fails and is_first else 200)
-
-    async def run() -> None:
-        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
-            await adapter.release_memory_occupation()
-            with pytest.raises(ServerError):
-                await adapter.resume_memory_occupation()
-            await adapter.resume_memory_occupation()
-            assert paths[-1] == "/continue_generation"
-            with pytest.raises(BadInputError, match="nothing is released"):
-                await adapter.resume_memory_occupation()
-
-    asyncio.run(run())
-
-
-def test_a_release_after_a_short_failure_of_the_network_pauses_first() -> None:
-    """The answers to the pause and to the call that undoes it were lost. Requests may run."""
-    paths: list[str] = []
-
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        await request.read()
-        if request.path == "/server_info":
-            return web.json_response({"device": "cpu", "internal_states": [{RELEASED_MEMORY: []}]})
-        paths.append(request.path)
-        if paths.count(request.path) == 1 and request.path in ("/pause_generation", "/continue_generation"):
-            assert request.transport is not None
-            request.transport.abort()
-        return web.json_response({"loads": []})
-
-    async def run() -> None:
-        config = AdapterConfig(max_retries=0)
-        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url, config=config) as adapter:
-            with pytest.raises(ServerError):
-                await adapter.release_memory_occupation()
-            assert paths == ["/v1/loads", "/pause_generation", "/continue_generation"]
-            paths[:] = ["/continue_generation", "/pause_generation"]
-            await adapter.release_memory_occupation()
-            assert paths[2:] == ["/v1/loads", "/pause_generation", "/release_memory_occupation"]
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("step", ["/pause_generation", "/release_memory_occupation"])
-def test_a_caller_that_leaves_a_release_leaves_no_paused_server(step: str) -> None:
-    """The server pauses, or releases nothing, and then the answer does not arrive in time."""
-    paths: list[str] = []
-
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        await request.read()
-        if request.path == "/server_info":
-            return web.json_response({"device": "cpu", "internal_states": [{RELEASED_MEMORY: []}]})
-        paths.append(request.path)
-        if request.path == step:
-            await asyncio.sleep(1.0)
-        return web.json_response({"loads": []})
-
-    async def run() -> None:
-        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.3):
-                    await adapter.release_memory_occupation()
-            if step == "/release_memory_occupation":
-                await adapter.resume_memory_occupation()
-            assert paths[-1] == "/continue_generation"
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_request_that_the_load_still_counts_may_have_ended(ends: bool) -> None:
-    loads = [1, 1, 0] if ends else [1]
-
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        await request.read()
-        if request.path == "/v1/loads":
-            return web.json_response({"loads": [{"num_running_reqs": loads.pop(0) if len(loads) > 1 else loads[0]}]})
-        return web.json_response({"model_path": "none", "device": "cpu", "success": True})
-
-    async def run() -> None:
-        async with serving(answer) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
-            if ends:
-                await adapter.release_memory_occupation()
-            else:
-                with pytest.raises(ServerBusyError, match="1 requests run"):
-                    await adapter.release_memory_occupation()
 
     asyncio.run(run())
 
@@ -552,7 +359,7 @@ def test_a_router_learns_the_arguments_of_a_server_that_was_replaced(
     async def run() -> None:
         dispatcher = Dispatcher()
         request = {"input_ids": [1], "sampling_params": {"max_new_tokens": 64}}
-        async with serving(server(first)) as url:
+        async with serving(web.Server(server(first))) as url:
             replicas = StaticReplicas([RemoteServer(url)])
             await replicas.start(dispatcher)
             assert (await dispatcher.generate(request))["output_ids"] == tokens
@@ -560,7 +367,7 @@ def test_a_router_learns_the_arguments_of_a_server_that_was_replaced(
         while replica.admitted:
             await asyncio.sleep(0.05)
             (replica,) = dispatcher.snapshot().replicas
-        async with serving(server(not first), int(url.rpartition(":")[2])):
+        async with serving(web.Server(server(not first)), int(url.rpartition(":")[2])):
             assert (await dispatcher.generate(request))["output_ids"] == tokens
         await replicas.close()
         await dispatcher.close()

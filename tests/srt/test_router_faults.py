@@ -15,6 +15,7 @@ import orjson
 import pytest
 from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
+from stub_servers import serving
 
 from verl_server import AsyncHttpServerEngineAdapter
 from verl_server.config import AdapterConfig, RemoteServer, Timeouts
@@ -61,17 +62,6 @@ class Machine:
             await asyncio.sleep(3600.0)
         meta = {"weight_version": "0", "completion_tokens": 4, "finish_reason": {"type": "length", "length": 4}}
         return web.json_response({"output_ids": [0, 1, 2, 3], "meta_info": meta})
-
-
-@contextlib.asynccontextmanager
-async def serving(server: web.Server) -> AsyncIterator[str]:
-    runner = web.ServerRunner(server, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 @contextlib.asynccontextmanager

@@ -46,7 +46,7 @@ number of bytes that grows with the square of the output's length."""
 
 
 @dataclass
-class _Failures:
+class Failures:
     """The failed attempts of one request since its call."""
 
     count: int = 0
@@ -56,7 +56,7 @@ class _Failures:
     is_retry: bool = False
     """Whether an attempt has begun before."""
     deaths: int = 0
-    """Number of servers that ended while they ran the request and before they returned a token."""
+    """Number of servers that ended while they ran the request and before they returned any of its answer."""
     deaths_alone: int = 0
     """Number of those servers that ran no other request."""
 
@@ -79,7 +79,7 @@ class AttemptRunner:
 
     async def run(self, generation: ResumableGeneration, key: str, request: RoutingRequest) -> Json:
         """Start attempts until one of them finishes or `max_attempts` attempts have failed. Returns the reply."""
-        failures = _Failures()
+        failures = Failures()
         while (delay_s := await self._attempt(generation, key, request, failures)) is not None:
             await asyncio.sleep(delay_s)
         reply = generation.reply()
@@ -91,7 +91,7 @@ class AttemptRunner:
         return reply
 
     async def _attempt(
-        self, generation: ResumableGeneration, key: str, request: RoutingRequest, failures: _Failures
+        self, generation: ResumableGeneration, key: str, request: RoutingRequest, failures: Failures
     ) -> float | None:
         """One attempt on one replica.
 
@@ -151,7 +151,7 @@ class AttemptRunner:
         raise ServerError(f"the stream of replica {slot.replica.name} ended before its generation finished")
 
     def _handle_failure(
-        self, generation: ResumableGeneration, slot: Slot, error: VerlServerError, failures: _Failures
+        self, generation: ResumableGeneration, slot: Slot, error: VerlServerError, failures: Failures
     ) -> float | None:
         """Record a failed attempt. Returns the seconds before the next one, or None when no token is missing.
 

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import hmac
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import aiohttp
@@ -30,7 +30,7 @@ from verl_server.errors import (
     VerlServerError,
     to_wire,
 )
-from verl_server.router.attempt_runner import FILES_RETRY_S
+from verl_server.router.attempt_runner import FILES_RETRY_S, Failures
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.metrics import router_metrics
 from verl_server.router.placement.routed_replica import RoutedReplica, Slot, unless_lost
@@ -63,22 +63,6 @@ ERROR_STATUSES: tuple[tuple[type[VerlServerError], int], ...] = (
     (BadInputError, 400), (ServerBusyError, 429), (NotReadyError, 503), (DeadlineError, 504), (ShutDownError, 503),
     (ServerDiedError, 502), (ServerError, 502),
 )  # fmt: skip
-
-
-@dataclass
-class _Failures:
-    """The failed attempts of one forwarded request."""
-
-    count: int = 0
-    """Number of failed attempts."""
-    tried: set[RoutedReplica] = field(default_factory=set)
-    """Replicas on which an attempt failed."""
-    is_retry: bool = False
-    """Whether an attempt has begun before."""
-    deaths: int = 0
-    """Number of servers that ended after they had received the request."""
-    deaths_alone: int = 0
-    """Number of those servers that ran no other request."""
 
 
 class RouterHttpServer:
@@ -156,7 +140,7 @@ class RouterHttpServer:
         body = await request.read()
         if request.method == "POST":
             check_forwarded_body(_parse_object(body))
-        session_id, failures = request.headers.get("x-session-id"), _Failures()
+        session_id, failures = request.headers.get("x-session-id"), Failures()
         while True:
             async with self._dispatcher.lease_slot(
                 session_id, len(body) // CHARACTERS_PER_TOKEN, failures.tried, failures.is_retry
@@ -174,7 +158,7 @@ class RouterHttpServer:
                     lost.cancel()
             await asyncio.sleep(delay_s)
 
-    def _handle_failure(self, slot: Slot, error: Exception, failures: _Failures) -> float:
+    def _handle_failure(self, slot: Slot, error: Exception, failures: Failures) -> float:
         """Record that a replica did not answer. Returns the number of seconds before the next attempt.
 
         Raises ServerError after `max_attempts` failed attempts, and ServerDiedError when the request ends servers.

@@ -1,0 +1,129 @@
+"""Releases and resumes of memory whose answers are lost, late or errors: no memory is released under a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from aiohttp import web
+from stub_servers import MemoryServer, serving
+
+from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter
+from verl_server.errors import BadInputError, ServerBusyError, ServerError
+
+LOADS, PAUSE, CONTINUE, FLUSH = "/v1/loads", "/pause_generation", "/continue_generation", "/flush_cache"
+RELEASE = "/release_memory_occupation"
+CONFIG = AdapterConfig(max_retries=0)
+
+
+def with_adapter(server: MemoryServer, work: Callable[[AsyncHttpServerEngineAdapter], Awaitable[None]]) -> None:
+    """Call `work` with an adapter of the running server."""
+
+    async def run() -> None:
+        async with (
+            serving(web.Server(server.answer)) as url,
+            AsyncHttpServerEngineAdapter.attach(url, config=CONFIG) as adapter,
+        ):
+            await work(adapter)
+
+    asyncio.run(run())
+
+
+def test_a_release_whose_answer_was_lost_does_not_spare_the_next_release_its_pause() -> None:
+    """Memory is released only when no request runs and generation is paused."""
+    server = MemoryServer()
+    server.lost = [RELEASE]
+
+    async def work(adapter: AsyncHttpServerEngineAdapter) -> None:
+        with pytest.raises(ServerError):
+            await adapter.release_memory_occupation()
+        await adapter.resume_memory_occupation()
+        server.paths.clear()
+        await adapter.release_memory_occupation()
+        assert server.paths == [LOADS, PAUSE, RELEASE]
+
+    with_adapter(server, work)
+
+
+def test_another_client_may_have_continued_after_a_release_whose_answer_was_lost() -> None:
+    """A request runs again when the first client releases for the second time."""
+    server = MemoryServer()
+    server.lost = [RELEASE]
+
+    async def work(one: AsyncHttpServerEngineAdapter) -> None:
+        with pytest.raises(ServerError):
+            await one.release_memory_occupation()
+        async with AsyncHttpServerEngineAdapter.attach(one.base_url, config=CONFIG) as other:
+            await other.resume_memory_occupation()
+        server.num_requests = [1]
+        with pytest.raises(ServerBusyError):
+            await one.release_memory_occupation()
+        assert server.paths.count(RELEASE) == 1, "the memory of a running request was released"
+
+    with_adapter(server, work)
+
+
+@pytest.mark.parametrize("path", [FLUSH, CONTINUE])
+def test_a_resume_that_failed_before_generation_continued_can_be_repeated(path: str) -> None:
+    server = MemoryServer()
+
+    async def work(adapter: AsyncHttpServerEngineAdapter) -> None:
+        await adapter.release_memory_occupation()
+        server.refused = [path]
+        with pytest.raises(ServerError):
+            await adapter.resume_memory_occupation()
+        await adapter.resume_memory_occupation()
+        assert server.paths[-1] == CONTINUE
+        with pytest.raises(BadInputError, match="nothing is released"):
+            await adapter.resume_memory_occupation()
+
+    with_adapter(server, work)
+
+
+def test_a_release_after_a_short_failure_of_the_network_pauses_first() -> None:
+    """The answers to the pause and to the call that undoes it were lost. Requests may run."""
+    server = MemoryServer()
+    server.lost = [PAUSE, CONTINUE]
+
+    async def work(adapter: AsyncHttpServerEngineAdapter) -> None:
+        with pytest.raises(ServerError):
+            await adapter.release_memory_occupation()
+        assert server.paths == [LOADS, PAUSE, CONTINUE]
+        server.paths.clear()
+        await adapter.release_memory_occupation()
+        assert server.paths == [LOADS, PAUSE, RELEASE]
+
+    with_adapter(server, work)
+
+
+@pytest.mark.parametrize("step", [PAUSE, RELEASE])
+def test_a_caller_that_leaves_a_release_leaves_no_paused_server(step: str) -> None:
+    """The server has not paused, or released, when the caller leaves."""
+    server = MemoryServer()
+    server.slow_path = step
+
+    async def work(adapter: AsyncHttpServerEngineAdapter) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await adapter.release_memory_occupation()
+        if step == RELEASE:
+            await adapter.resume_memory_occupation()
+        assert server.paths[-1] == CONTINUE
+
+    with_adapter(server, work)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_request_that_the_load_still_counts_may_have_ended(ends: bool) -> None:
+    server = MemoryServer()
+    server.num_requests = [1, 1, 0] if ends else [1]
+
+    async def work(adapter: AsyncHttpServerEngineAdapter) -> None:
+        if ends:
+            await adapter.release_memory_occupation()
+        else:
+            with pytest.raises(ServerBusyError, match="1 requests run"):
+                await adapter.release_memory_occupation()
+
+    with_adapter(server, work)
