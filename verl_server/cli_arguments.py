@@ -137,7 +137,7 @@ def _find_model(model: str) -> str:
 
 
 def _similar_option(argument: str) -> str:
-    """The end of an error about `argument`: the option that was meant. One letter is similar to too many options."""
+    """The end of an error about `argument`: the option that was meant. No suggestion for one letter."""
     if not argument.startswith("-") or len(argument.partition("=")[0]) == 2:
         return ""
     names = {*read_options(), "tp"}

@@ -219,7 +219,7 @@ class _Pool:
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def close_responses(self) -> None:
-        """Make the calls raise that read a body. Closing a session wakes only those that wait for an answer."""
+        """End the calls that read a body. Closing the session ends only the calls that wait for an answer."""
         for response in list(self.responses):
             response.close()
 

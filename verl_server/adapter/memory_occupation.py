@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 
 LOAD_TIMEOUT_S = 0.5
-"""Seconds after which a load that counts requests is not that of a moment ago."""
+"""Seconds that a server has to publish that its last request has ended."""
 LOAD_POLL_S = 0.02
 
 

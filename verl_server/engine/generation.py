@@ -65,7 +65,7 @@ class RankGeneration:
         return await (await self._async_backend_for(request)).async_generate(**request)
 
     async def _async_backend_for(self, request: Json) -> Backend:
-        """The backend for a request. In a thread for a request with LoRA adapters: their names may have to be asked."""
+        """The backend for a request. For a request with LoRA adapters, a thread may ask the servers for their names."""
         if request.get("lora_path") is None:
             return self._backend_for(request)
         return await asyncio.to_thread(self._backend_for, request)

@@ -22,7 +22,7 @@ EXTERNAL_KV_STORES = (
 )  # fmt: skip
 """Arguments that keep the KV cache outside of the server's process, where `flush_cache` does not remove it."""
 EXTERNAL_RADIX_CACHES = frozenset({"flexkv", "lmcache"})
-"""Values of `radix_cache_backend` that do so."""
+"""Values of `radix_cache_backend` that keep the KV cache outside of the server's process."""
 ALGORITHMS_WITHOUT_DRAFT_MODEL = frozenset({"NGRAM"})
 
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.1
 MAX_LINE_BYTES = 1 << 28
-"""Maximum size of a line from the parent: that of all replicas has 3 KB for each failed one."""
+"""Maximum size of a line from the parent. A line may have the statuses of all replicas, about 3 KB for a failed one."""
 MAX_LOG_TAIL_CHARACTERS = 2000
 """Maximum length of the end of a server's log in a status."""
 
