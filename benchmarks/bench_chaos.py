@@ -1,12 +1,12 @@
 """Checks that a fleet loses no request under faults, under load and during weight updates.
 
-Faults: servers, schedulers, the router process and the forkserver are killed with `kill -9`; a replica answers with
-errors at once for ten seconds; a scheduler is stopped for some seconds, also during an update; a burst of requests
-fills the router's queue; callers read streams slowly; the disk of the logs is full. Every reply is greedy. It is
-compared afterwards, token by token, with Hugging Face and the weights that the reply states. The benchmark counts lost,
-duplicated and wrong replies, blocked updates, orphaned processes and leftover files in shared memory; all counts must
-be 0. It also measures the seconds from a death to the recovery of the replica, relative to the start of one server
-alone and under the same load (servers and callers share the cores of the machine).
+Faults: servers, schedulers and the router process are killed with `kill -9`, and the forkserver together with a server;
+a replica answers with errors at once for ten seconds; a scheduler is stopped for some seconds, also during an update; a
+burst of requests fills the router's queue; callers read streams slowly; the disk of the logs is full. Every reply is
+greedy. It is compared afterwards, token by token, with Hugging Face and the weights that the reply states. The
+benchmark counts lost, duplicated and wrong replies, blocked updates, orphaned processes and leftover files in shared
+memory; all counts must be 0. It also measures the seconds from a death to the recovery of the replica, relative to the
+start of one server alone and under the same load (servers and callers share the cores of the machine).
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import itertools
 import os
 import queue
 import random
+import signal
 import tempfile
 import threading
 import time
@@ -28,7 +30,7 @@ import psutil
 import torch
 from chaos_faults import FaultInjector, free_bytes, make_plan, small_log_disk
 from chaos_report import NAME, WEIGHT_SETS, Measurement, check_replies, report
-from common import environment, parse_options
+from common import CONSOLE, environment, parse_options
 from servers import one_rank_mesh
 
 from verl_server.types import Json
@@ -42,6 +44,8 @@ OUTPUT_TOKENS = (20, 120)
 UPDATE_INTERVAL_S = 3.0
 QUEUED_REQUESTS, RUNNING_REQUESTS = 200, 32
 """Maximum number of queued requests of the router, and of running requests of a replica. A burst exceeds both."""
+PROGRESS_INTERVAL_S = 30.0
+"""Seconds between two lines of progress."""
 MARK = "VERL_SERVER_CHAOS"
 """Environment variable that all started processes inherit."""
 
@@ -136,7 +140,10 @@ def _inject_faults(
     started = time.monotonic()
     fleet.add_replica()
     measured.loaded_start_s = time.monotonic() - started
-    injector.run(make_plan(kills, rng), rng, stop)
+    try:
+        injector.run(make_plan(kills, rng), rng, stop)
+    except Exception as error:  # noqa: BLE001 - recorded as an error of the run
+        measured.errors.append(f"{type(error).__name__}: {error}")
 
 
 def _update_weights(
@@ -177,6 +184,7 @@ class Load:
                 while (number := next(self._numbers)) < self._requests or faults.is_alive():
                     await self._send(client, number)
 
+            progress = asyncio.create_task(self._show_progress())
             callers_done = asyncio.gather(*(caller() for _ in range(callers)))
             bursts: list[asyncio.Task[None]] = []
             while not callers_done.done():
@@ -185,6 +193,18 @@ class Load:
                         bursts.append(asyncio.create_task(self._send(client, next(self._numbers))))
                 await asyncio.sleep(0.05)
             await asyncio.gather(callers_done, *bursts)
+            progress.cancel()
+
+    async def _show_progress(self) -> None:
+        """Print the counts every `PROGRESS_INTERVAL_S` seconds."""
+        started, measured = time.monotonic(), self._measured
+        while True:
+            await asyncio.sleep(PROGRESS_INTERVAL_S)
+            CONSOLE.print(
+                f"{time.monotonic() - started:.0f} s: {measured.sent} requests sent, {len(measured.replies)} answered, "
+                f"{measured.refused} times refused by a full queue, {len(measured.update_s)} weight updates, "
+                f"{len(measured.faults)} faults, {len(measured.errors)} errors"
+            )
 
     async def _send(self, client: RouterClient, number: int) -> None:
         """Send one request until the router accepts it, and record its reply."""
@@ -227,6 +247,7 @@ def main() -> None:
     from verl_server.tiny import make_model
 
     options = parse_options(NAME, "Random faults under load.", _add_options)
+    faulthandler.register(signal.SIGUSR1)  # `kill -USR1` prints the stacks of all threads
     kills = options.extra.kills or (4 if options.quick else 20)
     settings = {"replicas": 2 if options.quick else 3, "requests": 60 if options.quick else 5000, "kills": kills,
                 "callers": 8, "seed": options.extra.seed}  # fmt: skip

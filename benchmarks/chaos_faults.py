@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FAULT_INTERVAL_S = (2.0, 8.0)
 """Minimum and maximum number of seconds between two faults."""
+TARGET_DEADLINE_S = 180.0
+"""Maximum number of seconds for which a fault waits for its target."""
 ERRORS_S = 10.0
 """Seconds for which a replica answers each generation with an error at once."""
 PAUSE_S = 6.0
@@ -56,23 +58,33 @@ class FaultInjector:
         self._fleet, self._launcher, self._measured, self._burst = fleet, launcher, measured, burst
 
     def run(self, plan: list[str], rng: random.Random, stop: threading.Event) -> None:
-        """Inject the faults. A fault that hits a replica waits until at least two replicas are healthy."""
+        """Inject the faults. A fault waits until two replicas are healthy. Raises TimeoutError if it waits too long."""
         for fault in plan:
-            while True:
+            deadline = time.monotonic() + TARGET_DEADLINE_S
+            while not self._try(fault, rng):
                 if stop.wait(rng.uniform(*FAULT_INTERVAL_S)):
                     return
-                healthy = [one for one in self._fleet.status().replicas if one.state.value == "healthy" and one.pids]
-                if len(healthy) < 2:
-                    continue
-                victim = rng.choice(healthy).name
-                with contextlib.suppress(psutil.Error, ProcessLookupError, StopIteration):  # it has ended already
-                    self._inject(fault, victim)
-                    break
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"fault {fault!r}: no target for {TARGET_DEADLINE_S:g} s")
+            if stop.wait(rng.uniform(*FAULT_INTERVAL_S)):
+                return
+
+    def _try(self, fault: str, rng: random.Random) -> bool:
+        """Inject a fault. Returns False without two healthy replicas, or when the target has just ended."""
+        healthy = [one for one in self._fleet.status().replicas if one.state.value == "healthy" and one.pids]
+        if len(healthy) < 2:
+            return False
+        with contextlib.suppress(psutil.Error, ProcessLookupError, StopIteration):
+            self._inject(fault, rng.choice(healthy).name)
+            return True
+        return False
 
     def _inject(self, fault: str, replica: str) -> None:
         entry = {"time": time.time(), "fault": fault, "replica": replica}
         if fault in KILLS:
             os.kill(self._find_process(fault, replica), signal.SIGKILL)
+            if fault == "forkserver":  # the recovery of this replica needs another forkserver
+                os.kill(self._find_process("server", replica), signal.SIGKILL)
         elif fault in ("error", "abort"):
             proxy = self._launcher.proxies[replica]
             before = proxy.answered
@@ -91,7 +103,7 @@ class FaultInjector:
             self._burst(BURST_REQUESTS)
         else:
             entry["slow_replies"] = asyncio.run(self._read_slowly())
-        if fault in ("router", "forkserver", "burst", "slow readers"):
+        if fault in ("router", "burst", "slow readers"):
             entry["replica"] = None
         self._measured.faults.append(entry)
 
