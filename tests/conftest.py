@@ -27,6 +27,7 @@ from helpers import (
     trainer_ranks,
     wait_until,
 )
+from hypothesis import settings
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, RolloutManager, VerlEngine
@@ -42,6 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     A server is forked only when its environment equals the environment of the forkserver. So the variables are set
     once, and in the same way in the main process and in its workers.
     """
+    settings.register_profile("srt", deadline=None)  # servers of other tests run on the same cores
+    settings.load_profile("srt")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # With tiny models, a second OpenMP thread mostly spins in barriers: it doubles the CPU time of a generation.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

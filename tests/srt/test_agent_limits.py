@@ -135,7 +135,7 @@ TOOL_CALL_TEXT = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     messages=st.lists(MESSAGE, max_size=3),
     turn_text=st.lists(TOOL_CALL_TEXT | st.text(max_size=30), max_size=3).map("".join),

@@ -608,7 +608,7 @@ def test_mistake_of_the_policy_in_a_file_is_a_result(tmp_path: Path) -> None:
         assert asyncio.run(tools.call(call)).error_type == "raised"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text() | st.text().map(lambda text: f"<tool_call>{text}</tool_call>") | st.just("<tool_call>{}</tool_call>"))
 def test_any_text_can_be_parsed_for_tool_calls(text: str) -> None:
     for call in parse_hermes_tool_calls(text):

@@ -79,7 +79,7 @@ SPECS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=60, phases=[Phase.explicit, Phase.generate])
 @given(SPECS, st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1))
 def test_readers_get_what_writers_wrote_whoever_is_faster(
     given_specs: list[Any], writers: int, readers: int, number: int

@@ -42,7 +42,7 @@ TEXT = (
 ROLE = st.sampled_from(["user", "tool", "system"])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     template=st.sampled_from([QWEN, LLAMA]),
     first_message=TEXT,
@@ -160,7 +160,7 @@ def test_invalid_messages_are_refused(tokenizer: Any, messages: list[Any], expec
 FAMILIES = st.sampled_from([("qwen3", "<|im_end|>"), ("llama-3", "<|eot_id|>")])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     family=FAMILIES,
     first_message=TEXT,

@@ -58,7 +58,7 @@ def fill_buckets(plan: BucketPlan, whole: dict[str, torch.Tensor], rank: int, bu
             tensor_view(bucket, plan.offsets[index][rank], spec).copy_(shard)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cases(), st.integers(0, 400))
 def test_tensors_are_put_together_from_the_buckets_of_all_ranks(case: Any, extra_bytes: int) -> None:
     num_ranks, tensors, preferred = case

@@ -143,7 +143,7 @@ def test_divergences_have_exact_positions() -> None:
     assert (second.num_turns, second.position, second.original_token, second.new_token) == (0, 3, 4, None)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(nodes=st.lists(NODE, min_size=1, max_size=6), data=st.data())
 def test_file_that_was_cut_anywhere_can_be_opened(
     nodes: list[tuple[bool, list[int], int]], data: Any, tmp_path_factory: Any
