@@ -1,4 +1,4 @@
-"""Memory files: anonymous memory that one process creates and other processes of the same user map.
+"""Memory files: anonymous memory that one process creates and other processes of the same user map, and words in it.
 
 A memory file (`memfd_create`) has no name in /dev/shm, so nothing is left behind when a process is killed, and a small
 /dev/shm (64 MB in a default container) does not limit it. Other processes of the same user open it as `/proc/PID/fd/N`
@@ -13,6 +13,7 @@ import mmap
 import os
 import re
 import secrets
+import threading
 from typing import TYPE_CHECKING
 
 from verl_server.errors import UnsupportedError, VerlServerError
@@ -20,6 +21,7 @@ from verl_server.errors import UnsupportedError, VerlServerError
 if TYPE_CHECKING:
     import torch
 
+WORD_BYTES = 8
 NAME_PREFIX = "verl_server_"
 """How the names of our memory files begin. SGLang's servers open no other files for a weight update."""
 LOCATION_PATH = re.compile(r"/proc/\d+/fd/\d+")
@@ -102,3 +104,41 @@ def memory_contains(memory: mmap.mmap, tensor: torch.Tensor) -> bool:
     """Whether a tensor is in this memory."""
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     return bool(start <= tensor.data_ptr() < start + len(memory))
+
+
+class SharedWords:
+    """`count` words of 64 bits at `offset` in shared memory. Each word is read and written at once.
+
+    A process that reads a word also sees everything that was written before the word. What a process has read before it
+    writes a word was not yet changed by a process that waited for the word.
+    """
+
+    def __init__(self, memory: mmap.mmap, offset: int, count: int) -> None:
+        self._words = memoryview(memory)[offset : offset + count * WORD_BYTES].cast("Q")
+
+    def __getitem__(self, index: int) -> int:
+        word = self._words[index]
+        order_memory_accesses()
+        return word
+
+    def __setitem__(self, index: int, word: int) -> None:
+        order_memory_accesses()
+        self._words[index] = word
+
+    def release(self) -> None:
+        """Release the memory, so that it can be unmapped."""
+        self._words.release()
+
+
+def order_memory_accesses() -> None:
+    """Let the processor finish all earlier reads and writes of this thread before all later ones.
+
+    x86-64 keeps the order of writes and the order of reads. Processors with aarch64 may change it: a process could read
+    a new counter, and after it the old bytes that the counter speaks of. Python has no memory barrier, but its locks
+    contain one: the release of a lock is a store-release and the acquisition a load-acquire, and aarch64 does not move
+    a load-acquire before an earlier store-release (Arm Architecture Reference Manual, "Barrier-ordered-before").
+    """
+    lock = threading.Lock()
+    for _ in range(2):  # the second acquisition after the first release is the barrier
+        with lock:
+            pass

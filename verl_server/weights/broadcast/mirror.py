@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from verl_server.errors import VerlServerError
 from verl_server.platforms.available_memory import available_memory
 from verl_server.weights.layout import PAGE_BYTES
-from verl_server.weights.memory_file import SharedMemoryFile, memory_contains
+from verl_server.weights.memory_file import SharedMemoryFile, SharedWords, memory_contains
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ class Mirror:
         self._file, self.location = file, file.location
         self.view = memoryview(file.memory)[:size_bytes]
         """All bytes of the copy, at the same offsets as in the arena."""
-        self._progress = memoryview(file.memory)[size_bytes : size_bytes + 8].cast("Q")
+        self._progress = SharedWords(file.memory, size_bytes, 1)
 
     @classmethod
     def create(cls, size_bytes: int) -> Mirror:
@@ -59,10 +59,7 @@ class Mirror:
         return memory_contains(self._file.memory, tensor)
 
     def set_progress(self, update_id: str, num_chunks: int) -> None:
-        """Record that `num_chunks` chunks of an update are in the mirror, or `FAILED`.
-
-        The counter is one word, which is written at once, so that readers never see a half of it.
-        """
+        """Record that `num_chunks` chunks of an update are in the mirror, or `FAILED`."""
         self._progress[0] = zlib.crc32(update_id.encode()) << 32 | num_chunks
 
     def progress(self, update_id: str) -> int:

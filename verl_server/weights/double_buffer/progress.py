@@ -1,7 +1,7 @@
 """Progress counters of an update through a double buffer, in memory that all its processes share.
 
-Each counter is written by one process only. A counter is one 8-byte word, which is written at once. It carries the
-number of the update, so counters of earlier updates read as zero.
+Each counter is written by one process only. A counter is one word, which carries the number of the update, so counters
+of earlier updates read as zero.
 
     bucket n         filled when every reader has emptied bucket n - 2; read when every writer has filled it
     bucket total     the number of buckets, known when the leading writer has finished
@@ -14,6 +14,7 @@ import mmap
 
 from verl_server.weights.double_buffer.layout import DoubleBufferLayout
 from verl_server.weights.layout import MAX_TP_RANKS, PAGE_BYTES
+from verl_server.weights.memory_file import WORD_BYTES, SharedWords
 
 MAX_WRITERS = 256
 """Maximum number of trainer ranks that write one double buffer."""
@@ -30,8 +31,7 @@ class ProgressCounters:
     """The counters of the update with number `update_number`."""
 
     def __init__(self, memory: mmap.mmap, layout: DoubleBufferLayout, update_number: int) -> None:
-        start = layout.progress_offset
-        self._words = memoryview(memory)[start : start + PAGE_BYTES].cast("Q")
+        self._words = SharedWords(memory, layout.progress_offset, PAGE_BYTES // WORD_BYTES)
         self._failure_text = memoryview(memory)[layout.failure_offset : layout.failure_offset + PAGE_BYTES]
         self._update_number = update_number
 
