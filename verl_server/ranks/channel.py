@@ -12,7 +12,9 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
 
 import orjson
 
@@ -32,13 +34,19 @@ KEEPALIVE_S = 30
 class Channel:
     """A connection to one other trainer rank.
 
-    `send` is thread-safe. A thread passes received messages to a callback. The connection is closed when the other
-    machine, or a rank that has to receive data, does not react for `SEND_TIMEOUT_S` seconds.
+    `send` is thread-safe and does not wait for the other rank: messages that the other rank does not read yet are kept
+    in memory. A thread passes received messages to a callback. The connection is closed when the other machine, or a
+    rank that has to receive data, does not react for `SEND_TIMEOUT_S` seconds.
     """
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         self._socket, self.peer = connection, peer
         self._lock = threading.Lock()
+        self._unsent: deque[memoryview] = deque()
+        """What the kernel has not taken yet, because the buffers of the connection are full."""
+        self._sending_thread: threading.Thread | None = None
+        """Sends `_unsent`. None while it is empty."""
+        self._is_closed = False
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -59,8 +67,7 @@ class Channel:
                     while (frame := receive_frame(self._socket)) is not None:
                         on_message(self.peer, orjson.loads(frame))
             finally:
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # the peer learns that nothing is received any more
+                self._disconnect()  # the peer learns that nothing is received any more
                 on_disconnect(self.peer)
 
         threading.Thread(target=receive_messages, name=f"verl-server-rank-{self.peer}", daemon=True).start()
@@ -70,19 +77,77 @@ class Channel:
         return self.send_encoded(encode_message(message))
 
     def send_encoded(self, encoded: bytes) -> bool:
-        """`send` for the result of `encode_message`, which several channels can send."""
+        """`send` for the result of `encode_message`, which several channels can send.
+
+        The kernel takes the message at once, or a thread sends what does not fit into the buffers of the connection.
+        """
         try:
             with self._lock:
-                self._socket.sendall(encoded)
-        except OSError:
+                if self._is_closed:
+                    return False
+                unsent = memoryview(encoded)
+                if self._sending_thread is None:
+                    with contextlib.suppress(BlockingIOError):
+                        unsent = unsent[self._socket.send(unsent, socket.MSG_DONTWAIT) :]
+                if unsent:
+                    self._unsent.append(unsent)
+                    self._start_sending_thread()
+        except (OSError, RuntimeError):  # RuntimeError: no further thread can be started
+            self._disconnect()
             return False
+        except BaseException:  # KeyboardInterrupt: the other rank could not find the end of half a message
+            self._disconnect()
+            raise
         return True
 
+    def _start_sending_thread(self) -> None:
+        """Start the thread that sends `_unsent`, if it does not run. The caller holds the lock."""
+        if self._sending_thread is None:
+            thread = threading.Thread(target=self._send_rest, name=f"verl-server-rank-{self.peer}-send", daemon=True)
+            thread.start()
+            self._sending_thread = thread
+
+    def _send_rest(self) -> None:
+        """Send `_unsent`, until it is empty or the connection is closed."""
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    self._unsent.clear()
+                if not self._unsent:
+                    self._sending_thread = None
+                    return
+                unsent = self._unsent[0]
+            try:
+                self._socket.sendall(unsent)
+            except OSError:
+                self._disconnect()
+            with self._lock:
+                self._unsent.popleft()
+
+    def wait_until_sent(self, timeout_s: float) -> None:
+        """Wait until the kernel has taken all messages, the connection is closed, or `timeout_s` seconds are over."""
+        with self._lock:
+            sending_thread = self._sending_thread
+        if sending_thread is not None:
+            sending_thread.join(timeout_s)
+
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection. Messages that the kernel has not taken yet are lost."""
+        self._disconnect()
+        self._socket.close()
+
+    def _disconnect(self) -> None:
+        """End the connection in both directions, which ends its threads."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+
+
+def wait_until_all_sent(channels: Iterable[Channel], timeout_s: float) -> None:
+    """Wait until the kernel has taken the messages of all `channels`, for at most `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    for channel in channels:
+        channel.wait_until_sent(max(0.0, deadline - time.monotonic()))
 
 
 def encode_message(message: Json) -> bytes:

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import queue
-import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 from verl_server.errors import PeerError, ShutDownError, VerlServerError, from_wire, to_wire
 from verl_server.ranks.call_messages import arrival_message, not_arrived, not_finished, result_of
-from verl_server.ranks.channel import Channel, encode_message
+from verl_server.ranks.channel import Channel, encode_message, wait_until_all_sent
 from verl_server.ranks.outcome_sender import OutcomeSender
 from verl_server.ranks.peer_errors import to_peer_wire
 from verl_server.ranks.pending_calls import PendingCalls
@@ -30,8 +28,8 @@ from verl_server.types import Json
 
 OUTCOME_SLACK_S = 5.0
 """Seconds that the other ranks wait for an outcome after rank 0's own deadline."""
-FAILURE_SEND_S = 1.0
-"""Seconds for which a failure of this rank waits until the other ranks have been told. A stopped rank does not read."""
+LAST_MESSAGES_S = 1.0
+"""Seconds for which `close` waits until the messages to the other ranks are sent. A stopped rank does not read."""
 
 
 class RankCoordinator:
@@ -41,7 +39,6 @@ class RankCoordinator:
         self.rank, self.size = rank, size
         self._channels, self._arrival_timeout_s = channels, arrival_timeout_s
         self._calls = PendingCalls(size)
-        self._sending_thread = ThreadPoolExecutor(1, thread_name_prefix="verl-server-outcomes")
         self._closed_peers: set[int] = set()
         """Ranks that said that they shut their engine down."""
         self.on_failure: Callable[[VerlServerError], None] = lambda error: None
@@ -126,14 +123,11 @@ class RankCoordinator:
         try:
             contributions = await asyncio.to_thread(self._collect, call_id, arrival)
         except asyncio.CancelledError as cancelled:
-            self._sending_thread.submit(self._abandon, call_id, cancelled)
+            self._abandon(call_id, cancelled)
             raise
-        with OutcomeSender(self, call_id, only_failure=True):
-            result = await action(contributions)
-        # Not in the event loop: another rank may read slowly. A cancelled call is still sent: other ranks wait for it.
-        send = functools.partial(self.send_outcome, call_id, {"result": result}, before_all_arrived=False)
-        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._sending_thread, send))
-        return result
+        with OutcomeSender(self, call_id) as sender:
+            sender.result = await action(contributions)
+        return sender.result
 
     # -- streams ------------------------------------------------------------------------------------
 
@@ -180,15 +174,16 @@ class RankCoordinator:
 
         The other ranks but `source` are told first: the caller of a call that fails may close the connections.
         """
-        message = {"failure": to_wire(error)}
-        sending = threading.Thread(target=self._send_to_all, args=(message, source), daemon=True)
-        sending.start()
-        sending.join(FAILURE_SEND_S)
+        self._send_to_all({"failure": to_wire(error)}, source)
         self._fail(error)
 
     def close(self) -> None:
-        """Send a closing message and disconnect. Calls of the other ranks then fail with a PeerError."""
+        """Send a closing message and disconnect. Calls of the other ranks then fail with a PeerError.
+
+        Waits up to `LAST_MESSAGES_S` seconds for ranks that do not read.
+        """
         self._send_to_all({"closing": True})
+        wait_until_all_sent(self._channels.values(), LAST_MESSAGES_S)
         for channel in self._channels.values():
             channel.close()
         self._fail(ShutDownError("the engine was shut down on this rank"))

@@ -1,0 +1,364 @@
+"""Messages between the trainer ranks of one engine: order, ranks that do not read, failures and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
+
+import orjson
+import pytest
+
+from verl_server import errors
+from verl_server.engine.generation import RankGeneration
+from verl_server.ranks.channel import (
+    Channel,
+    accept_rank,
+    connect_to_rank_0,
+    receive_frame,
+    send_frame,
+    wait_until_all_sent,
+)
+from verl_server.ranks.coordinator import RankCoordinator
+from verl_server.ranks.peer_errors import to_peer_wire
+from verl_server.ranks.pending_calls import PendingCalls
+
+
+def test_a_channel_accepts_only_ranks_that_know_the_key() -> None:
+    def attempt(key: bytes) -> int | None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            thread = threading.Thread(target=connect_to_rank_0, args=(server.getsockname(), key, 3, 5.0))
+            thread.start()
+            connection, _ = server.accept()
+            rank = accept_rank(connection, b"right")
+            connection.close()
+            thread.join()
+            return rank
+
+    assert attempt(b"right") == 3
+    assert attempt(b"wrong") is None
+
+
+def coordinator_of_rank_0(other_ranks: int) -> tuple[RankCoordinator, list[socket.socket]]:
+    """Rank 0's coordinator, and the sockets of the other ranks."""
+    channels, sockets = {}, []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for rank in range(1, other_ranks + 1):
+            sockets.append(socket.create_connection(server.getsockname()))
+            channels[rank] = Channel(server.accept()[0], rank)
+    return RankCoordinator(0, other_ranks + 1, channels, 5.0), sockets
+
+
+def received(connection: socket.socket) -> Any:
+    frame = receive_frame(connection)
+    return None if frame is None else orjson.loads(frame)
+
+
+def test_a_message_to_all_ranks_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding a reply of 20,000 tokens takes milliseconds, and there may be a hundred ranks."""
+    encoded: list[Any] = []
+
+    def dumps(message: Any, **options: Any) -> bytes:
+        encoded.append(message)
+        return orjson.dumps(message, **options)
+
+    counting = SimpleNamespace(dumps=dumps, loads=orjson.loads, OPT_SERIALIZE_NUMPY=orjson.OPT_SERIALIZE_NUMPY)
+    monkeypatch.setattr("verl_server.ranks.channel.orjson", counting)
+    coordinator, sockets = coordinator_of_rank_0(3)
+    coordinator.publish_event("stream#1", {"output_ids": [1, 2]})
+    coordinator.send_outcome("generate#1", {"result": 3}, before_all_arrived=False)
+    messages: list[Any] = [
+        {"call_id": "stream#1", "event": {"output_ids": [1, 2]}},
+        {"call_id": "generate#1", "outcome": {"result": 3}},
+    ]
+    assert [[received(one), received(one)] for one in sockets] == [messages] * 3
+    RankCoordinator(0, 1, {}, 5.0).publish_event("stream#1", {})  # without other ranks, nothing is encoded
+    assert encoded == messages
+    coordinator.close()
+    assert [received(one) for one in sockets] == [{"closing": True}] * 3
+
+
+def test_a_rank_that_does_not_read_stops_neither_the_event_loop_of_rank_0_nor_other_ranks() -> None:
+    """The outcomes are larger than the buffers of the connection."""
+    coordinator, (rank_1, rank_2) = coordinator_of_rank_0(2)
+    outcomes: list[Any] = ["x" * 2**24, errors.BadInputError("too long"), "short"]
+    longest_gap_s = 0.0
+
+    async def action(outcome: Any, _: list[Any]) -> Any:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def watch() -> None:
+        nonlocal longest_gap_s
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest_gap_s = max(longest_gap_s, time.monotonic() - before)
+
+    async def run() -> None:
+        watching = asyncio.create_task(watch())
+        for number, outcome in enumerate(outcomes, 1):
+            for rank in (rank_1, rank_2):
+                arrive(rank, f"async_generate#{number}")
+            call = coordinator.agree_async(f"async_generate#{number}", functools.partial(action, outcome))
+            with contextlib.suppress(errors.BadInputError):
+                assert await asyncio.wait_for(call, 5.0) == outcome
+        coordinator.publish_event("stream#1", {"output_ids": [1]})
+        watching.cancel()
+
+    with ThreadPoolExecutor(1) as pool:  # rank 1 reads nothing until rank 2 has received everything
+        reading = pool.submit(lambda: [received(rank_2) for _ in range(4)])
+        asyncio.run(run())
+        messages = reading.result(10.0)
+    assert longest_gap_s < 3.0
+    assert [message.get("outcome", {}).get("result") for message in messages] == [outcomes[0], None, "short", None]
+    assert messages[1]["outcome"]["error"]["message"] == "too long"
+    assert [received(rank_1) for _ in range(4)] == messages
+    coordinator.close()
+
+
+def test_messages_to_a_rank_that_reads_slowly_arrive_complete_and_in_order() -> None:
+    left, right = connected_sockets()
+    channel = Channel(left, 1)
+    sizes = [1, 2**22, 3, 2**20, *range(50), 2**23, 7]
+    received_sizes: list[int] = []
+
+    def read() -> None:
+        while (message := received(right)) is not None:
+            time.sleep(0.005)
+            received_sizes.append(len(message["text"]))
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    for size in sizes:
+        assert channel.send({"text": "x" * size})
+        time.sleep(0.002)
+    wait_until_all_sent([channel], 10.0)
+    channel.close()
+    reading.join(10.0)
+    assert received_sizes == sizes
+    assert not channel.send({"text": ""})
+
+
+def test_a_rank_that_does_not_read_delays_neither_a_failure_nor_the_end() -> None:
+    coordinator, (rank_1, rank_2) = coordinator_of_rank_0(2)
+    coordinator.publish_event("stream#1", {"text": "x" * 2**24})
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(lambda: (received(rank_2), received(rank_2)))
+        started = time.monotonic()
+        coordinator.fail_all(errors.ServerDiedError("the server ended"))
+        assert time.monotonic() - started < 1.0
+        assert reading.result(3.0)[1]["failure"]["message"] == "the server ended"
+    coordinator.close()
+    assert time.monotonic() - started < 4.0
+    assert received(rank_2) == {"closing": True}
+    deadline = time.monotonic() + 5.0
+    while any(one.name == "verl-server-rank-1-send" for one in threading.enumerate()):
+        assert time.monotonic() < deadline, "the thread that sends to rank 1 has not ended"
+        time.sleep(0.01)
+    rank_1.close()
+
+
+def test_an_interrupt_while_a_message_is_sent_ends_the_connection() -> None:
+    """The other rank could not find the end of half a message, and would read later messages as its rest."""
+
+    class Interrupted(socket.socket):
+        def send(self, data: Any, flags: int = 0) -> int:
+            super().send(data[: len(data) // 2], flags)
+            raise KeyboardInterrupt
+
+    left, right = connected_sockets()
+    channel = Channel(Interrupted(fileno=left.detach()), 1)
+    with pytest.raises(KeyboardInterrupt):
+        channel.send({"call_id": "generate#1"})
+    assert not channel.send({"call_id": "generate#2"})
+    assert received(right) is None
+    channel.close()
+
+
+def test_each_call_of_failed_ranks_raises_an_error_of_its_own() -> None:
+    """Python adds the frames of each caller to an error: a shared one keeps all of them in memory."""
+    coordinator, _ = coordinator_of_rank_0(1)
+    alone = RankCoordinator(0, 1, {}, 5.0)
+    failure, found = errors.ServerDiedError("the server ended", exit_code=-9), []
+
+    def call(make_call: Callable[[], Any]) -> None:
+        with pytest.raises(errors.ServerDiedError, match="the server ended") as caught:
+            make_call()
+        found.append(caught.value)
+
+    waiting = threading.Thread(target=call, args=(lambda: coordinator.agree("update#1", lambda _: None),))
+    waiting.start()
+    time.sleep(0.1)
+    for one in (coordinator, alone):
+        one.fail_all(failure)
+    waiting.join()
+    for _ in range(2):
+        call(coordinator.raise_failure)
+        call(lambda: coordinator.agree("update#2", lambda _: None))
+        call(lambda: alone.agree("update#1", lambda _: None))
+    assert len({id(error) for error in (failure, *found)}) == 8
+    assert all(error.details == {"exit_code": -9} for error in found)
+    assert failure.__traceback__ is None
+
+
+def arrive(rank: socket.socket, call_id: str) -> None:
+    send_frame(rank, orjson.dumps({"call_id": call_id, "arrival": {"contribution": {}}}))
+
+
+def two_coordinators(arrival_timeout_s: float = 5.0) -> tuple[RankCoordinator, RankCoordinator]:
+    """The connected coordinators of two ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = socket.create_connection(server.getsockname())
+        first = RankCoordinator(0, 2, {1: Channel(server.accept()[0], 1)}, arrival_timeout_s)
+        return first, RankCoordinator(1, 2, {0: Channel(connection, 0)}, arrival_timeout_s)
+
+
+def error_of(call: Callable[[], Any]) -> errors.VerlServerError:
+    with pytest.raises(errors.VerlServerError) as caught:
+        call()
+    return caught.value
+
+
+@pytest.mark.parametrize("arrives_first", [True, False])
+def test_other_ranks_learn_that_rank_0_cancelled_a_call_before_all_ranks_had_arrived(arrives_first: bool) -> None:
+    coordinator, (rank_1, rank_2) = coordinator_of_rank_0(2)
+    rank_1.settimeout(3.0)
+    expected = to_peer_wire(asyncio.CancelledError(), 0)
+
+    async def action(_: list[Any]) -> None:
+        raise AssertionError("rank 2 has not arrived")
+
+    async def run() -> None:
+        if arrives_first:
+            arrive(rank_1, "async_generate#1")
+        call = asyncio.create_task(coordinator.agree_async("async_generate#1", action))
+        await asyncio.sleep(0.2)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    started = time.monotonic()
+    asyncio.run(run())  # waits for the threads that wait for the other ranks
+    assert time.monotonic() - started < 3.0, "no thread waits for rank 2 any more"
+    if not arrives_first:
+        arrive(rank_1, "async_generate#1")
+    assert received(rank_1)["outcome"] == {"error": expected}
+    arrive(rank_2, "async_generate#1")
+    assert received(rank_2)["outcome"] == {"error": expected}
+    coordinator.close()
+
+
+def test_a_rank_that_is_stopped_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of a stopped process answers, so the connection stays open."""
+    monkeypatch.setattr("verl_server.ranks.channel.SEND_TIMEOUT_S", 3.0)
+    coordinator, (rank_1,) = coordinator_of_rank_0(1)  # rank 1 does not read
+    arrive(rank_1, "generate#1")
+    assert coordinator.agree("generate#1", lambda _: "x" * 2**25) == "x" * 2**25
+    deadline = time.monotonic() + 20.0
+    while coordinator.failure is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert isinstance(coordinator.failure, errors.PeerError)
+    assert coordinator.failure.details["ranks"] == [1]
+    coordinator.close()
+
+
+def test_the_connections_of_ranks_notice_a_machine_that_is_gone() -> None:
+    left, right = connected_sockets()
+    channel = Channel(left, 1)
+    assert left.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert left.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+    channel.close()
+    right.close()
+
+
+def connected_sockets() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = socket.create_connection(server.getsockname())
+        return server.accept()[0], connection
+
+
+def test_an_outcome_is_ignored_when_the_call_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = PendingCalls(2)
+    future = calls.expect_outcome("generate#1")
+    future.cancel()
+    monkeypatch.setattr(future, "done", lambda: False)  # the event loop cancels after this question
+    calls.set_outcome("generate#1", {"result": None})
+    arrivals = calls.add_own_arrival("generate#2", {})
+    arrivals.complete.cancel()
+    calls.add_arrival("generate#2", 1, {})
+
+
+def test_a_receiving_thread_that_fails_is_a_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    left, right = connected_sockets()
+    disconnected = threading.Event()
+    Channel(left, 1).listen(lambda *_: None, lambda _: disconnected.set())
+    send_frame(right, b"no JSON")
+    assert disconnected.wait(3.0)
+    right.settimeout(3.0)
+    assert right.recv(1) == b"", "the other rank learns of it"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_other_ranks_learn_of_a_result_that_cannot_be_sent(is_async: bool) -> None:
+    first, second = two_coordinators()
+
+    def call(coordinator: RankCoordinator) -> Any:
+        if not is_async:
+            return coordinator.agree("generate#1", lambda _: 2**70)
+
+        async def action(_: list[Any]) -> int:
+            return 2**70
+
+        return asyncio.run(coordinator.agree_async("generate#1", action))
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(call, second)
+        with pytest.raises(TypeError, match="64-bit"):
+            call(first)
+        assert "trainer rank 0 failed: " in error_of(lambda: other.result(3.0)).message
+    first.close()
+
+
+def test_a_rank_names_rank_0_when_rank_0_does_not_make_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for generation without a deadline. The call fails on all ranks, also on rank 0 when it arrives."""
+    monkeypatch.setattr("verl_server.ranks.coordinator.OUTCOME_SLACK_S", 0.2)
+    first, second = two_coordinators(0.5)
+    no_backend = cast(Any, None)
+    ranks = [RankGeneration(one, no_backend, lambda: None, None) for one in (first, second)]
+
+    async def read_stream() -> list[Any]:
+        return [event async for event in ranks[1].async_stream({})]
+
+    calls: dict[str, Callable[[], Any]] = {
+        "generate": lambda: ranks[1].generate({}),
+        "async_generate": lambda: asyncio.run(ranks[1].async_generate({})),
+        "stream": lambda: list(ranks[1].stream({})),
+        "async_stream": lambda: asyncio.run(read_stream()),
+    }
+    for name, call in calls.items():
+        error = error_of(call)
+        assert isinstance(error, errors.PeerError)
+        assert error.message.startswith(f"rank(s) [0] did not arrive at {name} within 0.5 s")
+    assert "rank(s) [0] did not arrive at generate" in error_of(lambda: ranks[0].generate({})).message
+    # Rank 0 has made the call: the other rank waits for the action.
+    call_id = first.next_call_id("generate")
+    second.next_call_id("generate")
+
+    def action(_: list[Any]) -> str:
+        time.sleep(1.5)
+        return "reply"
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(second.agree, call_id, action)
+        assert first.agree(call_id, action) == other.result(3.0) == "reply"
+    first.close()
