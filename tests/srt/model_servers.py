@@ -13,14 +13,20 @@ from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import Json, ServerInfo, TensorSpec, WeightUpdateResult
 from verl_server.weights.arena import Arena
+from verl_server.weights.double_buffer.buffer import DoubleBuffer
+from verl_server.weights.double_buffer.layout import plan_double_buffer
 from verl_server.weights.layout import plan_arena
 from verl_server.weights.loader import load_weights
 from verl_server.weights.manifest import Manifest
+from verl_server.weights.reports import Report
 from verl_server.weights.transports import receiver_class, sender_class
 from verl_server.weights.transports.base import SenderSettings
+from verl_server.weights.update.buffer_filler import BufferRole
+from verl_server.weights.update.opening import DoubleBuffers
 from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.servers import ReplayFn
 from verl_server.weights.update.staged import StagedUpdater
+from verl_server.weights.update.streamed import StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
 
@@ -57,16 +63,19 @@ class ModelServers:
         self.steps.append("resume")
 
     def begin_weight_update(self) -> None:
-        pass
+        self.steps.append("begin")
 
     def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
         (message,) = messages
         for tp_rank, model in enumerate(self.models):
             receiver = receiver_class(message["transport"])(message, tp_rank)
+            if message.get("opens_only"):
+                receiver.send_report(Report(message["update_id"], ok=True), [])
+                continue
             receiver.send_report(*load_weights(receiver, model, message["update_id"], message["verify"]))
 
     def end_weight_update(self) -> None:
-        pass
+        self.steps.append("end")
 
     def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
         return False
@@ -110,6 +119,18 @@ def staged_updater(
     ranks = EngineRanks(coordinator, placement, frozenset({coordinator.rank}), servers, 20.0)
     sender = sender_class(transport)(settings)
     return StagedUpdater(ranks, Manifest(specs), 0, layout, arena, frozenset({coordinator.rank}), sender)
+
+
+def streamed_updater(servers: ModelServers, sizes: Mapping[str, int]) -> StreamedUpdater:
+    """The updater of one trainer rank with double buffers in host memory."""
+    specs = {name: TensorSpec((size,), "float32") for name, size in sizes.items()}
+    double_buffer = DoubleBuffer.create(plan_double_buffer(specs, None, in_host_memory=True))
+    description = {"location": double_buffer.location, "ipc_handle": "", "device_uuid": ""}
+    buffers = DoubleBuffers("buckets", double_buffer.layout, [description], 1, 20.0)
+    role = BufferRole(double_buffer, 0, 1, True, buffer_index=0, num_buffers=1)
+    placement = compute_placement(0, 1, 1, {})
+    ranks = EngineRanks(RankCoordinator(0, 1, {}, 20.0), placement, frozenset({0}), servers, 20.0)
+    return StreamedUpdater(ranks, Manifest(specs), 0, buffers, role, frozenset({0}))
 
 
 def push(updater: WeightUpdater, tensors: Mapping[str, torch.Tensor], verify: bool = True) -> WeightUpdateResult:

@@ -347,13 +347,14 @@ def _interrupted_before_the_version_is_published(rank: int, world: int) -> tuple
 def test_generation_continues_when_all_nodes_have_verified_the_update(two_ranks: Ranks) -> None:
     """Otherwise the server would generate with the new weights of one node and the old weights of the other."""
     first, second = two_ranks.run(_second_node_cannot_load)
-    assert first == [(["pause"], 0), (["pause", "pause", "published", "resume"], 1)]
+    failed = ["pause", "begin", "end"]
+    assert first == [(failed, 0), ([*failed, *failed, "published", "resume"], 1)]
     assert second == [([], 0), ([], 1)], "only rank 0 calls the servers"
 
 
 def test_an_interrupt_before_the_version_is_published_leaves_torn_weights_on_all_nodes(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(_interrupted_before_the_version_is_published)
-    assert first == ("KeyboardInterrupt", ["pause", "pause", "published", "resume"])
+    assert first == ("KeyboardInterrupt", [*["pause", "begin", "end"] * 2, "published", "resume"])
     assert second == ("TornWeightsError", [])
 
 

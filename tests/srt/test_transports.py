@@ -21,7 +21,7 @@ from helpers import (
     remote_server_of,
     wait_until,
 )
-from model_servers import ModelServers, push, staged_updater
+from model_servers import ModelServers, push, staged_updater, streamed_updater
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig
 
@@ -49,10 +49,9 @@ from verl_server.weights.layout import plan_arena
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports import is_streamed, sender_class
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
-from verl_server.weights.update.request import UpdateOptions, validate_options
-from verl_server.weights.update.server_session import ServerSession
+from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
-from verl_server.weights.update.updater import EngineRanks
+from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
 TRANSPORTS = ["shared_memory", "buckets", "distributed", "distributed_buckets", "delta", "disk"]
 
@@ -332,8 +331,8 @@ def test_a_patch_is_not_computed_against_weights_that_new_mirrors_never_had() ->
 def raise_after(method: Callable[..., Any], failure: BaseException) -> Callable[..., Any]:
     """A function that calls `method` and raises `failure` afterwards."""
 
-    def raising(*arguments: Any) -> None:
-        method(*arguments)
+    def raising(*arguments: Any, **options: Any) -> None:
+        method(*arguments, **options)
         raise failure
 
     return raising
@@ -433,22 +432,75 @@ def test_generation_continues_after_any_exception_before_the_load(
     step: str, failure: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"a": 4, "b": 4}
+    weights = {name: torch.ones(size) for name, size in sizes.items()}
+    for updater_of in (staged_updater_of, streamed_updater):
+        servers = ModelServers(sizes)
+        updater = updater_of(servers, sizes)
+        with monkeypatch.context() as patch:
+            patch.setattr(servers, step, raise_after(getattr(servers, step), failure))
+            with pytest.raises(type(failure)):
+                push(updater, weights)
+        assert servers.steps == ["pause", *(["begin", "end"] if step == "begin_weight_update" else []), "resume"]
+        assert push(updater, {"a": weights["a"]}).weight_version == 1
+        updater.close()
+
+
+def staged_updater_of(servers: ModelServers, sizes: dict[str, int]) -> WeightUpdater:
+    return staged_updater("shared_memory", servers, sizes)
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=["interrupt", "double buffer"])
+def test_generation_continues_when_the_double_buffers_cannot_be_opened(
+    failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"a": 4}
     servers = ModelServers(sizes)
-    updater = staged_updater("shared_memory", servers, sizes)
-    options = UpdateOptions(None, True, True, PauseMode.RETRACT, True)
-    session = ServerSession(servers, validate_options(options, current_version=0))
+    updater = streamed_updater(servers, sizes)
     with monkeypatch.context() as patch:
-        patch.setattr(servers, step, raise_after(getattr(servers, step), failure))
+        patch.setattr(servers, "load", raise_after(servers.load, failure))
         with pytest.raises(type(failure)):
-            push(updater, {"a": torch.ones(4), "b": torch.ones(4)})
+            push(updater, {"a": torch.ones(4)})
+    assert servers.steps == ["pause", "begin", "end", "resume"]
+    assert push(updater, {"a": torch.ones(4)}).weight_version == 1
+    updater.close()
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=["interrupt", "error"])
+def test_an_update_that_ends_before_the_ranks_know_of_it_leaves_torn_weights(
+    failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loaders have started, and the call that tells the ranks does not return."""
+    sizes = {"a": 4, "b": 4}
+    servers = ModelServers(sizes)
+    updater = streamed_updater(servers, sizes)
+    weights = {name: torch.ones(size) for name, size in sizes.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(updater.coordinator, "agree", raise_after(updater.coordinator.agree, failure))
         with pytest.raises(type(failure)):
-            session.pause_and_begin(False, lambda: None)
-    ended: list[str] = []
-    monkeypatch.setattr(servers, "end_weight_update", lambda: ended.append("end"))
-    with pytest.raises(type(failure)):
-        session.pause_and_begin(False, raise_after(lambda: None, failure))
-    assert servers.steps == ["pause", "resume"] * 3
-    assert ended == ["end"]
+            push(updater, weights)
+    assert servers.steps == ["pause", "begin", "end"], "generation stays paused"
+    with pytest.raises(TornWeightsError, match="lacks 1 parameters"):
+        push(updater, {"a": weights["a"]})
+    assert push(updater, weights).weight_version == 1
+    assert torch.equal(servers.models[0].tensors["b"], weights["b"])
+    updater.close()
+
+
+@pytest.mark.parametrize("updater_of", [staged_updater_of, streamed_updater])
+def test_no_session_stays_open_after_an_interrupt(
+    updater_of: Callable[[ModelServers, dict[str, int]], WeightUpdater], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupt comes when the session is open and the loaders are about to start."""
+    sizes = {"a": 4}
+    servers = ModelServers(sizes)
+    updater = updater_of(servers, sizes)
+    with monkeypatch.context() as patch:
+        interrupting = raise_after(lambda *_, **__: None, KeyboardInterrupt())
+        patch.setattr("verl_server.weights.update.commit.ThreadPoolExecutor", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            push(updater, {"a": torch.ones(4)})
+    assert servers.steps == ["pause", "begin", "end"]
+    assert updater.find_torn() is not None
     assert push(updater, {"a": torch.ones(4)}).weight_version == 1
     updater.close()
 

@@ -217,33 +217,38 @@ def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
         }
         for member_index in range(len(attempt.members))
     ]
-    begin_on_all(servers)
-    update.load_started.set()
     try:
-        with load_then_end(servers, messages, validated) as loading:
-            sender.deliver(attempt, is_loading=lambda: not loading.done())
+        with open_session(servers):
+            update.load_started.set()
+            with load_in_background(servers, messages, validated) as loading:
+                sender.deliver(attempt, is_loading=lambda: not loading.done())
         verify_reports(sender.reports(attempt), attempt, update.checksums, is_whole=update.num_missing == 0)
     except (ServerDiedError, ShutDownError):
         raise  # no server is left whose weights could be torn
     except VerlServerError as error:
+        if not update.load_started.is_set():
+            raise
         raise torn_error(error, validated) from error
 
 
-def begin_on_all(servers: UpdatableServers) -> None:
-    """Open a weight update session on every server, or on none."""
+@contextmanager
+def open_session(servers: UpdatableServers) -> Iterator[None]:
+    """A weight update session on every server during the body, or on none if a server refuses it."""
     try:
         servers.begin_weight_update()
+        yield
     except BaseException:
         with suppress(VerlServerError):
             servers.end_weight_update()
         raise
+    servers.end_weight_update()
 
 
 @contextmanager
-def load_then_end(
+def load_in_background(
     servers: UpdatableServers, messages: Sequence[Json], validated: ValidatedUpdate
 ) -> Iterator[Future[None]]:
-    """Make the servers load during the body, wait for them, and end the session that is open.
+    """Make the servers load during the body, and wait for them.
 
     Yields a future that is done when the servers have stopped loading. The servers' error is raised rather than that of
     the body, because it says more than an error of the transport that follows from it.
@@ -253,10 +258,7 @@ def load_then_end(
         try:
             yield loading
         finally:
-            try:
-                loading.result()
-            finally:
-                servers.end_weight_update()
+            loading.result()
 
 
 def staged_checksums(sender: Sender, names: Sequence[str]) -> list[int]:

@@ -13,7 +13,7 @@ from verl_server.config import PauseMode
 from verl_server.errors import UnsupportedError, VerlServerError
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.layout import MAX_TP_RANKS
-from verl_server.weights.update.commit import begin_on_all, leave_out_failed, load_then_end, resume_published
+from verl_server.weights.update.commit import leave_out_failed, load_in_background, open_session, resume_published
 from verl_server.weights.update.request import ValidatedUpdate, outcome_message, torn_error
 from verl_server.weights.update.servers import UpdatableServers
 
@@ -56,11 +56,14 @@ class ServerSession:
     Raises UnsupportedError if the servers have more TP ranks than a double buffer serves.
     """
 
-    def __init__(self, servers: UpdatableServers, validated: ValidatedUpdate) -> None:
-        self._servers, self._validated = servers, validated
-        self.members = servers.members
-        self._open_session: ExitStack | None = None
+    def __init__(self, servers: UpdatableServers, opened: OpenedUpdate) -> None:
+        self._servers, self.opened = servers, opened
+        self._validated, self.members = opened.validated, opened.members
+        self._steps = ExitStack()
+        """What `end` has to end: the session of the servers, and their loaders."""
         self._loading: Future[None] | None = None
+        self.may_have_loaded = False
+        """Whether a server may hold a part of the update."""
         self.pause_started = math.nan
         """Time of `time.monotonic` just before the servers were paused."""
         tp_ranks = sum(member.tp_size for member in self.members)
@@ -70,38 +73,38 @@ class ServerSession:
                 "use fewer servers"
             )
 
-    def pause_and_begin(self, weights_are_torn: bool, prepare: Callable[[], None]) -> None:
-        """Pause generation, open the session and call `prepare`, which must not change the weights.
+    def open(self, weights_are_torn: bool, prepare: Callable[[], None], message: Json) -> None:
+        """Pause generation, open the session, call `prepare` and start the loaders of all servers with `message`.
 
-        On an error, generation continues unless the weights were torn.
+        `prepare` must not change the weights. The loaders run in a background thread until `end`. After an error before
+        a loader was started, generation continues unless the weights were torn.
         """
         self.pause_started = time.monotonic()
         try:
             self._servers.pause(self._validated.pause_mode)
-            begin_on_all(self._servers)
-            try:
-                prepare()
-            except BaseException:
-                with suppress(VerlServerError):
-                    self._servers.end_weight_update()
-                raise
-        except BaseException as error:  # also KeyboardInterrupt: no server has loaded anything
-            if isinstance(error, VerlServerError):
-                leave_out_failed(self._servers, error)
-            if not weights_are_torn:
-                with suppress(VerlServerError):
-                    self._servers.resume()
+            self._steps.enter_context(open_session(self._servers))
+            prepare()
+            self.may_have_loaded = True
+            loading = load_in_background(self._servers, self._messages(message), self._validated)
+            self._loading = self._steps.enter_context(loading)
+        except BaseException as error:  # also KeyboardInterrupt
+            if not self.may_have_loaded:
+                self._undo(error, weights_are_torn)
             raise
+
+    def _undo(self, error: BaseException, weights_are_torn: bool) -> None:
+        """End a session in which no server has loaded anything."""
+        with suppress(VerlServerError):
+            self.end()
+        if isinstance(error, VerlServerError):
+            leave_out_failed(self._servers, error)
+        if not weights_are_torn:
+            with suppress(VerlServerError):
+                self._servers.resume()
 
     def call_loaders(self, message: Json) -> None:
         """Call the loaders of all servers with a message that changes no weights, and wait for them."""
         self._servers.load(self._messages(message), None, flush_cache=False)
-
-    def start_loading(self, message: Json) -> None:
-        """Start the loaders of all servers in a background thread. `message`: the message that all loaders get."""
-        self._open_session = ExitStack()
-        loading = load_then_end(self._servers, self._messages(message), self._validated)
-        self._loading = self._open_session.enter_context(loading)
 
     def _messages(self, message: Json) -> list[Json]:
         tp_sizes = [member.tp_size for member in self.members]
@@ -118,10 +121,8 @@ class ServerSession:
 
     def end(self) -> None:
         """Wait until the servers have loaded, and end the session. Raises the servers' error. Safe to call twice."""
-        session, self._open_session = self._open_session, None
         self._loading = None
-        if session is not None:
-            session.close()
+        self._steps.close()
 
     def torn_outcome(self, error: VerlServerError, cause: VerlServerError) -> Json:
         """The message about an update that failed with `error`. A server that fails repeatedly is left out of the next.

@@ -31,7 +31,6 @@ from verl_server.weights.update.opening import DoubleBuffers
 from verl_server.weights.update.report_checks import first_error
 from verl_server.weights.update.request import (
     UpdateOptions,
-    ValidatedUpdate,
     outcome_message,
     raise_resume_error,
     result_message,
@@ -93,20 +92,24 @@ class StreamedUpdater(WeightUpdater):
         error = refusal
         if refusal is None:
             source, error = self.run_reading(lambda: TensorSource(named_tensors, self.manifest, options.check_finite))
-        message = self.coordinator.agree(
-            call_id,
-            lambda contributions: self._open(contributions, options),
-            contribution=None if source is None else source.contribution,
-            error=error,
-            action_timeout_s=4 * self.ranks.timeout_s,
-        )
-        assert source is not None
-        opened = OpenedUpdate.from_message(message)
-        self._update_number = opened.update_number
+        opened: OpenedUpdate | None = None
         try:
+            message = self.coordinator.agree(
+                call_id,
+                lambda contributions: self._open(contributions, options),
+                contribution=None if source is None else source.contribution,
+                error=error,
+                action_timeout_s=4 * self.ranks.timeout_s,
+            )
+            assert source is not None
+            opened = OpenedUpdate.from_message(message)
+            self._update_number = opened.update_number
             outcome, gather_s = self._fill_and_finish(call_id, source, opened, options.check_finite)
         except BaseException as failure:
-            self._mark_torn(failure, opened.validated)
+            if opened is None and self._session is not None and self._session.may_have_loaded:
+                opened = self._session.opened  # interrupted before the other ranks were told
+            if opened is not None:
+                self._mark_torn(failure, opened)
             raise
         finally:
             if self._session is not None:
@@ -118,14 +121,15 @@ class StreamedUpdater(WeightUpdater):
         raise_resume_error(outcome)
         return dataclasses.replace(WeightUpdateResult(**outcome["result"]), gather_s=gather_s)
 
-    def _mark_torn(self, error: BaseException, validated: ValidatedUpdate) -> None:
+    def _mark_torn(self, error: BaseException, opened: OpenedUpdate) -> None:
         """Make everything that waits for this rank stop, and record that the served weights are torn."""
+        self._update_number = opened.update_number
         self._stop_filling("the trainer abandoned the update")
         if self.torn is None and not isinstance(error, (ServerDiedError, ShutDownError)):
             cause = error
             if not isinstance(cause, VerlServerError):
                 cause = VerlServerError(f"{type(error).__name__}: {error}")
-            self.torn = torn_error(cause, validated)
+            self.torn = torn_error(cause, opened.validated)
 
     def _stop_filling(self, message: str) -> None:
         """Make the servers and the other writers of this rank's double buffer stop waiting for this rank."""
@@ -229,10 +233,10 @@ class StreamedUpdater(WeightUpdater):
         if names is not None:
             self.require_loadable(names)
         assert self.ranks.servers is not None
-        session = ServerSession(self.ranks.servers, validated)
         opened = OpenedUpdate(
-            validated, uuid.uuid4().hex, self._update_number + 1, session.members, opened_at=time.monotonic()
+            validated, uuid.uuid4().hex, self._update_number + 1, self.ranks.servers.members, time.monotonic()
         )
+        self._session = session = ServerSession(self.ranks.servers, opened)
 
         def open_buffers() -> None:
             """Open the double buffers on servers that have not done it yet: an error here does not tear weights."""
@@ -241,9 +245,7 @@ class StreamedUpdater(WeightUpdater):
                 self._buffers.require_opened(opened)
                 self._opened_members = session.members
 
-        session.pause_and_begin(self.find_torn() is not None, open_buffers)
-        self._session = session
-        session.start_loading(self._buffers.loader_message(opened))
+        session.open(self.find_torn() is not None, open_buffers, self._buffers.loader_message(opened))
         return opened.to_message()
 
     def _end(self, contributions: list[Json]) -> Json:
