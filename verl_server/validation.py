@@ -25,6 +25,10 @@ ENDPOINTS = (
 )  # fmt: skip
 
 
+_JSON_SCALARS = frozenset({type(None), bool, int, float, str})
+_JSON_TYPES_WITHOUT_LIST = _JSON_SCALARS | {dict}
+
+
 def is_whole_number(value: Any) -> TypeGuard[int]:
     """Whether `value` is an int or a whole number of another library, for example `numpy.int64`. False for a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
@@ -38,6 +42,9 @@ def is_bool(value: Any) -> TypeGuard[bool]:
 
 def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     """Whether `value` is a list or another sequence, for example a tuple. False for strings and bytes."""
+    kind = type(value)
+    if kind is list or kind in _JSON_TYPES_WITHOUT_LIST:  # the test of an abstract class takes ten times as long
+        return kind is list
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
 
 
@@ -54,7 +61,7 @@ def to_plain(value: Any) -> Any:
     sequences become lists, and a `torch.dtype` becomes its name, for example "bfloat16". Other values are returned as
     they are.
     """
-    if value is None or isinstance(value, (bool, str)):
+    if type(value) in _JSON_SCALARS or isinstance(value, str):
         return value
     if isinstance(value, Integral):
         return int(value)
