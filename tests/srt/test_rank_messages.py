@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import functools
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -141,14 +143,15 @@ def test_messages_to_a_rank_that_reads_slowly_arrive_complete_and_in_order() -> 
     for size in sizes:
         assert channel.send({"text": "x" * size})
         time.sleep(0.002)
-    wait_until_all_sent([channel], 10.0)
+    wait_until_all_sent([channel])
     channel.close()
     reading.join(10.0)
     assert received_sizes == sizes
     assert not channel.send({"text": ""})
 
 
-def test_a_rank_that_does_not_read_delays_neither_a_failure_nor_the_end() -> None:
+def test_a_rank_that_does_not_read_delays_neither_a_failure_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_server.ranks.channel.STALL_S", 1.0)
     coordinator, (rank_1, rank_2) = coordinator_of_rank_0(2)
     coordinator.publish_event("stream#1", {"text": "x" * 2**24})
     with ThreadPoolExecutor(1) as pool:
@@ -165,6 +168,81 @@ def test_a_rank_that_does_not_read_delays_neither_a_failure_nor_the_end() -> Non
         assert time.monotonic() < deadline, "the thread that sends to rank 1 has not ended"
         time.sleep(0.01)
     rank_1.close()
+
+
+def test_the_last_outcome_reaches_a_rank_that_reads_slowly() -> None:
+    """Rank 0 shuts its engine down at once, as at the end of a script."""
+    coordinator, (rank_1,) = coordinator_of_rank_0(1)
+    arrive(rank_1, "generate#1")
+    result = "x" * 2**24
+    with ThreadPoolExecutor(1) as pool:
+        assert coordinator.agree("generate#1", lambda _: result) == result
+        closing = pool.submit(coordinator.close)
+        time.sleep(2.0)
+        assert received(rank_1)["outcome"] == {"result": result}
+        assert received(rank_1) == {"closing": True}
+        closing.result(3.0)
+
+
+LAST_WORDS = """
+import socket, sys
+from verl_server.ranks.channel import Channel
+channel = Channel(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), 1)
+channel.send({"text": "x" * 2**24})
+"""
+
+
+def test_messages_are_sent_before_the_process_ends() -> None:
+    """A program may end without a shutdown of its engine."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process = subprocess.Popen([sys.executable, "-c", LAST_WORDS, str(server.getsockname()[1])])
+        connection = server.accept()[0]
+    time.sleep(2.0)
+    assert received(connection) == {"text": "x" * 2**24}
+    assert process.wait(10.0) == 0
+    connection.close()
+
+
+def test_all_ranks_receive_an_outcome_although_the_first_of_them_shuts_down_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coordinator, sockets = coordinator_of_rank_0(3)
+    others = [RankCoordinator(rank, 4, {0: Channel(one, 0)}, 5.0) for rank, one in enumerate(sockets, 1)]
+    send_encoded = Channel.send_encoded
+
+    def send_slowly(channel: Channel, encoded: bytes) -> bool:
+        if channel.peer > 1 and b"outcome" in encoded:
+            time.sleep(0.2)
+        return send_encoded(channel, encoded)
+
+    def call(other: RankCoordinator) -> Any:
+        try:
+            return other.agree("generate#1", lambda _: None, action_timeout_s=5.0)
+        finally:
+            other.close()
+
+    monkeypatch.setattr(Channel, "send_encoded", send_slowly)
+    with ThreadPoolExecutor(len(others)) as pool:
+        calls = pool.map(call, others)
+        assert coordinator.agree("generate#1", lambda _: "reply", action_timeout_s=5.0) == "reply"
+        assert list(calls) == ["reply"] * len(others)
+    coordinator.close()
+
+
+def test_the_ranks_name_the_rank_that_shut_down() -> None:
+    for _ in range(10):
+        coordinator, sockets = coordinator_of_rank_0(6)
+        others = [RankCoordinator(rank, 7, {0: Channel(one, 0)}, 5.0) for rank, one in enumerate(sockets, 1)]
+        with ThreadPoolExecutor(len(others)) as pool:
+            calls = [
+                pool.submit(error_of, functools.partial(one.agree, "generate#1", lambda _: None)) for one in others
+            ]
+            time.sleep(0.05)
+            coordinator.close()
+            found = [call.result(5.0) for call in calls]
+        assert [error.details["ranks"] for error in found] == [[0]] * len(others), found
+        for one in others:
+            one.close()
 
 
 def test_an_interrupt_while_a_message_is_sent_ends_the_connection() -> None:

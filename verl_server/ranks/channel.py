@@ -6,6 +6,7 @@ proves that it knows the key with an HMAC of a fresh challenge, so the key itsel
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hmac
 import secrets
@@ -13,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -29,6 +31,10 @@ SEND_TIMEOUT_S = 300.0
 stopped acknowledges no data when the buffers of the connection are full."""
 KEEPALIVE_S = 30
 """Seconds without data before the kernel asks whether the other machine is still there, and between two questions."""
+PIECE_BYTES = 2**20
+"""Maximum number of bytes that the sending thread passes to the kernel at once. Each piece is progress."""
+STALL_S = 10.0
+"""Seconds without progress after which `wait_until_all_sent` gives a channel up. A stopped rank does not read."""
 
 
 class Channel:
@@ -46,6 +52,8 @@ class Channel:
         """What the kernel has not taken yet, because the buffers of the connection are full."""
         self._sending_thread: threading.Thread | None = None
         """Sends `_unsent`. None while it is empty."""
+        self._progressed_at = 0.0
+        """Time of `time.monotonic` when the sending thread started, or when the kernel last took a piece from it."""
         self._is_closed = False
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -104,8 +112,10 @@ class Channel:
         """Start the thread that sends `_unsent`, if it does not run. The caller holds the lock."""
         if self._sending_thread is None:
             thread = threading.Thread(target=self._send_rest, name=f"verl-server-rank-{self.peer}-send", daemon=True)
+            self._progressed_at = time.monotonic()
             thread.start()
             self._sending_thread = thread
+            _sending.add(self)
 
     def _send_rest(self) -> None:
         """Send `_unsent`, until it is empty or the connection is closed."""
@@ -117,19 +127,27 @@ class Channel:
                     self._sending_thread = None
                     return
                 unsent = self._unsent[0]
+            num_sent = len(unsent)
             try:
-                self._socket.sendall(unsent)
+                num_sent = self._socket.send(unsent[:PIECE_BYTES])
             except OSError:
                 self._disconnect()
+            self._progressed_at = time.monotonic()
             with self._lock:
-                self._unsent.popleft()
+                if num_sent == len(unsent):
+                    self._unsent.popleft()
+                else:
+                    self._unsent[0] = unsent[num_sent:]
 
-    def wait_until_sent(self, timeout_s: float) -> None:
-        """Wait until the kernel has taken all messages, the connection is closed, or `timeout_s` seconds are over."""
+    def wait_until_sent(self) -> None:
+        """Wait until the kernel has taken all messages or the connection is closed, or `STALL_S` without progress."""
         with self._lock:
-            sending_thread = self._sending_thread
-        if sending_thread is not None:
-            sending_thread.join(timeout_s)
+            thread = self._sending_thread
+        while thread is not None and thread.is_alive():
+            remaining_s = self._progressed_at + STALL_S - time.monotonic()
+            if remaining_s <= 0.0:
+                return
+            thread.join(remaining_s)
 
     def close(self) -> None:
         """Close the connection. Messages that the kernel has not taken yet are lost."""
@@ -143,11 +161,15 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def wait_until_all_sent(channels: Iterable[Channel], timeout_s: float) -> None:
-    """Wait until the kernel has taken the messages of all `channels`, for at most `timeout_s` seconds."""
-    deadline = time.monotonic() + timeout_s
+def wait_until_all_sent(channels: Iterable[Channel]) -> None:
+    """Wait until the kernel has taken the messages of all `channels`, except those that stall for `STALL_S` seconds."""
     for channel in channels:
-        channel.wait_until_sent(max(0.0, deadline - time.monotonic()))
+        channel.wait_until_sent()
+
+
+_sending: weakref.WeakSet[Channel] = weakref.WeakSet()
+"""The channels of this process whose sending thread has been started. Their messages are sent before it ends."""
+atexit.register(lambda: wait_until_all_sent(list(_sending)))
 
 
 def encode_message(message: Json) -> bytes:

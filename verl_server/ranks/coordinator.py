@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import queue
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, wait
 from typing import Any
@@ -28,8 +29,6 @@ from verl_server.types import Json
 
 OUTCOME_SLACK_S = 5.0
 """Seconds that the other ranks wait for an outcome after rank 0's own deadline."""
-LAST_MESSAGES_S = 1.0
-"""Seconds for which `close` waits until the messages to the other ranks are sent. A stopped rank does not read."""
 
 
 class RankCoordinator:
@@ -39,6 +38,7 @@ class RankCoordinator:
         self.rank, self.size = rank, size
         self._channels, self._arrival_timeout_s = channels, arrival_timeout_s
         self._calls = PendingCalls(size)
+        self._sending_lock = threading.Lock()
         self._closed_peers: set[int] = set()
         """Ranks that said that they shut their engine down."""
         self.on_failure: Callable[[VerlServerError], None] = lambda error: None
@@ -180,13 +180,13 @@ class RankCoordinator:
     def close(self) -> None:
         """Send a closing message and disconnect. Calls of the other ranks then fail with a PeerError.
 
-        Waits up to `LAST_MESSAGES_S` seconds for ranks that do not read.
+        Waits for the messages to the other ranks, except those to a rank that reads nothing for `STALL_S` seconds.
         """
         self._send_to_all({"closing": True})
-        wait_until_all_sent(self._channels.values(), LAST_MESSAGES_S)
+        self._fail(ShutDownError("the engine was shut down on this rank"))  # before other ranks disconnect
+        wait_until_all_sent(self._channels.values())
         for channel in self._channels.values():
             channel.close()
-        self._fail(ShutDownError("the engine was shut down on this rank"))
 
     def _fail(self, error: VerlServerError) -> None:
         if self._calls.fail_all(error):
@@ -286,8 +286,13 @@ class RankCoordinator:
         self.fail_all(PeerError(message + "Shut the engine down.", ranks=[peer]), source=peer)
 
     def _send_to_all(self, message: Json, source: int | None = None) -> None:
-        """Send a message to all connected ranks but `source`. Only rank 0 is connected to several ranks."""
+        """Send a message to all connected ranks but `source`. Only rank 0 is connected to several ranks.
+
+        A rank that ends when it has received an outcome is noticed by another thread. That thread tells the ranks after
+        all of them have been sent the outcome.
+        """
         channels = [channel for rank, channel in self._channels.items() if rank != source]
         encoded = encode_message(message) if channels else b""
-        for channel in channels:
-            channel.send_encoded(encoded)
+        with self._sending_lock:
+            for channel in channels:
+                channel.send_encoded(encoded)
