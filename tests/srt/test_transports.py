@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -341,16 +342,25 @@ def raise_after(method: Callable[..., Any], failure: BaseException) -> Callable[
 FAILURES = [KeyboardInterrupt(), OSError("no space left on device")]
 
 
+def staged_updater_of(servers: ModelServers, sizes: dict[str, int]) -> WeightUpdater:
+    return staged_updater("shared_memory", servers, sizes)
+
+
+@pytest.mark.parametrize("updater_of", [staged_updater_of, streamed_updater])
 @pytest.mark.parametrize("failure", FAILURES, ids=["interrupt", "transport"])
 @pytest.mark.parametrize("step", ["load", "published", "resume"])
 def test_an_update_that_ends_with_another_exception_after_the_load_leaves_torn_weights(
-    step: str, failure: BaseException, monkeypatch: pytest.MonkeyPatch
+    step: str,
+    failure: BaseException,
+    updater_of: Callable[[ModelServers, dict[str, int]], WeightUpdater],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise the next update of some tensors would be served together with a part of this update."""
     sizes = {"a": 4, "b": 4}
     servers = ModelServers(sizes)
-    updater = staged_updater("shared_memory", servers, sizes)
+    updater = updater_of(servers, sizes)
     weights = {name: torch.ones(4) for name in sizes}
+    assert push(updater, weights).weight_version == 1
     with monkeypatch.context() as patch:
         patch.setattr(servers, step, raise_after(getattr(servers, step), failure))
         with pytest.raises(type(failure)):
@@ -358,7 +368,7 @@ def test_an_update_that_ends_with_another_exception_after_the_load_leaves_torn_w
     assert f"{type(failure).__name__}: {failure}" in str(updater.find_torn())
     with pytest.raises(TornWeightsError, match="lacks 1 parameters"):
         push(updater, {"a": weights["a"]})
-    assert push(updater, weights).weight_version == (1 if step == "load" else 2), "a published version names one update"
+    assert push(updater, weights).weight_version == (2 if step == "load" else 3), "a published version names one update"
     assert updater.find_torn() is None
     assert servers.steps[-2:] == ["published", "resume"]
     updater.close()
@@ -445,10 +455,6 @@ def test_generation_continues_after_any_exception_before_the_load(
         updater.close()
 
 
-def staged_updater_of(servers: ModelServers, sizes: dict[str, int]) -> WeightUpdater:
-    return staged_updater("shared_memory", servers, sizes)
-
-
 @pytest.mark.parametrize("failure", FAILURES, ids=["interrupt", "double buffer"])
 def test_generation_continues_when_the_double_buffers_cannot_be_opened(
     failure: BaseException, monkeypatch: pytest.MonkeyPatch
@@ -486,6 +492,24 @@ def test_an_update_that_ends_before_the_ranks_know_of_it_leaves_torn_weights(
     updater.close()
 
 
+@pytest.mark.parametrize("failure", FAILURES, ids=["interrupt", "error"])
+def test_a_broadcast_that_is_interrupted_ends_at_once(failure: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receivers learn of it, and the exception is raised unchanged."""
+    sizes = {"a": 1000, "b": 2000}
+    servers = ModelServers(sizes)
+    updater = staged_updater("distributed", servers, sizes)
+    weights = {name: torch.ones(size) for name, size in sizes.items()}
+    push(updater, weights)
+    started = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(sender_class("distributed"), "broadcast", raise_after(lambda *_: None, failure))
+        with pytest.raises(type(failure)):
+            push(updater, weights)
+    assert time.monotonic() - started < 10.0, "the receivers do not wait for their deadline of 20 s"
+    assert push(updater, weights).weight_version == 2
+    updater.close()
+
+
 @pytest.mark.parametrize("updater_of", [staged_updater_of, streamed_updater])
 def test_no_session_stays_open_after_an_interrupt(
     updater_of: Callable[[ModelServers, dict[str, int]], WeightUpdater], monkeypatch: pytest.MonkeyPatch
@@ -496,7 +520,8 @@ def test_no_session_stays_open_after_an_interrupt(
     updater = updater_of(servers, sizes)
     with monkeypatch.context() as patch:
         interrupting = raise_after(lambda *_, **__: None, KeyboardInterrupt())
-        patch.setattr("verl_server.weights.update.commit.ThreadPoolExecutor", interrupting)
+        for module in ("commit", "server_session"):
+            patch.setattr(f"verl_server.weights.update.{module}.ThreadPoolExecutor", interrupting)
         with pytest.raises(KeyboardInterrupt):
             push(updater, {"a": torch.ones(4)})
     assert servers.steps == ["pause", "begin", "end"]

@@ -96,12 +96,12 @@ class Sender(base.Sender):
                 placement = wait_for_receivers(self.store, self.group_name, attempt.num_receivers, is_loading)
                 self.group = self.connect_group(placement)
             self.send(attempt, is_loading)
-        except (RuntimeError, VerlServerError) as error:
+        except BaseException as error:  # also KeyboardInterrupt
             self.leave_group()  # so that no receiver waits any longer
             self.store.set(cancel_key(self.group_name), "")
-            if isinstance(error, VerlServerError):
-                raise
-            raise VerlServerError(f"the broadcast of the weights failed: {error}") from error
+            if isinstance(error, RuntimeError):
+                raise VerlServerError(f"the broadcast of the weights failed: {error}") from error
+            raise
 
     def connect_group(self, placement: ReceiverPlacement) -> Any:
         """Form the process group of the trainer and its receivers. Raises RuntimeError or VerlServerError."""

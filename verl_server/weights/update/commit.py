@@ -237,11 +237,11 @@ def open_session(servers: UpdatableServers) -> Iterator[None]:
     try:
         servers.begin_weight_update()
         yield
+        servers.end_weight_update()
     except BaseException:
         with suppress(VerlServerError):
             servers.end_weight_update()
         raise
-    servers.end_weight_update()
 
 
 @contextmanager
@@ -251,14 +251,17 @@ def load_in_background(
     """Make the servers load during the body, and wait for them.
 
     Yields a future that is done when the servers have stopped loading. The servers' error is raised rather than that of
-    the body, because it says more than an error of the transport that follows from it.
+    the body, because it says more than an error of the transport that follows from it. A KeyboardInterrupt of the body
+    is raised unchanged.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="verl-server-load") as pool:
         loading = pool.submit(servers.load, messages, validated.weight_version, validated.flush_cache)
         try:
             yield loading
-        finally:
+        except Exception:
             loading.result()
+            raise
+        loading.result()
 
 
 def staged_checksums(sender: Sender, names: Sequence[str]) -> list[int]:

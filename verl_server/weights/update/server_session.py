@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 
@@ -13,7 +13,7 @@ from verl_server.config import PauseMode
 from verl_server.errors import UnsupportedError, VerlServerError
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.layout import MAX_TP_RANKS
-from verl_server.weights.update.commit import leave_out_failed, load_in_background, open_session, resume_published
+from verl_server.weights.update.commit import leave_out_failed, open_session, resume_published
 from verl_server.weights.update.request import ValidatedUpdate, outcome_message, torn_error
 from verl_server.weights.update.servers import UpdatableServers
 
@@ -85,8 +85,9 @@ class ServerSession:
             self._steps.enter_context(open_session(self._servers))
             prepare()
             self.may_have_loaded = True
-            loading = load_in_background(self._servers, self._messages(message), self._validated)
-            self._loading = self._steps.enter_context(loading)
+            pool = self._steps.enter_context(ThreadPoolExecutor(1, thread_name_prefix="verl-server-load"))
+            version, flushes = self._validated.weight_version, self._validated.flush_cache
+            self._loading = pool.submit(self._servers.load, self._messages(message), version, flushes)
         except BaseException as error:  # also KeyboardInterrupt
             if not self.may_have_loaded:
                 self._undo(error, weights_are_torn)
@@ -121,8 +122,10 @@ class ServerSession:
 
     def end(self) -> None:
         """Wait until the servers have loaded, and end the session. Raises the servers' error. Safe to call twice."""
-        self._loading = None
-        self._steps.close()
+        loading, self._loading = self._loading, None
+        with self._steps:
+            if loading is not None:
+                loading.result()
 
     def torn_outcome(self, error: VerlServerError, cause: VerlServerError) -> Json:
         """The message about an update that failed with `error`. A server that fails repeatedly is left out of the next.

@@ -276,6 +276,7 @@ class StreamedUpdater(WeightUpdater):
             if errors := [from_wire(item["error"]) for item in contributions if item["error"] is not None]:
                 raise first_error(errors)
             self.require_loadable(names)
+            self.weight_version = validated.weight_version  # also when an interrupt comes before the outcome
             resume_error = self._session.publish_and_resume(whole=self.manifest.is_whole(names))
         except (ServerDiedError, ShutDownError):
             raise
