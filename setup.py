@@ -31,7 +31,7 @@ setup(
         "sglang>=0.5.15,<=0.5.23",
         "torch",
         "transformers",
-        "aiohttp>=3.10",
+        "aiohttp>=3.12",
         "numpy",
         "orjson",
         "prometheus-client",

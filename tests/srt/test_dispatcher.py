@@ -295,6 +295,22 @@ def test_several_prompts_need_a_list_of_rids(rid: Any, got: str) -> None:
     asyncio.run(run())
 
 
+def test_the_prompts_of_a_batch_have_different_rids() -> None:
+    """Two samples of the same prompt would be one sample. Prompts without an id get one each."""
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), RecordingServer()
+        dispatcher.pool.add_replica("a", server, 0)
+        group = {**REQUEST, "input_ids": [[1, 2], [1, 2], [1, 2], [1, 2]]}
+        with pytest.raises(BadInputError, match="'q' is the request id of several prompts"):
+            await dispatcher.generate_request({**group, "rid": ["q", None, "p", "q"]})
+        assert not server.requests
+        assert len(await dispatcher.generate_request({**group, "rid": ["q", None, "p", None]})) == 4
+        assert len(server.requests) == 4
+
+    asyncio.run(run())
+
+
 PROMPTS_IN_LISTS = [
     ("input_ids", [[1, 2], [3, 4]]), ("input_ids", [(1, 2), (3, 4)]), ("input_ids", ([1, 2], [3, 4])),
     ("input_ids", UserList([UserList([1, 2]), [3, 4]])), ("prompt", ["a", "b"]), ("prompt", ("a", "b")),
@@ -880,6 +896,75 @@ def test_requests_that_end_servers_beside_others_are_found() -> None:
     asyncio.run(asyncio.wait_for(run(), 30.0))
 
 
+class MortalServer(RecordingServer):
+    """A `GenerationServer` that answers when `may_finish` is set, unless `end` is set before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_finish.clear()
+        self.end = asyncio.Event()
+
+    async def generate(self, **request: Any) -> Any:
+        ends = asyncio.ensure_future(self.end.wait())
+        answers = asyncio.ensure_future(super().generate(**request))
+        await asyncio.wait((ends, answers), return_when=asyncio.FIRST_COMPLETED)
+        ends.cancel()
+        if self.end.is_set():
+            answers.cancel()
+            raise ServerError("the connection broke") from aiohttp.ServerDisconnectedError()
+        return await answers
+
+
+async def lose_two_servers(dispatcher: Dispatcher, requirements: list[VersionRequirement]) -> list[asyncio.Task[Any]]:
+    """Calls, one for each requirement, that were on two servers which ended. The replica "old" has no server now."""
+    first, second = MortalServer(), MortalServer()
+    dispatcher.pool.add_replica("old", first, 0)
+    calls = [asyncio.create_task(dispatcher.generate(REQUEST, requirement=one)) for one in requirements]
+    await wait_for(lambda: first.running_requests == len(calls))
+    dispatcher.pool.add_replica("old", second, 0)
+    first.end.set()
+    await wait_for(lambda: second.running_requests == len(calls))
+    dispatcher.pool.update_replica("old", admitted=False)
+    second.end.set()
+    await wait_for(lambda: not second.running_requests)
+    return calls
+
+
+def test_requests_that_may_have_ended_servers_run_on_half_of_the_replicas() -> None:
+    """Each of these replicas has one of them, until that one has returned a token. Other requests do not wait."""
+
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        calls = await lose_two_servers(dispatcher, [VersionRequirement()] * 12)
+        servers = [MortalServer() for _ in range(4)]
+        servers[2].may_finish.set()
+        for number, server in enumerate(servers):
+            dispatcher.pool.add_replica(f"r{number}", server, 0)
+        await wait_for(lambda: sum(server.running_requests for server in servers) == 2)
+        assert (await dispatcher.generate(REQUEST))["meta_info"]["attempts"] == 1
+        assert [len(server.requests) for server in servers] == [1, 1, 1, 0]
+        servers[0].may_finish.set()
+        await wait_for(lambda: sum(call.done() for call in calls) == 11)
+        servers[1].may_finish.set()
+        assert {(await call)["meta_info"]["attempts"] for call in calls} == {3}
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+def test_a_request_that_waits_for_its_weights_holds_no_other_request_that_may_have_ended_servers() -> None:
+    async def run() -> None:
+        dispatcher = Dispatcher()
+        needs_old = VersionRequirement(weight_version=0)
+        first, *others = await lose_two_servers(dispatcher, [needs_old, *[VersionRequirement()] * 4])
+        dispatcher.pool.add_replica("new", RecordingServer(1), 1)
+        assert {(await call)["meta_info"]["weight_version"] for call in others} == {1}
+        assert not first.done()
+        dispatcher.pool.add_replica("old", RecordingServer(), 0)
+        assert (await first)["meta_info"]["weight_version"] == 0
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
 def test_too_many_open_files_are_no_fault_of_a_replica() -> None:
     """Requests that cannot be sent wait until others have ended."""
 
@@ -1083,6 +1168,38 @@ def test_returned_tokens_survive_a_call_that_does_not_finish(reason: str) -> Non
         assert len(server.requests) == 2
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("loses_more", [False, True])
+def test_returned_tokens_survive_a_refusal_of_the_server(loses_more: bool) -> None:
+    """For example, the LoRA adapter of the request is not loaded for a moment. Tokens that came later may be lost."""
+
+    class RefusingServer(PausingServer):
+        refusals = 0
+
+        async def generate_stream(self, **request: Any) -> Any:
+            if self.refusals and (not loses_more or len(self.requests) > 1):
+                self.refusals -= 1
+                raise BadInputError("the adapter is not loaded")
+            async for reply in super().generate_stream(**request):
+                if self.refusals:
+                    yield {**reply, "output_ids": [7] * 20, "meta_info": {"weight_version": 0, "completion_tokens": 20}}
+                    raise ServerError("an error", status=500)
+                yield reply
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), RefusingServer()
+        dispatcher.pool.add_replica("a", server, 0)
+        first = await dispatcher.generate(LONG_REQUEST, rid="same")
+        assert first["output_ids"] == [*range(10)]
+        server.pauses, server.refusals = False, 2 if loses_more else 1
+        with pytest.raises(BadInputError, match="not loaded"):
+            await dispatcher.generate(LONG_REQUEST, rid="same")
+        reply = await dispatcher.generate(LONG_REQUEST, rid="same")
+        assert server.requests[-1]["input_ids"] == [1, 2, *range(10)]
+        assert reply["output_ids"] == [*range(10), *range(190)]
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
 
 
 @pytest.mark.parametrize("field", ["input_ids", "sampling_params", "token_ids_logprob"])

@@ -330,6 +330,30 @@ def test_error_events_of_a_proxy(code: Any) -> None:
     asyncio.run(run())
 
 
+def test_a_reply_that_has_arrived_is_returned() -> None:
+    """A router forgets what it knew of a server after a failed probe. Other questions may not be answered then."""
+    generates, may_reply = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        await request.read()
+        if request.path != "/generate":
+            return web.json_response({"model_path": "none"}, status=500 if generates.is_set() else 200)
+        generates.set()
+        await may_reply.wait()
+        meta = {"weight_version": "0", "completion_tokens": 2, "finish_reason": {"type": "length", "length": 2}}
+        return web.json_response({"output_ids": [7, 8], "meta_info": meta})
+
+    async def run() -> None:
+        async with serving(web.Server(answer)) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
+            call = asyncio.ensure_future(adapter.generate(input_ids=[1], sampling_params={"max_new_tokens": 2}))
+            await generates.wait()
+            adapter.connection.forget_server()
+            may_reply.set()
+            assert (await call)["output_ids"] == [7, 8]
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_router_learns_the_arguments_of_a_server_that_was_replaced(
     first: bool, monkeypatch: pytest.MonkeyPatch

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
 from stub_servers import MemoryServer, serving
 
 from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter
+from verl_server.config import RolloutMode
 from verl_server.errors import BadInputError, ServerBusyError, ServerError
+from verl_server.rollout.fleet import Fleet
+from verl_server.rollout.memory import FleetMemory
+from verl_server.rollout.replica import Replica
+from verl_server.router.replica_status import ReplicaStats, ReplicaStatus
+from verl_server.router.targets import RoutingTargets
 
 LOADS, PAUSE, CONTINUE, FLUSH = "/v1/loads", "/pause_generation", "/continue_generation", "/flush_cache"
 RELEASE = "/release_memory_occupation"
@@ -112,6 +119,38 @@ def test_a_caller_that_leaves_a_release_leaves_no_paused_server(step: str) -> No
         assert server.paths[-1] == CONTINUE
 
     with_adapter(server, work)
+
+
+def test_an_interrupted_release_holds_no_requests() -> None:
+    """Ctrl-C while the routers are told to hold new requests."""
+
+    class InterruptedTarget:
+        """A router without requests. The next report to it is interrupted if `interrupts` is set."""
+
+        interrupts = False
+
+        def update_statuses(self, statuses: Sequence[ReplicaStatus]) -> None:
+            if self.interrupts:
+                self.interrupts = False
+                raise KeyboardInterrupt
+
+        def replica_stats(self, name: str) -> ReplicaStats | None:
+            return None
+
+        def wait_until_applied(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    target, unused = InterruptedTarget(), cast(Any, None)
+    targets = RoutingTargets([target])
+    fleet = Fleet(lambda name: Replica(name, unused, {}, AdapterConfig(), {}), 0, targets, lambda event: None)
+    fleet.create_replica()
+    memory = FleetMemory(fleet, unused, targets, RolloutMode.HYBRID, "model")
+    target.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        memory.release(None)
+    assert (fleet.is_open, fleet.released_memory) == (True, frozenset())
+    fleet.close()
 
 
 @pytest.mark.parametrize("ends", [True, False])

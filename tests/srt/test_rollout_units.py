@@ -175,6 +175,29 @@ def test_servers_of_a_fleet_are_detached_before_they_end() -> None:
     fleet.close()
 
 
+def test_routers_know_of_a_removal_before_the_server_ends() -> None:
+    """They would otherwise take the end of the server for the work of one of its requests."""
+    steps: list[str] = []
+
+    class OrderedTarget(RecordingTarget):
+        def update_statuses(self, statuses: Sequence[ReplicaStatus]) -> None:
+            steps.extend("removed" for status in statuses if status.removed)
+
+        def wait_until_applied(self) -> None:
+            steps.append("applied")
+
+    class OrderedServer(RecordingServer):
+        def shutdown(self) -> None:
+            steps.append("ended")
+
+    fleet = make_fleet(RecordingLauncher(), [OrderedTarget()])
+    replica, server = fleet.create_replica(), OrderedServer()
+    fleet.add_server(replica, server)  # type: ignore[arg-type]
+    fleet.drop_replica(replica)
+    assert steps == ["removed", "applied", "ended"]
+    fleet.close()
+
+
 def test_weights_of_an_unfinished_load_are_undefined() -> None:
     """A release that fails restores the earlier state. Only a whole update makes torn weights defined."""
     launcher: Any = RecordingLauncher()

@@ -5,24 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
+import psutil
 import pytest
 from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 from stub_servers import serving
 
-from verl_server import AsyncHttpServerEngineAdapter
+from verl_server import AsyncHttpServerEngineAdapter, RouterClient, RouterConfig
 from verl_server.config import AdapterConfig, RemoteServer, Timeouts
 from verl_server.errors import ServerDiedError, ServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http_server import RouterHttpServer
 from verl_server.router.process.static_replicas import StaticReplicas
+from verl_server.router.process.supervisor import RouterSupervisor
 from verl_server.router.replica_status import ReplicaStatus
 
 KEY = "callers-key"
@@ -106,6 +111,101 @@ def test_requests_do_not_wait_for_a_machine_that_the_fleet_has_lost(path: str) -
             assert status == 503
 
     asyncio.run(run())
+
+
+def test_a_router_process_gives_up_the_requests_of_removed_replicas() -> None:
+    """Their machines are lost, so nothing closes the connections. The removals were not caused by the request."""
+
+    async def run() -> None:
+        *lost, well = machines = [Machine() for _ in range(4)]
+        well.answers = True
+        supervisor = await asyncio.to_thread(RouterSupervisor, RouterConfig(), None, lambda: "")
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, supervisor.close)
+            client = await stack.enter_async_context(RouterClient(supervisor.url, supervisor.api_key))
+            statuses = []
+            for number, machine in enumerate(machines):
+                url = await stack.enter_async_context(serving(web.Server(machine.handle)))
+                adapter = AsyncHttpServerEngineAdapter.attach(url)
+                statuses.append(replace(status_of(adapter), name=f"r{number}"))
+            supervisor.update_statuses(statuses)
+            await asyncio.to_thread(supervisor.wait_until_applied)
+            call = asyncio.create_task(client.generate(**REQUEST))
+            for machine, status in zip(lost, statuses, strict=False):
+                while not machine.arrived:
+                    await asyncio.sleep(0.01)
+                machine.is_lost = True
+                supervisor.update_statuses([replace(status, admitted=False, removed=True)])
+            assert (await call)["meta_info"]["attempts"] == 4
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_servers_of_removed_replicas_were_not_ended_by_their_requests(path: str) -> None:
+    """A removal ends the server when the time is over that its requests had to finish."""
+
+    async def run() -> None:
+        *ended, well = machines = [Machine() for _ in range(5)]
+        well.answers, dispatcher = True, Dispatcher()
+        async with contextlib.AsyncExitStack() as stack:
+            url = await stack.enter_async_context(http_router(dispatcher))
+            adapters = []
+            for number, machine in enumerate(machines):
+                server_url = await stack.enter_async_context(serving(web.Server(machine.handle)))
+                adapters.append(AsyncHttpServerEngineAdapter.attach(server_url, config=AdapterConfig(max_retries=0)))
+                dispatcher.pool.apply_statuses([replace(status_of(adapters[-1]), name=f"r{number}")])
+            call = asyncio.create_task(post(url, path))
+            for number, machine in enumerate(ended):
+                while not machine.arrived:
+                    await asyncio.sleep(0.01)
+                removed = replace(status_of(adapters[number]), name=f"r{number}", admitted=False, removed=True)
+                dispatcher.pool.apply_statuses([removed])
+                adapters[number].fail(ServerDiedError("the server was stopped"))
+                await adapters[number].close_connections()
+            assert (await call)[0] == 200
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+def connections_to(url: str) -> list[socket.socket]:
+    """Copies of the sockets of this process that are connected to the port of the URL."""
+    port = urlsplit(url).port
+    found = [one for one in psutil.Process().net_connections("tcp") if one.raddr and one.raddr.port == port]
+    return [socket.socket(fileno=os.dup(one.fd)) for one in found]
+
+
+@pytest.mark.parametrize("caller", ["client", "adapter", "router"])
+def test_a_request_does_not_wait_for_ever_for_a_machine_that_is_gone(caller: str) -> None:
+    """A machine that has vanished closes no connection. The kernel asks for it, and gives up."""
+
+    async def run() -> None:
+        machine, dispatcher = Machine(), Dispatcher()
+        async with contextlib.AsyncExitStack() as stack:
+            server_url = await stack.enter_async_context(serving(web.Server(machine.handle)))
+            adapter = await stack.enter_async_context(AsyncHttpServerEngineAdapter.attach(server_url))
+            client = await stack.enter_async_context(RouterClient(server_url, None))
+            dispatcher.pool.add_replica("a", adapter, 0)
+            router_url = await stack.enter_async_context(http_router(dispatcher))
+            calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+                "client": lambda: client.generate(**REQUEST),
+                "adapter": lambda: adapter.generate(**REQUEST),
+                "router": lambda: post(router_url, "/v1/chat/completions"),
+            }
+            call = asyncio.create_task(calls[caller]())
+            while not machine.arrived:
+                await asyncio.sleep(0.01)
+            connections = connections_to(server_url)
+            assert connections
+            for connection in connections:
+                with connection:
+                    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+                    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 120_000
+            call.cancel()
+            await asyncio.wait([call])
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -70,8 +70,9 @@ async def generate(
     connection = adapter.connection
     await _require_memory(connection)
     await connection.require_known_fields(fields)
+    limits = await connection.get_limits()
     body = generate_payload(
-        await connection.get_limits(),
+        limits,
         prompt=prompt,
         sampling_params=sampling_params,
         input_ids=input_ids,
@@ -88,8 +89,7 @@ async def generate(
         connection.requests_in_flight -= 1
     require_generations(reply, connection.base_url + endpoints.GENERATE.path)
     require_logprobs(reply)
-    end_tokens = (await connection.get_limits()).end_tokens
-    correct_aborts(reply if isinstance(reply, list) else [reply], body.get("sampling_params"), end_tokens)
+    correct_aborts(reply if isinstance(reply, list) else [reply], body.get("sampling_params"), limits.end_tokens)
     return convert_weight_versions(reply)
 
 

@@ -27,6 +27,7 @@ from verl_server.adapter.sglang.replies import (
 from verl_server.config import Timeouts
 from verl_server.errors import DeadlineError, ServerDiedError, ServerError, VerlServerError
 from verl_server.server.open_files import raise_open_file_limit
+from verl_server.server.ports import open_socket
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ class HttpClient:
         pool = self._pools.get(loop)
         if pool is None or pool.session.closed:
             self._remove_closed_loops()
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=open_socket)
             session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=READ_BUFFER_BYTES)
             pool = self._pools[loop] = _Pool(session)
         return pool

@@ -130,7 +130,10 @@ class Fleet:
         with self.lock:
             self._replicas.pop(replica.name, None)
             self.change_state(replica, ReplicaState.REMOVED)
-        self.stop_replica(replica)
+        try:
+            self._targets.wait_until_applied()  # no router takes the end of the server for the work of a request
+        finally:
+            self.stop_replica(replica)
 
     def add_server(self, replica: Replica, adapter: HttpServerEngineAdapter) -> None:
         """A new server of the replica is ready. It has the weights of its checkpoint."""

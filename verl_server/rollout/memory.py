@@ -44,8 +44,8 @@ class FleetMemory:
         fleet = self._fleet
         requested = frozenset(tags_to_release(tags, fleet.released_memory))
         released_before, undefined_before = fleet.released_memory, fleet.weights_undefined
-        fleet.set_admission_paused(True)
         try:
+            fleet.set_admission_paused(True)
             self._targets.wait_until_applied()
             running = sum(self._targets.replica_stats(replica.name).running_requests for replica in fleet.replicas)
             if running:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from verl_server.config import RouterConfig
@@ -73,9 +72,6 @@ class AttemptRunner:
         self._config, self._pool, self._counters = config, pool, counters
         self._router_id = uuid.uuid4().hex[:8]  # part of each attempt's id: another router may have tried the same rid
         self._attempt_numbers = itertools.count()
-        self._isolation = asyncio.Lock()
-        """Held by one request that may have ended several servers, until it has returned a token. Other requests of
-        this kind wait, so if one more server ends, this request is the cause."""
 
     async def run(self, generation: ResumableGeneration, key: str, request: RoutingRequest) -> Json:
         """Start attempts until one of them finishes or `max_attempts` attempts have failed. Returns the reply."""
@@ -101,29 +97,24 @@ class AttemptRunner:
             request = replace(request, prompt_tokens=request.prompt_tokens + len(generation.tokens))
         # The counter comes before the router's id, so that no attempt's id is a prefix of another one's.
         attempt_id = f"{key}~{next(self._attempt_numbers):x}~{self._router_id}"
-        with contextlib.ExitStack() as isolation:
-            if failures.needs_isolation:
-                await self._isolation.acquire()
-                isolation.callback(self._isolation.release)
-            slot = await self._pool.acquire(request, tried=failures.tried, is_retry=failures.is_retry)
-            failures.is_retry = True
-            try:
-                await self._generate(generation, slot, attempt_id, on_token=isolation.close)
-                self._pool.record_finish(slot)
-            except BadInputError:
-                # A continuation has a longer prompt than the request. At the end of the context a server refuses it.
-                if not generation.restart():
-                    raise
-                return 0.0
-            except (ServerDiedError, ServerError, ShutDownError, DeadlineError) as error:
-                return self._handle_failure(generation, slot, error, failures)
-            finally:
-                self._pool.release(slot)
+        request = replace(request, is_isolated=failures.needs_isolation)
+        slot = await self._pool.acquire(request, tried=failures.tried, is_retry=failures.is_retry)
+        failures.is_retry = True
+        try:
+            await self._generate(generation, slot, attempt_id)
+            self._pool.record_finish(slot)
+        except BadInputError:
+            # A continuation has a longer prompt than the request. At the end of the context a server refuses it.
+            if not generation.restart():
+                raise
+            return 0.0
+        except (ServerDiedError, ServerError, ShutDownError, DeadlineError) as error:
+            return self._handle_failure(generation, slot, error, failures)
+        finally:
+            self._pool.release(slot)
         return None
 
-    async def _generate(
-        self, generation: ResumableGeneration, slot: Slot, attempt_id: str, on_token: Callable[[], None]
-    ) -> None:
+    async def _generate(self, generation: ResumableGeneration, slot: Slot, attempt_id: str) -> None:
         """Send the request of the next attempt. Returns when the generation has finished there."""
         body = generation.begin_attempt()
         server, prompt_tokens = slot.replica.server, slot.tokens
@@ -133,7 +124,7 @@ class AttemptRunner:
             generation.record_event(event)
             self._pool.record_progress(slot, prompt_tokens + len(event["output_ids"]))
             if event["output_ids"]:
-                on_token()
+                self._pool.end_isolation(slot)
             return event["meta_info"].get("finish_reason") is not None
 
         remaining = generation.remaining_tokens
@@ -160,7 +151,7 @@ class AttemptRunner:
         lacks_files = is_out_of_files(error)
         failures.count += not slot.is_probe and not (lacks_files and self._pool.has_other_requests)
         is_culprit = False
-        if has_lost_server(error) and not generation.attempt_has_tokens:
+        if has_lost_server(error) and not generation.attempt_has_tokens and not slot.replica.is_removed:
             is_culprit = failures.needs_isolation
             failures.deaths += 1
             failures.deaths_alone += slot.has_run_alone

@@ -16,6 +16,7 @@ from verl_server.adapter.sglang.request_fields import plain_request
 from verl_server.errors import BadInputError, DeadlineError, ServerError, ShutDownError, VerlServerError, from_wire
 from verl_server.router.request_checks import is_out_of_files, validate_timeout
 from verl_server.server.open_files import raise_open_file_limit
+from verl_server.server.ports import open_socket
 from verl_server.type_checks import check_arguments
 from verl_server.types import Json
 from verl_server.validation import require_http_url, require_seconds
@@ -125,7 +126,7 @@ class RouterClient:
             trace = aiohttp.TraceConfig()
             trace.on_request_headers_sent.append(self._note_sent)
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0, socket_factory=open_socket),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
                 headers=self._headers,
                 trust_env=False,

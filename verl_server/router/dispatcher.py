@@ -197,6 +197,7 @@ class Dispatcher:
                 finished.set_result(known.reply())
                 return _RunningGeneration(known, finished)
             known.end_attempt()
+            known.keep_tokens()
             self._results.remove(key)
         generation = known or ResumableGeneration(request)
         self.counters.requests += 1

@@ -43,6 +43,7 @@ from verl_server.router.request_checks import (
     refuse_local_media,
     was_received,
 )
+from verl_server.server.ports import open_socket
 from verl_server.types import Json
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -85,7 +86,7 @@ class RouterHttpServer:
 
     async def create_server(self) -> web.Server:
         """The server for a `web.ServerRunner`. An aiohttp `Application` would resolve its routes for every request."""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S, socket_factory=open_socket)
         self._session = aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False)
         make = functools.partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY_BYTES)
         return web.Server(self._handle, request_factory=make, handler_cancellation=True, access_log=None)
@@ -172,7 +173,7 @@ class RouterHttpServer:
             failures.tried.add(slot.replica)
             pool.record_error(slot)
             pool.mark_unreachable(slot.replica)
-            if was_received(error):
+            if was_received(error) and not slot.replica.is_removed:
                 failures.deaths += 1
                 failures.deaths_alone += slot.has_run_alone
         if failures.deaths_alone >= MAX_SERVER_DEATHS or failures.deaths >= MAX_FORWARDED_DEATHS:

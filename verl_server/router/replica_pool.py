@@ -21,6 +21,9 @@ from verl_server.router.snapshot import RouterCounters
 
 logger = logging.getLogger(__name__)
 
+MAX_ISOLATED_REQUESTS = 16
+"""Maximum number of isolated requests, see `RoutingRequest`, that run at the same time, on one replica each. They run
+on half of the replicas at most, because each of them may end its server."""
 OPEN_FILES_RETRY_S = 10.0
 """Seconds after which a limit of running requests is raised that a lack of open files has set."""
 
@@ -37,7 +40,7 @@ class ReplicaPool:
         self._table = ReplicaTable(config, counters)
         self._queues = RequestQueues()
         self._closed = False
-        self._running_requests = 0
+        self._running_requests = self._isolated_requests = 0
         self._max_running_requests: int | None = None
         """Maximum number of requests on all replicas together. None: no limit."""
 
@@ -127,7 +130,7 @@ class ReplicaPool:
         is closed.
         """
         self.require_open()
-        replica = None if request.requirement in self._queues else self._choose(request, tried)
+        replica = None if self._queues.has_queue(request) else self._choose(request, tried)
         if replica is not None:
             return self._start(replica, request)
         if request.may_be_refused and not is_retry:
@@ -160,7 +163,14 @@ class ReplicaPool:
         slot.release()
         self._running_requests -= 1
         self._table.update_load(replica, -slot.tokens)
+        self.end_isolation(slot)
         self._serve_queues(replica.weight_version if self._max_running_requests is None else None)
+
+    def end_isolation(self, slot: Slot) -> None:
+        """Let another isolated request run on the replica. Does nothing for a request that is not isolated."""
+        if slot.end_isolation():
+            self._isolated_requests -= 1
+            self._serve_queues()
 
     def limit_running_requests(self, slot: Slot) -> None:
         """Run no more requests at the same time than now, without that of `slot`, which could not be sent.
@@ -204,11 +214,15 @@ class ReplicaPool:
         """The replica for a request. None when the request has to wait."""
         if self._max_running_requests is not None and self._running_requests >= self._max_running_requests:
             return None
+        max_isolated = max(1, min(MAX_ISOLATED_REQUESTS, len(self.replicas) // 2))
+        if request.is_isolated and self._isolated_requests >= max_isolated:
+            return None
         return self._table.choose(request, tried)
 
     def _start(self, replica: RoutedReplica, request: RoutingRequest) -> Slot:
-        slot = Slot(replica, request.prompt_tokens)
+        slot = Slot(replica, request.prompt_tokens, request.is_isolated)
         self._running_requests += 1
+        self._isolated_requests += request.is_isolated
         self._table.update_load(replica, slot.tokens)
         return slot
 

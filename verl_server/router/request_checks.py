@@ -24,7 +24,8 @@ MAX_ID_LENGTH = 512
 MAX_SERVER_DEATHS = 2
 """Maximum number of servers that may end while one request runs alone on them, before they return a token. Such a
 request probably ends every server, so it is not tried on further replicas. A request that ran beside others on so many
-servers is tried once more while no other request of this kind is tried. It is given up if the next server ends, too."""
+servers is tried once more on a replica that tries no other request of this kind. It is given up if that server ends,
+too."""
 
 
 MEDIA_FIELDS = frozenset({"audio_data", "image_data", "video_data"})
@@ -72,13 +73,20 @@ def take_router_fields(request: Mapping[str, Any]) -> tuple[Any, Json, Json]:
 def rids_of_batch(rid: Any, num_prompts: int) -> list[str | None]:
     """The request id of each prompt of a request with several prompts. Each id is None when the request has none.
 
-    Raises BadInputError unless `rid` is None or a list with one id for each prompt.
+    Raises BadInputError unless `rid` is None or a list with one id for each prompt. Two prompts with the same id would
+    have one generation.
     """
     if rid is None:
         return [None] * num_prompts
     if not is_list(rid) or len(rid) != num_prompts:
         got = f"a list of {len(rid)}" if is_list(rid) else type(rid).__name__
         raise BadInputError(f"{num_prompts} prompts need a list of {num_prompts} request ids as rid, got {got}")
+    known: set[str] = set()
+    for prompt_rid in rid:
+        if isinstance(prompt_rid, str):
+            if prompt_rid in known:
+                raise BadInputError(f"{prompt_rid!r} is the request id of several prompts; each needs a rid of its own")
+            known.add(prompt_rid)
     return list(rid)
 
 

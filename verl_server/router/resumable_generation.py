@@ -69,6 +69,8 @@ class ResumableGeneration:
             raise BadInputError("a generation has n=1; make one call for each sample, each with its own rid")
         self._parts: list[Json] = []
         """The last event of each earlier attempt that brought tokens."""
+        self._returned_parts = 0
+        """Number of `_parts` that a caller has had."""
         self._event: Json | None = None
         """The last event of the current attempt."""
         self._event_versions: list[tuple[int, int]] = []
@@ -143,11 +145,16 @@ class ResumableGeneration:
         """Number of attempts, without those that the server aborted, for example for a weight update."""
         return max(1, self.attempts - self._paused_attempts)
 
+    def keep_tokens(self) -> None:
+        """A caller has had all tokens of the attempts that have ended. `restart` does not forget them."""
+        self._returned_parts = len(self._parts)
+
     def restart(self) -> bool:
-        """Forget all tokens if earlier attempts brought any; returns whether they did."""
-        if not self._parts:
+        """Forget the tokens that earlier attempts brought and no caller has had; returns whether there were any."""
+        if len(self._parts) == self._returned_parts:
             return False
-        self._parts, self._event, self._event_versions = [], None, []
+        del self._parts[self._returned_parts :]
+        self._event, self._event_versions = None, []
         return True
 
     @property

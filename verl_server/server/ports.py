@@ -1,10 +1,16 @@
-"""Reservation of free ports, and `host:port` in URLs."""
+"""Reservation of free ports, `host:port` in URLs, and sockets that notice the loss of the other machine."""
 
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 from verl_server.errors import BadInputError
+
+KEEPALIVE_S = 30
+"""Seconds without data before the kernel asks whether the other machine is still there, and between two questions."""
+LOST_MACHINE_S = 120
+"""Seconds without an answer of the other machine after which the kernel closes a connection."""
 
 
 class PortReservation:
@@ -38,3 +44,17 @@ class PortReservation:
 def join_host_port(host: str, port: int) -> str:
     """`host:port` for a URL. IPv6 addresses are put in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def open_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket for an entry of `socket.getaddrinfo`, for example as the `socket_factory` of aiohttp's TCPConnector.
+
+    A machine that has vanished closes no connection: without `LOST_MACHINE_S`, a call would wait for ever.
+    """
+    family, kind, protocol = address[:3]
+    opened = socket.socket(family, kind, protocol)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * LOST_MACHINE_S)
+    return opened

@@ -56,8 +56,11 @@ class LoadOrder:
                 self._heap = list(self._entries.values())
                 heapq.heapify(self._heap)
 
-    def least_loaded(self, excluded: Collection[RoutedReplica] = ()) -> RoutedReplica | None:
-        """The replica with the smallest load that is neither full nor in `excluded`. None when there is none."""
+    def least_loaded(self, excluded: Collection[RoutedReplica], is_isolated: bool) -> RoutedReplica | None:
+        """The replica with the smallest load that is neither full nor in `excluded`. None when there is none.
+
+        `is_isolated`: for a request that is isolated, see `RoutingRequest`.
+        """
         heap, set_aside = self._heap, []
         found = None
         while heap and found is None:
@@ -73,7 +76,7 @@ class LoadOrder:
             elif replica.load != entry:
                 self._entries[name] = replica.load
                 heapq.heapreplace(heap, replica.load)
-            elif replica in excluded:
+            elif replica in excluded or (is_isolated and replica.runs_isolated):
                 set_aside.append(heapq.heappop(heap))
             else:
                 found = replica
@@ -125,7 +128,8 @@ class LoadIndex:
     def choose(
         self, request: RoutingRequest, session_replica: str | None, tried: Collection[RoutedReplica]
     ) -> RoutedReplica | None:
-        """The replica for a request. None when all replicas that could take the request are full.
+        """The replica for a request. None when all replicas that could take it are full or, if it is isolated, run
+        another isolated request.
 
         Suspect replicas are chosen only if no other replica serves the required weights. A session stays on its
         replica `session_replica` as `session_moves` says; all other requests go to the replica with the smallest
@@ -152,13 +156,13 @@ class LoadIndex:
         session_replica: str | None,
         tried: Collection[RoutedReplica],
     ) -> RoutedReplica | None:
-        least = _least_loaded(orders, tried)
+        least = _least_loaded(orders, tried, request.is_isolated)
         if least is None:
-            return _least_loaded(orders, ()) if tried else None
+            return _least_loaded(orders, (), request.is_isolated) if tried else None
         if session_replica is None:
             return least
         current = next((order.replicas[session_replica] for order in orders if session_replica in order.replicas), None)
-        if current is None or current.is_full or current in tried:
+        if current is None or current.is_full or current in tried or (request.is_isolated and current.runs_isolated):
             return least
         moves = session_moves(
             current.tokens_in_flight,
@@ -177,6 +181,8 @@ class LoadIndex:
         return NotReadyError(f"no replica serves {requirement}; versions served: {served}")
 
 
-def _least_loaded(orders: Sequence[LoadOrder], excluded: Collection[RoutedReplica]) -> RoutedReplica | None:
-    found = [replica for order in orders if (replica := order.least_loaded(excluded)) is not None]
+def _least_loaded(
+    orders: Sequence[LoadOrder], excluded: Collection[RoutedReplica], is_isolated: bool
+) -> RoutedReplica | None:
+    found = [replica for order in orders if (replica := order.least_loaded(excluded, is_isolated)) is not None]
     return min(found, key=lambda replica: replica.load, default=None)

@@ -50,6 +50,9 @@ class RoutingRequest:
     may_be_refused: bool = False
     """Whether the request is refused when the queue is full. True for requests of other processes. A request of this
     process waits: its caller holds it in memory anyway."""
+    is_isolated: bool = False
+    """Whether the request may have ended several servers. Its replica runs no other request of this kind until it has
+    returned a token: if the server ends before, this request is the cause."""
 
 
 def session_moves(

@@ -41,6 +41,8 @@ class ReplicaTable:
         self._unavailable.pop(status.name, None)
         if not status.removed and (status.reason or status.failure is not None):
             self._unavailable[status.name] = status
+        if replica is not None and status.removed:
+            replica.is_removed = True
         if status.removed or status.failure is not None:
             self.remove(status.name)
         elif status.adapter is not None and (replica is None or replica.server is not status.adapter):

@@ -1,5 +1,7 @@
 """`RequestQueues`: the requests that wait for a replica, in one queue for each requirement of weights.
 
+Isolated requests (see `RoutingRequest`) have queues of their own.
+
 Adding, removing and finding the first request of a queue take constant time. Requests that wait for a weight version
 are not looked at when a replica with another version has capacity.
 """
@@ -21,6 +23,10 @@ MAX_STANDSTILL_S = 7200.0
 server and than a weight update: requests wait for so long only when all servers hang without being detected."""
 
 
+QueueKey = tuple[VersionRequirement, bool]
+"""The requirement of a request, and whether the request is isolated."""
+
+
 class WaitingRequest:
     """A request that waits for a replica."""
 
@@ -34,13 +40,13 @@ class WaitingRequest:
 
 
 class RequestQueue:
-    """The waiting requests with the same requirement, in order of arrival. Retries come first.
+    """The waiting requests with the same `QueueKey`, in order of arrival. Retries come first.
 
     All of them can be placed on the same replicas: if the first one cannot be placed, none can.
     """
 
-    def __init__(self, requirement: VersionRequirement) -> None:
-        self.requirement = requirement
+    def __init__(self, key: QueueKey) -> None:
+        self.key, self.requirement = key, key[0]
         self.moved_at = time.monotonic()
         """Time of the last placement, or of the first request (`time.monotonic`)."""
         self.standstill_timer: asyncio.TimerHandle | None = None
@@ -75,10 +81,10 @@ class RequestQueue:
 
 
 class RequestQueues:
-    """All waiting requests of one router. A requirement without requests has no queue."""
+    """All waiting requests of one router. There is no empty queue."""
 
     def __init__(self) -> None:
-        self._queues: dict[VersionRequirement, RequestQueue] = {}
+        self._queues: dict[QueueKey, RequestQueue] = {}
         self._numbers = itertools.count()
         self._count = 0
 
@@ -86,9 +92,9 @@ class RequestQueues:
         """Number of requests in all queues."""
         return self._count
 
-    def __contains__(self, requirement: VersionRequirement) -> bool:
-        """Whether requests with this requirement wait."""
-        return requirement in self._queues
+    def has_queue(self, request: RoutingRequest) -> bool:
+        """Whether requests wait that come before this one."""
+        return _key_of(request) in self._queues
 
     def get(self, weight_version: int | None = None) -> list[RequestQueue]:
         """The queues whose requests may run on a replica with `weight_version`. None: all queues."""
@@ -99,9 +105,10 @@ class RequestQueues:
     def add(self, request: RoutingRequest, tried: Collection[RoutedReplica], is_retry: bool) -> WaitingRequest:
         """Add a request at the end of its queue, or a retry before all requests that are no retries."""
         waiting = WaitingRequest(request, tried, is_retry, next(self._numbers))
-        queue = self._queues.get(request.requirement)
+        key = _key_of(request)
+        queue = self._queues.get(key)
         if queue is None:
-            queue = self._queues[request.requirement] = RequestQueue(request.requirement)
+            queue = self._queues[key] = RequestQueue(key)
             self._check_standstill(queue)
         queue.add(waiting)
         self._count += 1
@@ -109,7 +116,7 @@ class RequestQueues:
 
     def discard(self, waiting: WaitingRequest) -> None:
         """Remove a request if it still waits."""
-        queue = self._queues.get(waiting.request.requirement)
+        queue = self._queues.get(_key_of(waiting.request))
         if queue is not None and queue.discard(waiting):
             self._count -= 1
             if not queue:
@@ -124,7 +131,7 @@ class RequestQueues:
                 waiting.ticket.set_exception(make_error())
 
     def _remove(self, queue: RequestQueue) -> None:
-        del self._queues[queue.requirement]
+        del self._queues[queue.key]
         if queue.standstill_timer is not None:
             queue.standstill_timer.cancel()
 
@@ -140,3 +147,7 @@ class RequestQueues:
             "replicas are full or not admitted. Look for servers that hang"
         )
         self.fail(queue, lambda: DeadlineError(message, operation="wait for a replica", seconds=MAX_STANDSTILL_S))
+
+
+def _key_of(request: RoutingRequest) -> QueueKey:
+    return request.requirement, request.is_isolated

@@ -59,6 +59,10 @@ class RoutedReplica:
     """Number of these requests whose callers have not read what has arrived for them."""
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the replica has no server any more. If its machine was lost, its connections might never be closed."""
+    is_removed: bool = False
+    """Whether the fleet has removed the replica. Its server then ends, whatever runs there."""
+    runs_isolated: bool = False
+    """Whether an isolated request runs on the replica, see `RoutingRequest`, and has not returned a token."""
     last_progress_at: float = field(default_factory=time.monotonic)
     """Time of the last new token, or of the first request after an idle period (`time.monotonic`)."""
 
@@ -98,10 +102,13 @@ class RoutedReplica:
 class Slot:
     """One request on a replica, from its placement to its end. `ReplicaPool` creates and releases it."""
 
-    __slots__ = ("_number", "_was_idle", "is_probe", "is_released", "period", "replica", "tokens")
+    __slots__ = ("_number", "_was_idle", "is_isolated", "is_probe", "is_released", "period", "replica", "tokens")
 
-    def __init__(self, replica: RoutedReplica, prompt_tokens: int) -> None:
+    def __init__(self, replica: RoutedReplica, prompt_tokens: int, is_isolated: bool = False) -> None:
         self.replica = replica
+        self.is_isolated = is_isolated
+        """Whether the request is isolated and has not returned a token."""
+        replica.runs_isolated = replica.runs_isolated or is_isolated
         self.tokens = prompt_tokens
         """Number of tokens of the request: prompt and received output."""
         self.is_probe = replica.errors.trust is Trust.PROBED
@@ -142,6 +149,13 @@ class Slot:
         self.replica.tokens_in_flight += added
         self.replica.last_progress_at = time.monotonic()
         return added
+
+    def end_isolation(self) -> bool:
+        """The replica may run another isolated request. Returns whether this one was isolated."""
+        was_isolated, self.is_isolated = self.is_isolated, False
+        if was_isolated:
+            self.replica.runs_isolated = False
+        return was_isolated
 
     def release(self) -> None:
         """Record that the request no longer runs."""

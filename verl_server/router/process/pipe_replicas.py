@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import Self
 
 import orjson
@@ -76,8 +77,9 @@ class PipeReplicas:
                 b"\n"
             ):  # a parent that is killed may write half a line
                 message = orjson.loads(line)
+                before = dict(self._adapters)
                 adapters = [
-                    await self._adapter(status["name"], status.pop("url"), status.pop("api_key"))
+                    self._adapter(status["name"], status.pop("url"), status.pop("api_key"))
                     for status in message["statuses"]
                 ]
                 dispatcher.pool.apply_statuses(
@@ -86,6 +88,8 @@ class PipeReplicas:
                         for adapter, status in zip(adapters, message["statuses"], strict=True)
                     ]
                 )
+                # The pool knows by now which replicas were removed: their requests have ended no server.
+                await self._give_up([one for name, one in before.items() if self._adapters.get(name) is not one])
                 self._applied_sequence, self._fleet_metrics = message["sequence"], message["metrics"]
             exit_code = 0
         except Exception:  # the process cannot continue; its parent starts another one
@@ -94,17 +98,11 @@ class PipeReplicas:
             reports.cancel()
             os._exit(exit_code)
 
-    async def _adapter(self, name: str, url: str | None, api_key: str | None) -> AsyncHttpServerEngineAdapter | None:
-        """The adapter of a replica's server. None when the replica has no server.
-
-        Requests on the replica's previous server fail immediately: if that server's machine was lost, its connections
-        might never be closed.
-        """
+    def _adapter(self, name: str, url: str | None, api_key: str | None) -> AsyncHttpServerEngineAdapter | None:
+        """The adapter of a replica's server. None when the replica has no server."""
         known = self._adapters.get(name)
         if known is not None and (known.base_url != url or known.api_key != api_key):
             del self._adapters[name]
-            known.fail(ServerDiedError(f"the fleet has lost the server at {known.base_url}", url=known.base_url))
-            await known.close_connections()
         if url is None:
             return None
         if name not in self._adapters:
@@ -112,6 +110,16 @@ class PipeReplicas:
                 url, api_key=api_key, config=AdapterConfig(max_retries=0)
             )
         return self._adapters[name]
+
+    async def _give_up(self, adapters: Sequence[AsyncHttpServerEngineAdapter]) -> None:
+        """Let the requests on these servers, which no replica has any more, fail immediately.
+
+        If the machine of such a server was lost, its connections might never be closed.
+        """
+        for adapter in adapters:
+            adapter.fail(ServerDiedError(f"the fleet has lost the server at {adapter.base_url}", url=adapter.base_url))
+        for adapter in adapters:
+            await adapter.close_connections()
 
     async def _report(self, dispatcher: Dispatcher) -> None:
         """Report observations to the parent until it ends.
@@ -144,8 +152,8 @@ class PipeReplicas:
 
 
 def encode_status(status: ReplicaStatus) -> Json:
-    """A status as JSON, with the server's URL and API key instead of its adapter."""
-    adapter = status.adapter
+    """A status as JSON, with the server's URL and API key instead of its adapter. A removed replica has no server."""
+    adapter = None if status.removed else status.adapter
     return {
         "name": status.name,
         "url": None if adapter is None else adapter.base_url,
