@@ -9,26 +9,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import requests
 
 from verl_server.adapter.event_loop_thread import EventLoopThread
-from verl_server.adapter.router_registration import RouterRegistration
+from verl_server.adapter.router_registration import RouterWorkers
 from verl_server.config import AdapterConfig
-from verl_server.errors import ServerError, ShutDownError, VerlServerError
+from verl_server.errors import ServerError, ShutDownError
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.replica_status import ReplicaStats, ReplicaStatus, StatusQueue, merge_stats
+from verl_server.router.replica_status import ReplicaStats, ReplicaStatus, merge_stats
+
+if TYPE_CHECKING:
+    from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 
 logger = logging.getLogger(__name__)
 
-REGISTRATION_RETRY_S = 1.0
-"""Seconds before a failed registration or removal is repeated."""
-MAX_PARALLEL_STATUSES = 64
-"""Number of replicas that are registered at the same time: the router checks each of them."""
-MAX_REMOVALS = 3
-"""Number of times that the removal of a worker is tried at the end of a fleet."""
+ATTEMPT_INTERVAL_S = 0.5
+"""Seconds between two attempts while an `sglang-router` has other workers than the admitted replicas."""
+CHECK_INTERVAL_S = 10.0
+"""Seconds between two looks at the workers of an `sglang-router` while nothing changes."""
 
 
 class RoutingTarget(Protocol):
@@ -105,21 +106,39 @@ class InProcessTarget:
 class SglangRouterTarget:
     """A `RoutingTarget`: a running `sglang-router`. It has exactly the admitted replicas as its workers.
 
-    It supports neither request ids nor weight versions: when it loses a replica, the caller must send the request
-    again. Start it with `--disable-retries` (otherwise it generates a request twice) and `--disable-health-check`
-    (otherwise it removes a paused replica).
+    One thread brings the router's list of workers to the replicas that are admitted at that time, with short attempts:
+    it never waits for one replica. It also reads the list when nothing has changed, because the router may have been
+    started again.
+
+    The router supports neither request ids nor weight versions: when it loses a replica, the caller must send the
+    request again. Start it with `--disable-retries` (otherwise it generates a request twice) and
+    `--disable-health-check` (otherwise it removes a paused replica).
     """
 
     def __init__(self, config: AdapterConfig) -> None:
-        self._config = config
-        self._status_queue = StatusQueue()
-        self._registrations: dict[str, RouterRegistration] = {}
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._apply_statuses, name="verl-server-sglang-router", daemon=True)
+        workers = RouterWorkers.from_config(config)
+        assert workers is not None, "router_ip and router_port are required"
+        self._workers = workers
+        self._accept_s = config.timeouts.control_s
+        self._condition = threading.Condition()
+        """Protects the three attributes that follow."""
+        self._admitted: dict[str, AsyncHttpServerEngineAdapter] = {}
+        """Adapters of the admitted replicas, by name of the replica."""
+        self._has_changed = self._is_closed = False
+        self._warning = ""
+        """The last logged warning. Empty: the last attempt was successful."""
+        self._thread = threading.Thread(target=self._update_workers, name="verl-server-sglang-router", daemon=True)
         self._thread.start()
 
     def update_statuses(self, statuses: Sequence[ReplicaStatus]) -> None:
-        self._status_queue.put(*statuses)
+        with self._condition:
+            for status in statuses:
+                if status.admitted and not status.removed and status.adapter is not None:
+                    self._admitted[status.name] = status.adapter
+                else:
+                    self._admitted.pop(status.name, None)
+            self._has_changed = True
+            self._condition.notify_all()
 
     def replica_stats(self, name: str) -> ReplicaStats | None:
         """None: an `sglang-router` does not report the requests of its workers."""
@@ -128,60 +147,44 @@ class SglangRouterTarget:
     def wait_until_applied(self) -> None:
         """Does nothing: an `sglang-router` does not report when it has applied a change."""
 
-    def _apply_statuses(self) -> None:
-        running: dict[str, Future[None]] = {}
-        with ThreadPoolExecutor(MAX_PARALLEL_STATUSES, thread_name_prefix="verl-server-registration") as pool:
-            while (taken := self._status_queue.take()) is not None:
-                for status in taken[1]:
-                    running[status.name] = pool.submit(self._apply_after, running.get(status.name), status)
-        with ThreadPoolExecutor(MAX_PARALLEL_STATUSES, thread_name_prefix="verl-server-registration") as pool:
-            list(pool.map(_remove, self._registrations.values()))
+    def _update_workers(self) -> None:
+        pause_s = 0.0
+        while (wanted := self._wait_for_change(pause_s)) is not None:
+            pause_s = ATTEMPT_INTERVAL_S
+            try:
+                if self._workers.bring_to(wanted):
+                    pause_s = CHECK_INTERVAL_S
+                self._warn(self._explain_missing())
+            except requests.RequestException as error:
+                self._warn(f"the router {self._workers.router_url} cannot be reached ({type(error).__name__})")
+            except ServerError as error:
+                self._warn(error.message)
+        self._workers.remove_all()
 
-    def _apply_after(self, previous: Future[None] | None, status: ReplicaStatus) -> None:
-        """Apply a status when the previous status of the same replica is applied, and again if that fails."""
-        if previous is not None:
-            wait([previous])
-        try:
-            if self._is_latest(status):
-                self._apply(status)
-        except ShutDownError:
-            return  # the replica has a newer status, or the router is closed
-        except VerlServerError as error:
-            logger.warning("the router has another status of replica %s: %s", status.name, error.message)
-            self._closing.wait(REGISTRATION_RETRY_S)
-            if self._is_latest(status):
-                self._status_queue.put(status)
+    def _wait_for_change(self, timeout_s: float) -> dict[str, str | None] | None:
+        """Wait for a change, for `timeout_s` at most. The workers that the router should have; None after `close`."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._has_changed or self._is_closed, timeout_s)
+            self._has_changed = False
+            return None if self._is_closed else {each.base_url: each.api_key for each in self._admitted.values()}
 
-    def _is_latest(self, status: ReplicaStatus) -> bool:
-        latest = self._status_queue.latest(status.name)
-        return latest is status or (latest is None and status.removed)
+    def _explain_missing(self) -> str:
+        missing = self._workers.missing_for(self._accept_s)
+        if not missing:
+            return ""
+        return (
+            f"the router {self._workers.router_url} has not accepted {len(missing)} replicas within "
+            f"{self._accept_s:g} s, for example {missing[0]}: the router must be able to reach this address"
+        )
 
-    def _apply(self, status: ReplicaStatus) -> None:
-        """Register an admitted replica; remove the registration of a replica that is not admitted or has moved."""
-        adapter, registration = status.adapter, self._registrations.get(status.name)
-        if not status.admitted:
-            adapter = None
-        if registration is not None and (adapter is None or registration.worker_url != adapter.base_url):
-            if not registration.stop():
-                raise ServerError(f"the router did not remove {registration.worker_url}")
-            del self._registrations[status.name]
-            registration = None
-        if adapter is not None:
-            if registration is None:  # kept from now on, also after an error: it may have an entry to be removed
-                registration = RouterRegistration(self._config, adapter.base_url, adapter.api_key)
-                self._registrations[status.name] = registration
-            registration.wait_until_accepted(
-                self._config.timeouts.control_s, lambda: self._closing.is_set() or not self._is_latest(status)
-            )
+    def _warn(self, warning: str) -> None:
+        """Log a warning, once while it does not change."""
+        if warning and warning != self._warning:
+            logger.warning("%s", warning)
+        self._warning = warning
 
     def close(self) -> None:
-        self._closing.set()
-        self._status_queue.close()
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
         self._thread.join()
-
-
-def _remove(registration: RouterRegistration) -> None:
-    for number in range(1, MAX_REMOVALS + 1):
-        if registration.stop() or number == MAX_REMOVALS:
-            return
-        time.sleep(REGISTRATION_RETRY_S)
