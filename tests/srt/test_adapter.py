@@ -39,7 +39,6 @@ from verl_server.errors import (
     NotReadyError,
     PeerError,
     ServerError,
-    ShutDownError,
     UnsupportedError,
 )
 from verl_server.types import Json, parse_weight_version
@@ -84,7 +83,7 @@ def test_a_router_whose_connections_are_lost(adapter: HttpServerEngineAdapter, s
 
     def lose_the_first_of_each_kind(path: str) -> None:
         requests_seen.append(path)
-        if len(requests_seen) in (1, 3):  # POST, and GET after the second POST
+        if len(requests_seen) in (1, 3):  # GET, and POST after the second GET
             raise ConnectionResetError
 
     with Interceptor(f"http://127.0.0.1:{sglang_router}", lose_the_first_of_each_kind) as forwarder:
@@ -109,8 +108,6 @@ def test_a_router_that_is_not_there(adapter: HttpServerEngineAdapter) -> None:
     config = AdapterConfig(Timeouts(control_s=0.5), router_ip="127.0.0.1", router_port=free_port())
     with pytest.raises(ServerError, match=f"{config.router_port} could not be reached within 0.5 s"):
         RouterRegistration.start(config, adapter.base_url, None)
-    with pytest.raises(ShutDownError, match="was cancelled"):
-        RouterRegistration(config, adapter.base_url, None).wait_until_accepted(60.0, lambda: True)
     with socket.create_server(("127.0.0.1", 0)) as half_dead:  # ends in the middle of its answers
         threading.Thread(target=answer_in_part, args=(half_dead,), daemon=True).start()
         port = half_dead.getsockname()[1]

@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 import requests
 
 from verl_server.config import AdapterConfig
-from verl_server.errors import DeadlineError, ServerError, ShutDownError, VerlServerError
+from verl_server.errors import DeadlineError, ServerError, VerlServerError
 from verl_server.server.ports import join_host_port
 
 logger = logging.getLogger(__name__)
@@ -254,15 +254,13 @@ class RouterRegistration:
             raise
         return self
 
-    def wait_until_accepted(self, timeout_s: float, is_cancelled: Callable[[], bool] = lambda: False) -> None:
+    def wait_until_accepted(self, timeout_s: float) -> None:
         """Register the server, and wait until the router has accepted it. `stop` must be called after an error, too.
 
-        A router that cannot be reached is asked again, because the router may be starting. The wait ends when
-        `is_cancelled()` is true.
+        A router that cannot be reached is asked again, because the router may be starting.
 
         Raises ServerError when the router refuses the server, ServerError when the router cannot be reached within
-        `timeout_s`, DeadlineError when the router has not accepted the server within that time, and ShutDownError when
-        the wait was cancelled.
+        `timeout_s`, and DeadlineError when the router has not accepted the server within that time.
         """
         deadline = time.monotonic() + timeout_s
         while self._workers is not None:
@@ -274,8 +272,6 @@ class RouterRegistration:
                 failure = error
             if time.monotonic() > deadline:
                 raise self._timed_out(self._workers.router_url, timeout_s, failure) from failure
-            if is_cancelled():
-                raise ShutDownError(f"the registration of {self.worker_url} was cancelled")
             time.sleep(POLL_INTERVAL_S)
 
     def _timed_out(self, router_url: str, timeout_s: float, failure: Exception | None) -> VerlServerError:
