@@ -32,7 +32,7 @@ PROBE_TIMEOUT_S = 60.0
 def main() -> int:
     parser = _parser()
     options = parser.parse_args()
-    items = [item for item in ITEMS if not options.items or item.name in options.items]
+    items = planned_items(options.device, options.items)
     environment = probe()
     if options.device == "cuda" and environment.get("device") is None:
         CONSOLE.print("This machine has no NVIDIA GPU that torch can use. On one, this would run:")
@@ -55,6 +55,13 @@ def main() -> int:
     report.plot()
     CONSOLE.print(f"Results: {display_path(folder)}")
     return exit_code([outcome.status for outcome in outcomes])
+
+
+def planned_items(device: str, names: Sequence[str] | None) -> list[Item]:
+    """The items with these names. None: all items that this device ("cuda" or "cpu") can run or a GPU could run."""
+    if names:
+        return [item for item in ITEMS if item.name in names]
+    return [item for item in ITEMS if device == "cpu" or not item.cpu_only]
 
 
 def exit_code(statuses: Sequence[str]) -> int:

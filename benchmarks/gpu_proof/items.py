@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpu_proof.norm_kernel import NO_FLOAT32
+
 TRANSPORTS = ("shared_memory", "buckets", "cuda_ipc", "disk", "delta")
 """The weight transports that one GPU can run. NCCL, which `distributed_buckets` uses, needs a GPU for each member."""
 
@@ -27,6 +29,8 @@ class Item:
     """Whether a rehearsal without a GPU can run the item."""
     cpu_options: tuple[str, ...] = ()
     """Further options of the command in a rehearsal."""
+    cpu_only: str = ""
+    """Why no GPU can run the item, but a rehearsal. Empty: a GPU can run the item."""
 
     def argv(self, device: str) -> list[str]:
         """The whole command for a device."""
@@ -34,11 +38,18 @@ class Item:
 
 
 def _test(
-    name: str, shows: str, test: str, deadline_s: float = 150.0, *, exclusive: bool = False, runs_on_cpu: bool = True
+    name: str,
+    shows: str,
+    test: str,
+    deadline_s: float = 150.0,
+    *,
+    exclusive: bool = False,
+    runs_on_cpu: bool = True,
+    cpu_only: str = "",
 ) -> Item:
     """An item that is one test of `tests/srt/test_gpu.py`, or all tests whose name begins with `test`."""
     command = ("-m", "pytest", "-q", "-n", "0", "-m", "gpu", f"tests/srt/test_gpu.py::{test}")
-    return Item(name, shows, command, deadline_s, exclusive, runs_on_cpu)
+    return Item(name, shows, command, deadline_s, exclusive, runs_on_cpu, cpu_only=cpu_only)
 
 
 def _weight_sync(size: str, deadline_s: float) -> Item:
@@ -56,7 +67,7 @@ def _weight_sync(size: str, deadline_s: float) -> Item:
 ITEMS: Sequence[Item] = (
     _test(
         "device",
-        "checksums, copies to pinned memory, CUDA IPC between two processes and waiting for the caller's stream",
+        "checksums, pinned memory, CUDA IPC between two processes, the caller's stream, and the source of a kernel",
         "TestDevice",
         90.0,
         exclusive=True,
@@ -64,7 +75,7 @@ ITEMS: Sequence[Item] = (
     ),
     _test(
         "first-server",
-        "a server starts and generates; the first server on a machine also compiles SGLang's kernels",
+        "a server starts with our plugin and generates; the first server on a machine also compiles SGLang's kernels",
         "test_a_server_starts",
         200.0,
         exclusive=True,
@@ -74,6 +85,7 @@ ITEMS: Sequence[Item] = (
             f"log-probs-{dtype}",
             f"a {dtype} server has the log probabilities of Hugging Face, before and after an update",
             f"test_log_probabilities_equal_hugging_face[{dtype}]",
+            cpu_only=NO_FLOAT32 if dtype == "float32" else "",
         )
         for dtype in ("float32", "bfloat16")
     ),

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_proof.entry_points import write_entry_points
 from gpu_proof.items import Item
 from gpu_proof.settings import DEVICE_VARIABLE, RECORDS_VARIABLE
 
@@ -82,6 +83,8 @@ class Runner:
         left_s = self._budget_s - elapsed_s
         if self._device == "cpu" and not item.runs_on_cpu:
             outcome = Outcome(item, NOT_RUN, "needs an NVIDIA GPU", elapsed_s)
+        elif self._device == "cuda" and item.cpu_only:
+            outcome = Outcome(item, NOT_RUN, item.cpu_only, elapsed_s)
         elif left_s < MIN_ITEM_S:
             outcome = Outcome(item, NOT_RUN, f"the budget of {self._budget_s:g} s was used up", elapsed_s)
         else:
@@ -96,11 +99,12 @@ def run_item(item: Item, device: str, deadline_s: float, stopped: threading.Even
     """Run one item in a process of its own. End its processes after `deadline_s` seconds or when `stopped` is set."""
     with tempfile.TemporaryDirectory(prefix="gpu-proof-") as folder, tempfile.TemporaryFile() as output:
         records = Path(folder) / "records"
+        write_entry_points(Path(folder))
         started = time.monotonic()
         process = subprocess.Popen(
             item.argv(device),
             cwd=ROOT,
-            env=_environment(device, records),
+            env=_environment(device, Path(folder), records),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -133,9 +137,9 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
             process.wait(TERMINATION_S)
 
 
-def _environment(device: str, records: Path) -> dict[str, str]:
-    """The environment of an item: the package of this repository comes before an installed one."""
-    own = [str(ROOT), str(ROOT / "benchmarks")]
+def _environment(device: str, entry_points: Path, records: Path) -> dict[str, str]:
+    """The environment of an item: the package of this repository and its `entry_points` come before installed ones."""
+    own = [str(entry_points), str(ROOT), str(ROOT / "benchmarks")]
     python_path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {
         **os.environ,

@@ -14,7 +14,8 @@ RECORDS_VARIABLE = "GPU_PROOF_RECORDS"
 METHOD = "method"
 """Name of the records of `weight_sync.py`: one for each method of an update."""
 CUDA_SERVER_ARGS: dict[str, Any] = {
-    # Triton and torch need neither FlashInfer's nor the large files of SGLang's kernels.
+    # Triton and torch need neither FlashInfer's attention nor the large files of SGLang's kernels. RMSNorm needs
+    # FlashInfer in any case, see `norm_kernel.py`.
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from forbidden_calls import forbid
 from helpers import GREEDY, MARK, marked_processes, no_new_shared_memory, wait_until
 
 from verl_server import HttpServerEngineAdapter
@@ -26,6 +28,7 @@ from verl_server.server.environment import inherited_environment
 from verl_server.server.forkserver import forkserver as forkserver_module
 from verl_server.server.forkserver import socket_folder
 from verl_server.server.forkserver.forkserver import ForkedWarden, Forkserver, OwnForkserver
+from verl_server.server.forkserver.forkserver_main import Requests
 from verl_server.server.forkserver.shared_forkserver import (
     LATE_VARIABLES,
     InheritedState,
@@ -220,6 +223,69 @@ def test_a_process_with_many_open_files_has_a_forkserver() -> None:
         ours.close()
         theirs.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_forkserver_with_many_connections_answers() -> None:
+    """Its descriptors are above 1023, as with many connections and servers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    owner = socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 2000))
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        theirs.close()
+        serving = threading.Thread(target=Requests(owner, pidfd, None, {}).serve, daemon=True)
+        serving.start()
+        assert ours.recv(64) == b"ready %d" % os.getpid()
+        time.sleep(0.2)
+        assert serving.is_alive()
+        ours.close()
+        serving.join(10.0)
+        assert not serving.is_alive()
+    finally:
+        owner.close()
+        os.close(pidfd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+#: A forkserver without the imports of SGLang, to which a system call is forbidden.
+LIMITED_FORKSERVER = """
+import os, signal, socket
+from verl_server.server.forkserver.forkserver_main import Requests
+owner, pidfd = socket.socket(fileno=0), os.pidfd_open(os.getppid())
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+{forbid}
+Requests(owner, pidfd, None, {{}}).serve()
+"""
+
+
+@pytest.mark.parametrize("call", ["clone", "pidfd_open"])
+def test_a_forkserver_that_cannot_fork_goes_on(call: str, caplog: pytest.LogCaptureFixture) -> None:
+    """For example because the limit of processes is reached. The servers are spawned meanwhile."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-c", LIMITED_FORKSERVER.format(forbid=forbid(call))]
+    process = subprocess.Popen(command, stdin=theirs.fileno(), env={**os.environ, MARK: mark})
+    theirs.close()
+    forkserver = Forkserver(ours)
+    try:
+        assert forkserver.wait_ready(60.0, never_abort)
+        for _ in range(2):
+            warden = forkserver.start_warden()
+            assert not isinstance(warden, ForkedWarden)
+            assert warden.stdin is not None
+            warden.stdin.close()
+            warden.wait(10.0)
+            assert not forkserver.has_ended
+        assert "the forkserver cannot fork a server: [Errno 1] Operation not permitted" in caplog.text
+        wait_until(lambda: len(marked_processes(mark)) == 1, 10.0, "a warden that was not handed out still runs")
+        forkserver.close()
+        assert process.wait(10.0) == 0
+    finally:
+        process.kill()
+        process.wait()
+        ours.close()
 
 
 @pytest.mark.usefixtures("private_forkservers")

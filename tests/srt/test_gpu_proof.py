@@ -11,19 +11,22 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from gpu_proof import runner as runner_module
-from gpu_proof.__main__ import SOME_FAILED, SOME_NOT_RUN, exit_code, slug
+from gpu_proof.__main__ import SOME_FAILED, SOME_NOT_RUN, exit_code, planned_items, slug
+from gpu_proof.entry_points import write_entry_points
 from gpu_proof.items import ITEMS, TRANSPORTS, Item
 from gpu_proof.report import Report, measured_methods
 from gpu_proof.runner import FAILED, NOT_RUN, RAN, ROOT, Outcome, Runner, end_group
 from gpu_proof.weight_sync import MODELS
 from helpers import wait_until
 
+from verl_server import __version__
 from verl_server.tiny import make_config
 
 
@@ -141,6 +144,66 @@ def test_a_process_that_cannot_be_ended_is_left_behind(monkeypatch: pytest.Monke
         process.wait()
 
 
+PRINTS_PLUGIN = """
+import sys
+from importlib.metadata import entry_points
+sys.path.remove("")  # a server runs in a folder of its own
+for plugin in entry_points(group="sglang.srt.plugins", name="verl_server_cpu"):
+    print(plugin.value, plugin.dist.version, plugin.dist.locate_file("."))
+"""
+
+
+def test_the_servers_of_items_find_the_plugin_of_this_repository(tmp_path: Path) -> None:
+    """Also where the repository is not installed: SGLang finds plugins by the metadata of distributions."""
+    (outcome,) = run_items([item("prints", PRINTS_PLUGIN)], 60.0, Report(tmp_path, "a test", {}, 60.0))
+    value, version, folder = outcome.output.split()
+    assert (value, version) == ("verl_server.platforms:register_hooks", __version__)
+    assert Path(folder).name.startswith("gpu-proof-")
+    write_entry_points(tmp_path)
+    (written,) = distributions(path=[str(tmp_path)])
+    installed = distribution("verl-server")
+    assert {(entry.group, entry.name, entry.value) for entry in written.entry_points} == {
+        (entry.group, entry.name, entry.value) for entry in installed.entry_points
+    }
+
+
+@pytest.mark.parametrize(("files", "is_missing"), [(["norm.cu"], False), ([], True)])
+def test_a_flashinfer_without_the_source_of_its_kernel_is_named(
+    files: list[str], is_missing: bool, tmp_path: Path
+) -> None:
+    """SGLang compiles `norm.cu` at the first forward pass, unless nvidia-cutlass-dsl is there."""
+    source = tmp_path / "flashinfer" / "data" / "csrc"
+    source.mkdir(parents=True)
+    (tmp_path / "flashinfer" / "__init__.py").touch()
+    for name in files:
+        (source / name).touch()
+    program = "from gpu_proof.norm_kernel import missing_norm_kernel; print(missing_norm_kernel())"
+
+    def run(*more: str) -> str:
+        python_path = os.pathsep.join([str(ROOT / "benchmarks"), str(tmp_path), *more])
+        environment = {**os.environ, "PYTHONPATH": python_path}
+        command = [sys.executable, "-S", "-c", program]  # without site-packages
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    assert ("norm.cu" in run()) is is_missing
+    (tmp_path / "dsl" / "cutlass").mkdir(parents=True)
+    (tmp_path / "dsl" / "cutlass" / "__init__.py").touch()
+    assert run(str(tmp_path / "dsl")) == "None\n"
+
+
+def test_an_item_that_no_gpu_can_run_is_run_only_on_a_cpu(tmp_path: Path) -> None:
+    only_cpu = Item("float32", "shows float32", ("-c", RECORDS), 60.0, cpu_only="no kernel has float32")
+    assert [entry.name for entry in ITEMS if entry.cpu_only] == ["log-probs-float32"]
+    assert "RMSNorm" in next(entry.cpu_only for entry in ITEMS if entry.cpu_only)
+    report = Report(tmp_path, "a test", {}, 60.0)
+    (outcome,) = Runner("cuda", 60.0, report.add).run([only_cpu])
+    assert (outcome.status, outcome.reason) == (NOT_RUN, "no kernel has float32")
+    assert [outcome.status for outcome in run_items([only_cpu], 60.0, report)] == [RAN]
+    assert planned_items("cuda", None) == [entry for entry in ITEMS if not entry.cpu_only]
+    assert planned_items("cuda", ["log-probs-float32"]) == [entry for entry in ITEMS if entry.cpu_only]
+    assert planned_items("cpu", None) == [*ITEMS]
+
+
 def test_exit_codes() -> None:
     assert exit_code([RAN, RAN]) == 0
     assert exit_code([RAN, NOT_RUN]) == SOME_NOT_RUN
@@ -170,7 +233,7 @@ def test_without_a_gpu_the_plan_is_printed(tmp_path: Path) -> None:
         pytest.skip("this machine has a GPU")
     done = run_proof("--out", str(tmp_path), timeout_s=120)
     assert done.returncode == 3, done.stderr
-    assert all(entry.name in done.stdout for entry in ITEMS)
+    assert all((entry.name in done.stdout) is not bool(entry.cpu_only) for entry in ITEMS)
     assert not list(tmp_path.iterdir())
 
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forbidden_calls import forbid
 from helpers import Ranks, mesh_of
 
 from verl_server import AdapterConfig, RolloutManager, VerlEngine
 from verl_server.errors import BadInputError, StartupError
 from verl_server.rollout.launchers.local import LocalLauncher, count_accelerators
 from verl_server.rollout.parallel_config import ParallelConfig, require_devices
-from verl_server.server.visible_devices import VISIBLE_DEVICES, devices_of_ranks, gpus_needed, require_gpus
+from verl_server.server.visible_devices import (
+    VISIBLE_DEVICES,
+    SeenByRank,
+    devices_of_ranks,
+    gpus_needed,
+    require_gpus,
+    seen_by_server,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +55,47 @@ def test_a_server_that_sees_too_few_gpus_is_refused() -> None:
         require_gpus(4, "3", 1)
     with pytest.raises(BadInputError, match=r"needs 4 GPUs .* this machine has 2"):
         require_gpus(4, None, 2)
+
+
+def test_a_server_with_several_gpus_gets_no_mig_devices() -> None:
+    """A process of CUDA sees only the first MIG device of CUDA_VISIBLE_DEVICES."""
+    require_gpus(1, "MIG-aaaa,MIG-bbbb", 1)
+    require_gpus(2, "GPU-aaaa,GPU-bbbb", 1)
+    with pytest.raises(BadInputError, match=r"needs 2 GPUs .* has MIG-bbbb, .* one MIG device: use tp_size=1"):
+        require_gpus(2, "GPU-aaaa,MIG-bbbb", 1)
+
+
+def seen(visible: str | None, cores: list[int], machine: str | None, num_gpus: int = 1) -> SeenByRank:
+    return SeenByRank(visible=visible, num_gpus=num_gpus, cores=cores, machine=machine)
+
+
+def test_a_server_gets_nothing_of_ranks_on_other_machines() -> None:
+    """The trainer ranks of one server (nnodes=1) may be on several machines, which number their GPUs alike."""
+    here = [seen("0", [0, 1], "a"), seen("1", [2, 3], "a")]
+    there = [seen("2", [8, 9], "b"), seen("3", [10, 11], "b")]
+    assert seen_by_server([*here, *there], needed=2) == ("0,1", [0, 1, 2, 3])
+    assert seen_by_server([here[0], there[0], here[1]], needed=2) == ("0,1", [0, 1, 2, 3])
+    assert seen_by_server([seen("0", [0], None), seen("1", [1], None)], needed=2) == ("0,1", [0, 1])
+    assert seen_by_server([*here, *there], needed=1, chosen="5") == ("5", [0, 1, 2, 3])
+    with pytest.raises(BadInputError, match=r"needs 4 GPUs .* CUDA_VISIBLE_DEVICES=0,1 makes visible 2: .* nnodes"):
+        seen_by_server([*here, *there], needed=4)
+
+
+FORBIDDEN_CORES = f"""
+from verl_server.engine.start_backend import may_use_cores
+from verl_server.server.visible_devices import allowed_cores
+{forbid("sched_getaffinity")}
+assert allowed_cores() == set()
+with may_use_cores([0]):
+    print("went on")
+"""
+
+
+def test_a_sandbox_may_forbid_to_read_the_cores() -> None:
+    """The server then has the cores of its trainer rank."""
+    command = [sys.executable, "-c", FORBIDDEN_CORES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "went on\n", done.stderr
 
 
 def test_the_gpus_of_a_fleet_are_those_of_its_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

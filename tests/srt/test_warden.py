@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from forbidden_calls import forbid
 from helpers import MARK, marked_processes, no_new_shared_memory, wait_until
 
 from verl_server.errors import DeadlineError, StartupError
@@ -178,24 +179,9 @@ def test_a_log_that_cannot_be_rotated_keeps_its_limit(tmp_path: Path) -> None:
 # -- the end of processes ----------------------------------------------------------------------------
 
 WITHOUT_PIDFDS = "import os; del os.pidfd_open"
-#: Forbids pidfd_open(2), system call 434, as a seccomp profile does: a BPF program of four instructions.
-FORBIDDEN = """
-import ctypes, struct
-program = b"".join(struct.pack("HBBI", *line) for line in (
-    (0x20, 0, 0, 0),           # load the number of the system call
-    (0x15, 0, 1, 434),         # if it is pidfd_open
-    (0x06, 0, 0, 0x00050001),  # return EPERM
-    (0x06, 0, 0, 0x7FFF0000),  # else allow it
-))
-memory = ctypes.create_string_buffer(program)
-filter = struct.pack("HxxxxxxQ", 4, ctypes.addressof(memory))
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0
-assert libc.prctl(22, 2, filter, 0, 0) == 0, ctypes.get_errno()
-"""
 
 
-@pytest.mark.parametrize("code", [WITHOUT_PIDFDS, FORBIDDEN], ids=["no os.pidfd_open", "seccomp"])
+@pytest.mark.parametrize("code", [WITHOUT_PIDFDS, forbid("pidfd_open")], ids=["no os.pidfd_open", "seccomp"])
 def test_a_warden_without_pidfds(code: str, tmp_path: Path) -> None:
     """It notices the end of its server and of its trainer."""
     trainer = subprocess.Popen(["sleep", "600"])
@@ -514,6 +500,46 @@ def test_a_warden_that_does_not_read_leaves_nothing(tmp_path: Path, monkeypatch:
     with pytest.raises(DeadlineError, match="the warden process did not read"):
         ServerProcess(arguments, SLEEPING_SERVER, env={}, log_dir=None, start_timeout_s=0.2, warden_factory=start_sleep)
     assert started[0].returncode == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_warden_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with EAGAIN, when a limit of processes is reached: `Popen` raises an OSError."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen([str(tmp_path / "no such program")])
+
+    with pytest.raises(StartupError, match=r"the warden process, .* could not be started: .*No such file.*`ulimit -u`"):
+        ServerProcess({}, SLEEPING_SERVER, env={}, log_dir=None, start_timeout_s=10.0, warden_factory=start)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("started", [False, True], ids=["before the warden", "while it reads"])
+def test_an_interrupted_start_leaves_nothing(started: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C, before the warden was started, and while it does not read."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    wardens: list[subprocess.Popen[bytes]] = []
+
+    def start_sleep() -> subprocess.Popen[bytes]:
+        timer.start()
+        if not started:
+            time.sleep(30.0)
+        pipe = subprocess.PIPE
+        wardens.append(subprocess.Popen(["sleep", "60"], stdin=pipe, stdout=pipe, start_new_session=True))
+        return wardens[0]
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist ignores the signal in its workers
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    arguments = {"long": 300_000 * "y"}
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ServerProcess(
+                arguments, SLEEPING_SERVER, env={}, log_dir=None, start_timeout_s=30.0, warden_factory=start_sleep
+            )
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert [warden.returncode for warden in wardens] == ([-signal.SIGKILL] if started else [])
     assert not list(tmp_path.iterdir())
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import resource
+import subprocess
+import sys
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +18,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from aiohttp import web
+from forbidden_calls import forbid
+from stub_servers import serving
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from verl_server import errors
+from verl_server import AsyncHttpServerEngineAdapter, errors
 from verl_server.adapter.memory_tags import undefined_weights_reason
 from verl_server.adapter.sglang.pushable import require_pushable
 from verl_server.adapter.sglang.server_arguments import loses_weights, require_memory_saver
@@ -331,6 +338,48 @@ def test_servers_with_an_external_kv_store_take_no_pushed_weights(server_args: d
     require_pushable({name: None, "enable_hierarchical_cache": True})
 
 
+def test_a_server_with_a_weight_cache_takes_no_pushed_weights() -> None:
+    """Its scheduler ends at the first update, because other servers map the same weights."""
+    with pytest.raises(errors.UnsupportedError, match=r"weight_cache_mode='daemon', .*: leave it out"):
+        require_pushable({"weight_cache_mode": "daemon"})
+    require_pushable({"weight_cache_mode": "off"})
+    require_pushable({"weight_cache_mode": None})
+
+
+@pytest.mark.parametrize(
+    ("backend", "has_sessions", "refused"),
+    [
+        ("flashinfer_trtllm_routed", False, True),
+        ("flashinfer_trtllm", False, True),
+        ("flashinfer_trtllm", True, False),
+        ("triton", False, False),
+    ],
+)
+def test_experts_that_are_packed_take_no_weights_without_sessions(
+    backend: str, has_sessions: bool, refused: bool
+) -> None:
+    """SGLang packs the weights of the experts at the end of a session. A server before sessions packs them once."""
+    paths: list[str] = []
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        paths.append(f"{request.method} {request.path}")
+        if request.path == "/server_info":
+            return web.json_response({"model_path": "none", "moe_runner_backend": backend, "internal_states": [{}]})
+        if request.method == "OPTIONS":
+            is_missing = request.path == "/begin_weight_update" and not has_sessions
+            return web.json_response({}, status=404 if is_missing else 405)
+        return web.json_response({"success": True})
+
+    async def update() -> None:
+        async with serving(web.Server(answer)) as url, AsyncHttpServerEngineAdapter.attach(url) as adapter:
+            message = f"moe_runner_backend='{backend}' .* use 'triton'"
+            with pytest.raises(errors.UnsupportedError, match=message) if refused else contextlib.nullcontext():
+                await adapter.begin_weight_update()
+
+    asyncio.run(update())
+    assert ("POST /begin_weight_update" in paths) is has_sessions
+
+
 def test_only_the_tensors_of_a_cpu_have_a_private_mapping() -> None:
     """The kernel may count the whole size of a private mapping, which each TP rank has, as used memory."""
     layout = plan_arena({"weight": TensorSpec((8,), "float32")})
@@ -370,6 +419,37 @@ def test_a_release_without_a_copy_loses_the_weights(has_copy: bool) -> None:
     assert not loses_weights(["kv_cache"], args)
     assert (undefined_weights_reason(loses, []) is not None) is loses
     assert undefined_weights_reason(loses, ["weights"]) is None, "no update is possible while they are released"
+
+
+FORBIDDEN_MEMORY_FILE = f"""
+from verl_server.errors import UnsupportedError
+from verl_server.weights.memory_file import SharedMemoryFile
+{forbid("memfd_create")}
+try:
+    SharedMemoryFile.create("arena", 4096)
+except UnsupportedError as error:
+    print(error)
+"""
+
+
+def test_a_sandbox_may_forbid_memory_files() -> None:
+    command = [sys.executable, "-c", FORBIDDEN_MEMORY_FILE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "memfd_create" in done.stdout, done.stderr
+    assert "Operation not permitted" in done.stdout
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE], ids=["file size", "open files"])
+def test_a_limit_may_forbid_a_memory_file(limit: int) -> None:
+    """The error is one of ours, which all ranks learn, and no descriptor is left open."""
+    before, (soft, hard) = os.listdir("/proc/self/fd"), resource.getrlimit(limit)
+    resource.setrlimit(limit, (3, hard))
+    try:
+        with pytest.raises(errors.VerlServerError, match=r"cannot create 4096 bytes of staging memory: .*`ulimit"):
+            SharedMemoryFile.create("arena", 4096)
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_only_the_memory_file_of_the_name_is_opened() -> None:

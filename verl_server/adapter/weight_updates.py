@@ -17,6 +17,7 @@ from verl_server.adapter.sglang.payloads import (
     update_from_distributed_payload,
     update_from_tensor_payload,
 )
+from verl_server.adapter.sglang.pushable import require_unpacked_experts
 from verl_server.errors import VerlServerError
 from verl_server.types import Json
 
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 
 
 async def begin_weight_update(adapter: AsyncHttpServerEngineAdapter) -> None:
-    """Open an update session. Does nothing when this version of SGLang has no sessions.
+    """Open an update session. When this version of SGLang has no sessions, only check that it can do without.
 
-    A session that a dead trainer left open is closed first.
+    A session that a dead trainer left open is closed first. Raises UnsupportedError if an update needs a session.
     """
     if not (await adapter.capabilities()).update_sessions:
+        require_unpacked_experts(await adapter.connection.get_resolved_args())
         return
     try:
         await adapter.connection.call(endpoints.BEGIN_UPDATE, {})

@@ -18,6 +18,7 @@ import orjson
 
 from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume, undefined_weights_reason
 from verl_server.adapter.model_files import read_model_configs
+from verl_server.adapter.sglang.pushable import require_unpacked_experts
 from verl_server.adapter.sglang.replies import prompt_limits, require_logprobs
 from verl_server.adapter.sglang.request_fields import explain_refusal, require_known_fields
 from verl_server.adapter.sglang.requests import generate_payload
@@ -145,6 +146,8 @@ class InProcessBackend:
     def begin_weight_update(self) -> None:
         if self._has_update_sessions:
             self._run(lambda: _require_success(self._engine.begin_weight_update()))
+        else:
+            require_unpacked_experts(self._server_info)
 
     def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
         (message,) = messages

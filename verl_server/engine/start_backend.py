@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,16 @@ from verl_server.engine.backend import Backend, RolloutFleet
 from verl_server.engine.servers import connect_servers, launch_one_server
 from verl_server.errors import BadInputError, ServerDiedError, VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
-from verl_server.ranks.machine import reachable_address, spans_machines
+from verl_server.ranks.machine import machine_id, reachable_address, spans_machines
 from verl_server.ranks.placement import Placement
 from verl_server.server.ports import PortReservation, join_host_port
-from verl_server.server.visible_devices import VISIBLE_DEVICES, devices_of_ranks, gpus_needed, require_gpus
+from verl_server.server.visible_devices import (
+    VISIBLE_DEVICES,
+    SeenByRank,
+    allowed_cores,
+    gpus_needed,
+    seen_by_server,
+)
 from verl_server.type_checks import find_type_error
 from verl_server.types import Json, parse_weight_version
 
@@ -125,7 +132,7 @@ def start_backend(
     backend: Backend | None = None
     if placement.is_node_leader:
         try:
-            with _may_use_cores(cores):
+            with may_use_cores(cores):
                 backend = _make_backend(group, source, args, config, env, on_server_death)
         except VerlServerError as failure:
             group.fail_all(failure)  # the servers of other nodes wait for this node's server: end them now
@@ -177,7 +184,8 @@ def _agree_on_devices(
     """The environment of this node's server, and its cores.
 
     The environment is `env`, and the GPUs that the trainer ranks of the node see together. The cores are those that
-    these ranks may use together: launchers such as srun give each rank the cores next to its GPU.
+    these ranks may use together: launchers such as srun give each rank the cores next to its GPU. With nnodes=1 the
+    ranks can be on several machines; then those on the machine of the first rank count.
 
     Rank 0 decides whether a server is started: the other ranks need not know of its `servers` or its `fleet`.
     All ranks raise BadInputError if a server would see too few GPUs, or if an engine in the process of the first rank
@@ -193,28 +201,31 @@ def _agree_on_devices(
         for node in range(placement.nnodes):
             on_node = contributions[node * ranks : (node + 1) * ranks]
             sharing = on_node[:1] if source.launch_server is False else on_node
-            visible = on_node[0]["env"]
-            if visible is None:
-                visible = devices_of_ranks([item["visible"] for item in sharing])
-            require_gpus(gpus_needed(args, placement.ranks_per_node), visible, on_node[0]["num_gpus"])
-            chosen.append({"visible": visible, "cores": sorted({core for item in sharing for core in item["cores"]})})
+            seen = [SeenByRank(**item["seen"]) for item in sharing]
+            visible, cores = seen_by_server(seen, gpus_needed(args, placement.ranks_per_node), on_node[0]["env"])
+            chosen.append({"visible": visible, "cores": cores})
         return chosen
 
-    contribution = {
-        "visible": os.environ.get(VISIBLE_DEVICES), "env": env.get(VISIBLE_DEVICES),
-        "num_gpus": torch.cuda.device_count(), "cores": sorted(os.sched_getaffinity(0)),
-    }  # fmt: skip
+    own = SeenByRank(os.environ.get(VISIBLE_DEVICES), torch.cuda.device_count(), sorted(allowed_cores()), _machine())
+    contribution = {"env": env.get(VISIBLE_DEVICES), "seen": dataclasses.asdict(own)}
     call_id = group.next_call_id("devices")
     chosen = group.agree(call_id, choose, contribution=contribution, action_timeout_s=10.0)[placement.node_rank]
     visible = chosen["visible"]
     return (env if visible is None else {**env, VISIBLE_DEVICES: visible}), chosen["cores"]
 
 
+def _machine() -> str | None:
+    """The id of this machine. None in a sandbox without the files of /proc that have it: then all ranks have None."""
+    with contextlib.suppress(OSError):
+        return machine_id()
+    return None
+
+
 @contextlib.contextmanager
-def _may_use_cores(cores: Iterable[int]) -> Iterator[None]:
+def may_use_cores(cores: Iterable[int]) -> Iterator[None]:
     """Let this thread also use `cores`, and the processes that the thread starts meanwhile: they inherit its cores."""
-    own = os.sched_getaffinity(0)
-    if own.issuperset(cores):
+    own = allowed_cores()
+    if not own or own.issuperset(cores):
         yield
         return
     with contextlib.suppress(OSError):  # a sandbox may forbid it; the server then has the cores of this thread

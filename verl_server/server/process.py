@@ -33,6 +33,7 @@ from verl_server.server.warden.shared_memory_files import remove_shared_memory
 from verl_server.server.warden_process import (
     WARDEN_SCRIPT,
     WardenFactory,
+    WardenProcess,
     discard_warden,
     kill_session,
     wait_for_warden,
@@ -94,14 +95,29 @@ class ServerProcess(ExitNotifier):
             "trainer_pid": os.getpid(),
             "start_deadline": time.monotonic() + start_timeout_s,
         }
-        self._warden = warden_factory()
+        self._warden = self._start_warden(warden_factory)
+        self._send_spec(spec, start_timeout_s)
+        threading.Thread(target=self._listen, name="verl-server-warden", daemon=True).start()
+
+    def _start_warden(self, warden_factory: WardenFactory) -> WardenProcess:
+        """Start the warden. When that fails, remove the server's folder."""
+        try:
+            return warden_factory()
+        except OSError as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise StartupError(
+                f"the warden process, which starts the server, could not be started: {error}. Check the limits of "
+                "processes (`ulimit -u`, the pids limit of the container), of open files (`ulimit -n`) and of memory"
+            ) from error
+        except BaseException:  # Ctrl-C
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def _send_spec(self, spec: Mapping[str, Any], timeout_s: float) -> None:
+        """Send the warden what it starts. When that fails, end the warden and remove the server's folder."""
         assert self._warden.stdin is not None
         try:
-            write_all(self._warden.stdin, json.dumps(spec).encode() + b"\n", start_timeout_s)
-        except TimeoutError as error:
-            kill_session(self._warden)
-            self._discard_warden()
-            raise DeadlineError(f"the warden process did not read: {error}", operation="start") from error
+            write_all(self._warden.stdin, json.dumps(spec).encode() + b"\n", timeout_s)
         except BrokenPipeError:
             code = self._discard_warden()
             raise StartupError(
@@ -110,7 +126,12 @@ class ServerProcess(ExitNotifier):
                 "an error.",
                 exit_code=code,
             ) from None
-        threading.Thread(target=self._listen, name="verl-server-warden", daemon=True).start()
+        except BaseException as error:  # also Ctrl-C
+            kill_session(self._warden)
+            self._discard_warden()
+            if isinstance(error, TimeoutError):
+                raise DeadlineError(f"the warden process did not read: {error}", operation="start") from error
+            raise
 
     @property
     def pids(self) -> ServerPids:

@@ -1,18 +1,58 @@
-"""Which GPUs a server sees. Trainer ranks often see one GPU each, while their server needs several. Pure functions.
+"""Which GPUs and cores a server may use. Trainer ranks often have one GPU each, while their server needs several.
 
 Workers of Ray, and ranks of launchers that isolate processes, have a `CUDA_VISIBLE_DEVICES` of their own. A server
-inherits the environment of one rank. Without a translation, it would see the GPU of that rank only.
+inherits the environment of one rank. Without a translation, it would see the GPU of that rank only. In the same way,
+launchers such as srun give each rank the cores next to its GPU.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from verl_server.errors import BadInputError
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """Environment variable with the GPUs that a process sees, by number or UUID. Not set: all GPUs of the machine."""
+MIG_PREFIX = "MIG-"
+"""How the names of MIG devices begin: parts of a GPU that NVIDIA's driver shows as devices."""
+
+
+@dataclass(frozen=True)
+class SeenByRank:
+    """What one trainer rank may use."""
+
+    visible: str | None
+    """Value of its `CUDA_VISIBLE_DEVICES`. None: not set."""
+    num_gpus: int
+    """Number of GPUs that torch finds in the process of the rank."""
+    cores: Sequence[int]
+    """Numbers of the cores that the rank may use. Empty: not known."""
+    machine: str | None
+    """Id of the machine of the rank, see `machine_id`. None: not known."""
+
+
+def seen_by_server(ranks: Sequence[SeenByRank], needed: int, chosen: str | None = None) -> tuple[str | None, list[int]]:
+    """The `CUDA_VISIBLE_DEVICES` of a server on the machine of the first of these ranks, and the cores of the server.
+
+    They are those of the ranks on this machine together. A rank on another machine may have GPUs and cores with the
+    same numbers. `needed`: number of GPUs that the server needs. `chosen`: the caller's `CUDA_VISIBLE_DEVICES` for the
+    server. Raises BadInputError if the server would see too few GPUs.
+    """
+    beside = [rank for rank in ranks if rank.machine == ranks[0].machine]
+    visible = devices_of_ranks([rank.visible for rank in beside]) if chosen is None else chosen
+    require_gpus(needed, visible, ranks[0].num_gpus)
+    return visible, sorted({core for rank in beside for core in rank.cores})
+
+
+def allowed_cores() -> set[int]:
+    """The cores that this thread may use. Empty if a sandbox forbids to read them."""
+    try:
+        return os.sched_getaffinity(0)
+    except OSError:
+        return set()
 
 
 def parse_devices(value: str) -> list[str]:
@@ -39,7 +79,7 @@ def gpus_needed(server_args: Mapping[str, Any], ranks_on_machine: int) -> int:
 
 
 def require_gpus(needed: int, visible: str | None, num_gpus: int) -> None:
-    """Raise BadInputError if a server sees fewer GPUs than it needs.
+    """Raise BadInputError if a server sees fewer GPUs than it needs, or if it needs several and sees a MIG device.
 
     `visible`: its `CUDA_VISIBLE_DEVICES`. `num_gpus`: number of GPUs of the machine if that is None; 0 on a machine
     without GPUs, whose servers run on the CPU.
@@ -51,5 +91,12 @@ def require_gpus(needed: int, visible: str | None, num_gpus: int) -> None:
         where = "this machine has" if visible is None else f"{VISIBLE_DEVICES}={visible} makes visible"
         raise BadInputError(
             f"the server needs {needed} GPUs on this machine (its TP ranks, base_gpu_id and gpu_id_step), but "
-            f"{where} {found}: use a smaller tp_size, or pass env={{'{VISIBLE_DEVICES}': ...}} with GPUs for the server"
+            f"{where} {found}: use a smaller tp_size, nnodes=... if the trainer ranks are on several machines, or pass "
+            f"env={{'{VISIBLE_DEVICES}': ...}} with GPUs for the server"
+        )
+    if needed > 1 and (mig := [name for name in parse_devices(visible or "") if name.startswith(MIG_PREFIX)]):
+        raise BadInputError(
+            f"the server needs {needed} GPUs on this machine (its TP ranks, base_gpu_id and gpu_id_step), but "
+            f"{VISIBLE_DEVICES} has {', '.join(mig)}, and a process of CUDA can use only one MIG device: use "
+            f"tp_size=1, or pass env={{'{VISIBLE_DEVICES}': ...}} with whole GPUs for the server"
         )

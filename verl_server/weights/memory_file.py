@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import re
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 WORD_BYTES = 8
 NAME_PREFIX = "verl_server_"
 """How the names of our memory files begin. SGLang's servers open no other files for a weight update."""
+FORBIDDEN_ERRORS = (errno.EPERM, errno.EACCES, errno.ENOSYS)
+"""Errors of `memfd_create` in a sandbox that forbids it (seccomp)."""
 LOCATION_PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 
@@ -45,14 +48,25 @@ class SharedMemoryFile:
     def create(cls, kind: str, size_bytes: int) -> SharedMemoryFile:
         """Create a file that this process owns. The machine provides a page when it is first written.
 
-        `kind` is a part of the file's name, in which a random number follows. Raises UnsupportedError on a system
-        without `memfd_create`, VerlServerError if the memory cannot be mapped.
+        `kind` is a part of the file's name, in which a random number follows. Raises UnsupportedError on a system or in
+        a sandbox without `memfd_create`, VerlServerError if a limit forbids the file or the memory cannot be mapped.
         """
         if not hasattr(os, "memfd_create"):
             raise UnsupportedError("staging memory for weights needs memfd_create, which only Linux has")
         name = f"{NAME_PREFIX}{kind}_{secrets.token_hex(8)}"
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
-        os.ftruncate(fd, size_bytes)
+        try:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        except OSError as error:
+            if error.errno in FORBIDDEN_ERRORS:
+                raise UnsupportedError(
+                    f"staging memory for weights needs memfd_create, which this sandbox forbids: {error}"
+                ) from error
+            raise _not_created(size_bytes, error) from error
+        try:
+            os.ftruncate(fd, size_bytes)
+        except OSError as error:
+            os.close(fd)
+            raise _not_created(size_bytes, error) from error
         return cls(fd, size_bytes, f"/proc/{os.getpid()}/fd/{fd}:{name}")
 
     @classmethod
@@ -70,6 +84,13 @@ class SharedMemoryFile:
         with contextlib.suppress(BufferError):
             self.memory.close()
         os.close(self._fd)
+
+
+def _not_created(size_bytes: int, error: OSError) -> VerlServerError:
+    return VerlServerError(
+        f"cannot create {size_bytes} bytes of staging memory: {error}. Check the limits of open files (`ulimit -n`), "
+        "of the size of a file (`ulimit -f`) and of memory"
+    )
 
 
 def open_memory_file(location: str) -> int:

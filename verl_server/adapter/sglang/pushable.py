@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from verl_server.adapter.model_files import find_model_file, read_model_config
+from verl_server.adapter.sglang.capabilities import TESTED_VERSION
 from verl_server.errors import UnsupportedError
 
 QUANTIZATION_ARGUMENTS = ("quantization", "torchao_config", "modelopt_quant")
@@ -26,17 +27,36 @@ EXTERNAL_RADIX_CACHES = frozenset({"flexkv", "lmcache"})
 ALGORITHMS_WITHOUT_DRAFT_MODEL = frozenset({"NGRAM"})
 
 
+PACKED_EXPERTS = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm")
+"""Values of `moe_runner_backend` whose kernels read the experts' weights in another order than the checkpoint's."""
+
+
 def require_pushable(server_args: Mapping[str, Any]) -> None:
     """Raise UnsupportedError if a server with these SGLang arguments cannot take pushed weights.
 
     Each rule is a fact of SGLang 0.5.23. The second stages of a pipeline and the copies of data parallelism do not
     answer an update. A draft model for speculative decoding is passed the same update as the served model. A quantized
     model keeps scales that belong to its earlier weights. An external KV store keeps the KV cache of earlier weights.
+    The scheduler of a server with a weight cache ends at the first update.
     """
     if (reason := _reason(server_args)) is not None:
         raise UnsupportedError(
             f"weights cannot be pushed into a server with {reason}. Without weight updates, start such a server with "
             "HttpServerEngineAdapter.launch, or as replicas of a RolloutManager with mode='colocated'"
+        )
+
+
+def require_unpacked_experts(resolved_args: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for a server without update sessions whose kernels need packed weights of experts.
+
+    SGLang 0.5.15 packs the weights after it has read the checkpoint, and not after an update: the server would compute
+    with weights in the wrong order. Later versions pack them again at the end of an update session. `resolved_args`:
+    the arguments of a running server with the values that SGLang has chosen.
+    """
+    if (backend := resolved_args.get("moe_runner_backend")) in PACKED_EXPERTS:
+        raise UnsupportedError(
+            f"weights cannot be pushed into a server with moe_runner_backend={backend!r} of an SGLang without "
+            f"/begin_weight_update: use 'triton', or SGLang {TESTED_VERSION}"
         )
 
 
@@ -49,6 +69,8 @@ def _reason(server_args: Mapping[str, Any]) -> str | None:
     algorithm = server_args.get("speculative_algorithm")
     if algorithm is not None and str(algorithm).upper() not in ALGORITHMS_WITHOUT_DRAFT_MODEL:
         return f"speculative_algorithm={algorithm!r}, which has a draft model: leave it out, or use 'NGRAM'"
+    if (mode := server_args.get("weight_cache_mode") or "off") != "off":
+        return f"weight_cache_mode={mode!r}, whose servers map the same weights: leave it out"
     return _external_kv_store(server_args) or _quantization(server_args)
 
 

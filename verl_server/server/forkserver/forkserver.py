@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import IO
 
 from verl_server.errors import DeadlineError
-from verl_server.server.forkserver.forkserver_main import FORK, READY
+from verl_server.server.forkserver.forkserver_main import FORK, MAX_ANSWER_BYTES, READY
 from verl_server.server.supervisor import AbortCheck
 from verl_server.server.warden_process import WardenProcess, spawn_warden
 
@@ -119,15 +119,19 @@ class Forkserver:
         return "another process owned it"
 
     def start_warden(self) -> WardenProcess:
-        """A forked warden, which forks its server. A spawned warden when the forkserver does not answer."""
+        """A forked warden, which forks its server. A spawned warden when the forkserver cannot fork or answer."""
         try:
             return self._fork_warden()
+        except ChildProcessError as error:
+            logger.warning("the forkserver cannot fork a server: %s", error)
+            return spawn_warden()
         except (OSError, ValueError) as error:
             logger.warning("the forkserver does not answer: %s: %s", type(error).__name__, error)
             self.close()
             return spawn_warden()
 
     def _fork_warden(self) -> WardenProcess:
+        """Raises ChildProcessError if the forkserver answers that it cannot fork, OSError or ValueError otherwise."""
         with contextlib.ExitStack() as undo:
             child_stdin, stdin_fd = os.pipe()
             undo.callback(os.close, child_stdin)
@@ -138,9 +142,11 @@ class Forkserver:
             with self._lock:
                 self._commands.settimeout(FORK_TIMEOUT_S)
                 socket.send_fds(self._commands, [FORK], [child_stdin, child_stdout, 2])
-                pid, pidfds, *_ = socket.recv_fds(self._commands, 64, 1)
+                answer, pidfds, *_ = socket.recv_fds(self._commands, MAX_ANSWER_BYTES, 1)
+            if answer and not pidfds:
+                raise ChildProcessError(answer.decode("utf-8", "replace"))
             (pidfd,) = pidfds
-            warden = ForkedWarden(int(pid), pidfd, stdin, stdout)
+            warden = ForkedWarden(int(answer), pidfd, stdin, stdout)
             undo.pop_all()
         os.close(child_stdin)
         os.close(child_stdout)

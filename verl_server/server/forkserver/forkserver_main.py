@@ -3,10 +3,10 @@
     trainer --socket--> forkserver --forks--> warden --forks--> SGLang main --forks--> scheduler, detokenizer
 
 Each server has a warden of its own, which outlives the forkserver. Standard input is a socket of packets. A request
-brings three descriptors: the warden's standard input, output and error. The answer is the warden's pid with a pidfd.
-The forkserver ends when the socket is closed, when the trainer ends, whose pid is the first command line argument, and
-when for `IDLE_TIMEOUT_S` it has had no server and no connection of another process: the memory of the imports, 1.1 GB,
-is then its own.
+brings three descriptors: the warden's standard input, output and error. The answer is the warden's pid with a pidfd, or
+an error message. The forkserver ends when the socket is closed, when the trainer ends, whose pid is the first command
+line argument, and when for `IDLE_TIMEOUT_S` it has had no server and no connection of another process: the memory of
+the imports, 1.1 GB, is then its own.
 
 The second command line argument, if there is one, is the descriptor of a listening socket. Other processes of the same
 user connect to it (`socket_folder.py`) and send the same requests.
@@ -36,6 +36,7 @@ from verl_server.server import server_main
 from verl_server.server.warden import warden
 
 READY, FORK = b"ready", b"fork"
+MAX_ANSWER_BYTES = 256  # of an answer to FORK
 #: `struct ucred` of unix(7): process id, user id and group id of the other end of a socket.
 CREDENTIALS = struct.Struct("3i")
 #: Modules that a server imports after it has forked its workers. A version of SGLang may not have all of them.
@@ -209,24 +210,30 @@ class Requests:
         self._owner.send(self._ready_message())
         while True:
             in_use = bool(self._wardens) or len(self._connections) > 1
-            watched: list[socket.socket | int] = [*self._connections, *self._wardens, self._owner_pidfd]
-            if self._listener is not None:
-                watched.append(self._listener)
-            readable: list[Any]
-            readable, *_ = select.select(watched, [], [], None if in_use else IDLE_TIMEOUT_S)
+            readable = self._wait_readable(None if in_use else IDLE_TIMEOUT_S)
             if self._owner_pidfd in readable or not readable:
                 return  # a fork of the owner may still hold the other end of the socket
+            # Found before a descriptor is closed: a new connection may get the same number.
+            connections = [entry for entry in self._connections if entry.fileno() in readable]
             for pidfd in self._wardens.intersection(readable):
                 self._wardens.remove(pidfd)
                 os.close(pidfd)
-            if self._listener is not None and self._listener in readable:
+            if self._listener is not None and self._listener.fileno() in readable:
                 self._accept(self._listener)
-            for connection in self._connections.intersection(readable):
+            for connection in connections:
                 if not self._answer(connection):
                     if connection is self._owner:
                         return
                     self._connections.remove(connection)
                     connection.close()
+
+    def _wait_readable(self, timeout_s: float | None) -> set[int]:
+        """Wait until descriptors can be read, and return them. `select.select` fails for descriptors above 1023."""
+        poll = select.poll()
+        sockets = [*self._connections, *([] if self._listener is None else [self._listener])]
+        for fd in (*(entry.fileno() for entry in sockets), *self._wardens, self._owner_pidfd):
+            poll.register(fd, select.POLLIN)
+        return {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1e3)}
 
     def _ready_message(self) -> bytes:
         return b"%s %d" % (READY, os.getpid())
@@ -250,18 +257,27 @@ class Requests:
             return False
         if request != FORK:
             return False
-        pid = os.fork()
-        if pid == 0:
-            _run_and_exit(lambda: _run_warden(descriptors, self._initial_env))
-        for fd in descriptors:
-            os.close(fd)
-        pidfd = os.pidfd_open(pid)
-        self._wardens.add(pidfd)
+        answer, pidfds = self._fork_warden(descriptors)
         try:
-            socket.send_fds(connection, [str(pid).encode()], [pidfd])
+            socket.send_fds(connection, [answer], pidfds)
         except OSError:
             return False
         return True
+
+    def _fork_warden(self, descriptors: list[int]) -> tuple[bytes, list[int]]:
+        """A new warden's pid and pidfd, or an error message. A warden without a pidfd ends when stdin is closed."""
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _run_and_exit(lambda: _run_warden(descriptors, self._initial_env))
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            return str(error).encode()[:MAX_ANSWER_BYTES], []
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+        self._wardens.add(pidfd)
+        return str(pid).encode(), [pidfd]
 
 
 def main() -> None:
