@@ -184,6 +184,20 @@ def test_the_last_outcome_reaches_a_rank_that_reads_slowly() -> None:
         closing.result(3.0)
 
 
+def test_a_process_that_stood_still_sends_its_last_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example while C code held the lock of the interpreter. The other rank reads all the time."""
+    monkeypatch.setattr("verl_server.ranks.channel.STALL_S", 1.0)
+    left, right = connected_sockets()
+    channel = Channel(left, 1)
+    channel.send({"text": "x" * 2**24})
+    time.sleep(1.5)  # nothing is read, so there is no progress
+    with ThreadPoolExecutor(1) as pool:
+        message = pool.submit(received, right)
+        wait_until_all_sent([channel])
+        channel.close()
+        assert message.result(3.0) == {"text": "x" * 2**24}
+
+
 LAST_WORDS = """
 import socket, sys
 from verl_server.ranks.channel import Channel

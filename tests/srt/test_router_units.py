@@ -23,7 +23,7 @@ import orjson
 import pytest
 import requests
 from helpers import free_port, wait_until
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
@@ -411,7 +411,14 @@ STEPS = st.lists(
 )
 
 
+PLACE = ("place", None, None, None, set(), 0)
+
+
 @given(STEPS)
+@example([
+    ("state", "b", 0, True, False), ("state", "c", 0, True, False), PLACE, PLACE,
+    ("place", None, None, "c", {"b", "c"}, 0),
+])  # fmt: skip
 def test_the_index_chooses_as_a_comparison_of_all_replicas(steps: list[Any]) -> None:
     """After any sequence of placements, new tokens, ends, and changes of state."""
     replicas: dict[str, RoutedReplica] = {}

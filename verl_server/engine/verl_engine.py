@@ -280,15 +280,17 @@ class VerlEngine:
 
         Ends a server that this engine started. Running servers and a fleet keep running.
         """
-        self._group.close()
-        backend, self._backend = self._backend, None
-        weights, self._weights = self._weights, None
         try:
-            if backend is not None:
-                backend.shutdown()
+            self._group.close()
         finally:
-            if weights is not None:
-                weights.close()
+            backend, self._backend = self._backend, None
+            weights, self._weights = self._weights, None
+            try:
+                if backend is not None:
+                    backend.shutdown()
+            finally:
+                if weights is not None:
+                    weights.close()
 
     def __enter__(self) -> Self:
         return self

@@ -139,12 +139,15 @@ class Channel:
                 else:
                     self._unsent[0] = unsent[num_sent:]
 
-    def wait_until_sent(self) -> None:
-        """Wait until the kernel has taken all messages or the connection is closed, or `STALL_S` without progress."""
+    def wait_until_sent(self, started: float) -> None:
+        """Wait until the kernel has taken all messages or the connection is closed, or `STALL_S` without progress.
+
+        `started`: time of `time.monotonic` at which the wait began. This process itself may have stood still before.
+        """
         with self._lock:
             thread = self._sending_thread
         while thread is not None and thread.is_alive():
-            remaining_s = self._progressed_at + STALL_S - time.monotonic()
+            remaining_s = max(self._progressed_at, started) + STALL_S - time.monotonic()
             if remaining_s <= 0.0:
                 return
             thread.join(remaining_s)
@@ -163,8 +166,9 @@ class Channel:
 
 def wait_until_all_sent(channels: Iterable[Channel]) -> None:
     """Wait until the kernel has taken the messages of all `channels`, except those that stall for `STALL_S` seconds."""
+    started = time.monotonic()
     for channel in channels:
-        channel.wait_until_sent()
+        channel.wait_until_sent(started)
 
 
 _sending: weakref.WeakSet[Channel] = weakref.WeakSet()

@@ -59,6 +59,9 @@ class Failures:
     deaths_alone: int = 0
     """Number of those servers that ran no other request."""
 
+    deaths_isolated: int = 0
+    """Number of those servers that ended while the request was isolated, see `RoutingRequest`."""
+
     @property
     def needs_isolation(self) -> bool:
         """Whether the next attempt shows if the request ends servers: the request may have ended several already."""
@@ -150,9 +153,8 @@ class AttemptRunner:
         """
         lacks_files = is_out_of_files(error)
         failures.count += not slot.is_probe and not (lacks_files and self._pool.has_other_requests)
-        is_culprit = False
         if has_lost_server(error) and not generation.attempt_has_tokens and not slot.replica.is_removed:
-            is_culprit = failures.needs_isolation
+            failures.deaths_isolated += failures.needs_isolation
             failures.deaths += 1
             failures.deaths_alone += slot.has_run_alone
         generation.end_attempt()
@@ -164,7 +166,8 @@ class AttemptRunner:
             self._pool.record_error(slot)
             if not answered:
                 self._pool.mark_unreachable(slot.replica)
-        if is_culprit or failures.deaths_alone >= MAX_SERVER_DEATHS:
+        # One death in isolation may be that of a machine, which ends several isolated requests.
+        if max(failures.deaths_isolated, failures.deaths_alone) >= MAX_SERVER_DEATHS:
             raise repeated_death_error(error, generation.request) from error
         if self._pool.closed or failures.count >= self._config.max_attempts:
             raise error

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ISOLATED_REQUESTS = 16
 """Maximum number of isolated requests, see `RoutingRequest`, that run at the same time, on one replica each. They run
-on half of the replicas at most, because each of them may end its server."""
+on half of the admitted replicas at most, because each of them may end its server."""
 OPEN_FILES_RETRY_S = 10.0
 """Seconds after which a limit of running requests is raised that a lack of open files has set."""
 
@@ -214,7 +214,7 @@ class ReplicaPool:
         """The replica for a request. None when the request has to wait."""
         if self._max_running_requests is not None and self._running_requests >= self._max_running_requests:
             return None
-        max_isolated = max(1, min(MAX_ISOLATED_REQUESTS, len(self.replicas) // 2))
+        max_isolated = max(1, min(MAX_ISOLATED_REQUESTS, self._table.num_admitted // 2))
         if request.is_isolated and self._isolated_requests >= max_isolated:
             return None
         return self._table.choose(request, tried)

@@ -96,9 +96,9 @@ class LoadIndex:
         """The key in `_orders` of each admitted replica."""
 
     @property
-    def has_replicas(self) -> bool:
-        """Whether any replica is admitted."""
-        return bool(self._orders)
+    def num_replicas(self) -> int:
+        """Number of admitted replicas."""
+        return len(self._keys)
 
     def refresh(self, replica: RoutedReplica) -> None:
         """The state of a replica has changed, or the replica is new."""
@@ -158,7 +158,7 @@ class LoadIndex:
     ) -> RoutedReplica | None:
         least = _least_loaded(orders, tried, request.is_isolated)
         if least is None:
-            return _least_loaded(orders, (), request.is_isolated) if tried else None
+            return self._choose_from(orders, request, session_replica, ()) if tried else None
         if session_replica is None:
             return least
         current = next((order.replicas[session_replica] for order in orders if session_replica in order.replicas), None)

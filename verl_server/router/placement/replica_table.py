@@ -33,6 +33,11 @@ class ReplicaTable:
         self._unavailable: dict[str, ReplicaStatus] = {}
         """The last status of each replica that does not serve until the user acts, and of each failed replica."""
 
+    @property
+    def num_admitted(self) -> int:
+        """Number of admitted replicas."""
+        return self._index.num_replicas
+
     # -- states -------------------------------------------------------------------------------------
 
     def apply_status(self, status: ReplicaStatus) -> None:
@@ -162,7 +167,7 @@ class ReplicaTable:
         It is not retryable when every replica has failed.
         """
         statuses = self._unavailable.values()
-        if not statuses or self._index.has_replicas:
+        if not statuses or self.num_admitted:
             return error
         if not self.replicas and all(status.failure is not None for status in statuses):
             failure = max(statuses, key=lambda status: status.name).failure

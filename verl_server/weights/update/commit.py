@@ -237,11 +237,11 @@ def open_session(servers: UpdatableServers) -> Iterator[None]:
     try:
         servers.begin_weight_update()
         yield
-        servers.end_weight_update()
     except BaseException:
         with suppress(VerlServerError):
             servers.end_weight_update()
         raise
+    servers.end_weight_update()  # a session that an interrupt leaves open here is closed by the next `begin`
 
 
 @contextmanager
