@@ -411,7 +411,7 @@ STEPS = st.lists(
 )
 
 
-PLACE = ("place", None, None, None, set(), 0)
+PLACE: tuple[Any, ...] = ("place", None, None, None, set(), 0)
 
 
 @given(STEPS)
