@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 
 import orjson
 
+from verl_server.server.ports import notice_lost_machine
 from verl_server.types import Json
 
 _HEADER = struct.Struct("!Q")
@@ -29,8 +30,6 @@ RECEIVE_BYTES = 2**20
 SEND_TIMEOUT_S = 300.0
 """Seconds without an acknowledgement of sent data after which the connection is closed. The kernel of a process that is
 stopped acknowledges no data when the buffers of the connection are full."""
-KEEPALIVE_S = 30
-"""Seconds without data before the kernel asks whether the other machine is still there, and between two questions."""
 PIECE_BYTES = 2**20
 """Maximum number of bytes that the sending thread passes to the kernel at once. Each piece is progress."""
 STALL_S = 10.0
@@ -57,10 +56,7 @@ class Channel:
         self._is_closed = False
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_TIMEOUT_S))
+        notice_lost_machine(connection, SEND_TIMEOUT_S)
 
     def listen(self, on_message: Callable[[int, Json], None], on_disconnect: Callable[[int], None]) -> None:
         """Start the receiving thread.

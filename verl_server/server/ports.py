@@ -46,6 +46,14 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def notice_lost_machine(connection: socket.socket, timeout_s: float) -> None:
+    """Let the kernel close a connection whose other machine answers nothing for `timeout_s` seconds."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout_s))
+
+
 def open_socket(address: tuple[Any, ...]) -> socket.socket:
     """A socket for an entry of `socket.getaddrinfo`, for example as the `socket_factory` of aiohttp's TCPConnector.
 
@@ -53,8 +61,5 @@ def open_socket(address: tuple[Any, ...]) -> socket.socket:
     """
     family, kind, protocol = address[:3]
     opened = socket.socket(family, kind, protocol)
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * LOST_MACHINE_S)
+    notice_lost_machine(opened, LOST_MACHINE_S)
     return opened
