@@ -453,11 +453,18 @@ def test_no_folder_is_left_of_a_trainer_that_is_killed_during_the_start(delay_s:
     )
     assert trainer.stdout is not None
     trainer.stdout.readline()
-    wait_until(lambda: bool(list(tmp_path.iterdir())), 10.0, "no sandbox starts")
+    wait_until(lambda: bool(processes_with(str(tmp_path))), 10.0, "no sandbox starts")
     time.sleep(delay_s)
     trainer.kill()
     trainer.wait()
-    wait_until(lambda: not list(tmp_path.iterdir()), 20.0, "a folder is left")
+    wait_until(lambda: not processes_with(str(tmp_path)), 20.0, "a sandbox still runs")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sandbox_without_a_place_for_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(InfrastructureError, match="No such file or directory"):
+        run_in_sandbox(lambda box: asyncio.sleep(0))
 
 
 WITHOUT_NAMESPACES = """

@@ -106,7 +106,7 @@ def test_a_sample_is_one_trace(
                 generate = (await stack.enter_async_context(RouterClient(url, KEY))).generate
             rollout = RolloutRunner(
                 OneCall([look]), generate, renderer=renderer, limits=RolloutLimits(max_response_tokens=200), n=2,
-                sampling_params={"max_new_tokens": 4}, reward=reward,
+                sampling_params={"max_new_tokens": 4, "ignore_eos": True}, reward=reward,
             )  # fmt: skip
             with span("step", {}):
                 return [sample async for group in rollout.run(make_tasks(1)) for sample in group.samples]

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -105,10 +106,9 @@ class LocalSandbox(Sandbox):
 
     async def _launch(self) -> asyncio.Future[tuple[Json, bytes]]:
         """Start the processes. The future has their first message."""
-        folder = Path(tempfile.mkdtemp(prefix="verl-sandbox-")).resolve()
+        # The launcher makes the folder: a trainer that is killed here would leave a folder without an owner.
+        folder = Path(tempfile.gettempdir()).resolve() / f"verl-sandbox-{secrets.token_hex(8)}"
         self.folder, temporary = folder / "work", folder / "tmp"
-        for inner in (self.folder, temporary):
-            inner.mkdir()
         env = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
         self._log = os.memfd_create("sandbox-log", os.MFD_CLOEXEC)
         ours, theirs = socket.socketpair()

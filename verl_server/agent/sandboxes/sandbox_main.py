@@ -1,9 +1,9 @@
-"""First code of a local sandbox: `python -I .../sandbox_main.py`, with the folder of the sandbox as argument.
+"""First code of a local sandbox: `python -I .../sandbox_main.py`, with the path of a new folder as argument.
 
 Standard input is a socket of the trainer.
 
-The program starts the supervisor in new namespaces, waits for its end and removes the folder of the sandbox, also when
-the trainer was killed. It imports the standard library only; see `server/warden/warden_main.py`.
+The program makes the folder of the sandbox, starts the supervisor in new namespaces, waits for its end and removes the
+folder, also when the trainer was killed. It imports the standard library only; see `server/warden/warden_main.py`.
 """
 
 from __future__ import annotations

@@ -38,11 +38,17 @@ MOST_LIKELY_VICTIM = "1000"
 
 
 def main(folder: str) -> None:
-    """Run a sandbox until the trainer closes the socket at standard input, or ends. Then remove `folder`."""
+    """Run a sandbox until the trainer closes the socket at standard input, or ends.
+
+    Makes `folder`, which must not exist, with the folders `work` and `tmp` in it, and removes it at the end.
+    """
+    os.mkdir(folder, 0o700)  # the trainer has blocked the signals in END_SIGNALS for the start
     try:
+        for inner in ("work", "tmp"):
+            os.mkdir(os.path.join(folder, inner))
         for number in END_SIGNALS:
             signal.signal(number, lambda *_: sys.exit(1))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)  # the trainer has blocked them for the start
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
         _run()
     finally:
         for number in END_SIGNALS:
