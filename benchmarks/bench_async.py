@@ -5,6 +5,9 @@ step the trainer really trains on the batch (forward, backward, optimizer) on on
 `max_staleness=0` the trainer and the engine wait for each other, and every step waits for its slowest sample. With
 `max_staleness=1` the samples of the next step are generated meanwhile. The variants alternate. The limit is a run
 without training and updates, whose steps wait for nothing but samples.
+
+The trainer has one core and the fleet with the agents another core, in all variants: a standalone fleet has hardware of
+its own.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -65,18 +69,19 @@ class Plan:
 class Trainer:
     """A policy, its optimizer and the engine that pushes its weights."""
 
-    def __init__(self, model: Path, engine: VerlEngine, plan: Plan) -> None:
+    def __init__(self, model: Path, engine: VerlEngine, plan: Plan, core: int) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self._engine, self._plan = engine, plan
+        self._engine, self._plan, self._core = engine, plan, core
         self.policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self._optimizer = torch.optim.AdamW(self.policy.parameters(), lr=1e-5)
 
     def train(self, step: RolloutStep) -> None:
-        """Train on all samples of a step and push the weights."""
+        """Train on all samples of a step and push the weights. Runs in a thread."""
         import torch
 
+        os.sched_setaffinity(0, {self._core})
         batch = step.batch()
         mask = torch.cat([torch.zeros(batch["prompts"].shape), batch["response_mask"].float()], dim=1)[:, 1:]
         for _ in range(self._plan.epochs):
@@ -147,9 +152,9 @@ async def run_steps(fleet: RolloutManager, trainer: Trainer, plan: Plan, variant
     return found
 
 
-def measure(fleet: RolloutManager, engine: VerlEngine, model: Path, plan: Plan) -> Json:
+def measure(fleet: RolloutManager, engine: VerlEngine, model: Path, plan: Plan, trainer_core: int) -> Json:
     """Run all variants in each round, after a run that is not counted. Returns the runs of each variant."""
-    trainer = Trainer(model, engine, plan)
+    trainer = Trainer(model, engine, plan, trainer_core)
     found: Json = {variant: [] for variant in VARIANTS}
     asyncio.run(run_steps(fleet, trainer, replace(plan, steps=1), SYNCHRONOUS))
     for index in range(plan.rounds):
@@ -194,7 +199,7 @@ def report(options: Options, machine: Json, plan: Plan, found: Json) -> None:
         {variant: [summarize(rates[variant])] for variant in VARIANTS},
         title="Trained samples per second (median; whiskers: quartiles)",
         ylabel="samples/s",
-        colours=dict(zip(VARIANTS, COLOURS, strict=False)),
+        colours=dict(zip(VARIANTS, (COLOURS[0], COLOURS[2], COLOURS[1]), strict=True)),
     )
     axis.legend(fontsize=8, frameon=False)
     save_figure(figure, options.png)
@@ -218,6 +223,8 @@ def main() -> None:
         plan = replace(plan, rounds=options.extra.rounds)
     machine = environment()
     torch.set_num_threads(1)
+    trainer_core, fleet_core = sorted(os.sched_getaffinity(0))[:2]
+    os.sched_setaffinity(0, {fleet_core})  # the processes of the fleet inherit it
     with tempfile.TemporaryDirectory(prefix="verl-bench-") as scratch:
         model = make_model(Path(scratch) / "model", "qwen3", context_length=CONTEXT_LENGTH)
         dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=0, world_size=1)
@@ -226,7 +233,7 @@ def main() -> None:
             RolloutManager(1, mode="standalone", model_path=str(model), **SERVER_ARGUMENTS) as fleet,
             VerlEngine(mesh, fleet=fleet, model_path=str(model), dtype="float32") as engine,
         ):
-            found = measure(fleet, engine, model, plan)
+            found = measure(fleet, engine, model, plan, trainer_core)
         dist.destroy_process_group()
     report(options, machine, plan, found)
 

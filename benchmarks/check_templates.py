@@ -84,7 +84,6 @@ KINDS = {
     "changed later": "changes an earlier message",
     "moved text": "moves the text of turn",
     "differs after calls": "differently after tool calls",
-    "differs with tools": "differently when it also gets the tools",
     "token boundary": "at the ends of turns",
     "turn": "turn ",
 }

@@ -557,6 +557,22 @@ def test_a_closed_episode_records_nothing(renderer: ChatRenderer) -> None:
     assert len(episode.graph.nodes) == 2
 
 
+def test_a_turn_that_close_ends_says_so(renderer: ChatRenderer) -> None:
+    async def wait(**_: Any) -> Any:
+        await asyncio.sleep(100)
+
+    class ClosesTooEarly(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            turn = asyncio.create_task(episode.generate())
+            await asyncio.sleep(0.05)
+            episode.close()
+            await turn
+
+    episode = make(renderer, wait)
+    assert asyncio.run(ClosesTooEarly([]).run_episode(episode)) == "error"
+    assert "the episode was closed while this turn was being generated" in str(episode.exception)
+
+
 def test_a_reward_of_a_context_node_stays_in_its_row(renderer: ChatRenderer) -> None:
     """It belongs to the turn before it, which is trained in the row of another path."""
     episode = make(renderer)

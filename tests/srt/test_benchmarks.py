@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -138,7 +139,7 @@ def test_bench_async_measures_steps_with_and_without_staleness(
     plan = bench.Plan(
         rounds=1, steps=2, groups_per_step=2, samples_per_group=2, turns_per_sample=2, tokens_per_turn=4, epochs=1
     )
-    found = bench.measure(*fleet_and_engine, tiny("qwen3"), plan)
+    found = bench.measure(*fleet_and_engine, tiny("qwen3"), plan, min(os.sched_getaffinity(0)))
     options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
     bench.report(options, environment(), plan, found)
     record = json.loads(options.json.read_text())

@@ -16,7 +16,7 @@ from verl_server.agent import ToolRegistry
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import ASSISTANT_PLACEHOLDER, ChatRenderer, FamilyRenderer, get_renderer
-from verl_server.trajectory.families import PROBE_PROMPTS, PROBE_TOOL
+from verl_server.trajectory.rendering.families import PROBE_PROMPTS, PROBE_TOOL
 
 NUMBERED_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ loop.index }} {{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

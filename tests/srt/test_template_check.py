@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from verl_server import BadInputError
 from verl_server.cli.app import app
+from verl_server.errors import UnsupportedError
 from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import ChatRenderer, FamilyRenderer, TemplateReport, Verdict, check_template
+from verl_server.trajectory.rendering.families import PROBE_TOOL
 from verl_server.trajectory.template_check.comparison import GrownPrompt, TurnText, compare
 
 RIGHT = (
@@ -150,8 +152,8 @@ def test_tools_that_the_template_moves_are_kept(tokenizer: Any) -> None:
     report = check(tokenizer, MOVES_TOOLS)
     assert verdicts(report)["tool result"] is Verdict.EQUAL
     assert verdicts(report)["answer after result"] is Verdict.KEPT
-    assert "the template moves '<tools>count_fruit</tools>' of the first prompt" in reason(
-        report, "answer after result"
+    assert reason(report, "answer after result") == (
+        "the template moves '<tools>count_fruit</tools>' of the first prompt, and the prompt has it in both places"
     )
 
 
@@ -163,15 +165,23 @@ def test_results_after_calls_with_another_end_marker_are_refused(tokenizer: Any)
     assert verdicts(report)["several turns"] is Verdict.EQUAL
 
 
-def test_a_template_that_writes_results_differently_with_tools_is_refused(tokenizer: Any) -> None:
-    """Later prompts are rendered without the tools."""
-    report = check(
-        tokenizer,
-        RIGHT.replace("{{ m.content }}", "{{ '[' + m.content + ']' if tools and m.role == 'tool' else m.content }}"),
-    )
-    assert {name for name, verdict in verdicts(report).items() if verdict is Verdict.REFUSED} == WITH_RESULTS
-    assert "differently when it also gets the tools" in reason(report, "tool result")
-    assert verdicts(report)["several turns"] is Verdict.EQUAL
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_a_template_that_writes_messages_differently_with_tools(tokenizer: Any, role: str) -> None:
+    """Later prompts are rendered with the tools, too."""
+    brackets = f"'[' ~ m.content ~ ']' if tools and m.role == '{role}' else m.content"
+    report = check(tokenizer, RIGHT.replace("{{ m.content }}", f"{{{{ {brackets} }}}}"))
+    assert set(verdicts(report).values()) == {Verdict.EQUAL}, report
+    text = tokenizer.apply_chat_template([{"role": role, "content": "x"}], tools=[PROBE_TOOL], tokenize=False)
+    assert "[x]" in text
+
+
+def test_a_suffix_that_depends_on_the_history_only_with_tools_is_refused(tokenizer: Any) -> None:
+    template = RIGHT.replace("{{ m.content }}", "{{ m.content }}{{ loop.index if tools and m.role == 'user' else '' }}")
+    tokenizer.chat_template = template
+    renderer = ChatRenderer(tokenizer)
+    renderer.render_prompt([{"role": "user", "content": "a"}])
+    with pytest.raises(UnsupportedError, match="'user' messages differently after different histories"):
+        renderer.render_prompt([{"role": "user", "content": "a"}], [PROBE_TOOL])
 
 
 def test_arguments_of_the_template_are_checked(tokenizer: Any) -> None:

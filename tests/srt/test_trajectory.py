@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 import signal
 import subprocess
@@ -353,6 +354,12 @@ def test_wrong_paths_are_refused(paths: Any, expected: str) -> None:
             convert()
         if isinstance(paths, Iterator):
             break
+
+
+def test_a_termination_has_finite_numbers() -> None:
+    for arguments in ({"reward": math.nan}, {"rewards": {"a": math.inf}}, {"segments": [(1, math.nan)]}):
+        with pytest.raises(BadInputError, match="rewards and weights must be finite numbers"):
+            make_conversation().terminate(1, "done", **arguments)
 
 
 def test_failed_sample_with_a_reward_is_a_row() -> None:

@@ -9,13 +9,16 @@ import itertools
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 from agent_helpers import ScriptedGenerateFn, renderer_with_template
-from helpers import QWEN, chat_tokenizer
+from helpers import QWEN, chat_tokenizer, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -28,6 +31,7 @@ from verl_server.trajectory import (
     Node,
     Recorder,
     Span,
+    Termination,
     TrajectoryGraph,
     from_atif,
     from_verifiers,
@@ -679,7 +683,7 @@ def test_values_that_no_export_can_carry_are_refused() -> None:
         to_verifiers(graph, tools=[{"type": "function"}])
     with pytest.raises(BadInputError, match="tools must be a list, got dict"):
         to_atif(graph, tools={"name": "add"})  # type: ignore[arg-type]
-    graph.terminate(1, "done", reward=math.nan)
+    graph.terminations[1] = Termination(1, "done", reward=math.nan)  # as from a file of an earlier version
     with pytest.raises(BadInputError, match=r"session 's' cannot be exported: Reward\.score: .*finite number, got nan"):
         to_verifiers(graph)
     with pytest.raises(
@@ -756,6 +760,20 @@ def test_the_command_overwrites_nothing_and_leaves_no_part_of_a_failed_export(
     with pytest.raises(BadInputError, match="session 'sum-9-9' is damaged"):
         run(run_dir, "--format", kind, "--output", tmp_path / "out" / "second")
     assert os.listdir(tmp_path / "out") == ["export"]
+
+
+@pytest.mark.parametrize("kind", list(ExportFormat))
+def test_nothing_is_left_of_an_export_that_is_ended(kind: str, run_dir: Path, tmp_path: Path) -> None:
+    content = (run_dir / "step-000001" / "sum-0-0.jsonl").read_text()
+    for number in range(3000):
+        (run_dir / f"sum-{number}-1.jsonl").write_text(content.replace('"sum-0-0"', f'"sum-{number}-1"'))
+    output = tmp_path / "out" / "export"
+    arguments = ["trajectory", "export", str(run_dir), "--format", kind, "--output", str(output)]
+    command = subprocess.Popen([sys.executable, "-m", "verl_server.cli", *arguments])
+    wait_until(lambda: output.parent.is_dir() and bool(os.listdir(output.parent)), 60.0, "the export has not begun")
+    command.terminate()
+    assert command.wait(30) == 128 + signal.SIGTERM
+    assert not os.listdir(output.parent)
 
 
 def test_the_command_says_what_is_wrong_with_its_arguments(run_dir: Path, tmp_path: Path) -> None:

@@ -494,6 +494,19 @@ def test_text_from_outside_never_becomes_html(tmp_path: Path) -> None:
         assert page.text.count(ATTACK) >= 10
 
 
+def test_names_are_in_one_line() -> None:
+    """Two names that look the same would be taken for one, and a line feed for the next reward."""
+    graph = TrajectoryGraph("s")
+    add_messages(graph, None, [1], {"role": "user\nassistant", "content": "a\nb"})
+    add_turn(graph, 0, [2], "x")
+    graph.terminate(1, "done\u200b", rewards={"correct\nformat 1.0": 0.0})
+    view = make_session_view(graph)
+    assert view.terminations[0].rewards == (("correct\u240aformat 1.0", "0"),)
+    assert view.terminations[0].stop_reason == "done\\u200b"
+    assert view.paths[0].nodes[0].parts[0].label == "user\u240aassistant"
+    assert view.paths[0].nodes[0].parts[0].text == "a\nb"
+
+
 def test_the_page_shows_texts_of_tokens_with_a_tokenizer(session: Path, tmp_path: Path) -> None:
     chat_tokenizer(tmp_path / "tokenizer")
     output = tmp_path / "page.html"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -272,9 +274,12 @@ def test_images_need_a_processor(model: VisionModel, tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="family is for messages without images"):
         get_renderer(model.processor, "qwen3")
     processor = AutoProcessor.from_pretrained(model.folder)
-    processor.tokenizer.chat_template = tokenizer.chat_template.replace("<|image_pad|>", "")
+    processor.chat_template = tokenizer.chat_template.replace("<|image_pad|>", "")
     with pytest.raises(UnsupportedError, match="writes 0 placeholders for one image"):
         get_renderer(processor)
+    processor.chat_template = tokenizer.chat_template
+    processor.tokenizer.chat_template = "the template of the processor is used"
+    assert get_renderer(processor).render_prompt(FIRST) == model.renderer.render_prompt(FIRST)
 
 
 def test_a_sampled_placeholder_fails_the_turn(model: VisionModel) -> None:
@@ -326,6 +331,34 @@ def test_a_file_that_is_overwritten_stays_what_the_policy_has_seen(model: Vision
     graph = asyncio.run(run())
     assert images == [[before], [before, image_data_url(file)]]
     assert graph.images(graph.leaves[0]) == images[1]
+
+
+def test_images_are_decoded_outside_of_the_event_loop(model: VisionModel, tmp_path: Path) -> None:
+    """A large image, and a file that never ends, do not hold other episodes. An image that is cut off is refused."""
+    policy, pipe = ScriptedGenerateFn(model.processor.tokenizer, lambda _: "x"), tmp_path / "pipe.png"
+    os.mkfifo(pipe)
+
+    def episode(source: str) -> Episode:
+        return Episode(Task("t", look(source)), TrajectoryGraph("s"), policy, model.renderer, RolloutLimits(99), {})
+
+    async def run() -> None:
+        held = episode(str(pipe))
+        task = asyncio.create_task(held.generate())
+        await asyncio.sleep(0.2)
+        with pytest.raises(BadInputError, match="is generating a turn"):
+            held.add_messages(FIRST)
+        await episode(image_data_url(picture(56, 56, 1))).generate()
+        assert not task.done()
+        held.close()
+        await asyncio.to_thread(pipe.write_bytes, base64.b64decode(image_data_url(picture(56, 56, 1))[22:]))
+        with pytest.raises(BadInputError, match="has ended"):
+            await task
+        assert not held.graph.nodes
+        cut_off = base64.b64decode(image_data_url(picture(200, 200, 7))[22:])[:-200]
+        with pytest.raises(BadInputError, match="cannot be read: image file is truncated"):
+            await episode(f"data:image/png;base64,{base64.b64encode(cut_off).decode()}").generate()
+
+    asyncio.run(run())
 
 
 def test_videos_and_sounds_are_refused(model: VisionModel) -> None:

@@ -22,8 +22,8 @@ from verl_server.agent.limits import RolloutLimits
 from verl_server.agent.samples import Task, Turn
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.messages import Message, validate_messages
-from verl_server.trajectory.rendering import ChatRenderer
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.messages import Message, validate_messages
 from verl_server.validation import require_callable, require_list
 
 TurnCallback = Callable[[Turn | None, Any, Exception | None], Awaitable[None] | None]

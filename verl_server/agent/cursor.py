@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from typing import Unpack
 
 from verl_server.agent.episode_state import EpisodeState
+from verl_server.agent.generate_fn import GenerateFn, generate_whole_turn
 from verl_server.router.resumable_generation import version_spans
-from verl_server.trajectory.images import image_data_url
 from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
-from verl_server.trajectory.rendering import ChatRenderer
-from verl_server.trajectory.vision import VisionRenderer, require_same_prompt, require_vision_renderer
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.images import image_data_url
+from verl_server.trajectory.rendering.vision_renderer import (
+    VisionRenderer,
+    require_same_prompt,
+    require_vision_renderer,
+)
 from verl_server.types import Json
 
 
@@ -66,7 +72,23 @@ class Cursor:
             routed_experts=meta.get("routed_experts"),
         )
 
-    def request_fields(self, renderer: ChatRenderer) -> Json:
+    async def request_turn(self, generate: GenerateFn, renderer: ChatRenderer, params: Json) -> Json:
+        """The reply to a request for a turn after the path, with as many tokens as the limits leave.
+
+        `params`: the sampling parameters of the turn.
+        """
+        leaf, session_id = self.leaf, self._graph.session_id
+        remaining, _ = self._state.remaining_tokens(leaf)
+        return await generate_whole_turn(
+            generate,
+            rid=f"{session_id}-{leaf}-{uuid.uuid4().hex[:8]}",
+            session_id=session_id,
+            **self._prompt_fields(renderer),
+            sampling_params={**params, "max_new_tokens": min(params.get("max_new_tokens") or remaining, remaining)},
+            return_logprob=True,
+        )
+
+    def _prompt_fields(self, renderer: ChatRenderer) -> Json:
         """The fields of a request that give SGLang the path as its prompt.
 
         A path with images has one placeholder for each image, which SGLang expands, and the bytes of the images.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from verl_server.agent.generate_fn import GenerateFn, as_generate_fn, require_generate_fn
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError, VerlServerError
-from verl_server.trajectory.rendering import ChatRenderer
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class EngineAccess:
             raise BadInputError(f"this engine does not tell its tokenizer; {PASS_RENDERER}")
         from transformers import AutoTokenizer
 
-        from verl_server.trajectory.families import FamilyRenderer, get_renderer
+        from verl_server.trajectory.rendering.families import FamilyRenderer, get_renderer
 
         path = str(self.server_info.get("tokenizer_path") or self.server_info.get("model_path"))
         trusts_code = bool(self.server_info.get("trust_remote_code"))
@@ -81,7 +81,7 @@ def _vision_renderer(path: str, trusts_code: bool) -> ChatRenderer | None:
     """The renderer for messages with images. None for a model without images, and if its processor cannot be used."""
     from transformers import AutoConfig, AutoProcessor
 
-    from verl_server.trajectory.families import get_renderer
+    from verl_server.trajectory.rendering.families import get_renderer
 
     try:
         if not hasattr(AutoConfig.from_pretrained(path, trust_remote_code=trusts_code), "vision_config"):

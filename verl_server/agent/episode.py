@@ -11,29 +11,24 @@ called again during the replay. A tool that returns a different result starts an
 from __future__ import annotations
 
 import copy
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from verl_server.agent.cursor import Cursor
 from verl_server.agent.episode_state import EpisodeState, find_segments, require_weight, validate_episode_arguments
-from verl_server.agent.generate_fn import (
-    GenerateFn,
-    generate_whole_turn,
-    require_generate_fn,
-    require_sampling_params,
-)
+from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.samples import Segment, Task, Turn
 from verl_server.agent.tools.registry import ToolRegistry, as_tool_registry
 from verl_server.agent.tools.tool import Tool
+from verl_server.agent.user_code import call_user_function
 from verl_server.errors import BadInputError, to_wire
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.messages import Message, copy_json, validate_messages
 from verl_server.trajectory.nodes import ForkReason, Node
 from verl_server.trajectory.recorder import Recorder
-from verl_server.trajectory.rendering import ChatRenderer
-from verl_server.trajectory.vision import have_images, read_images
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.messages import Message, copy_json, validate_messages
+from verl_server.trajectory.rendering.vision_renderer import VisionRenderer, have_images, read_images
 from verl_server.types import Json
 from verl_server.validation import require_whole_number
 
@@ -198,13 +193,16 @@ class Episode:
         messages that the renderer refuses, and while this branch is generating a turn.
         """
         self._require_idle()
-        messages = read_images(messages, self._renderer)
+        self._append(read_images(messages, self._renderer))
+
+    def _append(self, messages: Sequence[Message]) -> None:
         if self.leaf is None:
             token_ids = self._renderer.render_prompt(messages, self.tools.schemas or None)
         else:
             messages = [self.tools.truncate_result(message, self._renderer, self.limits) for message in messages]
             turn_ids = self.graph.node(self.leaf).token_ids
-            token_ids = self._renderer.render_next_turn(messages, turn_ids, self._cursor.preceding_ids(self.leaf))
+            preceding_ids, tools = self._cursor.preceding_ids(self.leaf), self.tools.schemas or None
+            token_ids = self._renderer.render_next_turn(messages, turn_ids, preceding_ids, tools)
             self._state.require_room(self.leaf, len(token_ids))
         self._state.has_images |= have_images(messages, self._renderer)
         self._cursor.add_context(token_ids, {"messages": [dict(message) for message in messages]})
@@ -235,48 +233,37 @@ class Episode:
         self._require_idle()
         params = require_sampling_params({**self._sampling_params, **sampling_params})
         self._state.require_turn()
-        before = copy.copy(self._cursor)
+        before, self._is_generating = copy.copy(self._cursor), True
         try:
             if messages is None and self.leaf is None:
                 messages = self.messages
             if messages is not None:
-                self.add_messages(messages)
+                if isinstance(self._renderer, VisionRenderer):  # images are decoded outside of the event loop
+                    messages = await call_user_function(read_images, messages, self._renderer)
+                    self._state.require_open()
+                self._append(messages)
             return await self._generate_turn(params)
         except BaseException as failure:
             if before.leaf is not None or not isinstance(failure, EpisodeStopped):  # the first prompt gets the reward
                 self._cursor = before
             raise
+        finally:
+            self._is_generating = False
 
     async def _generate_turn(self, params: Json) -> Turn:
         state = self._state
         state.begin_turn()
-        self._is_generating = True
         node = None
         try:
             node = self._cursor.replay_turn()
             if node is None:
                 state.require_room(self.leaf, 0)
-                reply = await state.run_request(self._request_turn(params))
+                reply = await state.run_request(self._cursor.request_turn(self._generate, self._renderer, params))
                 node = self._cursor.add_turn(reply, self._renderer)
         finally:
-            self._is_generating = False
             if node is None:
                 state.fail_turn()
         return self._as_turn(node)
-
-    async def _request_turn(self, params: Json) -> Json:
-        leaf = self.leaf
-        assert leaf is not None
-        remaining, _ = self._state.remaining_tokens(leaf)
-        params["max_new_tokens"] = min(params.get("max_new_tokens") or remaining, remaining)
-        return await generate_whole_turn(
-            self._generate,
-            rid=f"{self.graph.session_id}-{leaf}-{uuid.uuid4().hex[:8]}",
-            session_id=self.graph.session_id,
-            **self._cursor.request_fields(self._renderer),
-            sampling_params=params,
-            return_logprob=True,
-        )
 
     def close(self) -> None:
         """End the episode: cancel the turns that are being generated. No branch can be used any more."""

@@ -15,11 +15,13 @@ from verl_server.agent.samples import Segment
 from verl_server.agent.user_code import NO_TIMEOUT_S, wait_until_done
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.messages import image_sources
 from verl_server.trajectory.nodes import Node
 from verl_server.trajectory.recorder import Recorder
-from verl_server.trajectory.rendering import ChatRenderer
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.messages import image_sources
 from verl_server.types import Json
+
+CLOSED = "the episode was closed while this turn was being generated"
 
 
 def validate_episode_arguments(renderer: object, limits: object, sampling_params: object) -> None:
@@ -140,7 +142,7 @@ class EpisodeState:
             finally:
                 self._requests.discard(task)
             if self._is_closed:  # a reply that arrived while the episode ended belongs to no segment
-                raise asyncio.CancelledError
+                raise asyncio.CancelledError(CLOSED)
             if not is_late or (task.done() and not task.cancelled() and task.exception() is None):
                 reply = task.result()
                 opened.set_attribute("gen_ai.usage.output_tokens", len(reply["output_ids"]))
@@ -177,7 +179,7 @@ class EpisodeState:
         """Cancel all requests. No branch can generate a turn any more."""
         self._is_closed = True
         for request in self._requests:
-            request.cancel()
+            request.cancel(CLOSED)
 
 
 def _images_of(message: Json) -> list[str]:

@@ -32,7 +32,7 @@ from verl_server.agent.samples import SampleGroup
 from verl_server.agent.tools.tool import Tool
 from verl_server.errors import BadInputError
 from verl_server.trajectory.recorder import FILE_SUFFIX
-from verl_server.trajectory.rendering import ChatRenderer
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
 from verl_server.validation import make_writable_folder, require_callable, require_whole_number
 

@@ -25,7 +25,7 @@ from verl_server.errors import BadInputError, InfrastructureError, ServerBusyErr
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.inputs import attribute_input, digest
 from verl_server.trajectory.recorder import Recorder
-from verl_server.trajectory.rendering import ChatRenderer
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 
 Outcome = tuple[Sample, Exception | None]
 """A finished sample, and the exception of a failed sample."""

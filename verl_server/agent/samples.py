@@ -12,8 +12,7 @@ from typing import Any, Self
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.inputs import digest
-from verl_server.trajectory.messages import Message, copy_json, validate_messages
-from verl_server.trajectory.rendering import ParsedToolCall
+from verl_server.trajectory.rendering.messages import Message, ParsedToolCall, copy_json, validate_messages
 from verl_server.types import Json
 
 

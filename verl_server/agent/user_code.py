@@ -70,7 +70,7 @@ def as_failure(cancellation: asyncio.CancelledError) -> Exception:
     task = asyncio.current_task()
     if task is None or task.cancelling():
         raise cancellation
-    return RuntimeError("CancelledError: the code awaited something that was cancelled")
+    return RuntimeError(f"CancelledError: {str(cancellation) or 'the code awaited something that was cancelled'}")
 
 
 async def call_within(awaitable: Awaitable[Any], timeout_s: float, name: str) -> Any:

@@ -18,7 +18,7 @@ from verl_server.cli import arguments as options
 from verl_server.cli.arguments import ADMIN_API_KEY, API_KEY, LOOPBACK, REPLICA_API_KEY, take_key
 from verl_server.cli.output import print_line, print_replicas, show_progress
 from verl_server.cli.server import run_server
-from verl_server.cli.signals import StopRequested, StopSignals
+from verl_server.cli.signals import exit_after_cleanup
 from verl_server.cli.template import check_template
 from verl_server.cli.trajectory import trajectory_app
 from verl_server.cli.trajectory_export import export
@@ -261,11 +261,8 @@ def conformance(
 
     keys = (os.environ.get(API_KEY), os.environ.get(ADMIN_API_KEY))
     key_hint = f"set {API_KEY} and {ADMIN_API_KEY} to the keys of the server"
-    try:
-        with StopSignals():
-            has_problems = run(engine or ["verl_server"], case or [], updates, output, keys, key_hint)
-    except StopRequested as stop:
-        raise typer.Exit(128 + stop.number) from None
+    with exit_after_cleanup():
+        has_problems = run(engine or ["verl_server"], case or [], updates, output, keys, key_hint)
     raise typer.Exit(EXIT_FAILED if has_problems else 0)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
+
+import typer
 
 
 class StopRequested(BaseException):
@@ -34,3 +38,13 @@ class StopSignals:
         for other in self.NUMBERS:
             signal.signal(other, signal.SIG_IGN)
         raise StopRequested(number)
+
+
+@contextlib.contextmanager
+def exit_after_cleanup() -> Iterator[None]:
+    """After a signal, end the command when the body has cleaned up. The exit code is 128 and the signal's number."""
+    try:
+        with StopSignals():
+            yield
+    except StopRequested as stop:
+        raise typer.Exit(128 + stop.number) from None

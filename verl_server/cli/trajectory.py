@@ -9,6 +9,7 @@ import io
 import os
 import shlex
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from verl_server.cli.output import PIPE_WIDTH, print_line, show_progress
+from verl_server.cli.signals import exit_after_cleanup
 from verl_server.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -96,7 +98,8 @@ def _show_session(file: Path, html: Path | None, with_tokens: bool, tokenizer: s
     if output is None:
         print_session(view, _console(), with_tokens=with_tokens)
     else:
-        _write_page(output, render_page(view, opens_ids=with_tokens))
+        with exit_after_cleanup():
+            _write_page(output, render_page(view, opens_ids=with_tokens))
 
 
 def _load(path: Path) -> TrajectoryGraph:
@@ -148,10 +151,15 @@ def _require_output(path: Path) -> Path:
 
 
 def _write_page(path: Path, page: str) -> None:
+    """Write a page, which appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        path.write_text(page, encoding="utf-8")
+        temporary.write_text(page, encoding="utf-8")
+        os.replace(temporary, path)
     except OSError as error:
         raise _cannot_write(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
     print_line(f"Wrote {path}")
 
 

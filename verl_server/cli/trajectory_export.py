@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from verl_server.cli.output import print_line
+from verl_server.cli.signals import exit_after_cleanup
 from verl_server.trajectory.exports import ExportFormat
 
 
@@ -34,6 +35,7 @@ def export(
     """
     from verl_server.trajectory.exports.files import export_sessions
 
-    done = export_sessions(source, output, kind, model)
+    with exit_after_cleanup():
+        done = export_sessions(source, output, kind, model)
     noun = "lines" if kind is ExportFormat.VERIFIERS else "files"
     print_line(f"Wrote {output} (sessions: {done.num_sessions}, {noun}: {done.num_documents})")

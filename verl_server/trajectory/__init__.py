@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from verl_server.trajectory.exports.atif_import import from_atif
     from verl_server.trajectory.exports.verifiers_export import to_verifiers
     from verl_server.trajectory.exports.verifiers_import import from_verifiers
-    from verl_server.trajectory.families import FamilyRenderer, get_renderer
     from verl_server.trajectory.graph import Termination, TrajectoryGraph
-    from verl_server.trajectory.images import image_data_url
-    from verl_server.trajectory.messages import ASSISTANT_PLACEHOLDER, Message, image_sources
     from verl_server.trajectory.nodes import NO_VERSION, ForkReason, Node, Span, TokenSequence
     from verl_server.trajectory.recorder import Recorder, list_sessions, load_session, session_file
-    from verl_server.trajectory.rendering import ChatRenderer, ParsedToolCall
+    from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+    from verl_server.trajectory.rendering.families import FamilyRenderer, get_renderer
+    from verl_server.trajectory.rendering.images import image_data_url
+    from verl_server.trajectory.rendering.messages import ASSISTANT_PLACEHOLDER, Message, ParsedToolCall, image_sources
+    from verl_server.trajectory.rendering.vision_renderer import VisionRenderer
     from verl_server.trajectory.template_check.check import CheckedConversation, TemplateReport, check_template
     from verl_server.trajectory.template_check.comparison import Verdict
-    from verl_server.trajectory.vision import VisionInputs, VisionRenderer
+    from verl_server.trajectory.vision import VisionInputs
 
 __all__ = [
     "ASSISTANT_PLACEHOLDER",
@@ -80,7 +81,7 @@ __getattr__, __dir__ = export_lazily(
         "verl_server.trajectory.exports.atif_import": ("from_atif",),
         "verl_server.trajectory.exports.verifiers_export": ("to_verifiers",),
         "verl_server.trajectory.exports.verifiers_import": ("from_verifiers",),
-        "verl_server.trajectory.families": (
+        "verl_server.trajectory.rendering.families": (
             "FamilyRenderer",
             "get_renderer",
         ),
@@ -88,10 +89,11 @@ __getattr__, __dir__ = export_lazily(
             "Termination",
             "TrajectoryGraph",
         ),
-        "verl_server.trajectory.images": ("image_data_url",),
-        "verl_server.trajectory.messages": (
+        "verl_server.trajectory.rendering.images": ("image_data_url",),
+        "verl_server.trajectory.rendering.messages": (
             "ASSISTANT_PLACEHOLDER",
             "Message",
+            "ParsedToolCall",
             "image_sources",
         ),
         "verl_server.trajectory.nodes": (
@@ -107,19 +109,14 @@ __getattr__, __dir__ = export_lazily(
             "load_session",
             "session_file",
         ),
-        "verl_server.trajectory.rendering": (
-            "ChatRenderer",
-            "ParsedToolCall",
-        ),
+        "verl_server.trajectory.rendering.chat_renderer": ("ChatRenderer",),
         "verl_server.trajectory.template_check.check": (
             "CheckedConversation",
             "TemplateReport",
             "check_template",
         ),
         "verl_server.trajectory.template_check.comparison": ("Verdict",),
-        "verl_server.trajectory.vision": (
-            "VisionInputs",
-            "VisionRenderer",
-        ),
+        "verl_server.trajectory.rendering.vision_renderer": ("VisionRenderer",),
+        "verl_server.trajectory.vision": ("VisionInputs",),
     },
 )

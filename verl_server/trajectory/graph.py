@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_server.errors import BadInputError
-from verl_server.trajectory.messages import image_sources
 from verl_server.trajectory.nodes import ForkReason, Node, Span, TokenSequence, concatenate_nodes, validate_node
+from verl_server.trajectory.rendering.messages import image_sources
 from verl_server.types import Json
 
 
@@ -142,9 +142,15 @@ class TrajectoryGraph:
         segments: Sequence[tuple[int, float]] | None = None,
         rewards: Mapping[str, float] | None = None,
     ) -> Termination:
-        """Record that an episode stopped at a node, and why. Raises BadInputError for an unknown node."""
+        """Record that an episode stopped at a node, and why.
+
+        Raises BadInputError for an unknown node, and for a reward or a weight that is no finite number.
+        """
         for known in (node, *(leaf for leaf, _ in segments or ())):
             self.node(known)
+        for value in (reward, *(rewards or {}).values(), *(weight for _, weight in segments or ())):
+            if value is not None and not math.isfinite(value):
+                raise BadInputError(f"rewards and weights must be finite numbers, got {value}")
         self.terminations.pop(node, None)  # so that the last entry is the last termination
         ends = None if segments is None else tuple((int(leaf), float(weight)) for leaf, weight in segments)
         self._num_terminated_nodes = len(self.nodes)

@@ -19,7 +19,7 @@ from verl_server.agent.samples import Task
 from verl_server.agent.tools.options import options_of
 from verl_server.agent.user_code import call_within
 from verl_server.errors import BadInputError
-from verl_server.trajectory.rendering import ChatRenderer
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
 from verl_server.validation import is_list, require_coroutine_method, require_seconds, require_whole_number
 
@@ -111,7 +111,9 @@ class Agent:
                 tools.names,
             )
         if type(self.loop).run in (ToolAgentLoop.run, Environment.run):  # other agents may use results otherwise
-            renderer.render_next_turn([{"role": "tool", "name": tools.names[0], "content": "result"}], [])
+            renderer.render_next_turn(
+                [{"role": "tool", "name": tools.names[0], "content": "result"}], [], tools=tools.schemas
+            )
 
     @contextlib.asynccontextmanager
     async def alive(self, task: Task) -> AsyncIterator[AgentLoop]:

@@ -11,7 +11,7 @@ import re
 import orjson
 
 from verl_server.agent.tools.tool import ToolCall, ToolResult
-from verl_server.trajectory.rendering import ParsedToolCall
+from verl_server.trajectory.rendering.messages import ParsedToolCall
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 """Marks of a call in the format of Hermes."""

@@ -9,8 +9,8 @@ from typing import Any
 from verl_server.agent.limits import RolloutLimits
 from verl_server.agent.tools.tool import FunctionTool, Tool, ToolCall, ToolResult
 from verl_server.errors import BadInputError
-from verl_server.trajectory.messages import Message
-from verl_server.trajectory.rendering import ChatRenderer
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.messages import Message
 from verl_server.types import Json
 from verl_server.validation import require_list
 

@@ -12,7 +12,7 @@ import orjson
 
 from verl_server.trajectory.exports import atif_schema as schema
 from verl_server.trajectory.exports.chat import as_tool_call, text_of, tool_calls
-from verl_server.trajectory.messages import Message, image_sources
+from verl_server.trajectory.rendering.messages import Message, image_sources
 from verl_server.types import Json
 
 IMAGE_TYPES = frozenset({"image/jpeg", "image/png", "image/gif", "image/webp"})

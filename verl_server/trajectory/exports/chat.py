@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_server.errors import BadInputError
-from verl_server.trajectory.messages import ROLES, Message
 from verl_server.trajectory.nodes import Node
+from verl_server.trajectory.rendering.messages import ROLES, Message
 from verl_server.types import Json
 from verl_server.validation import require_list
 

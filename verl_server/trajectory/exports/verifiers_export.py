@@ -24,8 +24,8 @@ from verl_server.trajectory.exports.documents import explain_refused_export
 from verl_server.trajectory.exports.paths import ExportedPaths, find_exported_paths, find_links
 from verl_server.trajectory.exports.verifiers_messages import from_verifiers_message
 from verl_server.trajectory.graph import TrajectoryGraph, require_graph
-from verl_server.trajectory.messages import Message, image_sources
 from verl_server.trajectory.nodes import ForkReason, Node
+from verl_server.trajectory.rendering.messages import Message, image_sources
 from verl_server.types import Json
 
 TOTAL_REWARD = "reward"

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_server.errors import BadInputError, UnsupportedError
-from verl_server.trajectory.families import FamilyRenderer, get_renderer
-from verl_server.trajectory.foreign_text import texts_of
-from verl_server.trajectory.messages import Message
-from verl_server.trajectory.rendering import ChatRenderer, require_tokenizer
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.families import FamilyRenderer, get_renderer
+from verl_server.trajectory.rendering.foreign_text import texts_of
+from verl_server.trajectory.rendering.messages import Message
+from verl_server.trajectory.rendering.tokenizer import require_tokenizer
 from verl_server.trajectory.template_check.comparison import (
     Finding,
     GrownPrompt,
@@ -126,7 +127,7 @@ def _grow(
     for each in rounds:
         turn_ids = renderer.encode(each.text)
         try:
-            next_ids = renderer.render_next_turn(each.messages, turn_ids, preceding_ids)
+            next_ids = renderer.render_next_turn(each.messages, turn_ids, preceding_ids, conversation.tools or None)
         except (BadInputError, UnsupportedError) as error:
             return Finding(Verdict.REFUSED, error.message), []
         turns.append(TurnText(each.header, each.text, each.turn.content, each.turn.thought, reference.decode(next_ids)))

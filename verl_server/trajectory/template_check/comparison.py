@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 SHOWN_CHARACTERS = 40
@@ -73,7 +72,7 @@ def compare(grown: GrownPrompt, whole: str) -> Finding:
     if grown.text == whole:
         return Finding(Verdict.EQUAL)
     first = grown.first.removesuffix(grown.turns[0].header)
-    whole, reason = _restore_first(first, whole, grown.foreign)
+    whole, reason = _restore_first(first, whole, grown)
     if not whole.startswith(first):
         return Finding(Verdict.DIFFERENT, f"first prompt: {describe_difference(first, whole)}")
     reasons, at = [reason], len(first)
@@ -96,7 +95,7 @@ def describe_difference(rendered: str, expected: str) -> str:
     return _describe_at(rendered, expected, _common_length(rendered, expected))
 
 
-def _restore_first(first: str, whole: str, foreign: Sequence[str]) -> tuple[str, str]:
+def _restore_first(first: str, whole: str, grown: GrownPrompt) -> tuple[str, str]:
     """`whole` with the part of the first prompt that the template removed or moved, and the description of the part.
 
     Some templates write the tools before the last message of a user, or leave out their own system message.
@@ -105,10 +104,13 @@ def _restore_first(first: str, whole: str, foreign: Sequence[str]) -> tuple[str,
     for end in range(start + 1, len(first)):
         if whole.startswith(first[end:], start):
             part, rest = first[start:end], whole[start:]
-            if any(text in part for text in foreign):
+            if any(text in part for text in grown.foreign):
                 break
-            verb = "moves" if part in rest else "removes"
             shown = _excerpt(_rotated(first[:start], part), 0)
+            if part in rest and any(part in turn.after for turn in grown.turns):
+                reason = f"the template moves {shown} of the first prompt, and the prompt has it in both places"
+                return whole[:start] + part + rest, reason
+            verb = "moves" if part in rest else "removes"
             reason = f"the template {verb} {shown} of the first prompt, which stays as it was"
             return whole[:start] + part + rest.replace(part, "", 1), reason
     return whole, ""

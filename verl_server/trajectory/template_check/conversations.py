@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_server.trajectory.messages import Message
+from verl_server.trajectory.rendering.messages import Message
 from verl_server.types import Json
 
 TOOLS: tuple[Json, ...] = (

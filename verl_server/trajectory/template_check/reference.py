@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_server.errors import BadInputError
-from verl_server.trajectory.foreign_text import ControlTokens
-from verl_server.trajectory.messages import Message, with_call_ids
-from verl_server.trajectory.rendering import ChatRenderer
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.foreign_text import ControlTokens
+from verl_server.trajectory.rendering.messages import Message, with_call_ids
 from verl_server.trajectory.template_check.conversations import AssistantTurn, Conversation
 from verl_server.types import Json
 

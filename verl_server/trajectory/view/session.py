@@ -16,7 +16,7 @@ from verl_server.trajectory.view.model import (
     TerminationView,
 )
 from verl_server.trajectory.view.nodes import NodeViews, logprob_fact
-from verl_server.trajectory.view.texts import as_text, count, join, visible
+from verl_server.trajectory.view.texts import as_label, as_text, count, join, visible
 from verl_server.trajectory.view.token_texts import DecodeFn, TokenTexts
 
 ROOT_REASONS = {
@@ -121,10 +121,10 @@ def _termination_view(termination: Termination, path_of: dict[int, int], *, is_l
     return TerminationView(
         path=path_of[termination.node],
         node=termination.node,
-        stop_reason=as_text(termination.stop_reason),
+        stop_reason=as_label(termination.stop_reason),
         is_last=is_last,
         reward=None if reward is None else as_text(reward),
-        rewards=tuple((as_text(name), as_text(value)) for name, value in termination.rewards.items()),
+        rewards=tuple((as_label(name), as_text(value)) for name, value in termination.rewards.items()),
         error=None if termination.error is None else _error_view(termination.error),
     )
 
@@ -137,9 +137,9 @@ def _error_view(error: object) -> ErrorView:
     others = [(name, value) for name, value in error.items() if name not in ("type", "message", "details")]
     others += details.items() if isinstance(details, dict) else [("details", details)] if details else []
     return ErrorView(
-        as_text(error.get("type", "error")),
+        as_label(error.get("type", "error")),
         as_text(error.get("message", "")),
-        tuple((as_text(name), as_text(value)) for name, value in others),
+        tuple((as_label(name), as_text(value)) for name, value in others),
     )
 
 

@@ -21,6 +21,12 @@ CONTROL_CHARACTERS: dict[int, int | str] = {
     **{code: f"\\u{code:04x}" for code in (0x2028, 0x2029)},
 }
 """The visible replacement of each control character."""
+INVISIBLE_CHARACTERS: dict[int, int | str] = {
+    ord("\n"): 0x240A,
+    ord("\t"): 0x2409,
+    **{code: f"\\u{code:04x}" for code in (0xAD, 0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF)},
+}
+"""The visible replacement of characters that would change the lines or the apparent spelling of a name."""
 
 
 def visible(value: object) -> str:
@@ -30,6 +36,11 @@ def visible(value: object) -> str:
     """
     text = str(value).translate(CONTROL_CHARACTERS)
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def as_label(value: object) -> str:
+    """A name from outside in one line, in which invisible characters and line feeds are visible, too."""
+    return as_text(value).translate(INVISIBLE_CHARACTERS)
 
 
 def as_text(value: object) -> str:
@@ -59,8 +70,8 @@ def text_parts(message: Mapping[str, Any] | None) -> tuple[TextPart, ...]:
 def _message_part(message: object) -> TextPart:
     if not isinstance(message, Mapping) or "role" not in message:
         return TextPart("message", as_text(message))
-    label = as_text(message["role"])
-    label += "".join(f" {as_text(message[key])}" for key in ("name", "tool_call_id") if message.get(key))
+    label = as_label(message["role"])
+    label += "".join(f" {as_label(message[key])}" for key in ("name", "tool_call_id") if message.get(key))
     lines = [f"{as_text(key)}: {as_text(value)}" for key, value in message.items() if _is_other(key, value)]
     content = message.get("content")
     parts = content if isinstance(content, list) else [] if content is None else [content]

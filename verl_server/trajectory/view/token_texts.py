@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from verl_server.trajectory.truncation import REPLACEMENT_CHARACTER
+from verl_server.trajectory.rendering.truncation import REPLACEMENT_CHARACTER
 
 DecodeFn = Callable[[Sequence[int]], str]
 """Decodes token ids to text, with special tokens."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 from verl_server.errors import BadInputError
-from verl_server.trajectory.messages import IMAGE_KEYS, IMAGE_TYPES, Message, image_sources
+from verl_server.trajectory.rendering.messages import IMAGE_KEYS, IMAGE_TYPES, Message, image_sources
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,15 +32,28 @@ def open_image(source: str) -> Image:
 
     Raises BadInputError that names the source if it cannot be read, or is no image.
     """
+    with _opened(source) as image:
+        return image.convert("RGB")
+
+
+@contextlib.contextmanager
+def _opened(source: str) -> Iterator[Image]:
+    """An image that is decoded in the body. Raises BadInputError that names the source."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        return Image.open(io.BytesIO(_read(source))).convert("RGB")
+        yield Image.open(io.BytesIO(_read(source)))
     except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         if isinstance(error, BadInputError):
             raise
         reason = "its bytes are no image that Pillow can decode" if isinstance(error, UnidentifiedImageError) else error
         raise BadInputError(f"the image {shorten(source)} cannot be read: {reason}") from error
+
+
+def image_size(source: str) -> tuple[int, int]:
+    """Height and width of the image of a source, which is not decoded. Raises BadInputError as `open_image` does."""
+    with _opened(source) as image:
+        return image.height, image.width
 
 
 def image_data_url(image: Image | bytes | str | os.PathLike[str]) -> str:
@@ -70,7 +84,7 @@ def image_data_url(image: Image | bytes | str | os.PathLike[str]) -> str:
 def embed_images(messages: Sequence[Message]) -> list[Message]:
     """The messages with a data URL in place of each image, so that a file is read once and may change later.
 
-    Raises BadInputError for an image that cannot be read.
+    Raises BadInputError for an image that cannot be read or decoded.
     """
     return [
         {**message, "content": [_embed(part) for part in message["content"]]} if image_sources(message) else message
@@ -83,9 +97,9 @@ def _embed(part: Mapping[str, Any]) -> Mapping[str, Any]:
     if part.get("type") not in IMAGE_TYPES or key is None:
         return part
     value = part[key]
-    if isinstance(value, Mapping):
-        return {**part, key: {**value, "url": image_data_url(value["url"])}}
-    return {**part, key: image_data_url(value)}
+    url = image_data_url(value["url"] if isinstance(value, Mapping) else value)
+    open_image(url)
+    return {**part, key: {**value, "url": url} if isinstance(value, Mapping) else url}
 
 
 def shorten(source: str) -> str:

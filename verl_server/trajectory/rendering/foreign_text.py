@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from verl_server.errors import BadInputError
-from verl_server.trajectory.messages import Message
+from verl_server.trajectory.rendering.messages import Message
 from verl_server.types import Json
 
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))

@@ -1,9 +1,10 @@
-"""Chat messages: which messages are valid, and which images they contain."""
+"""Chat messages: which messages are valid, which images they contain, and the calls that are parsed from turns."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -31,6 +32,16 @@ SURROGATE_CURE = (
 """What to do about a text that is no valid Unicode, for errors."""
 EXAMPLE = '[{"role": "user", "content": "What is 19 + 23?"}]'
 """A list of messages, for errors."""
+
+
+@dataclass(frozen=True)
+class ParsedToolCall:
+    """A tool call that a renderer found in the tokens of a turn. The call can be malformed."""
+
+    name: str | None
+    arguments: Json | None
+    parse_error: str | None
+    """Reason why the call cannot be parsed. None for a well-formed call."""
 
 
 def validate_messages(messages: Sequence[Message]) -> None:

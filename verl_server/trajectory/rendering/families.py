@@ -20,16 +20,17 @@ from renderers.base import MODEL_RENDERER_MAP
 from renderers.configs import config_from_name
 
 from verl_server.errors import BadInputError, UnsupportedError
-from verl_server.trajectory.foreign_text import (
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.foreign_text import (
     ControlTokens,
     encode_parts,
     require_shown,
     require_tools_shown,
     texts_of,
 )
-from verl_server.trajectory.messages import Message, validate_messages, with_call_ids
-from verl_server.trajectory.rendering import IDENTITY_TEXT, ChatRenderer, ParsedToolCall, require_tokenizer
-from verl_server.trajectory.vision import VisionRenderer, is_vision_processor
+from verl_server.trajectory.rendering.messages import Message, ParsedToolCall, validate_messages, with_call_ids
+from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT, require_tokenizer
+from verl_server.trajectory.rendering.vision_renderer import VisionRenderer, is_vision_processor
 from verl_server.types import Json
 
 logger = logging.getLogger(__name__)
@@ -160,7 +161,11 @@ class FamilyRenderer(ChatRenderer):
         return [int(token) for token in self._family.get_stop_token_ids()]
 
     def render_next_turn(
-        self, messages: Sequence[Message], turn_ids: Sequence[int], preceding_ids: Sequence[int] = ()
+        self,
+        messages: Sequence[Message],
+        turn_ids: Sequence[int],
+        preceding_ids: Sequence[int] = (),
+        tools: Sequence[Json] | None = None,
     ) -> list[int]:
         validate_messages(messages)
         family, messages = self._family_for(with_call_ids(messages))
@@ -168,7 +173,9 @@ class FamilyRenderer(ChatRenderer):
         prompt_ids = list(preceding_ids or self._family.get_stop_token_ids()[:1])
         recorded_ids = [*prompt_ids, *turn_ids]
         try:
-            bridged = family.bridge_to_next_turn(prompt_ids, list(turn_ids), _as_dicts(messages))
+            bridged = family.bridge_to_next_turn(
+                prompt_ids, list(turn_ids), _as_dicts(messages), tools=list(tools or ()) or None
+            )
         except Exception as error:
             raise BadInputError(f"the family {self._family_name!r} refuses these messages: {error}") from error
         token_ids = [] if bridged is None else [int(token) for token in bridged.token_ids]

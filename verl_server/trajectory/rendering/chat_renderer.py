@@ -12,24 +12,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from verl_server.errors import BadInputError, UnsupportedError
-from verl_server.trajectory.foreign_text import ControlTokens, encode_parts, require_shown, require_tools_shown
-from verl_server.trajectory.messages import (
+from verl_server.trajectory.rendering.foreign_text import (
+    ControlTokens,
+    encode_parts,
+    require_shown,
+    require_tools_shown,
+)
+from verl_server.trajectory.rendering.messages import (
     ASSISTANT_PLACEHOLDER,
     SURROGATE_CURE,
     Message,
+    ParsedToolCall,
+    copy_json,
     stand_in_calls,
     validate_messages,
     with_call_ids,
 )
-from verl_server.trajectory.tool_results import ToolResultCheck
-from verl_server.trajectory.truncation import truncate_parts, truncate_text
+from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT, require_tokenizer
+from verl_server.trajectory.rendering.truncation import truncate_parts, truncate_text
 from verl_server.types import Json
 
 FIRST_HISTORY: tuple[Json, ...] = ({"role": "user", "content": "a"},)
@@ -45,41 +50,14 @@ PROBE_MESSAGES: tuple[tuple[Json, ...], ...] = (
     ({"role": "user", "content": " \n g"}, {"role": "user", "content": "h"}),
 )
 """New messages with which a template is checked, where it accepts them: some templates refuse two user messages."""
+PROBE_RESULTS: tuple[Message, ...] = tuple(with_call_ids([{"role": "tool", "content": "r"}]))
+"""The result of a tool, with which a template is checked when it gets tools."""
 MAX_END_MARKER_TOKENS = 16
 """Maximum number of tokens of the marker at the end of a turn."""
 PROBE_TURN_ENDS = ("x", "x ", "y\n")
 """Ends of assistant turns after which the tokenizer must keep a token boundary."""
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of templates that the renderer sets."""
-IDENTITY_TEXT = "The tokenizer splits 1234 words, also d\u00e9j\u00e0 vu.\n\n\u4f60\u597d"
-"""Text by whose token ids tokenizers are told apart."""
-TOKENIZER_METHODS = ("apply_chat_template", "encode", "decode")
-"""Methods of a tokenizer that a renderer calls."""
-
-
-@dataclass(frozen=True)
-class ParsedToolCall:
-    """A tool call that a renderer found in the tokens of a turn. The call can be malformed."""
-
-    name: str | None
-    arguments: Json | None
-    parse_error: str | None
-    """Reason why the call cannot be parsed. None for a well-formed call."""
-
-
-def require_tokenizer(tokenizer: object) -> None:
-    """Raise BadInputError unless `tokenizer` has the methods of a Hugging Face tokenizer."""
-    if isinstance(tokenizer, (str, os.PathLike)):
-        path = os.fspath(tokenizer)
-        raise BadInputError(
-            f"a renderer needs a tokenizer, got the path or name {path!r}; pass "
-            f"transformers.AutoTokenizer.from_pretrained({path!r})"
-        )
-    if missing := [name for name in TOKENIZER_METHODS if not callable(getattr(tokenizer, name, None))]:
-        inner = "; pass its attribute `tokenizer`" if hasattr(tokenizer, "tokenizer") else ""
-        raise BadInputError(
-            f"a renderer needs a Hugging Face tokenizer, but {type(tokenizer).__name__} has no {missing[0]}(){inner}"
-        )
 
 
 class ChatRenderer:
@@ -97,21 +75,22 @@ class ChatRenderer:
         require_tokenizer(tokenizer)
         self._template_arguments = template_arguments
         self._tokenizer, self._control_tokens = tokenizer, ControlTokens(tokenizer)
-        self._tool_results = ToolResultCheck(self._apply_template)
+        self._checked_tools: Sequence[Json] = ()
+        """Tools with which the template was checked last."""
         if not getattr(tokenizer, "chat_template", None):
             raise UnsupportedError("this tokenizer has no chat template; set tokenizer.chat_template")
         for name in template_arguments:
             if name in RESERVED_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
                 raise BadInputError(f"the chat template has no variable {name!r} that can be set")
-        self._check_template()
+        self._check_template(())
 
-    def _check_template(self) -> None:
+    def _check_template(self, tools: Sequence[Json]) -> None:
         """Raise UnsupportedError if the template or the tokenizer does not allow rendering of single turns."""
-        for messages in PROBE_MESSAGES:
+        for messages in (*PROBE_MESSAGES, PROBE_RESULTS) if tools else PROBE_MESSAGES:
             rendered: set[str] = set()
             for history in (FIRST_HISTORY, *OTHER_HISTORIES):
                 try:
-                    rendered.add(self._render_after_turn(history, messages))
+                    rendered.add(self._render_after_turn(history, messages, tools))
                 except BadInputError:
                     if messages is PROBE_MESSAGES[0] and history is FIRST_HISTORY:
                         raise  # the template refuses a simple conversation
@@ -134,31 +113,39 @@ class ChatRenderer:
 
         The text of a control token in a message becomes ordinary tokens. Raises BadInputError for messages that are
         invalid, that the template refuses, or whose content it does not show, for a tool whose name is neither in
-        what the template writes nor in a message, and for tools with which the template writes results differently.
+        what the template writes nor in a message. Raises UnsupportedError if the part that the template renders after
+        a turn depends on earlier turns when the template gets these tools.
         """
         validate_messages(messages)
         messages, mark = self._control_tokens.mark_messages(messages)
         text = self._apply_template(messages, tools)
         require_shown(messages, text)
         require_tools_shown(tools or (), text)
-        self._tool_results.require_independent(tools or ())
+        if tools and tools != self._checked_tools:
+            self._check_template(tools)
+            self._checked_tools = copy_json(list(tools))
         return encode_parts(self.encode, text, mark)
 
     def render_next_turn(
-        self, messages: Sequence[Message], turn_ids: Sequence[int], preceding_ids: Sequence[int] = ()
+        self,
+        messages: Sequence[Message],
+        turn_ids: Sequence[int],
+        preceding_ids: Sequence[int] = (),
+        tools: Sequence[Json] | None = None,
     ) -> list[int]:
         """Token ids between an assistant turn and the first token of the next assistant turn.
 
         They contain `messages`, the header of the next turn, and the end marker of the finished turn if the policy has
         not generated it.
         `turn_ids`: token ids of the finished turn. `preceding_ids`: token ids of the messages before the finished
-        turn, in which a model family may have opened a thought. The text of a control token in a message becomes
-        ordinary tokens. Raises BadInputError for messages that are invalid, that the template or the model family
-        refuses or does not show after a turn, and for results that the template writes differently after tool calls.
+        turn, in which a model family may have opened a thought. `tools`: JSON schemas of the tools, which some
+        templates write again. The text of a control token in a message becomes ordinary tokens. Raises BadInputError
+        for messages that are invalid, that the template or the model family refuses or does not show after a turn, and
+        for results that the template writes differently after tool calls.
         """
         validate_messages(messages)
         messages, mark = self._control_tokens.mark_messages(with_call_ids(messages))
-        text = self._render_after_turn(FIRST_HISTORY, messages)
+        text = self._render_after_turn(FIRST_HISTORY, messages, tools)
         require_shown(messages, text)
         token_ids = encode_parts(self.encode, text, mark)
         return token_ids[self._length_of_overlap(turn_ids, token_ids) :]
@@ -203,7 +190,7 @@ class ChatRenderer:
     @functools.cached_property
     def stop_token_ids(self) -> list[int]:
         """The special token with which the template ends an assistant turn. Empty if the turn ends with other text."""
-        text = self._render_after_turn(FIRST_HISTORY, [{"role": "user", "content": "a"}]).lstrip()
+        text = self._render_after_turn(FIRST_HISTORY, [{"role": "user", "content": "a"}], None).lstrip()
         first = self.encode(text)[:1]
         return first if self._decode_all(first) and not self.decode(first) else []
 
@@ -252,16 +239,18 @@ class ChatRenderer:
         """Text of token ids, with special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
-    def _render_after_turn(self, history: Sequence[Message], messages: Sequence[Message]) -> str:
+    def _render_after_turn(
+        self, history: Sequence[Message], messages: Sequence[Message], tools: Sequence[Json] | None
+    ) -> str:
         """The text that the template renders after an assistant turn that follows `history`."""
         placeholder, with_calls = {"role": "assistant", "content": ASSISTANT_PLACEHOLDER}, ""
         if messages[0]["role"] == "tool":
             with contextlib.suppress(BadInputError):
                 turns = [*history, placeholder | stand_in_calls(messages)]
-                with_calls, end = self._render_after_calls(turns, messages)
+                with_calls, end = self._render_after_calls(turns, messages, tools)
                 if end is not None:
                     return with_calls[end:]
-        text = self._apply_template([*history, placeholder, *messages], None)
+        text = self._apply_template([*history, placeholder, *messages], tools)
         _, found, after_turn = text.rpartition(ASSISTANT_PLACEHOLDER)
         if not found:
             raise UnsupportedError("this chat template does not show assistant messages that precede other messages")
@@ -269,15 +258,17 @@ class ChatRenderer:
             raise BadInputError("the chat template renders results differently after tool calls; use another template")
         return after_turn
 
-    def _render_after_calls(self, turns: Sequence[Message], results: Sequence[Message]) -> tuple[str, int | None]:
+    def _render_after_calls(
+        self, turns: Sequence[Message], results: Sequence[Message], tools: Sequence[Json] | None
+    ) -> tuple[str, int | None]:
         """The text of `turns`, of which the last turn has tool calls, and `results`, and where the turn ends in it.
 
         Some templates refuse results without calls, or read the names of the tools from the calls. The end marker is
         the last control token of the turn, with the white space after it. None if there is no such token, or if the
         results change how the turn is rendered.
         """
-        turn = self._apply_template(turns, None, add_generation_prompt=False)
-        text = self._apply_template([*turns, *results], None)
+        turn = self._apply_template(turns, tools, add_generation_prompt=False)
+        text = self._apply_template([*turns, *results], tools)
         end = self._control_tokens.find_last(turn)
         return text, end if text.startswith(turn) and end > turn.rfind(ASSISTANT_PLACEHOLDER) else None
 

@@ -1,0 +1,1 @@
+"""Rendering of chat messages to token ids."""
