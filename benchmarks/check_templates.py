@@ -78,7 +78,7 @@ KINDS = {
     "tools not shown": "does not show the tools",
     "template refuses": "chat template refuses",
     "family refuses": "the family '",
-    "first prompt": "of the first prompt, which stays",
+    "first prompt": "of the first prompt, ",
     "thought": "removes the thought",
     "end marker": "closes the turn with",
     "changed later": "changes an earlier message",
