@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,17 @@ def test_results_have_the_ids_and_the_calls_that_a_template_needs(tokenizer: Any
         )
     given = renderer.render_next_turn([{**results[0], "tool_call_id": "abcdefghi"}], turn_ids)
     assert "tool add abcdefghi" in tokenizer.decode(given)
+
+
+def test_a_template_that_writes_the_time(tokenizer: Any) -> None:
+    """A turn with calls is rendered once, and again when the template writes another time."""
+    template = "{{ strftime_now('%S') }}{%- set calls = namespace(value=[], at=0) %}" + NEEDS_CALLS
+    renderer = renderer_with_template(tokenizer, template)
+    results, turn_ids = [ToolResult("add", "4").message], tokenizer.encode("x<|im_end|>", add_special_tokens=False)
+    before = renderer.render_next_turn(results, turn_ids)
+    time.sleep(1.1)
+    assert renderer.render_next_turn(results, turn_ids) == before
+    assert "tool add call00000" in tokenizer.decode(before)
 
 
 def test_an_end_marker_of_several_tokens_is_not_repeated(tokenizer: Any) -> None:

@@ -16,6 +16,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.trajectory.rendering.foreign_text import (
     ControlTokens,
@@ -33,29 +35,20 @@ from verl_server.trajectory.rendering.messages import (
     validate_messages,
     with_call_ids,
 )
+from verl_server.trajectory.rendering.probes import (
+    FIRST_HISTORY,
+    OTHER_HISTORIES,
+    PROBE_MESSAGES,
+    PROBE_RESULTS,
+    PROBE_TURN_ENDS,
+)
 from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT, require_tokenizer
 from verl_server.trajectory.rendering.truncation import truncate_parts, truncate_text
 from verl_server.types import Json
 
-FIRST_HISTORY: tuple[Json, ...] = ({"role": "user", "content": "a"},)
-LATER_TURNS: tuple[Json, ...] = (
-    {"role": "user", "content": "c"},
-    {"role": "assistant", "content": "d"},
-    {"role": "user", "content": "e"},
-)
-OTHER_HISTORIES: tuple[tuple[Json, ...], ...] = (LATER_TURNS, ({"role": "system", "content": "b"}, *LATER_TURNS))
-"""Conversations after which new messages must be rendered as after `FIRST_HISTORY`. Some templates refuse the last."""
-PROBE_MESSAGES: tuple[tuple[Json, ...], ...] = (
-    ({"role": "user", "content": "f"},),
-    ({"role": "user", "content": " \n g"}, {"role": "user", "content": "h"}),
-)
-"""New messages with which a template is checked, where it accepts them: some templates refuse two user messages."""
-PROBE_RESULTS: tuple[Message, ...] = tuple(with_call_ids([{"role": "tool", "content": "r"}]))
-"""The result of a tool, with which a template is checked when it gets tools."""
+MAX_CACHED_TURNS = 64
 MAX_END_MARKER_TOKENS = 16
 """Maximum number of tokens of the marker at the end of a turn."""
-PROBE_TURN_ENDS = ("x", "x ", "y\n")
-"""Ends of assistant turns after which the tokenizer must keep a token boundary."""
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of templates that the renderer sets."""
 
@@ -75,6 +68,10 @@ class ChatRenderer:
         require_tokenizer(tokenizer)
         self._template_arguments = template_arguments
         self._tokenizer, self._control_tokens = tokenizer, ControlTokens(tokenizer)
+        self._turns: dict[bytes, tuple[str, int | None]] = {}
+        """Rendered turns with tool calls, and where they end: most results are of a few tools."""
+        self._white_space: dict[int, bool] = {}
+        """Whether a token is white space only."""
         self._checked_tools: Sequence[Json] = ()
         """Tools with which the template was checked last."""
         if not getattr(tokenizer, "chat_template", None):
@@ -136,9 +133,8 @@ class ChatRenderer:
         """Token ids between an assistant turn and the first token of the next assistant turn.
 
         They contain `messages`, the header of the next turn, and the end marker of the finished turn if the policy has
-        not generated it.
-        `turn_ids`: token ids of the finished turn. `preceding_ids`: token ids of the messages before the finished
-        turn, in which a model family may have opened a thought. `tools`: JSON schemas of the tools, which some
+        not generated it. `turn_ids`: token ids of the finished turn. `preceding_ids`: token ids of the messages before
+        that turn, in which a model family may have opened a thought. `tools`: JSON schemas of the tools, which some
         templates write again. The text of a control token in a message becomes ordinary tokens. Raises BadInputError
         for messages that are invalid, that the template or the model family refuses or does not show after a turn, and
         for results that the template writes differently after tool calls.
@@ -158,13 +154,20 @@ class ChatRenderer:
         best = start = 0
         while start < len(token_ids):
             for length in range(min(len(turn_ids), len(token_ids) - start, MAX_END_MARKER_TOKENS), 0, -1):
+                if turn_ids[-length] != token_ids[start]:
+                    continue
                 if list(turn_ids[-length:]) == list(token_ids[start : start + length]):
                     best = max(best, start + length)
                     break
-            if self._decode_all(token_ids[start : start + 1]).strip():
+            if not self._is_white_space(token_ids[start]):
                 break
             start += 1
         return best
+
+    def _is_white_space(self, token_id: int) -> bool:
+        if token_id not in self._white_space:
+            self._white_space[token_id] = not self._decode_all([token_id]).strip()
+        return self._white_space[token_id]
 
     def parse_tool_calls(
         self, turn_ids: Sequence[int], preceding_ids: Sequence[int], tools: Sequence[Json]
@@ -267,10 +270,16 @@ class ChatRenderer:
         the last control token of the turn, with the white space after it. None if there is no such token, or if the
         results change how the turn is rendered.
         """
-        turn = self._apply_template(turns, tools, add_generation_prompt=False)
-        text = self._apply_template([*turns, *results], tools)
-        end = self._control_tokens.find_last(turn)
-        return text, end if text.startswith(turn) and end > turn.rfind(ASSISTANT_PLACEHOLDER) else None
+        key, text = orjson.dumps([turns, tools]), self._apply_template([*turns, *results], tools)
+        turn, end = self._turns.get(key, (None, None))
+        if turn is None or not text.startswith(turn):  # a template may write the present date
+            turn = self._apply_template(turns, tools, add_generation_prompt=False)
+            end = self._control_tokens.find_last(turn)
+            end = end if end > turn.rfind(ASSISTANT_PLACEHOLDER) else None
+            if len(self._turns) >= MAX_CACHED_TURNS:
+                self._turns.clear()
+            self._turns[key] = turn, end
+        return text, end if text.startswith(turn) else None
 
     def _apply_template(
         self, messages: Sequence[Message], tools: Sequence[Json] | None, *, add_generation_prompt: bool = True
