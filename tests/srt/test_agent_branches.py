@@ -696,3 +696,85 @@ def test_a_turn_without_a_token_is_no_segment(renderer: ChatRenderer) -> None:
 
     asyncio.run(run())
     assert [segment.leaf for segment in episode.segments] == [1]
+
+
+def test_a_loop_that_repeats_failed_turns_ends_at_a_limit(renderer: ChatRenderer) -> None:
+    """`EpisodeStopped` is no `Exception`. At a limit, `generate` raises without a wait, which would hold the run."""
+
+    class Repeats(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            messages = None
+            while True:
+                try:
+                    await episode.generate(messages)
+                    messages = [USER_MESSAGE]
+                except Exception:  # noqa: BLE001
+                    continue
+
+    class Swallows(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            await episode.generate()
+            try:
+                while True:
+                    await episode.generate([USER_MESSAGE])
+            except Exception:  # noqa: BLE001
+                pass
+
+    for loop in (Repeats([]), Swallows([])):
+        episode = make(renderer, max_turns=3)
+        assert asyncio.run(loop.run_episode(episode)) == "max_turns"
+        assert len(prompts_of(episode.graph)) == 3
+
+
+def test_messages_follow_a_turn(renderer: ChatRenderer) -> None:
+    """A template would write an empty assistant turn between two lists of messages."""
+    episode = make(renderer)
+    episode.add_messages([USER_MESSAGE])
+    for call in (
+        lambda: episode.add_messages([USER_MESSAGE]),
+        lambda: asyncio.run(episode.generate([USER_MESSAGE])),
+        lambda: asyncio.run(episode.fork().generate([USER_MESSAGE])),
+    ):
+        with pytest.raises(BadInputError, match="pass all messages in one call"):
+            call()
+    asyncio.run(episode.generate())
+    history = [USER_MESSAGE, {"role": "assistant", "content": "x"}, USER_MESSAGE]
+    with pytest.raises(BadInputError, match="pass only the new messages"):
+        asyncio.run(episode.generate(history))
+    with pytest.raises(BadInputError, match="messages must be a list, got str"):
+        asyncio.run(episode.generate("hello"))  # type: ignore[arg-type]
+    assert len(episode.graph.nodes) == 2
+
+
+def test_weights_of_paths_with_common_turns(renderer: ChatRenderer) -> None:
+    """A common turn has the weight of the branch that comes first, also if that branch has adopted another one."""
+    episode = make(renderer)
+
+    async def run() -> None:
+        await episode.generate()
+        fork = episode.fork()
+        fork.weight = 0.25
+        await fork.generate([USER_MESSAGE])
+        await episode.generate([USER_MESSAGE])
+        episode.adopt(fork)
+
+    asyncio.run(run())
+    assert [segment.weight for segment in episode.segments] == [1.0, 0.25]
+    batch = to_batch([(episode.graph, segment.leaf) for segment in episode.segments], pad_token_id=0)
+    assert batch["response_mask"].sum(-1).tolist() == [2 * TURN_TOKENS, TURN_TOKENS]
+    early = make(renderer)
+    early.weight = 0.0
+    assert early.fork().weight == 0.0
+    assert early.new_root([USER_MESSAGE]).weight == 1.0
+
+
+def test_a_limit_that_another_branch_reaches_stops_the_turn(renderer: ChatRenderer) -> None:
+    """The limit is reached after the turn has begun and before its request is made."""
+    policy = CountingPolicy()
+    episode = make(renderer, policy, max_response_tokens=TURN_TOKENS)
+    episode.add_messages([USER_MESSAGE])
+    branch = episode.fork()
+    asyncio.run(episode.generate())
+    with pytest.raises(EpisodeStopped, match="max_response_tokens"):
+        asyncio.run(branch._cursor.request_turn(policy, renderer, {}))
+    assert policy.num_calls == 1

@@ -72,7 +72,7 @@ def test_callbacks_submit_the_next_turn(shared_engine: VerlEngine, renderer: Cha
     async def run() -> None:
         scheduler = make_scheduler(servers, renderer)
 
-        def on_turn(turn: Turn | None, info: Any, error: Exception | None) -> None:
+        def on_turn(turn: Turn | None, info: Any, error: Exception | EpisodeStopped | None) -> None:
             assert error is None
             assert turn is not None
             assert len(turn.token_ids) == 8
@@ -111,7 +111,7 @@ def test_failed_turn_can_be_submitted_again(shared_engine: VerlEngine, renderer:
         limits = RolloutLimits(max_response_tokens=120, max_turns=2)
         scheduler = make_scheduler([FailingOnceServer(shared_engine)], renderer, limits)
 
-        async def on_turn(turn: Turn | None, info: Any, error: Exception | None) -> None:
+        async def on_turn(turn: Turn | None, info: Any, error: Exception | EpisodeStopped | None) -> None:
             outcomes.append(error or turn)
             if len(outcomes) < 4:
                 scheduler.submit(on_turn, USER_MESSAGES, session_id=conversation)

@@ -177,6 +177,23 @@ def test_results_have_the_ids_and_the_calls_that_a_template_needs(tokenizer: Any
     assert "tool add abcdefghi" in tokenizer.decode(given)
 
 
+@pytest.mark.parametrize(
+    "calls",
+    ["<|python_tag|>{{ c.function | tojson }}\n", "<|python_tag|>{{ c.function | tojson }}<|python_tag|>.\n"],
+)
+def test_no_call_of_a_template_without_an_end_marker_is_in_the_prompt(tokenizer: Any, calls: str) -> None:
+    """The last control token of the turn with the call is not its end. The policy never wrote this call."""
+    template = (
+        "{%- for m in messages %}<|im_start|>{{ m.role }}<|im_end|>{{ m.content }}"
+        f"{{%- for c in m.tool_calls or [] %}}{calls}{{%- endfor %}}{{{{ '\n' }}}}"
+        "{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant<|im_end|>{%- endif %}"
+    )
+    renderer = renderer_with_template(tokenizer, template)
+    turn_ids = renderer.encode('<|python_tag|>{"name": "add", "arguments": {"a": 1}}')
+    text = tokenizer.decode(renderer.render_next_turn([ToolResult("add", "42").message], turn_ids))
+    assert text == "\n<|im_start|>tool<|im_end|>42\n<|im_start|>assistant<|im_end|>"
+
+
 def test_a_template_that_writes_the_time(tokenizer: Any) -> None:
     """A turn with calls is rendered once, and again when the template writes another time."""
     template = "{{ strftime_now('%S') }}{%- set calls = namespace(value=[], at=0) %}" + NEEDS_CALLS

@@ -18,7 +18,7 @@ from typing import Any
 from verl_server.agent.episode import Episode
 from verl_server.agent.episode_state import validate_episode_arguments
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
-from verl_server.agent.limits import RolloutLimits
+from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.samples import Task, Turn
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
@@ -26,7 +26,7 @@ from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.messages import Message, validate_messages
 from verl_server.validation import require_callable, require_list
 
-TurnCallback = Callable[[Turn | None, Any, Exception | None], Awaitable[None] | None]
+TurnCallback = Callable[[Turn | None, Any, Exception | EpisodeStopped | None], Awaitable[None] | None]
 """Called as `callback(turn, info, error)` when a turn ends. Exactly one of `turn` and `error` is None.
 
 `info` is the value that was passed to `submit`. `error` is an `EpisodeStopped` if the conversation reached a limit.
@@ -169,7 +169,7 @@ class ChatScheduler:
         turn, error = None, None
         try:
             turn = await episode.generate(messages, **sampling_params)
-        except Exception as failure:  # noqa: BLE001 - the callback handles the failure
+        except (Exception, EpisodeStopped) as failure:  # noqa: BLE001 - the callback handles the failure
             error = failure  # the episode ends where it ended before, so the same messages can be submitted again
         finally:
             conversation.has_running_turn = False

@@ -8,6 +8,7 @@ from typing import Unpack
 
 from verl_server.agent.episode_state import EpisodeState
 from verl_server.agent.generate_fn import GenerateFn, generate_whole_turn
+from verl_server.agent.limits import EpisodeStopped
 from verl_server.router.resumable_generation import version_spans
 from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -78,7 +79,9 @@ class Cursor:
         `params`: the sampling parameters of the turn.
         """
         leaf, session_id = self.leaf, self._graph.session_id
-        remaining, _ = self._state.remaining_tokens(leaf)
+        remaining, limit = self._state.remaining_tokens(leaf)
+        if remaining <= 0:  # another branch has added tokens since this turn has begun
+            raise EpisodeStopped(limit)
         return await generate_whole_turn(
             generate,
             rid=f"{session_id}-{leaf}-{uuid.uuid4().hex[:8]}",

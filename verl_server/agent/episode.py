@@ -15,7 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from verl_server.agent.cursor import Cursor
-from verl_server.agent.episode_state import EpisodeState, find_segments, require_weight, validate_episode_arguments
+from verl_server.agent.episode_state import (
+    EpisodeState,
+    find_segments,
+    require_new_messages,
+    require_weight,
+    validate_episode_arguments,
+)
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.samples import Segment, Task, Turn
@@ -63,8 +69,6 @@ class Episode:
         self._sampling_params = dict(sampling_params)
         self._branches: list[Episode] = [self]
         """All branches of the episode that were not adopted."""
-        self._left: list[tuple[int | None, float]] = []
-        """Last node and weight of each path that a branch has left by `adopt`."""
         self._start_branch("", None, ForkReason.RETRY)
         self.stop_reason: str | None = None
         """Why the episode stopped: `done`, `error`, or the name of a limit. None while the episode runs."""
@@ -74,6 +78,8 @@ class Episode:
     def _start_branch(self, name: str, leaf: int | None, fork_reason: ForkReason) -> None:
         self._cursor = Cursor(self._state, name, leaf, fork_reason)
         self._weight = 1.0
+        self._left_paths: list[tuple[int | None, float]] = []
+        """Last node and weight of each path that this branch has left by `adopt`."""
         self._num_forks = 0
         """Number of branches that were forked from this branch."""
         self._is_generating = self._is_adopted = False
@@ -85,9 +91,10 @@ class Episode:
 
     @property
     def weight(self) -> float:
-        """Weight of this branch's tokens in the loss, 1.0 or that of the forked branch. With 0.0 they are not trained.
+        """Weight in the loss of the path that ends with this branch: 1.0, or that of the branch that was forked.
 
-        Raises BadInputError when it is set to a value that is no finite number of at least 0.
+        A path with the weight 0.0 is not trained. A turn of several trained paths is trained once, with the weight of
+        the first of their branches. Raises BadInputError for a value that is no finite number of at least 0.
         """
         return self._weight
 
@@ -123,8 +130,11 @@ class Episode:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The paths of all branches that are trained. Those without a turn and with the weight 0 are left out."""
-        branches = [branch for branch in self._branches if branch._cursor.has_turns]
-        return find_segments(self.graph, [*((branch.leaf, branch.weight) for branch in branches), *self._left])
+        ends: list[tuple[int | None, float]] = []
+        for branch in self._branches:  # a turn of several paths is trained with the first of them
+            end = [(branch.leaf, branch.weight)] if branch._cursor.has_turns else []
+            ends += [*branch._left_paths, *end]
+        return find_segments(self.graph, ends)
 
     # -- branches -----------------------------------------------------------------------------------
 
@@ -135,7 +145,7 @@ class Episode:
         """
         if node is not None:
             self.graph.node(require_whole_number("node", node, minimum=0))
-        return self._new_branch(self.leaf if node is None else node, reason)
+        return self._new_branch(self.leaf if node is None else node, reason, self.weight)
 
     def new_root(
         self,
@@ -149,7 +159,7 @@ class Episode:
         """
         validate_messages(messages)
         registry = self.tools if tools is None else as_tool_registry(tools)
-        branch = self._new_branch(None, reason)
+        branch = self._new_branch(None, reason, 1.0)
         branch.messages, branch.tools = copy_json(messages), registry
         return branch
 
@@ -164,7 +174,8 @@ class Episode:
         self._require_idle()
         branch._require_idle()
         if self._cursor.has_turns:
-            self._left.append((self.leaf, self.weight))
+            self._left_paths.append((self.leaf, self.weight))
+        self._left_paths += branch._left_paths
         name, end = self._cursor.branch, branch._cursor
         self._cursor, self.weight = Cursor(self._state, name, end.leaf, end.fork_reason), branch.weight
         self._cursor.has_turns = end.has_turns
@@ -172,10 +183,10 @@ class Episode:
         branch._is_adopted = True
         self._branches.remove(branch)
 
-    def _new_branch(self, leaf: int | None, reason: ForkReason) -> Self:
+    def _new_branch(self, leaf: int | None, reason: ForkReason, weight: float) -> Self:
         if not isinstance(reason, ForkReason):
             raise BadInputError(f"reason must be a ForkReason, got {reason!r}; write ForkReason.SAMPLE, for example")
-        branch, weight = copy.copy(self), 1.0 if leaf is None else self.weight
+        branch = copy.copy(self)
         name = f"{self._cursor.branch}.{self._num_forks}".removeprefix(".")
         self._num_forks += 1
         branch._start_branch(name, leaf, reason)
@@ -196,6 +207,7 @@ class Episode:
         self._append(read_images(messages, self._renderer))
 
     def _append(self, messages: Sequence[Message]) -> None:
+        require_new_messages(messages, None if self.leaf is None else self.graph.node(self.leaf))
         if self.leaf is None:
             token_ids = self._renderer.render_prompt(messages, self.tools.schemas or None)
         else:

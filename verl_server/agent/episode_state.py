@@ -18,7 +18,7 @@ from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.trajectory.rendering.messages import image_sources
+from verl_server.trajectory.rendering.messages import Message, image_sources, validate_messages
 from verl_server.types import Json
 
 CLOSED = "the episode was closed while this turn was being generated"
@@ -42,6 +42,25 @@ def require_limits(limits: object) -> RolloutLimits:
         got = type(limits).__name__
         raise BadInputError(f"limits must be RolloutLimits, got {got}; pass RolloutLimits(max_response_tokens=1024)")
     return limits
+
+
+def require_new_messages(messages: Sequence[Message], end: Node | None) -> None:
+    """Raise BadInputError for messages that cannot follow the node `end`, the end of a branch.
+
+    A template writes an assistant turn between two lists of messages, and the prompt has the turns of the policy.
+    """
+    validate_messages(messages)
+    if end is None:
+        return
+    if not end.sampled and "messages" in (end.message or {}):
+        raise BadInputError(
+            "this branch ends with messages, after which the policy must generate a turn; pass all messages in one call"
+        )
+    if any(message["role"] == "assistant" for message in messages):
+        raise BadInputError(
+            "the messages after a turn contain an assistant message, but the prompt contains the turns of the policy "
+            "already; pass only the new messages"
+        )
 
 
 class EpisodeState:

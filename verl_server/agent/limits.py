@@ -44,8 +44,11 @@ class RolloutLimits:
         return self.max_response_tokens is None and self.max_context_tokens is None
 
 
-class EpisodeStopped(Exception):
-    """An episode has reached a limit. Raised through an agent loop and caught by `AgentLoop.run_episode`."""
+class EpisodeStopped(BaseException):
+    """An episode has reached a limit. Raised through an agent loop and caught by `AgentLoop.run_episode`.
+
+    It is no `Exception`, so that an agent loop which repeats failed turns with `except Exception` ends at the limit.
+    """
 
     def __init__(self, stop_reason: str) -> None:
         super().__init__(f"the episode reached its limit {stop_reason}")

@@ -105,9 +105,10 @@ class SampleRunner:
             return Sample(task, index, graph, None, "error", to_wire(error)), error
         with recorder:
             if session.is_replay:
-                return self._load(task, index, recorder.graph), None
+                return self._load(task, index, recorder), None
             sample = find_finished_sample(task, index, recorder.graph)
             if sample is not None and (loaded := self._with_present_rewards(sample)) is not None:
+                self._record_changes(sample, loaded, recorder)
                 return loaded, None
             if sample is not None and self.agent.environment is None:  # recorded without a reward function
                 outcome = await self._compute_rewards(self.agent.loop, sample)
@@ -119,16 +120,27 @@ class SampleRunner:
             await asyncio.get_running_loop().run_in_executor(flush_pool(), recorder.flush)
             return outcome
 
-    def _load(self, task: Task, index: int, graph: TrajectoryGraph) -> Sample:
+    def _load(self, task: Task, index: int, recorder: Recorder) -> Sample:
         """The recorded sample, with the rewards of this run if it has all of them."""
-        sample = find_finished_sample(task, index, graph, with_failed=True)
+        sample = find_finished_sample(task, index, recorder.graph, with_failed=True)
         if sample is None:  # it has failed before its first prompt
             error = {"type": "Unknown", "message": "the failure is not recorded", "details": {}}
-            return Sample(task, index, graph, None, "error", error)
-        return sample if sample.error is not None else self._with_present_rewards(sample) or sample
+            return Sample(task, index, recorder.graph, None, "error", error)
+        if sample.error is not None or (loaded := self._with_present_rewards(sample)) is None:
+            return sample
+        self._record_changes(sample, loaded, recorder)
+        return loaded
+
+    def _record_changes(self, recorded: Sample, loaded: Sample, recorder: Recorder) -> None:
+        """Record the rewards of a loaded sample if they are not those of the file: weights may have changed."""
+        if (recorded.reward, recorded.rewards) != (loaded.reward, loaded.rewards):
+            self._record(loaded, recorder)
 
     def _with_present_rewards(self, sample: Sample) -> Sample | None:
-        """A recorded sample with the rewards and weights of this run. None if the record lacks a reward."""
+        """A recorded sample with the rewards and weights of this run. None if the record lacks a reward.
+
+        A run without rewards and metrics keeps those of the record.
+        """
         options = self.agent.reward_options | {item.name: item.options for item in self.rewards}
         if not options:
             return sample

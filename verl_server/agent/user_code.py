@@ -13,6 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from verl_server.agent.limits import EpisodeStopped
 from verl_server.errors import DeadlineError
 
 Result = TypeVar("Result")
@@ -44,11 +45,11 @@ async def call_user_function(function: Callable[..., Any], *args: Any, **kwargs:
 async def await_user_code(awaitable: Awaitable[Any]) -> Any:
     """Wait for a coroutine of a user. `exit()`, for example in code of the policy, becomes an exception of the sample.
 
-    Cancellation and KeyboardInterrupt are raised unchanged.
+    Cancellation, EpisodeStopped and KeyboardInterrupt are raised unchanged.
     """
     try:
         return await awaitable
-    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+    except (Exception, EpisodeStopped, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # asyncio would end the event loop
         raise _as_exception(error) from error

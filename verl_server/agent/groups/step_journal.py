@@ -167,6 +167,8 @@ def parse_journal(path: Path, content: bytes, first_step: int, n: int) -> tuple[
             else:
                 log.apply(event)
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            if start == 0 and isinstance(error, BadInputError):
+                raise
             raise BadInputError(f"{path} is damaged at byte {start}: {error!r}. Use another run_dir") from error
         start = end + 1
     return log, start

@@ -267,14 +267,14 @@ class ChatRenderer:
         """The text of `turns`, of which the last turn has tool calls, and `results`, and where the turn ends in it.
 
         Some templates refuse results without calls, or read the names of the tools from the calls. The end marker is
-        the last control token of the turn, with the white space after it. None if there is no such token, or if the
+        a control token at the end of the turn, with the white space after it. None if there is no such token, or if the
         results change how the turn is rendered.
         """
         key, text = orjson.dumps([turns, tools]), self._apply_template([*turns, *results], tools)
         turn, end = self._turns.get(key, (None, None))
         if turn is None or not text.startswith(turn):  # a template may write the present date
             turn = self._apply_template(turns, tools, add_generation_prompt=False)
-            end = self._control_tokens.find_last(turn)
+            end = self._control_tokens.find_end(turn)
             end = end if end > turn.rfind(ASSISTANT_PLACEHOLDER) else None
             if len(self._turns) >= MAX_CACHED_TURNS:
                 self._turns.clear()

@@ -30,6 +30,7 @@ class ControlTokens:
             *map(str, getattr(tokenizer, "all_special_tokens", ())),
             *(token.content for token in added if token.special),
         }
+        self._special_names = special - {""}
         self._can_split = _keeps_parts(tokenizer)
         self._special, self._all = _starts_of(special), _starts_of({*special, *(token.content for token in added)})
 
@@ -72,9 +73,10 @@ class ControlTokens:
             "programs; remove these characters"
         )
 
-    def find_last(self, text: str) -> int:
-        """The offset of the last special token in a text. -1 if there is none."""
-        return max((match.start() for match in self._special.finditer(text)), default=-1)
+    def find_end(self, text: str) -> int:
+        """The offset of the special token with which a text ends, before white space. -1 if it ends with other text."""
+        text = text.rstrip()
+        return min((len(text) - len(name) for name in self._special_names if text.endswith(name)), default=-1)
 
     def mark_text(self, text: str) -> tuple[str, str]:
         """A text from outside with marks, and the mark, as in the result of a tool."""

@@ -148,8 +148,7 @@ class TemplateReference:
         shown = text.rfind(turn.calls[-1][1] if turn.calls else turn.content)
         if self._stop and (at := text.find(self._stop, shown)) >= 0:
             return text[: at + len(self._stop)]
-        at = self._control_tokens.find_last(text)
-        return text.rstrip() if at > shown and len(self._renderer.encode(text[at:].rstrip())) == 1 else ""
+        return text.rstrip() if self._control_tokens.find_end(text) > shown else ""
 
     def _with_next_token(
         self,
