@@ -20,6 +20,7 @@ from verl_server.agent.episode_state import validate_episode_arguments
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.samples import Task, Turn
+from verl_server.agent.user_code import as_failure
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -171,6 +172,8 @@ class ChatScheduler:
             turn = await episode.generate(messages, **sampling_params)
         except (Exception, EpisodeStopped) as failure:  # noqa: BLE001 - the callback handles the failure
             error = failure  # the episode ends where it ended before, so the same messages can be submitted again
+        except asyncio.CancelledError as cancellation:
+            error = as_failure(cancellation)
         finally:
             conversation.has_running_turn = False
             self._num_requests[conversation.server] -= 1
@@ -178,5 +181,7 @@ class ChatScheduler:
             result = callback(turn, info, error)
             if inspect.isawaitable(result):
                 await result
+        except asyncio.CancelledError as cancellation:
+            self._callback_errors.append(as_failure(cancellation))
         except Exception as failure:  # noqa: BLE001 - raised by `join`
             self._callback_errors.append(failure)

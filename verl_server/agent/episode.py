@@ -67,8 +67,9 @@ class Episode:
         self._state = EpisodeState(task.id, record, limits)
         self._generate, self._renderer = generate, renderer
         self._sampling_params = dict(sampling_params)
-        self._branches: list[Episode] = [self]
-        """All branches of the episode that were not adopted."""
+        self._first: Episode | None = None  # None in the first branch, which must not refer to itself
+        self._branches: list[Episode] = []
+        """All other branches of the episode."""
         self._start_branch("", None, ForkReason.RETRY)
         self.stop_reason: str | None = None
         """Why the episode stopped: `done`, `error`, or the name of a limit. None while the episode runs."""
@@ -131,7 +132,8 @@ class Episode:
     def segments(self) -> tuple[Segment, ...]:
         """The paths of all branches that are trained. Those without a turn and with the weight 0 are left out."""
         ends: list[tuple[int | None, float]] = []
-        for branch in self._branches:  # a turn of several paths is trained with the first of them
+        branches = [branch for branch in (self._first or self, *self._branches) if not branch._is_adopted]
+        for branch in branches:  # a turn of several paths is trained with the first of them
             end = [(branch.leaf, branch.weight)] if branch._cursor.has_turns else []
             ends += [*branch._left_paths, *end]
         return find_segments(self.graph, ends)
@@ -181,12 +183,12 @@ class Episode:
         self._cursor.has_turns = end.has_turns
         self.messages, self.tools = branch.messages, branch.tools
         branch._is_adopted = True
-        self._branches.remove(branch)
 
     def _new_branch(self, leaf: int | None, reason: ForkReason, weight: float) -> Self:
         if not isinstance(reason, ForkReason):
             raise BadInputError(f"reason must be a ForkReason, got {reason!r}; write ForkReason.SAMPLE, for example")
         branch = copy.copy(self)
+        branch._first = self._first or self
         name = f"{self._cursor.branch}.{self._num_forks}".removeprefix(".")
         self._num_forks += 1
         branch._start_branch(name, leaf, reason)

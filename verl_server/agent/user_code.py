@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from verl_server.agent.limits import EpisodeStopped
-from verl_server.errors import DeadlineError
+from verl_server.errors import DeadlineError, InfrastructureError
 
 Result = TypeVar("Result")
 
@@ -104,19 +104,28 @@ async def wait_uncancelled(awaitable: Awaitable[Result]) -> Result:
     return task.result()
 
 
-async def wait_until_done(task: asyncio.Task[Any], timeout_s: float) -> bool:
-    """Wait until `task` has ended. Cancel it if it does not end. Returns whether `timeout_s` seconds were exceeded.
+async def wait_within(future: asyncio.Future[Any], timeout_s: float) -> bool:
+    """Wait until `future` is done, at most `timeout_s` seconds. Returns whether they were exceeded.
 
     If another coroutine blocked the event loop at the end of the timeout, the wait is extended once by the seconds that
-    the event loop was blocked: `task` may have a result that arrived meanwhile and was not processed. A task that
-    ignores its cancellation still runs when this function returns.
+    the event loop was blocked: a result that arrived meanwhile may not be processed yet, and is then there also if the
+    timeout was exceeded.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
+    await asyncio.wait({future}, timeout=None if timeout_s >= NO_TIMEOUT_S else timeout_s)
+    if is_late := not future.done():
+        await asyncio.wait({future}, timeout=max(loop.time() - deadline, 0.0))
+    return is_late
+
+
+async def wait_until_done(task: asyncio.Task[Any], timeout_s: float) -> bool:
+    """Wait until `task` has ended. Cancel it if it does not end. Returns whether `timeout_s` seconds were exceeded.
+
+    See `wait_within`. A task that ignores its cancellation still runs when this function returns.
+    """
     try:
-        await asyncio.wait({task}, timeout=None if timeout_s >= NO_TIMEOUT_S else timeout_s)
-        if is_late := not task.done():
-            await asyncio.wait({task}, timeout=max(loop.time() - deadline, 0.0))
+        is_late = await wait_within(task, timeout_s)
     finally:
         if task.cancel():
             await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
@@ -169,7 +178,14 @@ def _call_in_thread(function: _Call) -> None:
         calls = _IDLE_THREADS.pop()
     except IndexError:
         calls = queue.SimpleQueue()
-        threading.Thread(target=_serve_calls, args=(calls,), name="verl-server-agent", daemon=True).start()
+        thread = threading.Thread(target=_serve_calls, args=(calls,), name="verl-server-agent", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise InfrastructureError(
+                f"{error}: this process has {threading.active_count()} threads; make the tools and rewards coroutine "
+                "functions, or pass a smaller max_concurrency"
+            ) from error
     calls.put(function)
 
 

@@ -8,7 +8,6 @@ written, for example because the disk is full, leaves no part of it in the file,
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,9 +18,10 @@ from typing import Any, Self, Unpack
 
 import orjson
 
-from verl_server.errors import BadInputError, ServerBusyError
+from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.inputs import require_same_inputs
+from verl_server.trajectory.locked_files import close_locked, open_locked
 from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
 from verl_server.types import Json
 
@@ -67,7 +67,7 @@ class Recorder:
             if num_bytes == 0:
                 self._write({"format": FILE_FORMAT, "session_id": session_id, DIGESTS_KEY: self.graph.inputs})
         except BaseException:
-            os.close(self._fd)
+            close_locked(self._fd)
             raise
 
     def add_node(self, parent: int | None, token_ids: Sequence[int], **fields: Unpack[NodeFields]) -> Node:
@@ -130,7 +130,7 @@ class Recorder:
     def close(self) -> None:
         """Close the file. Calling this a second time has no effect."""
         if self._fd >= 0:
-            os.close(self._fd)
+            close_locked(self._fd)
             self._fd = -1
 
     def __enter__(self) -> Self:
@@ -140,23 +140,6 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def open_locked(path: Path, busy: str) -> int:
-    """Open a file that one process at a time may write, or create it. Returns its descriptor, which holds the lock.
-
-    Raises ServerBusyError with the message `busy` if the file is open elsewhere, and OSError.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise ServerBusyError(busy) from None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def session_file(run_dir: Path | str, session_id: str) -> Path:

@@ -70,3 +70,5 @@ async def stream_groups(
                 running.notify()
             if failure is not None:
                 raise failure
+        if running.failure is not None:  # of a group that ended while the caller used the last groups
+            raise running.failure

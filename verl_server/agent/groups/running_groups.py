@@ -68,6 +68,11 @@ class RunningGroups:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
+    def failure(self) -> BaseException | None:
+        """The exception of a group, of the tasks or of `on_finished`, after which no other group starts."""
+        return self._failure
+
+    @property
     def num_running(self) -> int:
         """Number of groups that run, or that a filter examines."""
         return len(self._groups)
@@ -79,7 +84,7 @@ class RunningGroups:
     async def wait(self) -> BaseException | None:
         """Return when something has happened since the last call: a group has finished, or there are no more tasks.
 
-        Returns the exception of a group, of the tasks or of `on_finished`, after which no other group starts.
+        Returns `failure`.
         """
         await self._has_news.wait()
         self._has_news.clear()
@@ -111,7 +116,9 @@ class RunningGroups:
                 elif number is not None and self._reading is None:
                     self._reading = asyncio.create_task(self._read(number))
                 await self._may_start.wait()
-        except Exception as failure:  # noqa: BLE001 - returned by `wait`
+        except asyncio.CancelledError:
+            raise
+        except BaseException as failure:  # noqa: BLE001 - returned by `wait`
             self._fail(failure)
 
     async def _read(self, number: int) -> None:
@@ -122,7 +129,9 @@ class RunningGroups:
                 if self._runner.failures is not None:
                     self._runner.failures.end_tasks()
                 self._has_news.set()
-        except Exception as failure:  # noqa: BLE001 - returned by `wait`
+        except asyncio.CancelledError:
+            raise
+        except BaseException as failure:  # noqa: BLE001 - returned by `wait`
             self._fail(failure)
         finally:
             self._reading = None
@@ -138,7 +147,7 @@ class RunningGroups:
             if self._groups.get(request.number) is current and not self._closing.is_set():
                 self._fail(RuntimeError(f"the group of task {request.task.id!r} was cancelled from outside"))
             raise
-        except Exception as failure:  # noqa: BLE001 - returned by `wait`
+        except BaseException as failure:  # noqa: BLE001 - returned by `wait`
             self._fail(failure)
         finally:
             if self._groups.get(request.number) is current:
@@ -147,5 +156,8 @@ class RunningGroups:
                 self._may_start.set()
 
     def _fail(self, failure: BaseException) -> None:
+        """Let `wait` return a failure. KeyboardInterrupt and SystemExit also end the event loop."""
         self._failure = self._failure or failure
         self._has_news.set()
+        if isinstance(failure, (KeyboardInterrupt, SystemExit)):
+            raise failure

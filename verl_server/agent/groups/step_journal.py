@@ -16,7 +16,7 @@ from pathlib import Path
 import orjson
 
 from verl_server.errors import BadInputError
-from verl_server.trajectory.recorder import open_locked
+from verl_server.trajectory.locked_files import close_locked, open_locked
 from verl_server.types import Json
 
 FILE_NAME = "steps.journal"
@@ -111,7 +111,7 @@ class StepJournal:
             if num_bytes == 0:
                 self._write({"format": FILE_FORMAT, "n": n})
         except BaseException:
-            os.close(self._fd)
+            close_locked(self._fd)
             raise
 
     def write_started(self, number: int, step: int, task_id: str) -> None:
@@ -149,7 +149,7 @@ class StepJournal:
         """Close the file. Calling this a second time has no effect."""
         with self._lock:
             if self._fd >= 0:
-                os.close(self._fd)
+                close_locked(self._fd)
                 self._fd = -1
 
 

@@ -107,14 +107,19 @@ class StepSchedule:
     def next_number(self) -> int | None:
         """Number of the group to be started next. None if no group may start now."""
         is_full = len(self._groups) - len(self._waiting) >= self._max_undelivered
-        for number in sorted(self._waiting):
-            step = self._groups[number].step
+        # Those that must be delivered first come first: a group that waits would hold back its step for ever.
+        for _, step, number in sorted(self._age_of(number) for number in self._waiting):
             is_young = self._can_be_delivered if step is None else step <= self._weights_step
             if is_young and (self.is_replaying or not is_full):
                 return number
         if self.is_replaying or self._waiting or self._are_tasks_exhausted or is_full:
             return None
         return self._next_number
+
+    def _age_of(self, number: int) -> tuple[bool, int | None, int]:
+        """The order of waiting groups: by the step in which they began. Groups that have not begun are last."""
+        step = self._groups[number].step
+        return step is None, step, number
 
     def start(self, number: int) -> Start:
         """The group is started."""

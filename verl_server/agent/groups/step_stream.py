@@ -69,6 +69,7 @@ class StepStream:
                 while (step := await self._next_step()) is not None:
                     with self._watch.body(is_asynchronous=options.max_staleness > 0):
                         yield step
+                    del step  # the caller may have dropped it, and the next step needs the memory
         finally:
             if self._journal is not None:
                 self._journal.close()

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from verl_server.agent.sandboxes.frames import FrameBuffer, encode_frame
 from verl_server.agent.sandboxes.sandbox import (
@@ -28,7 +29,7 @@ from verl_server.agent.sandboxes.sandbox import (
     not_running,
 )
 from verl_server.agent.sandboxes.sandbox_process import END_SIGNALS, START, remove_folder
-from verl_server.agent.user_code import call_user_function, wait_uncancelled
+from verl_server.agent.user_code import call_user_function, wait_uncancelled, wait_within
 from verl_server.errors import InfrastructureError
 from verl_server.types import Json
 
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 """Kinds of confinement whose lack was logged."""
 
+Result = TypeVar("Result")
 PROGRAM = Path(__file__).with_name("sandbox_main.py")
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 30.0
@@ -75,7 +77,7 @@ class LocalSandbox(Sandbox):
     async def start(self) -> None:
         self._begin()
         try:
-            reply, _ = await asyncio.wait_for(await self._launch(), START_TIMEOUT_S)
+            reply, _ = await _result_within(await self._launch(), START_TIMEOUT_S)
         except (OSError, TimeoutError) as error:
             with contextlib.suppress(OSError):
                 await self.close()
@@ -141,8 +143,7 @@ class LocalSandbox(Sandbox):
         future = self._replies[number] = asyncio.get_running_loop().create_future()
         self._writer.write(encode_frame(message, request.stdin))
         try:
-            async with asyncio.timeout(max_s):
-                reply, output = await future
+            reply, output = await _result_within(future, max_s)
         except TimeoutError:
             self._disconnect(f"it did not answer for {max_s:g} s")
             raise not_running(f"it did not answer for {max_s:g} s") from None
@@ -185,6 +186,14 @@ class LocalSandbox(Sandbox):
         if self._log is None:
             return ""
         return os.pread(self._log, os.fstat(self._log).st_size, 0)[-2000:].decode("utf-8", "replace")
+
+
+async def _result_within(future: asyncio.Future[Result], timeout_s: float) -> Result:
+    """The result of a future, also if the event loop was blocked while it arrived. Raises TimeoutError."""
+    await wait_within(future, timeout_s)
+    if not future.done():
+        raise TimeoutError
+    return future.result()
 
 
 @contextlib.contextmanager

@@ -165,4 +165,22 @@ def _starts_of(tokens: Iterable[str]) -> re.Pattern[str]:
     rests = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
     if not rests:
         return re.compile(r"(?!)")
-    return re.compile("|".join(f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in rests))
+    by_first: dict[str, set[str]] = {}
+    for token in rests:
+        by_first.setdefault(token[0], set()).add(token[1:])
+    return re.compile("|".join(f"{re.escape(first)}(?={_any_of(others)})" for first, others in by_first.items()))
+
+
+def _any_of(texts: set[str]) -> str:
+    """A pattern that finds the beginning of any of the texts, in which their common beginnings occur once.
+
+    Tokenizers have thousands of tokens such as `<unused1>`.
+    """
+    if len(texts) == 1:
+        return re.escape(*texts)
+    by_first: dict[str, set[str]] = {}
+    for text in texts:
+        by_first.setdefault(text[:1], set()).add(text[1:])
+    if "" in by_first:
+        return ""
+    return "|".join(f"{re.escape(first)}(?:{_any_of(others)})" for first, others in by_first.items())

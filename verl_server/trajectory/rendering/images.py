@@ -120,7 +120,10 @@ def _read(source: str) -> bytes:
     if source.startswith(DATA_PREFIX):
         _, _, encoded = source.partition(",")
     elif len(source) <= MAX_PATH_CHARACTERS and (os.path.exists(source) or not _is_base64(source)):
-        return Path(source).expanduser().read_bytes()
+        path = Path(source).expanduser()
+        if path.exists() and not path.is_file():  # a pipe or a device may never end
+            raise BadInputError(f"the image {shorten(source)} is no regular file")
+        return path.read_bytes()
     else:
         encoded = source
     try:

@@ -1,0 +1,51 @@
+"""Files that one process at a time may write."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from verl_server.errors import ServerBusyError
+
+_LOCKED: set[int] = set()
+"""Descriptors of the files that this process has locked."""
+
+
+def _leave_locks() -> None:
+    """Give up the locks of the parent in a forked process, for example in a pool of processes for rewards.
+
+    A lock belongs to all processes that have inherited it. The numbers of the descriptors stay in use.
+    """
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in _LOCKED:
+        os.dup2(null, fd, inheritable=False)
+    os.close(null)
+    _LOCKED.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks)
+
+
+def close_locked(fd: int) -> None:
+    """Close a file that `open_locked` has opened."""
+    _LOCKED.discard(fd)
+    os.close(fd)
+
+
+def open_locked(path: Path, busy: str) -> int:
+    """Open a file that one process at a time may write, or create it. Returns its descriptor, which holds the lock.
+
+    Raises ServerBusyError with the message `busy` if the file is open elsewhere, and OSError.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise ServerBusyError(busy) from None
+    except BaseException:
+        os.close(fd)
+        raise
+    _LOCKED.add(fd)
+    return fd
