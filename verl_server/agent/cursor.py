@@ -34,7 +34,7 @@ class Cursor:
         """Whether the branch has a turn of its own with a token."""
 
     def add_context(self, token_ids: Sequence[int], message: Json) -> None:
-        """Record tokens that the policy did not sample, or move to the node with the same tokens, if there is one."""
+        """Record tokens that the policy did not sample, or move to their node (`EpisodeState.find_context`)."""
         if (node := self._state.find_context(self.leaf, self.branch, token_ids, message)) is None:
             self._add_node(token_ids, sampled=False, message=message)
         else:
@@ -74,9 +74,9 @@ class Cursor:
         )
 
     async def request_turn(self, generate: GenerateFn, renderer: ChatRenderer, params: Json) -> Json:
-        """The reply to a request for a turn after the path, with as many tokens as the limits leave.
+        """Request a turn after the path and return the reply, which `add_turn` records.
 
-        `params`: the sampling parameters of the turn.
+        `params`: the sampling parameters of the turn. `max_new_tokens` is at most what the limits leave.
         """
         leaf, session_id = self.leaf, self._graph.session_id
         remaining, limit = self._state.remaining_tokens(leaf)
@@ -94,7 +94,8 @@ class Cursor:
     def _prompt_fields(self, renderer: ChatRenderer) -> Json:
         """The fields of a request that give SGLang the path as its prompt.
 
-        A path with images has one placeholder for each image, which SGLang expands, and the bytes of the images.
+        For a path with images, the request has one placeholder for each image, which SGLang expands, and the bytes of
+        the images.
         """
         assert self.leaf is not None
         token_ids = self._graph.token_ids(self.leaf)

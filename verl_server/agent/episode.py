@@ -82,7 +82,7 @@ class Episode:
         self._left_paths: list[tuple[int | None, float]] = []
         """Last node and weight of each path that this branch has left by `adopt`."""
         self._num_forks = 0
-        """Number of branches that were forked from this branch."""
+        """Number of branches that `fork` and `new_root` made from this branch."""
         self._is_generating = self._is_adopted = False
 
     @property
@@ -125,12 +125,12 @@ class Episode:
 
     @property
     def num_context_tokens(self) -> int:
-        """Number of tokens of this branch's path so far: of the next prompt without new messages."""
+        """Number of tokens of this branch's path so far. The next prompt has at least as many tokens."""
         return 0 if self.leaf is None else self.graph.num_tokens(self.leaf)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The paths of all branches that are trained. Those without a turn and with the weight 0 are left out."""
+        """The trained paths: of all branches, and those left by `adopt`, without those of no turn or of the weight 0."""
         ends: list[tuple[int | None, float]] = []
         branches = [branch for branch in (self._first or self, *self._branches) if not branch._is_adopted]
         for branch in branches:  # a turn of several paths is trained with the first of them
@@ -166,10 +166,11 @@ class Episode:
         return branch
 
     def adopt(self, branch: Episode) -> None:
-        """Continue at the end of `branch`, which cannot be used any more.
+        """Continue at the end of `branch`, with the weight, messages and tools of `branch`.
 
-        The tokens that this branch leaves are trained with its present `weight`. Raises BadInputError for a branch of
-        another episode or of itself, and while one of the two is generating a turn.
+        `branch` cannot be used any more. The tokens that this branch leaves are trained with the weight that this
+        branch had. Raises BadInputError for a branch of another episode or of itself, and while one of the two is
+        generating a turn.
         """
         if not isinstance(branch, Episode) or branch._state is not self._state or branch is self:
             raise BadInputError("adopt needs another branch of this episode: one that its fork or new_root returned")
@@ -201,9 +202,10 @@ class Episode:
     def add_messages(self, messages: Sequence[Message]) -> None:
         """Append messages from the environment (user, tool, system). The first call adds the first prompt.
 
-        Tool results after the first prompt are truncated to `max_tool_tokens`. Raises EpisodeStopped if messages after
-        the first prompt do not fit into the limits; the path then ends with the last turn. Raises BadInputError for
-        messages that the renderer refuses, and while this branch is generating a turn.
+        Images are decoded in the event loop. `generate(messages)` decodes images in a thread. Tool results after the
+        first prompt are truncated to `max_tool_tokens`. Raises EpisodeStopped if messages after the first prompt do not
+        fit into the limits; the path then ends with the last turn. Raises BadInputError for messages that the renderer
+        refuses, and while this branch is generating a turn.
         """
         self._require_idle()
         self._append(read_images(messages, self._renderer))

@@ -143,7 +143,7 @@ class EpisodeState:
         self._num_turns += 1
 
     def fail_turn(self) -> None:
-        """A turn that was begun has brought no tokens, and does not count."""
+        """Take back `begin_turn`: the turn has no tokens."""
         self._num_turns -= 1
 
     async def run_request(self, request: Coroutine[Any, Any, Json]) -> Json:

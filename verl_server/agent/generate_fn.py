@@ -132,7 +132,7 @@ async def await_reply(reply: Any) -> Json:
 
 
 async def generate_whole_turn(generate: GenerateFn, *, rid: str, session_id: str, **request: Any) -> Json:
-    """Call `generate` until its reply is complete. A reply is partial if a weight update aborted the generation.
+    """Call `generate` until its reply is complete. A reply that a weight update aborted is discarded.
 
     Raises DeadlineError if that lasts for `ABORT_TIMEOUT_S`, and BadInputError that names
     `RolloutLimits.max_context_tokens` if the server's context length is too small.
@@ -157,7 +157,10 @@ class _AbortPauses:
         self._last_abort = time.monotonic()
 
     async def wait(self, num_tokens: int) -> None:
-        """Wait before the next attempt. `num_tokens`: number of tokens so far. Raises DeadlineError, see the module."""
+        """Wait before the next attempt. `num_tokens`: number of tokens so far.
+
+        Raises DeadlineError after `ABORT_TIMEOUT_S` without a new token or an attempt of `LONG_ATTEMPT_S`.
+        """
         now, last, self._last_abort = time.monotonic(), self._last_abort, time.monotonic()
         if num_tokens > self._num_tokens or now - last > LONG_ATTEMPT_S:
             self._num_tokens, self._delay_s, self._deadline = num_tokens, FIRST_RETRY_DELAY_S, now + ABORT_TIMEOUT_S

@@ -27,8 +27,8 @@ class RolloutLimits:
     truncated; the episode goes on."""
     max_context_tokens: int | None = None
     """Maximum number of tokens of prompt plus response. None: a runner takes the context length of its engine, less 6
-    tokens that SGLang reserves, if the engine can be asked. Otherwise set it to this number: an episode then stops at
-    this limit, and does not fail at the context length of the server."""
+    tokens that SGLang reserves, if the engine can be asked. For an engine that cannot be asked, pass the context length
+    less 6: an episode then stops at this limit, and does not fail at the context length of the server."""
 
     def __post_init__(self) -> None:
         for name in ("max_response_tokens", "max_turns", "max_tool_tokens", "max_context_tokens"):

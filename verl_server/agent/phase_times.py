@@ -18,7 +18,7 @@ class Phase(enum.StrEnum):
     """A phase of a sample. Phases of concurrent branches and calls are summed, so they can exceed the duration."""
 
     QUEUE = "queue"
-    """Waiting for the concurrency of the runner."""
+    """Waiting until `max_concurrency` admits the sample."""
     SETUP = "setup"
     """Setup and teardown of the environment."""
     GENERATE = "generate"

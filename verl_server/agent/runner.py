@@ -48,15 +48,17 @@ class RolloutRunner:
 
     `n`: number of samples of each task. `reward`: called with every finished sample that did not fail, beside the
     rewards of the environment; if it raises an exception, the sample fails. `group_filter`: decides which groups are
-    yielded: a function, or "has_variance" for groups whose rewards differ. None keeps all groups. `max_staleness`: for
-    `steps` only. `run_dir`: directory of the recorded sessions, which is created; it belongs to one call of `run`, or
-    to the steps of one training run. None keeps sessions in memory only. `max_concurrency`: maximum number of samples
-    whose episode runs at a time; as many others are set up or get their rewards. `max_attempts`: maximum number of
-    attempts at a sample that fails with `InfrastructureError`.
+    yielded: a function, or "has_variance" for groups whose rewards differ. None keeps all groups. `max_staleness`:
+    maximum number of steps between the start and the delivery of a sample, for `steps` only. `run_dir`: directory of
+    the recorded sessions, which is created; it belongs to one call of `run`, or to the steps of one training run. None
+    keeps sessions in memory only. `max_concurrency`: maximum number of samples whose episode runs at a time; with an
+    `Environment`, as many more samples are set up or get their rewards. `max_attempts`: maximum number of attempts at a
+    sample that fails with `InfrastructureError`.
 
     Raises BadInputError for an argument of a wrong type or value, for a `run_dir` in which no file can be created, for
-    a chat template that drops the results of tools, and for an engine that does not tell what is missing; and the
-    errors of `get_renderer` and of the request to the engine.
+    a chat template that drops the results of tools, for `renderer=None` with an engine that cannot be asked for its
+    tokenizer, and for limits without a maximum number of tokens with an engine that cannot be asked for its context
+    length; and the errors of `get_renderer` and of the request to the engine.
     """
 
     def __init__(
@@ -111,7 +113,8 @@ class RolloutRunner:
         """Yield a group of `n` samples for each task, in the order in which the groups finish.
 
         `tasks`: an iterable or an asynchronous iterable. A task is read when a sample can run, so the tasks may be
-        endless. If the groups are not taken, `2 * max_concurrency` samples wait, and no more tasks are read.
+        endless. If the groups are not taken, no more tasks are read when `2 * max_concurrency` samples wait (with an
+        `Environment`: `4 * max_concurrency`). Samples that run then still finish.
 
         A sample whose agent loop or reward raises an exception has the stop reason `error` and the reward None, and the
         other samples go on. If the first sample of each of the first 8 tasks fails with the same type of exception at

@@ -116,7 +116,8 @@ class Sample:
     summed."""
     segments: Sequence[Segment] = ()
     """Paths that are trained, for example those before and after a compaction, and those of sub-agents. Each sampled
-    token is in at least one of them, unless its branch has the weight 0."""
+    token is in at least one of them, unless its branch has the weight 0 or a later attempt at the sample has left its
+    path."""
 
     @property
     def paths(self) -> list[tuple[TrajectoryGraph, int]]:
@@ -166,7 +167,7 @@ class SampleGroup:
 def find_finished_sample(task: Task, index: int, graph: TrajectoryGraph, *, with_failed: bool = False) -> Sample | None:
     """The sample of a recorded session. None if the session has no termination.
 
-    Also None if the sample failed, except `with_failed`.
+    Also None if the sample failed, unless `with_failed` is True.
     """
     if not graph.terminations:
         return None

@@ -30,7 +30,7 @@ class ForkReason(enum.StrEnum):
     COMPACTED = "compacted"
     """The history was replaced by a shorter history."""
     SUB_AGENT = "sub_agent"
-    """Another agent started from this point."""
+    """The path of another agent, for example one with a first prompt of its own."""
     RETRY = "retry"
     """The turn was sampled again after a failure."""
 
@@ -62,7 +62,9 @@ class Node:
     spans: tuple[Span, ...] = ()
     """Weight versions of the sampled tokens, without gaps."""
     message: Json | None = None
-    """Content of the tokens as text, for people and tools. It is never tokenized again."""
+    """What the tokens contain: `{"messages": [...]}` of a prompt, `{"role": "assistant", "content": ...}` of a turn, or
+    `{"appended_text": ...}`. `TrajectoryGraph.images` and the search for recorded prompts read it. Its text is never
+    tokenized again."""
     fork_reason: ForkReason | None = None
     """Why this node is an alternative to an earlier child of the same parent."""
     finish_reason: str | None = None
@@ -70,8 +72,8 @@ class Node:
     routed_experts: str | None = None
     """Routed experts of the tokens, as the engine sent them (base64)."""
     branch: str = ""
-    """Branch of the episode that added the node: empty for the first branch, "0" for the first branch that it forked,
-    "0.1" for the second branch that this one forked, and so on."""
+    """Branch of the episode that added the node: empty for the first branch, "0" for the first branch that it made
+    (`fork`, `new_root`), "0.1" for the second branch that the branch "0" made, and so on."""
 
 
 class NodeFields(TypedDict, total=False):

@@ -1,6 +1,6 @@
 """The inputs of a vision-language model for recorded paths: what a trainer's forward pass needs beside the token ids.
 
-Models of the Qwen-VL families work so: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, and those that are built like these.
+`rendering/vision_renderer.py` names the families of models.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Environments: the state, the rewards and the life of one sample."""
+"""Environments: the state, the rewards, the setup and the teardown of one sample."""

@@ -1,4 +1,4 @@
-"""`Environment`: state, tools, rewards and life of one sample in one class."""
+"""`Environment`: state, tools, rewards, setup and teardown of one sample in one class."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ RETRY_DELAY_S = 1.0
 
 
 class Environment(AgentLoop):
-    """State, tools, rewards and life of one sample. The runner makes an instance for each attempt at a sample.
+    """State, tools, rewards, setup and teardown of one sample.
 
-    A subclass has methods with the decorators `tool` and `reward`. `run` says how the agent acts: by default it calls
-    tools until a turn has no call. A subclass with a constructor of its own calls `super().__init__(task)`; what takes
-    time, for example the start of a container, belongs into `setup`.
+    The runner makes an instance for each attempt at a sample. A subclass has methods with the decorators `tool` and
+    `reward`. `run` says how the agent acts: by default it calls tools until a turn has no call. A subclass with a
+    constructor of its own calls `super().__init__(task)`; what takes time, for example the start of a container,
+    belongs into `setup`.
     """
 
     setup_timeout_s: ClassVar[float] = 300.0

@@ -37,12 +37,12 @@ class CommonFailure:
         """Whether a sample has succeeded, or the comparison is done."""
 
     def start(self, number: int) -> None:
-        """The samples of the task with this number are started."""
+        """Note that the samples of the task with this number are started."""
         if len(self._numbers) < NUM_COMPARED_SAMPLES and number not in self._numbers:
             self._numbers.append(number)
 
     def end_tasks(self) -> None:
-        """There are no more tasks than those that were started."""
+        """Note that there are no more tasks than those that were started."""
         self._are_all_tasks_known = True
         self._compare()
 

@@ -30,9 +30,9 @@ class RunnerCounters:
     num_failed_samples: int = 0
     """Number of finished samples with the stop reason `error`."""
     num_turns: int = 0
-    """Number of generated turns."""
+    """Number of replies of the engine, also of those that a weight update aborted."""
     num_sampled_tokens: int = 0
-    """Number of tokens that the policy sampled."""
+    """Number of tokens in these replies."""
 
 
 def session_ids(group: str, n: int) -> list[str]:
@@ -72,8 +72,8 @@ class FinishedGroup:
 class GroupRunner:
     """Runs groups of `n` samples for one iterator of a `RolloutRunner`.
 
-    `max_concurrency`: maximum number of samples whose episode runs at a time. Samples with an environment: as many more
-    are set up or get rewards. `logs_common_failure`: whether a failure of all samples is logged.
+    `max_concurrency`: maximum number of samples whose episode runs at a time. With an `Environment`, as many more
+    samples are set up or get their rewards. `logs_common_failure`: whether a failure of all samples is logged.
     """
 
     def __init__(

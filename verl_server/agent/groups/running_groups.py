@@ -13,14 +13,14 @@ from verl_server.agent.samples import Task
 
 
 class Schedule(Protocol):
-    """Decides which group is started next. It does no I/O."""
+    """Decides which group is started next: a `StreamSchedule`, or a `StepStream`, which asks its `StepSchedule`."""
 
     def next_number(self) -> int | None:
         """Number of the task whose group is to be started now. None if no group may start."""
         ...
 
     def start(self, number: int, task: Task) -> GroupRequest:
-        """The group of this task is started."""
+        """Note that the group of this task is started. Returns the group."""
         ...
 
     def end_tasks(self, number: int) -> None:
@@ -78,7 +78,7 @@ class RunningGroups:
         return len(self._groups)
 
     def notify(self) -> None:
-        """The schedule may allow another group."""
+        """Look again whether the schedule allows a group."""
         self._may_start.set()
 
     async def wait(self) -> BaseException | None:

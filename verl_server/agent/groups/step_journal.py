@@ -67,7 +67,7 @@ class StepLog:
             self._settle([] if step >= self.first_step else numbers)
 
     def _settle(self, numbers: Sequence[int]) -> None:
-        """These groups are not needed any more."""
+        """Forget groups that are not needed any more."""
         self.settled.update(numbers)
         for number in [number for number in self.settled if number not in (0, self.num_started - 1)]:
             self.started.pop(number, None)

@@ -101,7 +101,7 @@ class StepSchedule:
     # -- starting -----------------------------------------------------------------------------------
 
     def open_step(self) -> None:
-        """The weights were updated after the last delivery."""
+        """Note that the weights were updated after the last delivery."""
         self._weights_step = self.step
 
     def next_number(self) -> int | None:
@@ -122,7 +122,7 @@ class StepSchedule:
         return step is None, step, number
 
     def start(self, number: int) -> Start:
-        """The group is started."""
+        """Note that the group is started."""
         group = self._groups.setdefault(number, _Group(None, 0))
         is_new = group.step is None
         step = self._weights_step if group.step is None else group.step
@@ -150,12 +150,12 @@ class StepSchedule:
     # -- finishing ----------------------------------------------------------------------------------
 
     def finish(self, number: int) -> None:
-        """The group has finished, and can be delivered."""
+        """Note that the group has finished and can be delivered."""
         self._groups[number].state = GroupState.FINISHED
         self._num_finished[self._started_step(number)] += 1
 
     def drop(self, number: int) -> None:
-        """The group is not used."""
+        """Remove a group from the schedule."""
         group = self._groups.pop(number)
         self._waiting.discard(number)
         if group.step is not None:

@@ -43,7 +43,7 @@ class StepOptions:
 
 
 class StepStream:
-    """The steps of one call of `RolloutRunner.steps`. Iterate `steps()` once."""
+    """The steps of one call of `RolloutRunner.steps`, and the `Schedule` of its groups. Iterate `steps()` once."""
 
     def __init__(self, options: StepOptions, tasks: Tasks, runner: GroupRunner) -> None:
         self._options, self._tasks, self._runner = options, tasks, runner
@@ -150,7 +150,7 @@ class StepStream:
         self._source.release(finished.request.number)
 
     def _forget(self, number: int) -> None:
-        """A group was delivered, or is abandoned."""
+        """Forget a group that was delivered or is abandoned."""
         self._running.cancel(number)
         self._finished.pop(number, None)
 

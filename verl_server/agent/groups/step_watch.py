@@ -44,13 +44,13 @@ class StepWatch:
         return len(self._failed) >= MAX_FAILED_GROUPS and len(self._failed) * self._n >= MAX_FAILED_SAMPLES
 
     def record_failure(self, finished: FinishedGroup) -> None:
-        """All samples of a group have failed."""
+        """Count a group whose samples have all failed."""
         self._failed.append(finished)
         self._last_failure = finished.failure
         self._num_failed += 1
 
     def record_success(self) -> list[int]:
-        """A sample has succeeded. Returns the numbers of the groups whose failure is therefore their own."""
+        """Note that a sample has succeeded. Returns the numbers of the groups whose failure is therefore their own."""
         numbers = [failed.request.number for failed in self._failed]
         self._has_success = True
         self._failed.clear()
@@ -80,7 +80,7 @@ class StepWatch:
         self._rejected_rewards.clear()
 
     def record_rejected(self, group: SampleGroup) -> None:
-        """The filter has rejected a group."""
+        """Count a group that the filter has rejected."""
         self._num_rejected += 1
         rewards = [sample.reward for sample in group.samples if sample.reward is not None]
         self._rejected_rewards.append(fmean(rewards) if rewards else float("nan"))

@@ -107,7 +107,7 @@ class LocalSandbox(Sandbox):
                 self._log = None
 
     async def _launch(self) -> asyncio.Future[tuple[Json, bytes]]:
-        """Start the processes. The future has their first message."""
+        """Start the processes. The result is a future of their first message, the answer to the start."""
         # The launcher makes the folder: a trainer that is killed here would leave a folder without an owner.
         folder = Path(tempfile.gettempdir()).resolve() / f"verl-sandbox-{secrets.token_hex(8)}"
         self.folder, temporary = folder / "work", folder / "tmp"

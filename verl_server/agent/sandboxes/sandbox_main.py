@@ -2,8 +2,9 @@
 
 Standard input is a socket of the trainer.
 
-The program makes the folder of the sandbox, starts the supervisor in new namespaces, waits for its end and removes the
-folder, also when the trainer was killed. It imports the standard library only; see `server/warden/warden_main.py`.
+The program makes the folder of the sandbox, starts the command server, in new namespaces if the kernel allows them,
+waits for its end and removes the folder, also when the trainer was killed. It imports the standard library only; see
+`server/warden/warden_main.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The processes of a local sandbox: launcher, namespaces, command server. Imports the standard library only.
 
-The launcher stays outside of the namespaces, so that it can remove the folder. Its child enters the namespaces, and the
-child of that child, the first process of the process namespace, becomes the command server. When one of them ends, the
-kernel ends the next one with SIGKILL, and with the command server all processes of the namespace.
+The launcher makes the folder of the sandbox and stays outside of the namespaces, so that it can remove the folder. Its
+child enters the namespaces, and the child of that child, the first process of the process namespace, becomes the
+command server. When one of them ends, the kernel ends the next one with SIGKILL, and with the command server all
+processes of the namespace.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from verl_server.agent.sandboxes.frames import FrameBuffer, encode_frame
 START = -1
 """Id of the answer to the start."""
 TRY_WITHOUT_NAMESPACES = 77
-"""Exit code if the kernel has namespaces and refuses the mounts in them."""
+"""Exit code if the kernel refuses namespaces, or the mounts in them."""
 SHARED_FOLDERS = ("/dev/shm", "/dev/pts")
 """Folders of the machine that commands may write if they have none of their own: programs need them."""
 END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
@@ -42,7 +43,7 @@ def main(folder: str) -> None:
 
     Makes `folder`, which must not exist, with the folders `work` and `tmp` in it, and removes it at the end.
     """
-    os.mkdir(folder, 0o700)  # the trainer has blocked the signals in END_SIGNALS for the start
+    os.mkdir(folder, 0o700)  # END_SIGNALS are blocked until the handlers are set (_blocked_signals in local_sandbox.py)
     try:
         for inner in ("work", "tmp"):
             os.mkdir(os.path.join(folder, inner))
@@ -99,7 +100,10 @@ def remove_folder(folder: str) -> None:
 
 
 def _fork(body: Callable[[], int]) -> int:
-    """Run `body` in a child, which dies with this process and ends with the exit code that `body` returns."""
+    """Run `body` in a child, which dies with this process and ends with the exit code that `body` returns.
+
+    Returns the id of the child.
+    """
     child = os.fork()
     if child:
         return child

@@ -71,7 +71,7 @@ def tool(
     `name`: name of the tool; None takes that of the function. `description`: text that the policy reads; None takes the
     docstring. `timeout_s`: maximum seconds per call. `max_result_tokens`: maximum number of tokens of a result; None
     takes `RolloutLimits.max_tool_tokens`. `truncate`: the part of a longer result that is cut out. `max_concurrency`:
-    maximum number of calls that run at a time in this process, over all samples; the time that a call waits for its
+    maximum number of calls that run at a time in this event loop, over all samples; the time that a call waits for its
     turn does not count against `timeout_s`. Raises BadInputError for an option of a wrong type or value.
     """
     if function is not None and not callable(function):

@@ -60,7 +60,7 @@ class ToolRegistry:
         return self._tools.get(name)
 
     def truncate_result(self, message: Message, renderer: ChatRenderer, limits: RolloutLimits) -> Message:
-        """The message, with at most as many tokens as its tool or the limits allow if it is the result of a tool."""
+        """The message. The result of a tool is truncated to the limit of its tool or else to `max_tool_tokens`."""
         content = message.get("content")
         if message.get("role") != "tool" or not isinstance(content, (str, list)):
             return message

@@ -100,7 +100,7 @@ class Tool(ABC):
 
     @property
     def slots(self) -> asyncio.Semaphore | None:
-        """Admits the calls that run at a time in this process. None without a limit."""
+        """Admits the calls that run at a time in this event loop. None without a limit."""
         return None
 
     @abstractmethod

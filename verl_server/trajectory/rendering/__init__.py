@@ -1,1 +1,12 @@
-"""Rendering of chat messages to token ids."""
+"""Rendering of chat messages to token ids.
+
+messages.py         which messages are valid, which images they contain, and the calls that are parsed from turns
+tokenizer.py        what a renderer needs of a tokenizer
+chat_renderer.py    `ChatRenderer`: messages with any chat template, turn by turn
+probes.py           the conversations with which `ChatRenderer` checks a chat template
+families.py         `FamilyRenderer`: messages of a known model family; `get_renderer`
+foreign_text.py     control tokens in the text of messages, which must not become control tokens
+truncation.py       truncation of long texts to a number of tokens
+images.py           images of messages: their bytes, and how they are sent to a server
+vision_renderer.py  `VisionRenderer`: messages with images
+"""

@@ -108,10 +108,10 @@ class ChatRenderer:
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
         """Token ids of the first prompt of a conversation. `tools`: JSON schemas of the tools.
 
-        The text of a control token in a message becomes ordinary tokens. Raises BadInputError for messages that are
-        invalid, that the template refuses, or whose content it does not show, for a tool whose name is neither in
-        what the template writes nor in a message. Raises UnsupportedError if the part that the template renders after
-        a turn depends on earlier turns when the template gets these tools.
+        The text of a control token becomes ordinary tokens, except in assistant messages: it stays a control token.
+        Raises BadInputError for messages that are invalid, that the template refuses or whose content it does not show,
+        and for a tool whose name the prompt does not contain. Raises UnsupportedError if the part that the template
+        renders after a turn depends on earlier turns when the template gets these tools.
         """
         validate_messages(messages)
         messages, mark = self._control_tokens.mark_messages(messages)
@@ -135,9 +135,9 @@ class ChatRenderer:
         They contain `messages`, the header of the next turn, and the end marker of the finished turn if the policy has
         not generated it. `turn_ids`: token ids of the finished turn. `preceding_ids`: token ids of the messages before
         that turn, in which a model family may have opened a thought. `tools`: JSON schemas of the tools, which some
-        templates write again. The text of a control token in a message becomes ordinary tokens. Raises BadInputError
-        for messages that are invalid, that the template or the model family refuses or does not show after a turn, and
-        for results that the template writes differently after tool calls.
+        templates write again. The text of a control token becomes ordinary tokens, except in assistant messages, as in
+        `render_prompt`. Raises BadInputError for messages that are invalid, that the template or the model family
+        refuses or does not show after a turn, and for results that the template writes differently after tool calls.
         """
         validate_messages(messages)
         messages, mark = self._control_tokens.mark_messages(with_call_ids(messages))
@@ -225,9 +225,9 @@ class ChatRenderer:
         return truncate_text(text, max_tokens, cut, self.encode_foreign, self._decode_all)
 
     def truncate_content(self, content: str | Sequence[Any], max_tokens: int, cut: str = "end") -> str | list[Any]:
-        """The content of a message with at most `max_tokens` tokens of text: a string, or a list of content parts.
+        """The content of a message (a string or a list of parts) whose text is truncated to `max_tokens` tokens.
 
-        The text parts of a list share `max_tokens` in their order. Images and other parts are kept unchanged.
+        Each cut adds `TRUNCATION_MARK`. The text parts share `max_tokens` in their order. Other parts are unchanged.
         """
         if isinstance(content, str):
             return self.truncate(content, max_tokens, cut)

@@ -133,7 +133,7 @@ class FamilyRenderer(ChatRenderer):
             self._family: Any = create_renderer(tokenizer, config)
             self._marking_tokenizer = _MarkingTokenizer(tokenizer)
             self._marking_family: Any = create_renderer(self._marking_tokenizer, config)
-            """Renders messages with marks, see `foreign_text`. It knows less about the tokens of each message."""
+            """Renders messages with marks, see `foreign_text`."""
         except Exception as error:
             raise UnsupportedError(f"this tokenizer is not of the family {family!r}: {error}") from error
 

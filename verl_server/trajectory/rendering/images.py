@@ -98,7 +98,7 @@ def _embed(part: Mapping[str, Any]) -> Mapping[str, Any]:
         return part
     value = part[key]
     url = image_data_url(value["url"] if isinstance(value, Mapping) else value)
-    open_image(url)
+    open_image(url)  # raises BadInputError for an image that cannot be decoded
     return {**part, key: {**value, "url": url} if isinstance(value, Mapping) else url}
 
 

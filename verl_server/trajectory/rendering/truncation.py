@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 MAX_CHARACTERS_PER_TOKEN = 16
-"""Upper bound of the characters of one token. Nearly all tokens of known vocabularies are shorter."""
+"""Assumed maximum number of characters of one token. A text of longer tokens is truncated to fewer tokens."""
 REPLACEMENT_CHARACTER = "\ufffd"
 """Character that tokenizers decode for an incomplete character."""
 TRUNCATION_MARK = " [cut]"

@@ -28,7 +28,7 @@ USERS: tuple[Message, ...] = tuple(
     for text in ("How many apples?", "And the pears then?", "Now the plums.", "Then all cherries.", "Last, the figs.")
 )
 FOREIGN_SLOT = "Read this note"
-"""Content that `with_control_tokens` replaces."""
+"""Content after which `with_text` inserts a text."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Conversation:
     is_cut_off: bool = False
     """Whether the turns end without the end marker, as turns that reached their maximum number of tokens."""
     has_foreign_text: bool = False
-    """Whether `FOREIGN_SLOT` is replaced by a text with control tokens."""
+    """Whether a text with control tokens is inserted after `FOREIGN_SLOT`."""
 
 
 def _result(content: str, call_id: str | None = None) -> Message:
