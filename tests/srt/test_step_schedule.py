@@ -47,7 +47,7 @@ class Run:
         self.start_all()
         if self.running and (choice % 4 or not self.schedule.is_ready):
             number = self.running.pop(choice // 4 % len(self.running))
-            if choice % 5 == 0 and not self.schedule.is_replaying:
+            if choice % 5 == 0 and not self.schedule.is_step_recorded:
                 self.schedule.drop(number)
                 self.log.apply({"dropped": number})
                 self.dropped.add(number)

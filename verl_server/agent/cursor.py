@@ -44,7 +44,7 @@ class Cursor:
     def replay_turn(self) -> Node | None:
         """Move to the recorded turn that continues the branch, if there is one."""
         assert self.leaf is not None
-        node = self._state.find_recorded_turn(self.leaf, self.branch)
+        node = self._state.take_recorded_turn(self.leaf, self.branch)
         if node is not None:
             self._move_to(node)
             self.has_turns |= bool(node.token_ids)

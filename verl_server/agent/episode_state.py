@@ -12,7 +12,7 @@ from verl_server.agent.generate_fn import require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.samples import Segment
-from verl_server.agent.user_code import NO_TIMEOUT_S, wait_until_done
+from verl_server.agent.user_code import NO_TIMEOUT_S, has_result, wait_until_done
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
@@ -29,7 +29,7 @@ def validate_episode_arguments(renderer: object, limits: object, sampling_params
     if not isinstance(renderer, ChatRenderer):
         got = type(renderer).__name__
         raise BadInputError(f"renderer must be a ChatRenderer, got {got}; pass get_renderer(tokenizer)")
-    if require_limits(limits).num_tokens_is_unlimited:
+    if not require_limits(limits).has_token_limit:
         raise BadInputError(
             "the number of tokens of an episode must be limited, for example: RolloutLimits(max_response_tokens=1024)"
         )
@@ -162,7 +162,7 @@ class EpisodeState:
                 self._requests.discard(task)
             if self._is_closed:  # a reply that arrived while the episode ended belongs to no segment
                 raise asyncio.CancelledError(CLOSED)
-            if not is_late or (task.done() and not task.cancelled() and task.exception() is None):
+            if not is_late or has_result(task):
                 reply = task.result()
                 opened.set_attribute("gen_ai.usage.output_tokens", len(reply["output_ids"]))
                 return reply
@@ -184,8 +184,11 @@ class EpisodeState:
                 return node
         return None
 
-    def find_recorded_turn(self, parent: int, branch: str) -> Node | None:
-        """The next turn of a branch that was recorded after `parent` before this episode started, or None."""
+    def take_recorded_turn(self, parent: int, branch: str) -> Node | None:
+        """The next turn of a branch that was recorded after `parent` before this episode started, or None.
+
+        Each turn is taken once.
+        """
         for child in self.graph.children(parent):
             node = self.graph.node(child)
             can_replay = child < self._num_recorded_nodes and child not in self._replayed_nodes

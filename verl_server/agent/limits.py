@@ -39,9 +39,9 @@ class RolloutLimits:
             require_seconds("RolloutLimits.timeout_s", self.timeout_s)
 
     @property
-    def num_tokens_is_unlimited(self) -> bool:
-        """Whether no limit concerns the number of tokens of an episode. Such limits are refused by an episode."""
-        return self.max_response_tokens is None and self.max_context_tokens is None
+    def has_token_limit(self) -> bool:
+        """Whether the number of tokens of an episode is limited. An `Episode` needs such a limit."""
+        return self.max_response_tokens is not None or self.max_context_tokens is not None
 
 
 class EpisodeStopped(BaseException):

@@ -61,7 +61,7 @@ class SampleSession:
     """Folder of the file. None keeps the session in memory."""
     inputs: Mapping[str, str]
     """Digests of the inputs of the sample."""
-    is_replay: bool = False
+    is_load_only: bool = False
     """Whether the recorded sample is loaded as it is, also if it has failed."""
 
 
@@ -100,11 +100,11 @@ class SampleRunner:
         try:
             recorder = Recorder(session.run_dir, session.id, inputs=session.inputs, sync=False)
         except ServerBusyError as error:  # another run has opened the record of this sample only
-            if session.is_replay:
+            if session.is_load_only:
                 raise
             return Sample(task, index, graph, None, "error", to_wire(error)), error
         with recorder:
-            if session.is_replay:
+            if session.is_load_only:
                 return self._load(task, index, recorder), None
             sample = find_finished_sample(task, index, recorder.graph)
             if sample is not None and (loaded := self._with_present_rewards(sample)) is not None:
@@ -171,7 +171,7 @@ class SampleRunner:
         graph = record if isinstance(record, TrajectoryGraph) else record.graph
         record.clear_rewards()  # those of an earlier attempt, which may have ended at another node
         try:
-            async with self.agent.alive(task) as agent:
+            async with self.agent.set_up(task) as agent:
                 with measure(Phase.QUEUE):
                     await slots.acquire()
                 try:

@@ -81,13 +81,17 @@ async def call_within(awaitable: Awaitable[Any], timeout_s: float, name: str) ->
     """
     task = create_user_task(awaitable)
     is_late = await wait_until_done(task, timeout_s)
-    has_result = task.done() and not task.cancelled() and task.exception() is None
-    if is_late and not has_result:
+    if is_late and not has_result(task):
         raise DeadlineError(f"{name} took longer than {timeout_s:g} s", operation=name, seconds=timeout_s)
     try:
         return task.result()
     except asyncio.CancelledError as cancellation:
         raise as_failure(cancellation) from None
+
+
+def has_result(task: asyncio.Task[Any]) -> bool:
+    """Whether a task has ended without an exception."""
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 async def wait_uncancelled(awaitable: Awaitable[Result]) -> Result:

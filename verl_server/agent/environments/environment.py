@@ -117,7 +117,7 @@ class Agent:
             )
 
     @contextlib.asynccontextmanager
-    async def alive(self, task: Task) -> AsyncIterator[AgentLoop]:
+    async def set_up(self, task: Task) -> AsyncIterator[AgentLoop]:
         """The agent loop of a sample. An environment is set up before the body and torn down after it in any case.
 
         Each attempt at the setup has an instance of its own. Raises the exception of the last attempt.

@@ -51,7 +51,7 @@ class GroupRequest:
     """Name of the group. The session of sample 3 is called `NAME-3`."""
     run_dir: Path | None
     """Folder of the recorded sessions. None keeps the sessions in memory."""
-    is_replay: bool = False
+    is_load_only: bool = False
     """Whether the samples are recorded, and are only loaded."""
 
     def session_ids(self, n: int) -> list[str]:
@@ -85,11 +85,13 @@ class GroupRunner:
         *,
         logs_common_failure: bool,
     ) -> None:
-        self.n, self.max_live = n, max_concurrency * (2 if samples.agent.environment is not None else 1)
+        self.n = n
+        self.max_admitted_samples = max_concurrency * (2 if samples.agent.environment is not None else 1)
+        """Maximum number of samples that are set up, run, or get their rewards."""
         self._samples, self._counters = samples, counters
         self.on_sample: Callable[[], None] = lambda: None
         """Called when a sample has finished or was cancelled."""
-        self._live, self._slots = asyncio.Semaphore(self.max_live), asyncio.Semaphore(max_concurrency)
+        self._admission, self._slots = asyncio.Semaphore(self.max_admitted_samples), asyncio.Semaphore(max_concurrency)
         self.failures = CommonFailure(n) if logs_common_failure else None
         self.num_unfinished_samples = 0
         """Number of samples of started groups that have not finished."""
@@ -99,7 +101,7 @@ class GroupRunner:
         """Run the samples of a group. Raises the exception of a sample that cannot be recorded."""
         if self.failures is not None:
             self.failures.start(request.number)
-        if request.is_replay and request.run_dir is not None:
+        if request.is_load_only and request.run_dir is not None:
             _require_files(request.run_dir, request.session_ids(self.n))
         inputs = {} if request.run_dir is None else self._digests.of(request.task)
         self.num_unfinished_samples += self.n
@@ -123,17 +125,17 @@ class GroupRunner:
     async def _run_sample(
         self, request: GroupRequest, index: int, session_id: str, inputs: Mapping[str, str]
     ) -> tuple[Sample, Exception | None]:
-        session = SampleSession(session_id, request.run_dir, inputs, request.is_replay)
+        session = SampleSession(session_id, request.run_dir, inputs, request.is_load_only)
         attributes: dict[str, str | int] = {"verl_server.task": request.task.id, "verl_server.sample_index": index}
         with measure_sample() as times, span("sample", attributes, is_root=True) as opened:
             with measure(Phase.QUEUE):
-                await self._live.acquire()
+                await self._admission.acquire()
             self._counters.num_running_samples += 1
             try:
                 outcome = await self._samples.run(request.task.copy(), index, session, self._slots)
             finally:
                 self._counters.num_running_samples -= 1
-                self._live.release()
+                self._admission.release()
             opened.set_attribute("verl_server.stop_reason", outcome[0].stop_reason)
             if outcome[1] is not None:
                 opened.record_exception(outcome[1])

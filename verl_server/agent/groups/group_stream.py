@@ -28,9 +28,9 @@ class StreamSchedule:
 
     def next_number(self) -> int | None:
         """A group starts when a sample can run, unless the user of the groups is far behind."""
-        runner = self._runner
+        runner, max_samples = self._runner, self._runner.max_admitted_samples
         num_waiting = (len(self.finished) + self.num_examined) * runner.n
-        may_start = runner.num_unfinished_samples < runner.max_live and num_waiting < 2 * runner.max_live
+        may_start = runner.num_unfinished_samples < max_samples and num_waiting < 2 * max_samples
         return self._next_number if may_start and not self.is_exhausted else None
 
     def start(self, number: int, task: Task) -> GroupRequest:

@@ -110,9 +110,9 @@ class StepSchedule:
         # Those that must be delivered first come first: a group that waits would hold back its step for ever.
         for _, step, number in sorted(self._age_of(number) for number in self._waiting):
             is_young = self._can_be_delivered if step is None else step <= self._weights_step
-            if is_young and (self.is_replaying or not is_full):
+            if is_young and (self.is_step_recorded or not is_full):
                 return number
-        if self.is_replaying or self._waiting or self._are_tasks_exhausted or is_full:
+        if self.is_step_recorded or self._waiting or self._are_tasks_exhausted or is_full:
             return None
         return self._next_number
 
@@ -174,7 +174,7 @@ class StepSchedule:
     # -- delivery -----------------------------------------------------------------------------------
 
     @property
-    def is_replaying(self) -> bool:
+    def is_step_recorded(self) -> bool:
         """Whether an earlier process has delivered the step that is delivered next."""
         return self.step in self._recorded
 
@@ -187,7 +187,7 @@ class StepSchedule:
     def is_ready(self) -> bool:
         """Whether the step can be delivered."""
         num_finished = self._num_finished.total()
-        if self.is_replaying:
+        if self.is_step_recorded:
             return num_finished == len(self._recorded[self.step])
         if self._are_tasks_exhausted and num_finished == len(self._groups) > 0:
             return True  # the last step may have fewer groups
@@ -212,7 +212,7 @@ class StepSchedule:
 
     def deliver(self) -> Delivery:
         """The groups of the step, which must be ready. They leave the schedule."""
-        if self.is_replaying:
+        if self.is_step_recorded:
             chosen = self._recorded.pop(self.step)
         else:
             oldest_first = sorted(self.finished, key=lambda number: (self._started_step(number), number))
@@ -230,13 +230,13 @@ class StepSchedule:
     def _begin_step(self) -> None:
         """Take over the groups that an earlier process has recorded for this step."""
         numbers: list[int] = []
-        if self.is_replaying:
+        if self.is_step_recorded:
             numbers = self._recorded[self.step]
         elif not self._recorded:
             numbers, self._unfinished = self._unfinished, []
         for number in numbers:
             started = self._log_started[number]
-            is_too_old = not self.is_replaying and self._is_too_old(started.step, self.step)
+            is_too_old = not self.is_step_recorded and self._is_too_old(started.step, self.step)
             self._wait(number, _Group(None if is_too_old else started.step, started.attempt + is_too_old))
 
     def _wait(self, number: int, group: _Group) -> None:

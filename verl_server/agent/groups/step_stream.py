@@ -86,7 +86,7 @@ class StepStream:
                 self._watch.raise_failure(self._schedule.step)
             if (failure := await self._running.wait()) is not None:
                 raise failure
-        is_replay = self._schedule.is_replaying
+        is_recorded = self._schedule.is_step_recorded
         delivery = self._schedule.deliver()
         for number in delivery.abandoned:
             self._forget(number)
@@ -95,7 +95,7 @@ class StepStream:
             self._forget(number)
             self._source.release(number)
         metrics = step_metrics(groups, delivery.ages) | self._watch.end_step(delivery.abandoned)
-        if self._journal is not None and not is_replay:
+        if self._journal is not None and not is_recorded:
             await _write_step(self._journal, delivery)
         metrics["time/wait_s"] = time.monotonic() - started
         return RolloutStep(delivery.step, groups, metrics, self._options.pad_token_id)
@@ -104,17 +104,18 @@ class StepStream:
 
     def next_number(self) -> int | None:
         """A group starts when a sample can run, and unless all groups seem to fail."""
-        if self._runner.num_unfinished_samples >= self._runner.max_live or self._watch.is_suspicious:
+        is_full = self._runner.num_unfinished_samples >= self._runner.max_admitted_samples
+        if is_full or self._watch.is_suspicious:
             return None
         return self._schedule.next_number()
 
     def start(self, number: int, task: Task) -> GroupRequest:
-        is_replay = self._schedule.is_replaying
+        is_load_only = self._schedule.is_step_recorded
         started = self._schedule.start(number)
         if started.is_new and self._journal is not None:
             self._journal.write_started(number, started.step, task.id)
         run_dir = self._options.run_dir and self._options.run_dir / f"step-{started.step:06d}"
-        return GroupRequest(number, task, _group_name(task, number, started.attempt), run_dir, is_replay)
+        return GroupRequest(number, task, _group_name(task, number, started.attempt), run_dir, is_load_only)
 
     def end_tasks(self, number: int) -> None:
         self._schedule.end_tasks(number)
@@ -122,7 +123,7 @@ class StepStream:
     # -- finished groups ----------------------------------------------------------------------------
 
     async def _finish(self, finished: FinishedGroup) -> None:
-        if finished.request.is_replay:
+        if finished.request.is_load_only:
             self._accept(finished)
         elif finished.failure is not None:
             self._drop(finished)
