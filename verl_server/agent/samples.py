@@ -174,9 +174,6 @@ def find_finished_sample(task: Task, index: int, graph: TrajectoryGraph, *, with
     termination = next(reversed(graph.terminations.values()))
     if termination.stop_reason == "error" and not with_failed:
         return None
-    ends = termination.segments
-    if ends is None:  # recorded by an earlier version
-        ends = [(termination.node, 1.0)] if graph.num_turns(termination.node) else []
     return Sample(
         task,
         index,
@@ -186,5 +183,5 @@ def find_finished_sample(task: Task, index: int, graph: TrajectoryGraph, *, with
         termination.error,
         termination.reward,
         termination.rewards,
-        segments=tuple(Segment(leaf, weight) for leaf, weight in ends),
+        segments=tuple(Segment(leaf, weight) for leaf, weight in graph.segments_of(termination)),
     )

@@ -81,20 +81,9 @@ __getattr__, __dir__ = export_lazily(
         "verl_server.trajectory.exports.atif_import": ("from_atif",),
         "verl_server.trajectory.exports.verifiers_export": ("to_verifiers",),
         "verl_server.trajectory.exports.verifiers_import": ("from_verifiers",),
-        "verl_server.trajectory.rendering.families": (
-            "FamilyRenderer",
-            "get_renderer",
-        ),
         "verl_server.trajectory.graph": (
             "Termination",
             "TrajectoryGraph",
-        ),
-        "verl_server.trajectory.rendering.images": ("image_data_url",),
-        "verl_server.trajectory.rendering.messages": (
-            "ASSISTANT_PLACEHOLDER",
-            "Message",
-            "ParsedToolCall",
-            "image_sources",
         ),
         "verl_server.trajectory.nodes": (
             "NO_VERSION",
@@ -110,13 +99,24 @@ __getattr__, __dir__ = export_lazily(
             "session_file",
         ),
         "verl_server.trajectory.rendering.chat_renderer": ("ChatRenderer",),
+        "verl_server.trajectory.rendering.families": (
+            "FamilyRenderer",
+            "get_renderer",
+        ),
+        "verl_server.trajectory.rendering.images": ("image_data_url",),
+        "verl_server.trajectory.rendering.messages": (
+            "ASSISTANT_PLACEHOLDER",
+            "Message",
+            "ParsedToolCall",
+            "image_sources",
+        ),
+        "verl_server.trajectory.rendering.vision_renderer": ("VisionRenderer",),
         "verl_server.trajectory.template_check.check": (
             "CheckedConversation",
             "TemplateReport",
             "check_template",
         ),
         "verl_server.trajectory.template_check.comparison": ("Verdict",),
-        "verl_server.trajectory.rendering.vision_renderer": ("VisionRenderer",),
         "verl_server.trajectory.vision": ("VisionInputs",),
     },
 )

@@ -171,9 +171,16 @@ class TrajectoryGraph:
         """Last node and weight of each trained path. None if the session has not finished."""
         if (last := self.last_termination) is None:
             return None
-        if last.segments is None:  # recorded by an earlier version
-            return [(last.node, 1.0)] if self.num_turns(last.node) else []
-        return list(last.segments)
+        return self.segments_of(last)
+
+    def segments_of(self, termination: Termination) -> list[tuple[int, float]]:
+        """Last node and weight of each path that is trained after a termination.
+
+        For a termination of an earlier version: the path to its node, if the path has a turn.
+        """
+        if termination.segments is None:
+            return [(termination.node, 1.0)] if self.num_turns(termination.node) else []
+        return list(termination.segments)
 
     def node(self, node_id: int) -> Node:
         """The node with this id. Raises BadInputError for an unknown node."""

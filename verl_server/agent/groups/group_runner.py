@@ -12,8 +12,8 @@ from opentelemetry.trace import StatusCode
 
 from verl_server.agent.groups.common_failure import CommonFailure
 from verl_server.agent.phase_times import Phase, measure, measure_sample
-from verl_server.agent.sample_runner import SampleRunner, SampleSession
-from verl_server.agent.samples import Sample, SampleGroup, Task
+from verl_server.agent.sample_runner import Outcome, SampleRunner, SampleSession
+from verl_server.agent.samples import SampleGroup, Task
 from verl_server.errors import BadInputError
 from verl_server.tracing import span
 from verl_server.trajectory.recorder import session_file
@@ -124,7 +124,7 @@ class GroupRunner:
 
     async def _run_sample(
         self, request: GroupRequest, index: int, session_id: str, inputs: Mapping[str, str]
-    ) -> tuple[Sample, Exception | None]:
+    ) -> Outcome:
         session = SampleSession(session_id, request.run_dir, inputs, request.is_load_only)
         attributes: dict[str, str | int] = {"verl_server.task": request.task.id, "verl_server.sample_index": index}
         with measure_sample() as times, span("sample", attributes, is_root=True) as opened:
@@ -132,22 +132,21 @@ class GroupRunner:
                 await self._admission.acquire()
             self._counters.num_running_samples += 1
             try:
-                outcome = await self._samples.run(request.task.copy(), index, session, self._slots)
+                sample, exception = await self._samples.run(request.task.copy(), index, session, self._slots)
             finally:
                 self._counters.num_running_samples -= 1
                 self._admission.release()
-            opened.set_attribute("verl_server.stop_reason", outcome[0].stop_reason)
-            if outcome[1] is not None:
-                opened.record_exception(outcome[1])
+            opened.set_attribute("verl_server.stop_reason", sample.stop_reason)
+            if exception is not None:
+                opened.record_exception(exception)
                 opened.set_status(StatusCode.ERROR)
-            if outcome[0].reward is not None:
-                opened.set_attribute("verl_server.reward", outcome[0].reward)
-        outcome = dataclasses.replace(outcome[0], times=times), outcome[1]
+            if sample.reward is not None:
+                opened.set_attribute("verl_server.reward", sample.reward)
         self._counters.num_finished_samples += 1
-        self._counters.num_failed_samples += outcome[0].stop_reason == "error"
+        self._counters.num_failed_samples += sample.stop_reason == "error"
         if self.failures is not None:
-            self.failures.record(request.number, index, outcome[1])
-        return outcome
+            self.failures.record(request.number, index, exception)
+        return dataclasses.replace(sample, times=times), exception
 
     def _count_finished(self, sample_task: asyncio.Task[object]) -> None:
         self.num_unfinished_samples -= 1

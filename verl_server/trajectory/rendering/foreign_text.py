@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from verl_server.errors import BadInputError
-from verl_server.trajectory.rendering.messages import Message
+from verl_server.trajectory.rendering.messages import IMAGE_TYPES, Message
 from verl_server.types import Json
 
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
@@ -123,12 +123,11 @@ def texts_of(message: Message) -> list[str]:
     """The texts in the content of a message."""
     content = message.get("content")
     parts = [content] if isinstance(content, str) else content or []
-    texts = [part.get("text") if isinstance(part, Mapping) and not _is_image(part) else part for part in parts]
+    texts = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") not in IMAGE_TYPES else part
+        for part in parts
+    ]
     return [text for text in texts if isinstance(text, str)]
-
-
-def _is_image(part: Mapping[str, Any]) -> bool:
-    return part.get("type") in ("image", "image_url")
 
 
 def _foreign_texts(message: Message) -> list[str]:
