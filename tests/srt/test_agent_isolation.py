@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -233,3 +235,34 @@ def test_long_result_within_a_turn_keeps_its_tags(run_samples: RunSamples) -> No
     (node,) = [node for node in sample.graph.nodes if "appended_text" in (node.message or {})]
     assert node.message == {"appended_text": expected}
     assert len(node.token_ids) == len(expected), "each character is a token of this tokenizer"
+
+
+NO_THREADS = """
+import asyncio, os, resource, time
+from verl_server.agent import FunctionTool
+from verl_server.errors import InfrastructureError
+
+def wait(x: int) -> int:
+    "Waits."
+    time.sleep(1.0)
+    return x
+
+async def main() -> None:
+    tool = FunctionTool(wait, timeout_s=30)
+    await tool.call({"x": 1})
+    os.setuid(65534)  # root has no such limit
+    resource.setrlimit(resource.RLIMIT_NPROC, (40, 40))
+    results = await asyncio.gather(*(tool.call({"x": 1}) for _ in range(200)), return_exceptions=True)
+    answers = {result.content for result in results if not isinstance(result, BaseException)}
+    errors = {type(result).__name__ for result in results if isinstance(result, BaseException)}
+    print(answers, errors)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user without other processes")
+def test_a_thread_that_cannot_start_is_no_answer_of_a_tool() -> None:
+    """At the limit of processes the policy would read, and be trained on, an error of this machine."""
+    done = subprocess.run([sys.executable, "-c", NO_THREADS], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "{'1'} {'InfrastructureError'}\n", done.stderr

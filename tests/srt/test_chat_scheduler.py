@@ -137,6 +137,28 @@ def test_failed_turn_can_be_submitted_again(shared_engine: VerlEngine, renderer:
     assert ChatScheduler.least_loaded([2, 1, 1]) == 1
 
 
+def test_no_turn_is_lost_that_cancels_itself(renderer: ChatRenderer) -> None:
+    """A generate function, or a callback, that awaits something which was cancelled."""
+    errors: list[Any] = []
+
+    async def generate(**_: Any) -> Any:
+        raise asyncio.CancelledError
+
+    def on_turn(turn: Turn | None, info: Any, error: Exception | EpisodeStopped | None) -> None:
+        errors.append(error)
+        raise asyncio.CancelledError
+
+    async def run() -> None:
+        scheduler = make_scheduler([generate], renderer)
+        scheduler.submit(on_turn, USER_MESSAGES)
+        with pytest.raises(ExceptionGroup, match="callback") as raised:
+            await scheduler.join()
+        assert "CancelledError" in str(raised.value.exceptions[0])
+
+    asyncio.run(run())
+    assert [type(error) for error in errors] == [RuntimeError]
+
+
 def test_progress_bar_shows_the_counters(shared_engine: VerlEngine, renderer: ChatRenderer) -> None:
     output = io.StringIO()
 

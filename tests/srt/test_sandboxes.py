@@ -30,6 +30,7 @@ from verl_server.agent import (
     Task,
     reward,
 )
+from verl_server.agent.sandboxes import local_sandbox
 from verl_server.errors import BadInputError, InfrastructureError
 from verl_server.trajectory import ChatRenderer
 
@@ -414,6 +415,20 @@ def test_a_command_server_that_is_killed_ends_commands_with_an_infrastructure_er
 
     assert not run_in_sandbox(body).exists()
     assert not processes_with("4074")
+
+
+def test_an_answer_that_arrives_while_the_event_loop_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example by a training step in the event loop. The sandbox has answered in time, and stays usable."""
+    monkeypatch.setattr(local_sandbox, "ANSWER_TIMEOUT_S", 0.5)
+
+    async def body(box: LocalSandbox) -> None:
+        command = asyncio.create_task(box.run("echo hi", timeout_s=0.5))
+        await asyncio.sleep(0.01)
+        time.sleep(2.0)
+        assert (await command).stdout == "hi\n"
+        assert (await box.run("echo again")).stdout == "again\n"
+
+    run_in_sandbox(body)
 
 
 KILLED_TRAINER = """

@@ -119,6 +119,27 @@ def test_any_order_of_events_and_a_crash(
     assert len(log.unfinished()) <= (max_staleness + 1) * num_groups + extra
 
 
+OPTIONS = st.fixed_dictionaries(
+    {"num_groups": st.integers(1, 4), "num_extra_groups": st.integers(0, 2), "max_staleness": st.integers(0, 4)}
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(runs=st.lists(st.tuples(OPTIONS, st.lists(st.integers(0, 10**6), max_size=40)), min_size=2, max_size=4))
+def test_a_run_continues_with_other_options(runs: list[tuple[dict[str, int], list[int]]]) -> None:
+    """`Run.act` asserts that a step can be delivered when nothing runs. No group is delivered twice."""
+    log, first = StepLog(), 0
+    for options, choices in runs:
+        run = Run(log, 10**9, first, **options)
+        for choice in choices:
+            run.act(choice)
+        first += len(run.deliveries)
+    while len(run.deliveries) < 5:  # the last run goes on
+        run.act(1)
+    delivered = Counter(number for numbers in log.steps.values() for number in numbers)
+    assert set(delivered.values()) <= {1}
+
+
 def test_the_oldest_groups_are_delivered_first_and_a_slow_group_is_waited_for() -> None:
     schedule = StepSchedule(2, 0, 1, 0, StepLog())
     schedule.open_step()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import gc
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -532,6 +536,93 @@ def test_a_recorded_step_has_the_same_samples(renderer: ChatRenderer, tmp_path: 
     path.unlink()
     with pytest.raises(BadInputError, match=f"the file of its session '{name}' is missing"):
         asyncio.run(run(1, start_step=1))
+
+
+def test_a_group_that_fails_while_the_caller_uses_another_ends_the_run(renderer: ChatRenderer) -> None:
+    """The last group fails when nobody waits for groups. Also with an exception that is no `Exception`."""
+
+    class Stop(BaseException):
+        pass
+
+    for failure in (ValueError("t1"), Stop("t1")):
+
+        async def keep(group: SampleGroup) -> bool:
+            if group.task.id == "t1":
+                await asyncio.sleep(0.1)
+                raise failure  # noqa: B023
+            return True
+
+        async def run() -> None:
+            async for _ in runner_of(Policy(), renderer, group_filter=keep).run(make_tasks(2)):
+                await asyncio.sleep(0.4)
+
+        with pytest.raises(type(failure), match="t1"):
+            asyncio.run(run())
+
+
+@pytest.mark.parametrize("method", ["run", "steps"])
+def test_tasks_that_raise_no_exception_class_end_the_run(renderer: ChatRenderer, method: str) -> None:
+    class Stop(BaseException):
+        pass
+
+    def tasks() -> Iterator[Task]:
+        yield from make_tasks(1)
+        raise Stop
+
+    async def run() -> None:
+        runner = runner_of(Policy(), renderer)
+        groups: Any = runner.run(tasks()) if method == "run" else runner.steps(tasks(), 2)
+        async for _ in groups:
+            pass
+
+    with pytest.raises(Stop):
+        asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_step_is_free_when_the_caller_drops_it(renderer: ChatRenderer) -> None:
+    """While the next step is generated, the memory of the last one is free, also without the garbage collector."""
+    alive = list[int]()
+
+    async def run() -> None:
+        before: list[weakref.ref[Any]] = []
+
+        class Looks(SingleTurnLoop):
+            async def run(self, episode: Episode) -> None:
+                alive.append(sum(graph() is not None for graph in before))
+                await super().run(episode)
+
+        runner = runner_of(Policy(), renderer, agent=Looks())
+        async with contextlib.aclosing(runner.steps(endless_tasks(), 2)) as steps:
+            async for step in steps:
+                number, before[:] = step.index, [weakref.ref(sample.graph) for sample in step.samples]
+                del step
+                if number == 2:
+                    break
+
+    gc.disable()
+    try:
+        asyncio.run(run())
+    finally:
+        gc.enable()
+    assert len(alive) >= 6
+    assert set(alive) == {0}
+
+
+def test_forked_processes_do_not_keep_the_locks(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """A reward in a pool of processes: their descriptors would hold the locks after this process has ended."""
+
+    async def run(directory: Path) -> list[str | None]:
+        def reward(sample: Sample) -> float:
+            return pool.submit(abs, -1.0).result()
+
+        groups = runner_of(Policy(), renderer, reward=reward, run_dir=directory).run(make_tasks(2))
+        return [
+            None if sample.error is None else str(sample.error) async for group in groups for sample in group.samples
+        ]
+
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+        assert set(asyncio.run(run(tmp_path))) == {None}
+        assert set(asyncio.run(run(tmp_path))) == {None}
 
 
 def test_a_run_dir_belongs_to_one_kind_of_run(renderer: ChatRenderer, tmp_path: Path) -> None:

@@ -68,8 +68,7 @@ class Episode:
         self._generate, self._renderer = generate, renderer
         self._sampling_params = dict(sampling_params)
         self._first: Episode | None = None  # None in the first branch, which must not refer to itself
-        self._branches: list[Episode] = []
-        """All other branches of the episode."""
+        self._branches: list[Episode] = []  # all other branches
         self._start_branch("", None, ForkReason.RETRY)
         self.stop_reason: str | None = None
         """Why the episode stopped: `done`, `error`, or the name of a limit. None while the episode runs."""
@@ -79,8 +78,7 @@ class Episode:
     def _start_branch(self, name: str, leaf: int | None, fork_reason: ForkReason) -> None:
         self._cursor = Cursor(self._state, name, leaf, fork_reason)
         self._weight = 1.0
-        self._left_paths: list[tuple[int | None, float]] = []
-        """Last node and weight of each path that this branch has left by `adopt`."""
+        self._left_paths: list[tuple[int | None, float]] = []  # last node and weight of each path left by `adopt`
         self._num_forks = 0
         """Number of branches that `fork` and `new_root` made from this branch."""
         self._is_generating = self._is_adopted = False
@@ -130,12 +128,11 @@ class Episode:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The trained paths: of all branches, and those left by `adopt`, without those of no turn or of the weight 0."""
+        """The trained paths: of all branches, and those left by `adopt`, but none without a turn or of the weight 0."""
         ends: list[tuple[int | None, float]] = []
-        branches = [branch for branch in (self._first or self, *self._branches) if not branch._is_adopted]
-        for branch in branches:  # a turn of several paths is trained with the first of them
-            end = [(branch.leaf, branch.weight)] if branch._cursor.has_turns else []
-            ends += [*branch._left_paths, *end]
+        for branch in (self._first or self, *self._branches):  # a turn of several paths is trained with the first
+            if not branch._is_adopted:
+                ends += [*branch._left_paths, (branch.leaf if branch._cursor.has_turns else None, branch.weight)]
         return find_segments(self.graph, ends)
 
     # -- branches -----------------------------------------------------------------------------------
