@@ -422,7 +422,7 @@ def test_an_answer_that_arrives_while_the_event_loop_is_blocked(monkeypatch: pyt
     monkeypatch.setattr(local_sandbox, "ANSWER_TIMEOUT_S", 0.5)
 
     async def body(box: LocalSandbox) -> None:
-        command = asyncio.create_task(box.run("echo hi", timeout_s=0.5))
+        command = asyncio.create_task(box.run("sleep 0.3; echo hi", timeout_s=0.5))
         await asyncio.sleep(0.01)
         time.sleep(2.0)
         assert (await command).stdout == "hi\n"
