@@ -13,7 +13,11 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 #: Path of each picture in the repository.
-PICTURES = ("examples/calculator.png", "benchmarks/results/bench_weight_sync-2cpu.png")
+PICTURES = (
+    "examples/calculator.png",
+    "examples/async_training.png",
+    "benchmarks/results/bench_weight_sync-2cpu.png",
+)
 
 
 def _site_path(picture: str) -> str:

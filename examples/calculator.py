@@ -14,108 +14,26 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import calculator_task as task
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from calculator_training import (
+    LIMITS,
+    PROMPTS_PER_STEP,
+    SAMPLES_PER_PROMPT,
+    SAMPLING_PARAMS,
+    SERVER_ARGUMENTS,
+    Trainer,
+    write_policy,
+)
+from torch.distributed.device_mesh import init_device_mesh
 
 from verl_server import RolloutManager, VerlEngine
-from verl_server.agent import RolloutLimits, RolloutRunner, RolloutStep
-from verl_server.demo import grpo, policy
-from verl_server.tiny import Architecture, make_config
+from verl_server.agent import RolloutRunner
 
 NUM_RANKS, NUM_REPLICAS = 2, 2
-PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 48, 6
-EPOCHS, MINIBATCHES = 2, 4
-LEARNING_RATE, CLIP, ENTROPY_WEIGHT = 3e-3, 0.2, 0.02
-END_TOKEN = len(task.VOCABULARY) - 1
-LIMITS = RolloutLimits(max_response_tokens=task.MAX_RESPONSE_TOKENS, max_turns=2, max_tool_tokens=4)
-
-
-def write_policy(folder: Path, seed: int) -> None:
-    """Write an untrained Qwen3 with two layers, and a tokenizer with the task's vocabulary."""
-    from transformers import AutoModelForCausalLM
-
-    config = make_config(
-        Architecture.QWEN3, context_length=64, tie_word_embeddings=True, vocab_size=len(task.VOCABULARY)
-    )
-    config.eos_token_id = config.pad_token_id = END_TOKEN
-    config.initializer_range = policy.INITIAL_STD
-    torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    task.make_tokenizer(folder)
-
-
-def make_batch(step: RolloutStep) -> grpo.Batch:
-    """The batch for GRPO. All prompts have the same length, so there is no left padding."""
-    if failures := [sample.error for sample in step.samples if sample.error is not None]:
-        raise RuntimeError(f"{len(failures)} samples failed: {failures[0]}")
-    fields = step.batch()
-    prompt_zeros = torch.zeros(fields["prompts"].shape)
-    return grpo.Batch(
-        tokens=fields["input_ids"],
-        mask=torch.cat([prompt_zeros, fields["response_mask"].float()], dim=1),
-        rollout_logprobs=torch.cat([prompt_zeros, fields["rollout_log_probs"]], dim=1),
-        advantages=torch.tensor(
-            grpo.group_advantages(fields["rm_scores"].sum(-1).tolist(), SAMPLES_PER_PROMPT), dtype=torch.float32
-        ),
-    )
-
-
-def train_on_batch(model: Any, optimizer: torch.optim.Optimizer, batch: grpo.Batch, rank: int) -> float:
-    """Run the optimizer steps of this rank on its half of the batch.
-
-    Returns the largest difference between the log probabilities of the trainer and of the rollout.
-    """
-    gap = 0.0
-    for epoch in range(EPOCHS):
-        for part in range(MINIBATCHES):
-            rows = torch.arange(part, len(batch.tokens), MINIBATCHES)
-            own_rows = rows[rank::NUM_RANKS]
-            own = grpo.Batch(
-                batch.tokens[own_rows],
-                batch.mask[own_rows],
-                batch.rollout_logprobs[own_rows],
-                batch.advantages[own_rows],
-            )
-            logprobs, entropy = grpo.token_logprobs(policy.logits_of(model, own.tokens), own.tokens)
-            if epoch == part == 0:
-                gap = grpo.logprob_gap(logprobs.detach(), own)[0]
-            num_tokens = float(batch.mask[rows].sum()) / NUM_RANKS
-            loss = grpo.policy_loss(
-                logprobs, entropy, own, clip=CLIP, entropy_weight=ENTROPY_WEIGHT, num_tokens=num_tokens
-            )
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return gap
-
-
-class Trainer:
-    """The training of one rank. All ranks call `train_step` once for each step."""
-
-    def __init__(self, rank: int, folder: Path, mesh: DeviceMesh, engine: VerlEngine, steps: int) -> None:
-        self._rank, self._engine, self._steps = rank, engine, steps
-        self._model = policy.load_sharded(folder, mesh)
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
-        )
-        engine.update_weights_from_tensor(policy.named_weights(self._model))
-
-    def train_step(self, index: int, batch: grpo.Batch | None) -> float:
-        """Train on the batch of rank 0 and push the weights. Returns the largest difference of log probabilities."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1.0, (index + 1) / 5) * (1.0 - 0.9 * index / self._steps)
-        shared = [batch]
-        dist.broadcast_object_list(shared, src=0)
-        assert shared[0] is not None
-        gap = train_on_batch(self._model, self._optimizer, shared[0], self._rank)
-        self._engine.update_weights_from_tensor(policy.named_weights(self._model))
-        return gap
 
 
 async def roll_out_and_train(
@@ -126,13 +44,13 @@ async def roll_out_and_train(
         task.CalculatorEnvironment,
         fleet,
         limits=LIMITS,
-        sampling_params={"temperature": 1.0, "max_new_tokens": task.MAX_TURN_TOKENS},
+        sampling_params=SAMPLING_PARAMS,
         n=SAMPLES_PER_PROMPT,
     )
     curves: list[tuple[float, float]] = []
     async with contextlib.aclosing(runner.steps(task.endless_tasks(seed), PROMPTS_PER_STEP)) as rollout:
         async for step in rollout:
-            gap = await asyncio.to_thread(trainer.train_step, step.index, make_batch(step))
+            gap = await asyncio.to_thread(trainer.train_step, step.index, step)
             curves.append((step.metrics["reward/mean"], step.metrics["rewards/used_tool"]))
             print(
                 f"step {step.index}: reward {curves[-1][0]:.3f}, tool used {curves[-1][1]:.3f}, "
@@ -155,14 +73,13 @@ def train(rank: int, folder: Path, steps: int, seed: int, png: Path | None) -> N
     if rank == 0:
         write_policy(path, seed)
     dist.barrier()
-    servers: Any = {"dtype": "float32", "context_length": 64, "max_total_tokens": 16384, "log_level": "warning"}
     with (
-        RolloutManager(NUM_REPLICAS, model_path=str(path), random_seed=seed, **servers)
+        RolloutManager(NUM_REPLICAS, model_path=str(path), random_seed=seed, **SERVER_ARGUMENTS)
         if rank == 0
         else contextlib.nullcontext() as fleet,
         VerlEngine(mesh, fleet=fleet, model_path=str(path), dtype="float32") as engine,
     ):
-        trainer = Trainer(rank, path, mesh, engine, steps)
+        trainer = Trainer(path, mesh, engine, steps)
         if fleet is None:
             for index in range(steps):
                 trainer.train_step(index, None)

@@ -1,4 +1,4 @@
-"""The task of `calculator.py`: questions, the tool, the reward, and the vocabulary. Pure except for the tokenizer.
+"""The task of `calculator.py` and `async_training.py`: questions, the tool, the reward, and the vocabulary.
 
 A sample of the task, one token per word:
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl_server.agent import Environment, Episode, FunctionTool, Sample, Task, reward
 
@@ -37,9 +37,6 @@ def calculate(expression: str) -> str:
     return " ".join(str(int(left) + int(right)))
 
 
-CALCULATOR = FunctionTool(calculate)
-
-
 class CalculatorEnvironment(Environment):
     """The agent answers, or calls the calculator and answers then. A call has the form `<call> ... </call>`.
 
@@ -47,10 +44,12 @@ class CalculatorEnvironment(Environment):
     by its rewards that there is one. Therefore the calculator is no tool of the environment.
     """
 
+    calculator: ClassVar[FunctionTool] = FunctionTool(calculate)
+
     async def run(self, episode: Episode) -> None:
         turn = await episode.generate()
         while turn.finish_reason != "length" and (expression := parse_expression(turn.text)) is not None:
-            result = await CALCULATOR.call({"expression": expression})
+            result = await self.calculator.call({"expression": expression})
             turn = await episode.generate([result.message])
 
     @reward

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from pathlib import Path
 
+import calculator_task
+import calculator_training
 import pytest
+from agent_helpers import ScriptedGenerateFn
 from helpers import run_in_fork
+
+from verl_server.agent import RolloutRunner, RolloutStep, Sample, SingleTurnLoop, Task
+from verl_server.trajectory import ChatRenderer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -58,4 +66,60 @@ def test_calculator(tmp_path: Path) -> None:
     assert [step for step, *_ in steps] == ["0", "1", "2"]
     assert all(0 < float(reward) < 1 for _, reward, _, _ in steps)
     assert all(float(gap) < 1e-3 for *_, gap in steps)
+    assert "failed" not in output
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_async_training(tmp_path: Path) -> None:
+    """Two steps of each form. With staleness 1, the second step has samples that older weights have generated."""
+    output = run_example("async_training.py", tmp_path, "--steps", "2", "--png", str(tmp_path / "curves.png"))
+    steps = re.findall(r"step (\d): reward (\d\.\d+), .* staleness (\d\.\d+), log prob gap (\S+),", output)
+    assert [step for step, *_ in steps] == ["0", "1", "0", "1"]
+    assert all(0 < float(reward) < 1 for _, reward, _, _ in steps)
+    assert [float(staleness) for _, _, staleness, _ in steps] == [0, 0, 0, 1]
+    gaps = [float(gap) for *_, gap in steps]
+    assert max(gaps[:3]) < 1e-3 < gaps[3], "rollout log probs are those of the weights that sampled"
+    assert re.findall(r"^(\w+): \d+ s, .* mean staleness (\d\.\d+)", output, re.M) == [
+        ("synchronous", "0.00"),
+        ("asynchronous", "0.50"),
+    ]
+    assert "failed" not in output
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_failed_samples_of_the_calculator_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The advantages are those of the other samples of the group. A sample that is alone in its group has 0."""
+    tokenizer = calculator_task.make_tokenizer(tmp_path)
+
+    def reward(sample: Sample) -> float:
+        if (sample.task.data["group"], sample.index) in {(0, 1), (1, 0), (1, 2)}:
+            raise RuntimeError("no reward")
+        return float(sample.index)
+
+    async def first_step() -> RolloutStep:
+        question = next(calculator_task.endless_tasks(seed=0))
+        tasks = [Task(str(number), question.messages, {"group": number}) for number in range(2)]
+        runner = RolloutRunner(
+            SingleTurnLoop(),
+            ScriptedGenerateFn(tokenizer, lambda prompt: "8 5 <end>"),
+            renderer=ChatRenderer(tokenizer),
+            limits=calculator_training.LIMITS,
+            sampling_params=calculator_training.SAMPLING_PARAMS,
+            n=3,
+            reward=reward,
+        )
+        async with contextlib.aclosing(runner.steps(tasks, num_groups=2)) as steps:
+            return await anext(steps)
+
+    step = asyncio.run(first_step())
+    batch = calculator_training.make_batch(step)
+    advantages = {
+        (group.task.id, index): value
+        for (group, index), value in zip(
+            [(group, sample.index) for group in step.groups for sample in group.samples if sample.error is None],
+            batch.advantages.tolist(),
+            strict=True,
+        )
+    }
+    assert advantages == pytest.approx({("0", 0): -0.7071, ("0", 2): 0.7071, ("1", 1): 0.0}, abs=1e-3)
+    assert "3 samples failed" in capsys.readouterr().out
