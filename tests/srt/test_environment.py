@@ -31,7 +31,7 @@ from verl_server.agent import (
     tool,
 )
 from verl_server.tiny import make_tokenizer
-from verl_server.trajectory import ChatRenderer, load_session
+from verl_server.trajectory import ChatRenderer, list_sessions, load_session
 
 
 @pytest.fixture(scope="module")
@@ -537,6 +537,10 @@ def test_rewards_that_changed_are_computed_from_the_record(renderer: ChatRendere
     (loaded,) = run(Changed, buying_policy(renderer), renderer, [task_with("a")], run_dir=tmp_path)
     assert (loaded.reward, set(loaded.rewards)) == (7.0, {"right_basket", "num_turns"})
     assert loaded.graph.rewards == {loaded.leaf: [7.0]}, "what a batch reads"
+    (file,) = list_sessions(tmp_path)
+    for graph in (loaded.graph, load_session(file)):  # what exports and a later reader of the file see
+        assert graph.last_termination is not None
+        assert (graph.last_termination.reward, graph.rewards) == (7.0, {loaded.leaf: [7.0]})
     assert Shop._events == ["setup", "teardown"]
 
 

@@ -31,6 +31,7 @@ from verl_server.agent.sample_runner import SampleRunner
 from verl_server.agent.samples import SampleGroup
 from verl_server.agent.tools.tool import Tool
 from verl_server.errors import BadInputError
+from verl_server.server.open_files import raise_open_file_limit
 from verl_server.trajectory.recorder import FILE_SUFFIX
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
@@ -94,6 +95,8 @@ class RolloutRunner:
         self._max_concurrency = require_whole_number("max_concurrency", max_concurrency)
         self._generate = access.generate
         self._run_dir = None if run_dir is None else make_writable_folder("run_dir", run_dir)
+        if run_dir is not None:
+            raise_open_file_limit()  # the file of each live sample is open
         self._samples = SampleRunner(
             agent=as_agent(agent),
             generate=self._generate_counted,
