@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_server.agent import Sample, SampleGroup, Task
+from verl_server.agent.episode_state import find_segments
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.trajectory import (
     NO_VERSION,
@@ -517,3 +518,51 @@ def test_packed_batch_and_tree() -> None:
         order = tree["position_ids"][on_path].argsort()
         assert tree["input_ids"][on_path][order].tolist() == graph.token_ids(leaf)
         assert tree["response_mask"][on_path][order].tolist() == graph.token_sequence(leaf).loss_mask
+
+
+def test_weights_of_the_tree() -> None:
+    """A shared token has the weight of the first trained path. Tokens that are not trained have the weight 0."""
+    graph = make_conversation()
+    assert to_tree(graph)["weight"].tolist() == [1.0] * 8, "a session that has not finished has no weights"
+    graph.terminate(4, "done", segments=[(4, 0.5), (3, 0.25)])
+    tree = to_tree(graph)
+    expected = {node.id: 0.5 if node.id in (0, 4) else 0.25 for node in graph.nodes}
+    assert tree["weight"].tolist() == [expected[int(node)] for node in tree["node"]]
+    graph.terminate(4, "done", segments=[(3, 2.0)])
+    tree = to_tree(graph)
+    assert tree["weight"].tolist() == [0.0 if int(node) == 4 else 2.0 for node in tree["node"]]
+    graph.terminate(4, "error", segments=[])
+    assert not to_tree(graph)["weight"].any()
+    graph.add_node(4, [1], sampled=False)
+    assert set(to_tree(graph)["weight"].tolist()) == {1.0}, "the session continues after its termination"
+
+
+@given(st.lists(NODE, min_size=1, max_size=14), st.data())
+def test_weights_of_the_tree_are_those_of_the_rows(nodes: list[tuple[bool, list[int], int]], data: Any) -> None:
+    """The weights of all sampled tokens have the same sum as those of a step, whose rows are the trained paths."""
+    graph = TrajectoryGraph("s")
+    add_nodes(nodes, graph)
+    ends = data.draw(st.lists(st.sampled_from(range(len(nodes))), max_size=5))
+    weights = data.draw(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0]), min_size=len(ends), max_size=len(ends)))
+    segments = find_segments(graph, list(zip(ends, weights, strict=True)))
+    graph.terminate(len(nodes) - 1, "done", segments=[(segment.leaf, segment.weight) for segment in segments])
+    tree, expected = to_tree(graph), 0.0
+    if segments:
+        batch = to_batch([(graph, segment.leaf) for segment in segments], pad_token_id=0)
+        row_weights = torch.tensor([segment.weight for segment in segments])
+        expected = float((row_weights[:, None] * batch["response_mask"]).sum())
+    assert float((tree["weight"] * tree["response_mask"]).sum()) == expected
+
+
+def test_common_turns_are_masked_in_all_fields_of_later_rows() -> None:
+    """The age of tokens is often counted where the version is not -1."""
+    graph = TrajectoryGraph("s")
+    graph.add_node(None, [1, 2], sampled=False)
+    graph.add_node(0, [3], sampled=True, logprobs=[-0.5], spans=[Span(3, 0, 1)])
+    for token, reason in ((4, None), (5, ForkReason.SAMPLE)):
+        context = graph.add_node(1, [token], sampled=False, fork_reason=reason)
+        graph.add_node(context.id, [token + 10], sampled=True, logprobs=[-0.25], spans=[Span(4, 0, 1)])
+    packed = to_packed([(graph, 3), (graph, 5)])
+    assert packed["response_mask"].tolist() == [0, 0, 1, 0, 1, 0, 0, 0, 0, 1]
+    assert packed["rollout_log_probs"].tolist() == [0, 0, -0.5, 0, -0.25, 0, 0, 0, 0, -0.25]
+    assert packed["weight_versions"].tolist() == [-1, -1, 3, -1, 4, -1, -1, -1, -1, 4]

@@ -9,7 +9,9 @@ from typing import Unpack
 from verl_server.agent.episode_state import EpisodeState
 from verl_server.agent.generate_fn import GenerateFn, generate_whole_turn
 from verl_server.agent.limits import EpisodeStopped
+from verl_server.errors import BadInputError
 from verl_server.router.resumable_generation import version_spans
+from verl_server.trajectory.batches.routed_experts import num_routed_tokens
 from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.images import image_data_url
@@ -54,9 +56,15 @@ class Cursor:
         """Record the tokens of a reply.
 
         Raises BadInputError if the server has read another prompt than that of the path, because it expands images in
-        another way, and for a turn with a token that stands for an image.
+        another way, for a turn with a token that stands for an image, and if the server has not returned the routed
+        experts that the episode asks for.
         """
         meta, token_ids = reply["meta_info"], reply["output_ids"]
+        if self._state.return_routed_experts and token_ids and meta.get("routed_experts") is None:
+            raise BadInputError(
+                "the server has returned no routed experts; start it with enable_return_routed_experts=True, and do "
+                "not put sglang-router in front of it, which removes the request field"
+            )
         if isinstance(renderer, VisionRenderer):
             renderer.require_no_placeholder(token_ids)
         if (prompt := reply.get("prompt_token_ids")) is not None and self.leaf is not None:
@@ -86,17 +94,25 @@ class Cursor:
             generate,
             rid=f"{session_id}-{leaf}-{uuid.uuid4().hex[:8]}",
             session_id=session_id,
-            **self._prompt_fields(renderer),
+            **self._request_fields(renderer),
             sampling_params={**params, "max_new_tokens": min(params.get("max_new_tokens") or remaining, remaining)},
-            return_logprob=True,
         )
 
-    def _prompt_fields(self, renderer: ChatRenderer) -> Json:
-        """The fields of a request that give SGLang the path as its prompt.
+    def _request_fields(self, renderer: ChatRenderer) -> Json:
+        """The fields of a request that give SGLang the path as its prompt, and ask for what is recorded of the turn.
 
         For a path with images, the request has one placeholder for each image, which SGLang expands, and the bytes of
         the images.
         """
+        return self._prompt_fields(renderer) | {"return_logprob": True} | self._routed_experts_fields()
+
+    def _routed_experts_fields(self) -> Json:
+        if not self._state.return_routed_experts:
+            return {}
+        start = num_routed_tokens(self._graph, self.leaf)  # earlier turns of the path have those of these tokens
+        return {"return_routed_experts": True} | ({"routed_experts_start_len": start} if start else {})
+
+    def _prompt_fields(self, renderer: ChatRenderer) -> Json:
         assert self.leaf is not None
         token_ids = self._graph.token_ids(self.leaf)
         images = self._graph.images(self.leaf) if self._state.has_images else []

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from verl_server.engine.verl_engine import VerlEngine
     from verl_server.rollout.manager import RolloutManager
     from verl_server.router.client import RouterClient
+    from verl_server.trajectory.batches.routed_experts import ExpertLayout
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +73,39 @@ class EngineAccess:
             return renderer
         return _vision_renderer(path, trusts_code) or renderer
 
+    def expert_layout(self) -> ExpertLayout | None:
+        """The layout of the routed experts of the model. None if the engine cannot be asked.
+
+        Raises BadInputError if the server does not return routed experts, or if its model has none.
+        """
+        if self.server_info is None:
+            return None
+        from verl_server.trajectory.batches.routed_experts import ExpertLayout
+
+        if not self.server_info.get("enable_return_routed_experts"):
+            raise BadInputError(
+                "this server does not return routed experts; start it with enable_return_routed_experts=True, or leave "
+                "out return_routed_experts"
+            )
+        return ExpertLayout.from_config(load_config(self.server_info))
+
     def complete_limits(self, limits: RolloutLimits) -> RolloutLimits:
         """The limits, with the context length of the server as `max_context_tokens` if they have none."""
         return limits if limits.max_context_tokens else dataclasses.replace(limits, max_context_tokens=self.max_tokens)
+
+
+def load_config(server_info: Json) -> Any:
+    """The Hugging Face config of the model of a server. Raises BadInputError if it cannot be loaded."""
+    from transformers import AutoConfig
+
+    path = str(server_info.get("model_path"))
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=bool(server_info.get("trust_remote_code")))
+    except Exception as error:
+        raise BadInputError(
+            f"the config of the model {path!r} of the engine cannot be loaded: {error}; pass a function such as "
+            "fleet.router.generate as the engine, and step.batch(expert_layout=ExpertLayout(...))"
+        ) from error
 
 
 def _vision_renderer(path: str, trusts_code: bool) -> ChatRenderer | None:

@@ -15,13 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from verl_server.agent.cursor import Cursor
-from verl_server.agent.episode_state import (
-    EpisodeState,
-    find_segments,
-    require_new_messages,
-    require_weight,
-    validate_episode_arguments,
-)
+from verl_server.agent.episode_state import EpisodeState, find_segments, require_weight, validate_episode_arguments
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.samples import Segment, Task, Turn
@@ -44,7 +38,8 @@ class Episode:
 
     The agent loop gets the first branch of the sample. `record`: a `Recorder`, or a `TrajectoryGraph` that is kept in
     memory only. `sampling_params`: SGLang's sampling parameters of every turn. `tools`: tools and functions that the
-    policy may call. Raises BadInputError for arguments of a wrong type.
+    policy may call. `return_routed_experts`: whether the routed experts of a mixture-of-experts model are recorded.
+    Raises BadInputError for arguments of a wrong type.
     """
 
     def __init__(
@@ -56,6 +51,8 @@ class Episode:
         limits: RolloutLimits,
         sampling_params: Mapping[str, Any],
         tools: ToolRegistry | Sequence[Tool | Callable[..., Any]] = (),
+        *,
+        return_routed_experts: bool = False,
     ) -> None:
         validate_episode_arguments(renderer, limits, sampling_params)
         require_generate_fn("generate", generate)
@@ -64,7 +61,7 @@ class Episode:
         """Messages of the first prompt of this branch."""
         self.tools = as_tool_registry(tools)
         """Tools that the policy may call in this branch."""
-        self._state = EpisodeState(task.id, record, limits)
+        self._state = EpisodeState(task.id, record, limits, return_routed_experts=return_routed_experts)
         self._generate, self._renderer = generate, renderer
         self._sampling_params = dict(sampling_params)
         self._first: Episode | None = None  # None in the first branch, which must not refer to itself
@@ -208,7 +205,7 @@ class Episode:
         self._append(read_images(messages, self._renderer))
 
     def _append(self, messages: Sequence[Message]) -> None:
-        require_new_messages(messages, None if self.leaf is None else self.graph.node(self.leaf))
+        self._state.require_new_messages(messages, self.leaf)
         if self.leaf is None:
             token_ids = self._renderer.render_prompt(messages, self.tools.schemas or None)
         else:

@@ -44,30 +44,13 @@ def require_limits(limits: object) -> RolloutLimits:
     return limits
 
 
-def require_new_messages(messages: Sequence[Message], end: Node | None) -> None:
-    """Raise BadInputError for messages that cannot follow the node `end`, the end of a branch.
-
-    A template writes an assistant turn between two lists of messages, and the prompt has the turns of the policy.
-    """
-    validate_messages(messages)
-    if end is None:
-        return
-    if not end.sampled and "messages" in (end.message or {}):
-        raise BadInputError(
-            "this branch ends with messages, after which the policy must generate a turn; pass all messages in one call"
-        )
-    if any(message["role"] == "assistant" for message in messages):
-        raise BadInputError(
-            "the messages after a turn contain an assistant message, but the prompt contains the turns of the policy "
-            "already; pass only the new messages"
-        )
-
-
 class EpisodeState:
     """The record of one sample, its limits, and the requests that its branches make."""
 
-    def __init__(self, task_id: str, record: Recorder | TrajectoryGraph, limits: RolloutLimits) -> None:
-        self.record, self.limits = record, limits
+    def __init__(
+        self, task_id: str, record: Recorder | TrajectoryGraph, limits: RolloutLimits, *, return_routed_experts: bool
+    ) -> None:
+        self.record, self.limits, self.return_routed_experts = record, limits, return_routed_experts
         self.graph = record if isinstance(record, TrajectoryGraph) else record.graph
         self._task_id = task_id
         self._deadline = None if limits.timeout_s is None else time.monotonic() + limits.timeout_s
@@ -134,6 +117,26 @@ class EpisodeState:
             raise EpisodeStopped("max_turns")
         if self._deadline is not None and time.monotonic() >= self._deadline:
             raise EpisodeStopped("timeout_s")
+
+    def require_new_messages(self, messages: Sequence[Message], leaf: int | None) -> None:
+        """Raise BadInputError for messages that cannot follow the node `leaf`.
+
+        A template writes an assistant turn between two lists of messages, and the prompt has the turns of the policy.
+        """
+        validate_messages(messages)
+        if leaf is None:
+            return
+        end = self.graph.node(leaf)
+        if not end.sampled and "messages" in (end.message or {}):
+            raise BadInputError(
+                "this branch ends with messages, after which the policy must generate a turn; pass all messages in one "
+                "call"
+            )
+        if any(message["role"] == "assistant" for message in messages):
+            raise BadInputError(
+                "the messages after a turn contain an assistant message, but the prompt contains the turns of the "
+                "policy already; pass only the new messages"
+            )
 
     # -- turns --------------------------------------------------------------------------------------
 

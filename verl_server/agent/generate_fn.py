@@ -38,8 +38,10 @@ _MISPLACED = {
     "return_logprob": "agents always record log probabilities, so leave it out",
     "stream": "agents generate whole turns, so leave it out",
     **dict.fromkeys(("rid", "session_id", "prompt", "input_ids", "image_data"), _SET_BY_EPISODE),
+    "routed_experts_start_len": _SET_BY_EPISODE,
     **{name: _PARTIAL.format(name) for name in ("lora_path", "weight_version", "min_weight_version")},
-    **{name: _PARTIAL.format(name) for name in ("priority", "return_routed_experts", "custom_logit_processor")},
+    **{name: _PARTIAL.format(name) for name in ("priority", "custom_logit_processor")},
+    "return_routed_experts": "pass RolloutRunner(return_routed_experts=True)",
 }
 """Arguments of `generate` that are no sampling parameters, and what to do instead."""
 

@@ -35,7 +35,7 @@ from verl_server.server.open_files import raise_open_file_limit
 from verl_server.trajectory.recorder import FILE_SUFFIX
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
-from verl_server.validation import make_writable_folder, require_callable, require_whole_number
+from verl_server.validation import is_bool, make_writable_folder, require_callable, require_whole_number
 
 
 class RolloutRunner:
@@ -54,12 +54,15 @@ class RolloutRunner:
     the recorded sessions, which is created; it belongs to one call of `run`, or to the steps of one training run. None
     keeps sessions in memory only. `max_concurrency`: maximum number of samples whose episode runs at a time; with an
     `Environment`, as many more samples are set up or get their rewards. `max_attempts`: maximum number of attempts at a
-    sample that fails with `InfrastructureError`.
+    sample that fails with `InfrastructureError`. `return_routed_experts`: whether the experts that a mixture-of-experts
+    model chose for each token are recorded, for a trainer that replays them; the servers need
+    `enable_return_routed_experts=True`.
 
     Raises BadInputError for an argument of a wrong type or value, for a `run_dir` in which no file can be created, for
     a chat template that drops the results of tools, for `renderer=None` with an engine that cannot be asked for its
-    tokenizer, and for limits without a maximum number of tokens with an engine that cannot be asked for its context
-    length; and the errors of `get_renderer` and of the request to the engine.
+    tokenizer, for limits without a maximum number of tokens with an engine that cannot be asked for its context length,
+    and for a server that does not return routed experts; and the errors of `get_renderer` and of the request to the
+    engine.
     """
 
     def __init__(
@@ -77,8 +80,12 @@ class RolloutRunner:
         run_dir: Path | str | None = None,
         max_concurrency: int = 256,
         max_attempts: int = 2,
+        return_routed_experts: bool = False,
     ) -> None:
         access = access_engine(engine)
+        if not is_bool(return_routed_experts):
+            raise BadInputError(f"return_routed_experts must be True or False, got {return_routed_experts!r}")
+        self._expert_layout = access.expert_layout() if return_routed_experts else None
         params = {} if sampling_params is None else sampling_params
         if renderer is None:
             renderer = access.make_renderer()
@@ -106,6 +113,7 @@ class RolloutRunner:
             sampling_params=dict(params),
             rewards=[] if reward is None else [Reward("reward", reward, RewardOptions())],
             max_attempts=require_whole_number("max_attempts", max_attempts),
+            return_routed_experts=bool(return_routed_experts),
         )
         self._samples.agent.check_renderer(renderer)
         has_rewards = bool(self._samples.rewards or self._samples.agent.reward_options)
@@ -180,6 +188,7 @@ class RolloutRunner:
             run_dir=self._run_dir,
             group_filter=self._group_filter,
             pad_token_id=self._samples.renderer.pad_token_id,
+            expert_layout=self._expert_layout,
         )
         return StepStream(options, tasks, self._make_group_runner(logs_common_failure=False)).steps()
 

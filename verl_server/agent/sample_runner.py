@@ -80,6 +80,8 @@ class SampleRunner:
     """Rewards beside those of the environment."""
     max_attempts: int
     """Maximum number of attempts at a sample that fails with InfrastructureError."""
+    return_routed_experts: bool = False
+    """Whether the routed experts of each turn are recorded."""
 
     def __post_init__(self) -> None:
         """Raises BadInputError if a reward has the name of a reward of the environment."""
@@ -197,7 +199,16 @@ class SampleRunner:
     async def _episode(
         self, agent: AgentLoop, task: Task, record: Recorder | TrajectoryGraph
     ) -> AsyncIterator[Episode]:
-        episode = Episode(task, record, self.generate, self.renderer, self.limits, self.sampling_params, agent.tools)
+        episode = Episode(
+            task,
+            record,
+            self.generate,
+            self.renderer,
+            self.limits,
+            self.sampling_params,
+            agent.tools,
+            return_routed_experts=self.return_routed_experts,
+        )
         try:
             yield episode
         finally:
@@ -241,6 +252,7 @@ class SampleRunner:
                 for field in dataclasses.fields(self.limits)
             },
             **{f"sampling_params[{name!r}]": value for name, value in self.sampling_params.items()},
+            **({"return_routed_experts": True} if self.return_routed_experts else {}),
         }
         return {name: digest(value) for name, value in inputs.items()}
 

@@ -27,6 +27,7 @@ _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _HTTP_SIDE = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
 _SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler"
+_HOST_ALLOCATOR = "sglang.srt.mem_cache.pool_host.common.alloc_with_host_register"
 
 
 def register(*, on_cpu: bool) -> None:
@@ -86,6 +87,8 @@ def _register_scheduler() -> None:
         "backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
     ):
         _add(f"sglang.srt.lora.{target}", pinned_memory_hook.without_pinned_memory, around)
+    if _exists(_HOST_ALLOCATOR):  # SGLang before 0.5.2x has none
+        _add(_HOST_ALLOCATOR, pinned_memory_hook.allocate_unregistered, around)
     _add("sglang.srt.distributed.bootstrap._init_cpu_threads_env", threads.bind_threads, HookType.REPLACE)
 
 

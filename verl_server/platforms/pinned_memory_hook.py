@@ -1,6 +1,7 @@
-"""LoRA without pinned memory. Pinned memory speeds up copies to a GPU, and torch refuses it without a GPU.
+"""Host memory that is not pinned. Pinned memory speeds up copies to a GPU, and torch refuses it without a GPU.
 
 SGLang's LoRA code requests pinned memory for every tensor in host memory. Around its functions the request is ignored.
+SGLang registers the host memory of routed experts with CUDA. On a CPU this memory is allocated without registration.
 """
 
 from __future__ import annotations
@@ -27,3 +28,8 @@ def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: An
     """Call a function of SGLang's LoRA code, and ignore its requests for pinned memory, which torch would refuse."""
     with _IgnorePinMemory():
         return original(*args, **kwargs)
+
+
+def allocate_unregistered(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Allocate a tensor with SGLang's `alloc_with_host_register`, and do not register it with CUDA."""
+    return original(*args, **{**kwargs, "pin_memory": False})

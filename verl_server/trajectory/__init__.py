@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from verl_server.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
-    from verl_server.trajectory.batches import to_batch, to_packed, to_tree
+    from verl_server.trajectory.batches.conversion import to_batch, to_packed
+    from verl_server.trajectory.batches.routed_experts import ExpertLayout
+    from verl_server.trajectory.batches.tree import to_tree
     from verl_server.trajectory.divergence import Divergence, find_divergences
     from verl_server.trajectory.exports.atif_export import to_atif
     from verl_server.trajectory.exports.atif_import import from_atif
@@ -34,6 +36,7 @@ __all__ = [
     "ChatRenderer",
     "CheckedConversation",
     "Divergence",
+    "ExpertLayout",
     "FamilyRenderer",
     "ForkReason",
     "Message",
@@ -68,11 +71,12 @@ __all__ = [
 __getattr__, __dir__ = export_lazily(
     __name__,
     {
-        "verl_server.trajectory.batches": (
+        "verl_server.trajectory.batches.conversion": (
             "to_batch",
             "to_packed",
-            "to_tree",
         ),
+        "verl_server.trajectory.batches.routed_experts": ("ExpertLayout",),
+        "verl_server.trajectory.batches.tree": ("to_tree",),
         "verl_server.trajectory.divergence": (
             "Divergence",
             "find_divergences",

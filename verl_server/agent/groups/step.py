@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from verl_server.agent.phase_times import Phase
 from verl_server.agent.samples import Sample, SampleGroup, Segment
 from verl_server.errors import BadInputError
-from verl_server.trajectory.batches import to_batch
+from verl_server.trajectory.batches.conversion import to_batch
+from verl_server.trajectory.batches.routed_experts import ExpertLayout
 from verl_server.trajectory.nodes import Node
 from verl_server.trajectory.vision import VisionInputs
 
@@ -31,20 +32,28 @@ class RolloutStep:
     """Figures of the step by names such as `reward/mean`, for a dashboard."""
     pad_token_id: int
     """Token with which `batch` fills rows by default."""
+    expert_layout: ExpertLayout | None = None
+    """Layout of the routed experts. None if they are not recorded, and if the engine of the runner does not tell it."""
 
     @property
     def samples(self) -> list[Sample]:
         """The samples of all groups, one group after the other."""
         return [sample for group in self.groups for sample in group.samples]
 
-    def batch(self, pad_token_id: int | None = None, *, vision: VisionInputs | None = None) -> TensorDict:
+    def batch(
+        self,
+        pad_token_id: int | None = None,
+        *,
+        vision: VisionInputs | None = None,
+        expert_layout: ExpertLayout | None = None,
+    ) -> TensorDict:
         """Convert the samples to padded tensors: the fields of `to_batch`, and which sample each row is of.
 
         Each row is a trained path (`Sample.segments`). Failed samples and samples without a turn are left out. Beside
         the fields of `to_batch` there are `group_index` [B], the position of the row's group in `groups`;
         `sample_index` [B], the index of the sample in its group; `segment_weight` [B], the weight of the path in the
-        loss; and `uid`, a list with one text for each row, equal in all rows of a group. Raises BadInputError if no
-        sample can be trained, and the errors of `to_batch`.
+        loss; and `uid`, a list with one text for each row, equal in all rows of a group. `expert_layout`: by default
+        that of the step. Raises BadInputError if no sample can be trained, and the errors of `to_batch`.
         """
         import torch
         from tensordict import NonTensorStack
@@ -62,7 +71,9 @@ class RolloutStep:
                 "failed or have no turn; see sample.error"
             )
         pad = self.pad_token_id if pad_token_id is None else pad_token_id
-        batch = to_batch([(sample.graph, segment.leaf) for _, sample, segment in rows], pad, vision=vision)
+        layout = self.expert_layout if expert_layout is None else expert_layout
+        paths = [(sample.graph, segment.leaf) for _, sample, segment in rows]
+        batch = to_batch(paths, pad, vision=vision, expert_layout=layout)
         batch["group_index"] = torch.tensor([position for position, _, _ in rows])
         batch["sample_index"] = torch.tensor([sample.index for _, sample, _ in rows])
         batch["segment_weight"] = torch.tensor([segment.weight for _, _, segment in rows])

@@ -21,6 +21,7 @@ from verl_server.agent.groups.task_source import Tasks, TaskSource
 from verl_server.agent.sample_runner import flush_pool
 from verl_server.agent.samples import Task
 from verl_server.errors import BadInputError
+from verl_server.trajectory.batches.routed_experts import ExpertLayout
 from verl_server.trajectory.recorder import session_file
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class StepOptions:
     run_dir: Path | None
     group_filter: GroupFilter | None
     pad_token_id: int
+    expert_layout: ExpertLayout | None = None
 
 
 class StepStream:
@@ -98,7 +100,7 @@ class StepStream:
         if self._journal is not None and not is_recorded:
             await _write_step(self._journal, delivery)
         metrics["time/wait_s"] = time.monotonic() - started
-        return RolloutStep(delivery.step, groups, metrics, self._options.pad_token_id)
+        return RolloutStep(delivery.step, groups, metrics, self._options.pad_token_id, self._options.expert_layout)
 
     # -- starting groups ----------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Batches for trainers: how recorded paths and sessions become tensors."""

@@ -1,0 +1,156 @@
+"""Conversion of recorded paths to the tensors that trainers take.
+
+Shapes: B is the number of paths, P the longest prompt, R the longest response, T the number of all tokens, L the number
+of layers, K the number of experts per token. Fields and padding follow verl's `DataProto`: prompts are padded on the
+left, responses on the right. The response of a path contains all tokens after its first prompt: sampled tokens (mask 1)
+and tokens from tools and messages (mask 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl_server.errors import BadInputError
+from verl_server.trajectory.batches.routed_experts import ExpertLayout, read_experts
+from verl_server.trajectory.batches.rows import GraphPath, Row, make_rows
+from verl_server.trajectory.nodes import NO_VERSION
+from verl_server.trajectory.vision import VisionInputs, require_vision_inputs
+from verl_server.validation import require_whole_number
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
+
+def to_batch(
+    paths: Iterable[GraphPath],
+    pad_token_id: int,
+    *,
+    vision: VisionInputs | None = None,
+    expert_layout: ExpertLayout | None = None,
+) -> TensorDict:
+    """Convert paths to padded tensors with B rows.
+
+    `prompts` [B, P]; `responses`, `response_mask`, `rollout_log_probs`, `rm_scores`, `weight_versions` [B, R];
+    `input_ids`, `attention_mask`, `position_ids` [B, P + R]. Masked positions have log prob 0, score 0 and weight
+    version `NO_VERSION` (-1). A reward per token is stored at its token. A reward of a whole node is stored at the
+    last token of the node, or at the last sampled token before a node that the policy did not sample. A path without a
+    sampled token has no response: its row is masked, and its reward is in no score. Tokens that several paths of one
+    session have in common, for example before a fork, are trained in the row of the first of these paths only: in later
+    rows they belong to the prompt.
+
+    Paths with images need `vision`. `position_ids` are then [B, 3, P + R], and `multi_modal_inputs` has one dict for
+    each row, with `pixel_values` and `image_grid_thw` if the row has images.
+
+    Paths with routed experts need `expert_layout`. `routed_experts` [B, P + R, L, K] then has the ids of the experts
+    that the router of each layer chose for each token, when the first turn of the path that read the token was sampled.
+    The ids are 0 for padding, and for the last sampled token of the path and all tokens after it, which no turn has
+    read. The dtype is uint8, or int16 if an id is above 255.
+
+    `rm_scores` are 0 everywhere if no path has a reward: the trainer then computes its own rewards. Raises
+    BadInputError if there are no paths, for a value that is no path, for an unknown node, for the path of a failed
+    sample without a sampled token or without a reward (see `TrajectoryGraph.set_rewards`), for a path without a reward
+    beside paths with rewards, for a reward before the first sampled token of a path, for a path that is the beginning
+    of an earlier path, for a `pad_token_id` that is no token id, for paths with routed experts beside paths without,
+    and for routed experts that do not fit to `expert_layout` or to the tokens.
+    """
+    if pad_token_id is None:
+        raise BadInputError("pad_token_id is None: this tokenizer has no padding token; pass tokenizer.eos_token_id")
+    require_whole_number("pad_token_id", pad_token_id, minimum=0)
+    import torch
+    from tensordict import TensorDict
+
+    rows, experts = _read(paths, vision, expert_layout)
+    max_prompt = max(row.prompt_length for row in rows)
+    max_response = max(row.length - row.prompt_length for row in rows)
+    input_ids = torch.full((len(rows), max_prompt + max_response), int(pad_token_id))
+    attention_mask = _zeros(rows, max_prompt + max_response)
+    for index, row in enumerate(rows):
+        start = max_prompt - row.prompt_length
+        input_ids[index, start : start + row.length] = torch.tensor(row.sequence.token_ids)
+        attention_mask[index, start : start + row.length] = 1
+    fields = _response_fields(rows, max_response) | {
+        "prompts": input_ids[:, :max_prompt].clone(),
+        "responses": input_ids[:, max_prompt:].clone(),
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+    }
+    if experts:
+        fields["routed_experts"] = _pad_experts(experts, attention_mask)
+    batch = TensorDict(fields, batch_size=[len(rows)])
+    if vision is not None:
+        vision.add_padded(batch, [(row.sequence.token_ids, row.images) for row in rows])
+    return batch
+
+
+def to_packed(
+    paths: Iterable[GraphPath], *, vision: VisionInputs | None = None, expert_layout: ExpertLayout | None = None
+) -> dict[str, torch.Tensor]:
+    """Convert paths to tensors without padding, one path after the other.
+
+    The fields `input_ids`, `position_ids`, `response_mask`, `rollout_log_probs`, `rm_scores` and `weight_versions`
+    have the shape [T]. `cu_seqlens` [B + 1] (int32) has the offsets of the paths. Raises BadInputError for the same
+    paths as `to_batch`. With `vision`, `position_ids` are [4, T], and `pixel_values` and `image_grid_thw` have the
+    images of all paths, one after the other. With `expert_layout`, `routed_experts` are [T, L, K].
+    """
+    import torch
+
+    rows, experts = _read(paths, vision, expert_layout)
+    lengths = [row.length for row in rows]
+    fields = {
+        "input_ids": torch.tensor([token for row in rows for token in row.sequence.token_ids]),
+        "position_ids": torch.tensor([position for length in lengths for position in range(length)]),
+        "response_mask": torch.tensor([bit for row in rows for bit in row.sequence.loss_mask]),
+        "rollout_log_probs": torch.tensor([logprob for row in rows for logprob in row.sequence.logprobs]),
+        "rm_scores": torch.tensor([reward for row in rows for reward in row.rewards]),
+        "weight_versions": torch.tensor([version for row in rows for version in row.sequence.weight_versions]),
+        "cu_seqlens": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32),
+    }
+    if experts:
+        fields["routed_experts"] = torch.cat(experts)
+    return fields | ({} if vision is None else vision.packed([(row.sequence.token_ids, row.images) for row in rows]))
+
+
+def _response_fields(rows: Sequence[Row], width: int) -> dict[str, torch.Tensor]:
+    """The fields [B, R] of the responses, padded on the right to `width` tokens."""
+    import torch
+
+    fields = {
+        "response_mask": _zeros(rows, width),
+        "rollout_log_probs": _zeros(rows, width).float(),
+        "rm_scores": _zeros(rows, width).float(),
+        "weight_versions": torch.full((len(rows), width), NO_VERSION),
+    }
+    for index, row in enumerate(rows):
+        sequence = row.sequence
+        columns: list[Sequence[Any]] = [sequence.loss_mask, sequence.logprobs, row.rewards, sequence.weight_versions]
+        for field, values in zip(fields.values(), columns, strict=True):
+            response = values[row.prompt_length :]
+            field[index, : len(response)] = torch.tensor(response, dtype=field.dtype)
+    return fields
+
+
+def _read(
+    paths: Iterable[GraphPath], vision: VisionInputs | None, layout: ExpertLayout | None
+) -> tuple[list[Row], list[torch.Tensor]]:
+    """The rows of a batch, and their routed experts if they have some. Raises BadInputError, see `to_batch`."""
+    rows = make_rows(paths)
+    require_vision_inputs(vision, [len(row.images) for row in rows])
+    return rows, read_experts([(row.graph, row.leaf) for row in rows], layout)
+
+
+def _pad_experts(experts: Sequence[torch.Tensor], attention_mask: torch.Tensor) -> torch.Tensor:
+    """The experts [B, P + R, L, K] of the rows, with 0 for padding."""
+    import torch
+
+    padded = torch.zeros((*attention_mask.shape, *experts[0].shape[1:]), dtype=experts[0].dtype)
+    padded[attention_mask.bool()] = torch.cat(list(experts))
+    return padded
+
+
+def _zeros(rows: Sequence[Row], width: int) -> torch.Tensor:
+    import torch
+
+    return torch.zeros((len(rows), width), dtype=torch.long)
