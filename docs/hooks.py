@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 PICTURES = (
     "examples/calculator.png",
     "examples/async_training.png",
+    "examples/coding.png",
     "benchmarks/results/bench_weight_sync-2cpu.png",
 )
 

@@ -32,9 +32,9 @@ from calculator_training import (
     SAMPLING_PARAMS,
     SERVER_ARGUMENTS,
     Trainer,
-    write_policy,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from word_policy import write_policy
 
 from verl_server import RolloutManager, VerlEngine
 from verl_server.agent import FunctionTool, RolloutRunner
@@ -150,7 +150,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="verl-example-") as folder:
         path = Path(folder) / "policy"
-        write_policy(path, options.seed)
+        write_policy(path, task.VOCABULARY, options.seed)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
         curves: dict[str, Curve] = {}

@@ -26,9 +26,9 @@ from calculator_training import (
     SAMPLING_PARAMS,
     SERVER_ARGUMENTS,
     Trainer,
-    write_policy,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from word_policy import write_policy
 
 from verl_server import RolloutManager, VerlEngine
 from verl_server.agent import RolloutRunner
@@ -71,7 +71,7 @@ def train(rank: int, folder: Path, steps: int, seed: int, png: Path | None) -> N
     mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",))
     path = folder / "policy"
     if rank == 0:
-        write_policy(path, seed)
+        write_policy(path, task.VOCABULARY, seed)
     dist.barrier()
     with (
         RolloutManager(NUM_REPLICAS, model_path=str(path), random_seed=seed, **SERVER_ARGUMENTS)

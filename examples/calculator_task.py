@@ -12,17 +12,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from verl_server.agent import Environment, Episode, FunctionTool, Sample, Task, reward
 
 VOCABULARY = (*"0123456789", "+", "?", "<call>", "</call>", "<user>", "<assistant>", "<tool>", "<end>")
 """Words of the task, one token each. `?` stands for all other words."""
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 MAX_TURN_TOKENS = 9
 """Maximum number of tokens of one turn: the correct call and one additional token."""
 MAX_RESPONSE_TOKENS = 24
@@ -99,17 +94,3 @@ def used_tool(sample: Sample) -> bool:
 def fraction_correct(words: Sequence[str], expected: Sequence[str]) -> float:
     """Fraction of positions with the expected word. Missing and additional words count as wrong positions."""
     return sum(a == b for a, b in zip(words, expected, strict=False)) / max(len(words), len(expected), 1)
-
-
-def make_tokenizer(folder: Path) -> Any:
-    """A tokenizer with one token per word, saved into `folder`."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {word: token for token, word in enumerate(VOCABULARY)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token="<end>", pad_token="<end>")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return tokenizer

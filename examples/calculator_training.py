@@ -1,4 +1,4 @@
-"""Shared by `calculator.py` and `async_training.py`: the policy, and its training with GRPO on any number of ranks."""
+"""Shared by `calculator.py` and `async_training.py`: training with GRPO on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl_server import VerlEngine
 from verl_server.agent import RolloutLimits, RolloutStep
 from verl_server.demo import grpo, policy
-from verl_server.tiny import Architecture, make_config
 
 PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 48, 6
 EPOCHS, MINIBATCHES = 2, 4
 LEARNING_RATE, CLIP, ENTROPY_WEIGHT = 3e-3, 0.2, 0.02
 MAX_IMPORTANCE_WEIGHT = 2.0
-END_TOKEN = len(task.VOCABULARY) - 1
 LIMITS = RolloutLimits(max_response_tokens=task.MAX_RESPONSE_TOKENS, max_turns=2, max_tool_tokens=4)
 SAMPLING_PARAMS = {"temperature": 1.0, "max_new_tokens": task.MAX_TURN_TOKENS}
 SERVER_ARGUMENTS: dict[str, Any] = {
@@ -28,20 +26,6 @@ SERVER_ARGUMENTS: dict[str, Any] = {
     "max_total_tokens": 16384,
     "log_level": "warning",
 }
-
-
-def write_policy(folder: Path, seed: int) -> None:
-    """Write an untrained Qwen3 with two layers, and a tokenizer with the task's vocabulary."""
-    from transformers import AutoModelForCausalLM
-
-    config = make_config(
-        Architecture.QWEN3, context_length=64, tie_word_embeddings=True, vocab_size=len(task.VOCABULARY)
-    )
-    config.eos_token_id = config.pad_token_id = END_TOKEN
-    config.initializer_range = policy.INITIAL_STD
-    torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    task.make_tokenizer(folder)
 
 
 def make_batch(step: RolloutStep) -> grpo.Batch:

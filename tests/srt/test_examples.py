@@ -10,6 +10,7 @@ from pathlib import Path
 import calculator_task
 import calculator_training
 import pytest
+import word_policy
 from agent_helpers import ScriptedGenerateFn
 from helpers import run_in_fork
 
@@ -89,7 +90,7 @@ def test_async_training(tmp_path: Path) -> None:
 
 def test_failed_samples_of_the_calculator_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The advantages are those of the other samples of the group. A sample that is alone in its group has 0."""
-    tokenizer = calculator_task.make_tokenizer(tmp_path)
+    tokenizer = word_policy.make_tokenizer(tmp_path, calculator_task.VOCABULARY)
 
     def reward(sample: Sample) -> float:
         if (sample.task.data["group"], sample.index) in {(0, 1), (1, 0), (1, 2)}:
@@ -123,3 +124,15 @@ def test_failed_samples_of_the_calculator_are_left_out(tmp_path: Path, capsys: p
     }
     assert advantages == pytest.approx({("0", 0): -0.7071, ("0", 2): 0.7071, ("1", 1): 0.0}, abs=1e-3)
     assert "3 samples failed" in capsys.readouterr().out
+
+
+def test_coding(tmp_path: Path) -> None:
+    """Three steps: the reward does not rise yet, but both segments are trained, and their logprobs agree."""
+    output = run_example("coding.py", tmp_path, "--steps", "3", "--png", str(tmp_path / "curves.png"))
+    steps = re.findall(
+        r"step (\d): tests passed (\S+), summaries \S+, format (\S+), first programs \S+, log prob gap (\S+),", output
+    )
+    assert [step for step, *_ in steps] == ["0", "1", "2"], output
+    assert all(0 <= float(tests) < 1 and 0 < float(form) < 1 for _, tests, form, _ in steps)
+    assert all(0 < float(gap) < 1e-3 for *_, gap in steps), "the trainer has the inputs and weights of the rollout"
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
