@@ -160,7 +160,7 @@ def plot(metrics: Sequence[Mapping[str, float]], png: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name, label in CURVES.items():
         axes.plot([figures[name] for figures in metrics], label=label)
-    axes.set(xlabel="step", ylim=(0, 1.02), title="A policy learns to debug programs (GRPO, from random weights)")
+    axes.set(xlabel="step", ylim=(0, 1.02), title="A policy learns to write programs (GRPO, from random weights)")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
@@ -179,7 +179,7 @@ def print_times(metrics: Sequence[Mapping[str, float]], total_s: float) -> None:
 def main() -> None:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--png", type=Path)
     options = parser.parse_args()

@@ -78,11 +78,12 @@ class CodingEnvironment(Environment):
         result = await self.run_tests("last.py", self.program, HIDDEN_INPUTS)
         return result.stdout.split().count("pass") / len(HIDDEN_INPUTS)
 
-    @reward(weight=0.5)
+    @reward(weight=2)
     async def has_format(self, sample: Sample) -> float:
         """Fraction of words of the correct kind in the three turns: an operator, the number, the end.
 
-        A policy with random weights gets this partial credit long before its programs run.
+        A policy with random weights gets this partial credit long before its programs run. With a smaller weight it
+        neglects the first program, whose words the other rewards do not see.
         """
         expected = [OPERATORS, NUMBER, ("<end>",)]
         return sum(fraction_correct(turn, expected) for turn in self.turns) / len(self.turns)

@@ -537,13 +537,18 @@ def test_weights_of_the_tree() -> None:
     assert set(to_tree(graph)["weight"].tolist()) == {1.0}, "the session continues after its termination"
 
 
-@given(st.lists(NODE, min_size=1, max_size=14), st.data())
+TREE_NODE = st.tuples(
+    st.sampled_from([True, True, False]), st.lists(st.integers(0, 300), min_size=1, max_size=3), st.integers(0, 3)
+)
+
+
+@given(st.lists(TREE_NODE, min_size=5, max_size=14), st.data())
 def test_weights_of_the_tree_are_those_of_the_rows(nodes: list[tuple[bool, list[int], int]], data: Any) -> None:
     """The weights of all sampled tokens have the same sum as those of a step, whose rows are the trained paths."""
     graph = TrajectoryGraph("s")
     add_nodes(nodes, graph)
-    ends = data.draw(st.lists(st.sampled_from(range(len(nodes))), max_size=5))
-    weights = data.draw(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0]), min_size=len(ends), max_size=len(ends)))
+    ends = data.draw(st.permutations(graph.leaves))
+    weights = [data.draw(st.sampled_from([1.0, 0.0])) * 2.0**-index for index in range(len(ends))]
     segments = find_segments(graph, list(zip(ends, weights, strict=True)))
     graph.terminate(len(nodes) - 1, "done", segments=[(segment.leaf, segment.weight) for segment in segments])
     tree, expected = to_tree(graph), 0.0
