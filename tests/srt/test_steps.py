@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -38,6 +39,7 @@ from verl_server.agent import (
 )
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.trajectory import ChatRenderer, load_session
+from verl_server.trajectory.locked_files import close_locked, open_locked
 
 
 @pytest.fixture(scope="module")
@@ -623,6 +625,42 @@ def test_forked_processes_do_not_keep_the_locks(renderer: ChatRenderer, tmp_path
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
         assert set(asyncio.run(run(tmp_path))) == {None}
         assert set(asyncio.run(run(tmp_path))) == {None}
+
+
+def test_locks_are_given_up_whenever_another_thread_forks(tmp_path: Path) -> None:
+    """Also between the opening of a file and its lock, and between the close and the start of a command."""
+    stopped, failures, repeats = threading.Event(), list[Exception](), [0]
+
+    def open_and_close() -> None:
+        path = tmp_path / threading.current_thread().name
+        while not stopped.is_set():
+            try:
+                close_locked(open_locked(path, "busy"))
+                repeats[0] += 1
+            except ServerBusyError as error:
+                failures.append(error)
+                return
+
+    threads = [threading.Thread(target=open_and_close) for _ in range(4)]
+    processes = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(50)]
+    started = []
+    for thread in threads:
+        thread.start()
+    try:
+        for process in processes:
+            process.start()
+            started.append(process)
+            subprocess.run(["true"], check=True, timeout=20)
+    finally:
+        stopped.set()
+        for process in started:
+            process.kill()
+            process.join()
+            process.close()
+        for thread in threads:
+            thread.join(20)
+    assert repeats[0] > 100
+    assert not failures
 
 
 def test_a_run_dir_belongs_to_one_kind_of_run(renderer: ChatRenderer, tmp_path: Path) -> None:

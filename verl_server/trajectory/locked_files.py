@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from pathlib import Path
 
 from verl_server.errors import ServerBusyError
 
 _LOCKED: set[int] = set()
 """Descriptors of the files that this process has locked."""
+_CHANGES = threading.RLock()
+"""Held while `_LOCKED` and the open descriptors differ, and by a thread that forks: a fork waits for the change."""
 
 
 def _leave_locks() -> None:
@@ -22,15 +25,24 @@ def _leave_locks() -> None:
         os.dup2(null, fd, inheritable=False)
     os.close(null)
     _LOCKED.clear()
+    _CHANGES.release()
 
 
-os.register_at_fork(after_in_child=_leave_locks)
+os.register_at_fork(before=_CHANGES.acquire, after_in_parent=_CHANGES.release, after_in_child=_leave_locks)
 
 
 def close_locked(fd: int) -> None:
-    """Close a file that `open_locked` has opened."""
-    _LOCKED.discard(fd)
-    os.close(fd)
+    """Close a file that `open_locked` has opened, and give up its lock.
+
+    `subprocess` forks without the functions of `os.register_at_fork`: until it executes the command, the new process
+    has the descriptor too, and the lock would outlive the close.
+    """
+    with _CHANGES:
+        _LOCKED.discard(fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        finally:
+            os.close(fd)
 
 
 def open_locked(path: Path, busy: str) -> int:
@@ -38,14 +50,15 @@ def open_locked(path: Path, busy: str) -> int:
 
     Raises ServerBusyError with the message `busy` if the file is open elsewhere, and OSError.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise ServerBusyError(busy) from None
-    except BaseException:
-        os.close(fd)
-        raise
-    _LOCKED.add(fd)
-    return fd
+    with _CHANGES:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise ServerBusyError(busy) from None
+        except BaseException:
+            os.close(fd)
+            raise
+        _LOCKED.add(fd)
+        return fd
