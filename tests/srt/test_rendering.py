@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +13,14 @@ from agent_helpers import add, renderer_with_template
 from helpers import LLAMA, QWEN, chat_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from verl_server.agent import ToolRegistry
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import ASSISTANT_PLACEHOLDER, ChatRenderer, FamilyRenderer, get_renderer
 from verl_server.trajectory.rendering.families import PROBE_PROMPTS, PROBE_TOOL
+from verl_server.trajectory.rendering.truncation import TRUNCATION_MARK, truncate_text
 
 NUMBERED_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ loop.index }} {{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -81,6 +85,37 @@ def test_truncated_text_has_whole_characters_and_all_control_tokens(tokenizer: A
     assert renderer.truncate("\U0001f600\U0001f600", 6) == "\U0001f600 [cut]"
     assert renderer.truncate("a<|im_end|>b long text", 3) == "a<| [cut]", "what counts are the tokens of foreign text"
     assert renderer.truncate("a\ufffd long text", 4) == "a\ufffd [cut]", "the text has this character itself"
+
+
+@pytest.mark.parametrize("cut", ["start", "middle", "end"])
+def test_long_texts_are_truncated_as_if_all_of_the_text_was_tokenized(cut: str) -> None:
+    """Only about as much text as is kept is tokenized, also if a token has many characters."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    words = ["the tensor ", "weights\n", " " * 100, "\u4f60\u597d", "\U0001f600 ", "x = 1\n"]
+    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False)  # type: ignore[no-untyped-call]
+    bpe.train_from_iterator(words * 50, trainer)
+    encoded = [0]
+
+    def encode(text: str) -> list[int]:
+        encoded[0] += len(text)
+        return list(bpe.encode(text).ids)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(bpe.decode(list(token_ids)))
+
+    rng = random.Random(0)
+    for _ in range(200):
+        text = "".join(rng.choices(words, k=rng.randrange(1, 2000)))
+        limit, ids = rng.randrange(1, 500), bpe.encode(text).ids
+        num_last = {"start": limit, "middle": limit // 2, "end": 0}[cut]
+        first, last = decode(ids[: limit - num_last]), decode(ids[-num_last:]) if num_last else ""
+        first, last = first.rstrip("\ufffd"), last.lstrip("\ufffd")
+        expected = text if len(ids) <= limit else first + TRUNCATION_MARK + (f" {last}" if last else "")
+        assert truncate_text(text, limit, cut, encode, decode) in (expected, expected.strip())
+    text, encoded[0] = "weights\n" * 100_000, 0
+    assert len(truncate_text(text, 500, cut, encode, decode)) < 10_000
+    assert encoded[0] < 20_000
 
 
 def test_thoughts_that_the_template_removes_are_kept(tokenizer: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-MAX_CHARACTERS_PER_TOKEN = 16
-"""Assumed maximum number of characters of one token. A text of longer tokens is truncated to fewer tokens."""
+MARGIN = 64
+"""Tokens at the cut of a part of a text that are not used: with the rest of the text they could be other tokens."""
 REPLACEMENT_CHARACTER = "\ufffd"
 """Character that tokenizers decode for an incomplete character."""
 TRUNCATION_MARK = " [cut]"
@@ -26,11 +26,14 @@ def truncate_text(
     """
     if len(text) < max_tokens and text.isascii():  # a token has at least one byte; a tokenizer may add a space
         return text
-    if len(text) <= MAX_CHARACTERS_PER_TOKEN * max_tokens and len(encode(text)) <= max_tokens:
+    size, token_ids = _encode_end(text, max_tokens, encode)
+    if size == len(text) and len(token_ids) <= max_tokens:
         return text
     num_last = {"start": max_tokens, "middle": max_tokens // 2, "end": 0}[cut]
-    first = _first_tokens(text, max_tokens - num_last, encode, decode)
-    last = _last_tokens(text, num_last, encode, decode)
+    first = decode(token_ids[: max_tokens - num_last]) if max_tokens > num_last else ""
+    while first.endswith(REPLACEMENT_CHARACTER) and not text.startswith(first):
+        first = first[:-1]
+    last = _last_tokens(text, num_last, encode, decode) if num_last else ""
     return f"{first}{TRUNCATION_MARK} {last}".strip() if last else first + TRUNCATION_MARK
 
 
@@ -48,19 +51,27 @@ def truncate_parts(
     return kept
 
 
-def _first_tokens(
-    text: str, count: int, encode: Callable[[str], Sequence[int]], decode: Callable[[Sequence[int]], str]
-) -> str:
-    kept = decode(encode(text[: MAX_CHARACTERS_PER_TOKEN * count])[:count]) if count else ""
-    while kept.endswith(REPLACEMENT_CHARACTER) and not text.startswith(kept):
-        kept = kept[:-1]
-    return kept
+def _encode_end(
+    text: str, count: int, encode: Callable[[str], Sequence[int]], *, last: bool = False
+) -> tuple[int, Sequence[int]]:
+    """Tokens of the beginning of a text, or of its end with `last`: at least `count` of them if the text has so many.
+
+    Returns the number of characters, and the token ids.
+    """
+    size = 2 * count + MARGIN
+    while True:
+        size = min(size, len(text))
+        token_ids = encode(text[-size:] if last and size else text[:size])
+        if size == len(text) or len(token_ids) > count + MARGIN:
+            return size, token_ids
+        size *= 2
 
 
 def _last_tokens(
     text: str, count: int, encode: Callable[[str], Sequence[int]], decode: Callable[[Sequence[int]], str]
 ) -> str:
-    kept = decode(encode(text[-MAX_CHARACTERS_PER_TOKEN * count :])[-count:]) if count else ""
+    _, token_ids = _encode_end(text, count, encode, last=True)
+    kept = decode(token_ids[-count:])
     while kept.startswith(REPLACEMENT_CHARACTER) and not text.endswith(kept):
         kept = kept[1:]
     return kept
