@@ -16,6 +16,7 @@ leaves behind are abandoned, and their tasks are started again.
 from __future__ import annotations
 
 import enum
+import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterable
@@ -23,6 +24,9 @@ from dataclasses import dataclass, field
 
 from verl_server.agent.groups.step_journal import StepLog
 from verl_server.errors import BadInputError
+
+NO_STEP = -1
+"""In a heap, the step of a group that has not begun."""
 
 
 class GroupState(enum.Enum):
@@ -91,6 +95,10 @@ class StepSchedule:
         """Groups that were not delivered."""
         self._waiting: set[int] = set()
         """Groups that are to be started."""
+        self._waiting_in_order: list[tuple[int, int]] = []
+        """Heap of the step in which a waiting group began, and its number. Started groups are removed later."""
+        self._waiting_without_step: list[tuple[int, int]] = []
+        """Such a heap of the waiting groups that have not begun."""
         self._num_started: Counter[int] = Counter()
         """Number of undelivered groups by the step in which they were started, also by an earlier process."""
         self._num_finished: Counter[int] = Counter()
@@ -108,18 +116,21 @@ class StepSchedule:
         """Number of the group to be started next. None if no group may start now."""
         is_full = len(self._groups) - len(self._waiting) >= self._max_undelivered
         # Those that must be delivered first come first: a group that waits would hold back its step for ever.
-        for _, step, number in sorted(self._age_of(number) for number in self._waiting):
-            is_young = self._can_be_delivered if step is None else step <= self._weights_step
-            if is_young and (self.is_step_recorded or not is_full):
-                return number
+        for heap in (self._waiting_in_order, self._waiting_without_step):
+            while heap and not self._is_waiting(*heap[0]):
+                heapq.heappop(heap)
+            if heap:
+                step, number = heap[0]
+                is_young = self._can_be_delivered if step == NO_STEP else step <= self._weights_step
+                if is_young and (self.is_step_recorded or not is_full):
+                    return number
         if self.is_step_recorded or self._waiting or self._are_tasks_exhausted or is_full:
             return None
         return self._next_number
 
-    def _age_of(self, number: int) -> tuple[bool, int | None, int]:
-        """The order of waiting groups: by the step in which they began. Groups that have not begun are last."""
-        step = self._groups[number].step
-        return step is None, step, number
+    def _is_waiting(self, step: int, number: int) -> bool:
+        """Whether a group still waits to be started, and has begun in `step`."""
+        return number in self._waiting and self._groups[number].step == (None if step == NO_STEP else step)
 
     def start(self, number: int) -> Start:
         """Note that the group is started."""
@@ -242,7 +253,10 @@ class StepSchedule:
     def _wait(self, number: int, group: _Group) -> None:
         self._groups[number] = group
         self._waiting.add(number)
-        if group.step is not None:
+        if group.step is None:
+            heapq.heappush(self._waiting_without_step, (NO_STEP, number))
+        else:
+            heapq.heappush(self._waiting_in_order, (group.step, number))
             self._num_started[group.step] += 1
 
     # -- age ----------------------------------------------------------------------------------------

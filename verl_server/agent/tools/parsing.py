@@ -18,6 +18,10 @@ CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 MARK = re.compile("<tool_call>|</?think>")
 END_OF_BAD_CALL = re.compile("</tool_call>|</think>")
 """A call that is no JSON ends here. In a thought, the policy may only speak of the mark."""
+SPACE = re.compile(r"\s*")
+DECODER = json.JSONDecoder()
+MAX_SCANNED_CHARACTERS = 16_384
+"""Characters after which the parsed beginning of a text is removed: errors of JSON count the lines before them."""
 
 
 def parse_hermes_tool_calls(text: str) -> list[ToolCall | ToolResult]:
@@ -27,29 +31,33 @@ def parse_hermes_tool_calls(text: str) -> list[ToolCall | ToolResult]:
     `ToolResult` with the error type `malformed`. Calls inside of a thought (`<think>...</think>`) do not count.
     """
     calls: list[ToolCall | ToolResult] = []
-    while (mark := MARK.search(text)) is not None:
-        text = text[mark.end() :]
+    position = 0
+    while (mark := MARK.search(text, position)) is not None:
+        position = mark.end()
         if mark[0] == "</think>":
             calls = []  # they were inside of a thought that the prompt had opened
         elif mark[0] == "<think>":
-            _, _, text = text.partition("</think>")
+            end = text.find("</think>", position)
+            position = len(text) if end < 0 else end + len("</think>")
         else:
-            end = _end_of_json(text)
-            if end is None or not text[end:].lstrip().startswith((CALL_END, CALL_START)):
-                stop = END_OF_BAD_CALL.search(text)
-                end = stop.start() if stop is not None else -1
-            content, text = (text, "") if end < 0 else (text[:end], text[end:])
-            calls.append(parse_json_tool_call(content))
+            if position > MAX_SCANNED_CHARACTERS:
+                text, position = text[position:], 0
+            end = _end_of_call(text, position)
+            calls.append(parse_json_tool_call(text[position:end]))
+            position = end
     return calls
 
 
-def _end_of_json(text: str) -> int | None:
-    """The end of the JSON value at the beginning of a text, whose strings may contain marks. None if there is none."""
-    start = len(text) - len(text.lstrip())
+def _end_of_call(text: str, start: int) -> int:
+    """The end of the call that begins at `start`: of its JSON value, whose strings may contain marks, or of bad text."""
     try:
-        return json.JSONDecoder().raw_decode(text, start)[1]
+        end = DECODER.raw_decode(text, SPACE.match(text, start).end())[1]  # type: ignore[union-attr]
+        if text.startswith((CALL_END, CALL_START), SPACE.match(text, end).end()):  # type: ignore[union-attr]
+            return end
     except (ValueError, RecursionError):
-        return None
+        pass
+    stop = END_OF_BAD_CALL.search(text, start)
+    return len(text) if stop is None else stop.start()
 
 
 def parse_json_tool_call(text: str) -> ToolCall | ToolResult:
