@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_server.errors import BadInputError
@@ -19,6 +19,7 @@ from verl_server.types import Json
 
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Code points that Unicode reserves for the internal use of programs. Texts do not contain them."""
+WORD_CHARACTER = re.compile(r"\w")
 
 
 class ControlTokens:
@@ -97,10 +98,14 @@ def require_shown(messages: Sequence[Message], rendered: str) -> None:
     Templates may change white space, and may write the content as JSON or with the escapes of HTML.
     """
     shown = ["".join(text.split()) for text in (rendered, html.unescape(rendered))]
+    position = 0
     for index, message in enumerate(messages):
         for text in texts_of(message) if message["role"] != "assistant" else ():
-            forms = (text, *(json.dumps(text, ensure_ascii=flag)[1:-1] for flag in (False, True)))
-            if not any("".join(form.split()) in text for form in forms for text in shown):
+            form = "".join(text.split())
+            found = shown[0].find(form, position)  # templates write messages in their order
+            if found >= 0:
+                position = found + len(form)
+            elif not any(form in shown_text for form in _forms_of(text) for shown_text in shown):
                 raise BadInputError(
                     f"the chat template does not show the content of message {index} (role {message['role']!r}) at "
                     f"this place of a conversation, so the policy would not see it: {text.strip()[:80]!r}. Give the "
@@ -108,15 +113,32 @@ def require_shown(messages: Sequence[Message], rendered: str) -> None:
                 )
 
 
+def _forms_of(text: str) -> Iterator[str]:
+    """The forms in which templates write a text, without white space: as it is, and as JSON."""
+    for form in (text, *(json.dumps(text, ensure_ascii=flag)[1:-1] for flag in (False, True))):
+        yield "".join(form.split())
+
+
 def require_tools_shown(tools: Sequence[Json], rendered: str) -> None:
     """Raise BadInputError if a rendered prompt lacks the name of a tool: the policy could not know that it exists."""
     names = [str((tool.get("function") or tool).get("name")) for tool in tools]
-    if missing := [name for name in names if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", rendered)]:
+    if missing := [name for name in names if not _has_word(rendered, name)]:
         raise BadInputError(
             f"the chat template does not show the tools {missing}, so the policy would not know them. Set "
             "tokenizer.chat_template to a template that renders `tools`, or describe the tools in the messages. A tool "
             "that the policy should not be told of is no tool of the agent: call it in the agent loop"
         )
+
+
+def _has_word(text: str, word: str) -> bool:
+    """Whether `word` is in a text, not as a part of a longer word."""
+    start = text.find(word)
+    while start >= 0:
+        before, after = text[max(start - 1, 0) : start], text[start + len(word) : start + len(word) + 1]
+        if not WORD_CHARACTER.match(before) and not WORD_CHARACTER.match(after):
+            return True
+        start = text.find(word, start + 1)
+    return False
 
 
 def texts_of(message: Message) -> list[str]:
