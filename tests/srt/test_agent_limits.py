@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from agent_helpers import (
+    ScriptedGenerateFn,
     ThreeUserMessagesLoop,
     add,
     block_forever,
+    call_text,
     make_changed_task,
     make_episode,
     raise_runtime_error,
@@ -25,6 +27,7 @@ from transformers import AutoTokenizer
 
 from verl_server import VerlEngine
 from verl_server.agent import (
+    Episode,
     FunctionTool,
     RolloutLimits,
     SingleTurnLoop,
@@ -100,6 +103,39 @@ def test_max_context_tokens_counts_prompt_and_response(shared_engine: VerlEngine
     too_long, generate = make_episode(shared_engine, renderer, TrajectoryGraph("s"), task=task, limits=limits)
     assert asyncio.run(SingleTurnLoop().run_episode(too_long)) == "max_context_tokens"
     assert generate.prompts == [], "a prompt without room for a response must not be sent"
+
+
+def test_results_of_many_calls_that_do_not_fit_are_not_all_tokenized(tiny: Callable[..., Path]) -> None:
+    """A thousand results would block the event loop for seconds, and the episode stops anyway."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny("qwen3"))
+
+    class CountingRenderer(ChatRenderer):
+        num_characters = 0
+
+        def encode(self, text: str) -> list[int]:
+            self.num_characters += len(text)
+            return super().encode(text)
+
+    async def lookup() -> str:
+        """Look up a text."""
+        return "text " * 400
+
+    renderer = CountingRenderer(tokenizer)
+    generate = ScriptedGenerateFn(tokenizer, lambda prompt: call_text("lookup") * 100)
+    limits = RolloutLimits(max_response_tokens=20_000)
+    episode = Episode(
+        Task("t", [{"role": "user", "content": "q"}]), TrajectoryGraph("s"), generate, renderer, limits, {}, [lookup]
+    )
+    assert asyncio.run(ToolAgentLoop([lookup]).run_episode(episode)) == "max_response_tokens"
+    assert episode.num_response_tokens < 10_000, "the turn alone fits into the limits"
+    assert renderer.num_characters < 100_000
+
+    fitting = [{"role": "tool", "content": "text " * 100}] * 10
+    roomy = RolloutLimits(max_response_tokens=30_000)
+    episode = Episode(episode.task, TrajectoryGraph("s2"), generate, renderer, roomy, {}, [lookup])
+    asyncio.run(episode.generate())
+    episode.add_messages(fitting)
+    assert renderer.decode(episode.graph.node(episode.leaf or 0).token_ids).count("text " * 100) == 10
 
 
 @pytest.mark.parametrize(

@@ -612,13 +612,13 @@ def test_mistake_of_the_policy_in_a_file_is_a_result(tmp_path: Path) -> None:
 def test_the_calls_of_a_long_turn_are_those_of_its_parts() -> None:
     """A long text is parsed in parts. A string of a call may contain the marks of calls and thoughts."""
     good = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call><think>"}}\n</tool_call>'
-    bad = [f"<tool_call>{text}</tool_call>" for text in ("{", "x", "[1]")] + [f"<think>{good}</think>", "a </tool_call>"]
+    bad = [*(f"<tool_call>{text}</tool_call>" for text in ("{", "x", "[1]")), f"<think>{good}</think>", "</tool_call>"]
     rng = random.Random(0)
     parts = [rng.choice([good, *bad]) for _ in range(5000)]
     expected = [call for part in parts for call in parse_hermes_tool_calls(part)]
     assert parse_hermes_tool_calls("".join(parts)) == expected
     assert len(expected) > 1000
-    assert parse_hermes_tool_calls("".join(parts) + "</think>" + good) == [ToolCall("add", {"a": "</tool_call><think>"})]
+    assert parse_hermes_tool_calls("".join(parts) + "</think>" + good) == parse_hermes_tool_calls(good)
 
 
 @settings(max_examples=200)

@@ -209,7 +209,7 @@ class Episode:
         if self.leaf is None:
             token_ids = self._renderer.render_prompt(messages, self.tools.schemas or None)
         else:
-            messages = [self.tools.truncate_result(message, self._renderer, self.limits) for message in messages]
+            messages = self._state.truncate_results(messages, self.leaf, self.tools, self._renderer)
             turn_ids = self.graph.node(self.leaf).token_ids
             preceding_ids, tools = self._cursor.preceding_ids(self.leaf), self.tools.schemas or None
             token_ids = self._renderer.render_next_turn(messages, turn_ids, preceding_ids, tools)

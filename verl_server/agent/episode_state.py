@@ -12,15 +12,19 @@ from verl_server.agent.generate_fn import require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.samples import Segment
+from verl_server.agent.tools.registry import ToolRegistry
 from verl_server.agent.user_code import NO_TIMEOUT_S, has_result, wait_until_done
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.foreign_text import texts_of
 from verl_server.trajectory.rendering.messages import Message, image_sources, validate_messages
 from verl_server.types import Json
 
+MAX_JOINED_TOKENS = 4
+"""Tokens that a text may have less in a prompt, where it can be tokenized together with the text around it."""
 CLOSED = "the episode was closed while this turn was being generated"
 
 
@@ -101,6 +105,26 @@ class EpisodeState:
         remaining, limit = self.remaining_tokens(leaf)
         if num_tokens >= remaining:
             raise EpisodeStopped(limit)
+
+    def truncate_results(
+        self, messages: Sequence[Message], leaf: int | None, tools: ToolRegistry, renderer: ChatRenderer
+    ) -> list[Message]:
+        """The messages that follow a turn, in which the results of tools are truncated.
+
+        Raises EpisodeStopped as soon as the texts alone need more tokens than the limits leave: a turn may have a
+        thousand calls, whose results would be tokenized for nothing.
+        """
+        remaining, limit = self.remaining_tokens(leaf)
+        can_fit = len(messages) == 1 or sum(len(text) for item in messages for text in texts_of(item)) <= remaining
+        truncated, num_tokens = list[Message](), 0
+        for message in messages:
+            truncated.append(tools.truncate_result(message, renderer, self.limits))
+            if not can_fit:
+                text = "".join(texts_of(truncated[-1])).strip()
+                num_tokens += max(len(renderer.encode(text)) - MAX_JOINED_TOKENS, 0)
+                if num_tokens > remaining:
+                    raise EpisodeStopped(limit)
+        return truncated
 
     def require_open(self) -> None:
         """Raise BadInputError if the episode has ended."""

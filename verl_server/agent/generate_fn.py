@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import re
 import time
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,6 +55,9 @@ _CONTEXT_LENGTH = re.compile(r"maximum context length of (\d+) tokens")
 _RESERVED_TOKENS = 6
 """Number of tokens of the context length that SGLang's scheduler takes neither for a prompt nor for a response."""
 
+_CHECKED = weakref.WeakSet[Any]()
+"""Objects that `require_generate_fn` has accepted."""
+
 
 class GenerateFn(Protocol):
     """Generates tokens for one prompt: `RolloutRouter.generate`, `RouterClient.generate`, or `as_generate_fn(adapter)`.
@@ -96,10 +101,15 @@ def as_generate_fn(adapter: AsyncHttpServerEngineAdapter) -> GenerateFn:
 
 
 def require_generate_fn(name: str, value: object) -> None:
-    """Raise BadInputError unless `value` can be called as a `GenerateFn`."""
+    """Raise BadInputError unless `value` can be called as a `GenerateFn`. The same object is checked once."""
+    with contextlib.suppress(TypeError):  # an object without a hash or a weak reference
+        if value in _CHECKED:
+            return
     hint = "pass fleet.router.generate, or as_generate_fn(engine.adapter.asynchronous) for one server"
     request: Json = {"input_ids": [], "sampling_params": {}, "return_logprob": True}
     require_callable(name, value, hint, rid="", session_id="", **request)
+    with contextlib.suppress(TypeError):
+        _CHECKED.add(value)
 
 
 def require_sampling_params(params: Any) -> Json:

@@ -157,7 +157,7 @@ class RolloutRunner:
 
         Update the weights between two steps. With `max_staleness=0`, all samples of a step are generated between two
         updates. Otherwise samples of later steps are generated while the body of the loop awaits something, for example
-        `await asyncio.to_thread(train, step.batch())`, and a step may have samples that were begun up to
+        `await asyncio.to_thread(lambda: train(step.batch()))`, and a step may have samples that were begun up to
         `max_staleness` steps earlier. A step waits for samples that would be too old in the next step, so that long
         samples are as frequent as short ones.
 

@@ -131,6 +131,6 @@ class StepWatch:
             self._has_warned_of_blocking = True
             logger.warning(
                 "the body of the loop over the steps has blocked the event loop for %.1f s, so that no sample of the "
-                "next step was generated; write await asyncio.to_thread(train, step.batch())",
+                "next step was generated; write await asyncio.to_thread(lambda: train(step.batch()))",
                 time.monotonic() - started,
             )

@@ -49,7 +49,7 @@ def parse_hermes_tool_calls(text: str) -> list[ToolCall | ToolResult]:
 
 
 def _end_of_call(text: str, start: int) -> int:
-    """The end of the call that begins at `start`: of its JSON value, whose strings may contain marks, or of bad text."""
+    """The end of the call at `start`: of its JSON value, whose strings may contain marks, or of text without JSON."""
     try:
         end = DECODER.raw_decode(text, SPACE.match(text, start).end())[1]  # type: ignore[union-attr]
         if text.startswith((CALL_END, CALL_START), SPACE.match(text, end).end()):  # type: ignore[union-attr]
