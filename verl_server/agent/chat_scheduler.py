@@ -20,7 +20,7 @@ from verl_server.agent.episode_state import validate_episode_arguments
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.samples import Task, Turn
-from verl_server.agent.user_code import as_failure
+from verl_server.agent.user_code import USER_FAILURES, as_exception, as_failure
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -120,8 +120,8 @@ class ChatScheduler:
     async def join(self) -> None:
         """Wait until no turn is running, including turns that callbacks submit.
 
-        Raises an ExceptionGroup with the exceptions of callbacks. An exception of one callback does not affect other
-        conversations.
+        Raises an ExceptionGroup with the exceptions of callbacks, in which an EpisodeStopped is a RuntimeError. An
+        exception of one callback does not affect other conversations.
         """
         while self._running:
             await asyncio.wait(set(self._running))
@@ -183,5 +183,5 @@ class ChatScheduler:
                 await result
         except asyncio.CancelledError as cancellation:
             self._callback_errors.append(as_failure(cancellation))
-        except Exception as failure:  # noqa: BLE001 - raised by `join`
-            self._callback_errors.append(failure)
+        except USER_FAILURES as failure:  # raised by `join`
+            self._callback_errors.append(as_exception(failure))

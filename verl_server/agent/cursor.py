@@ -89,7 +89,7 @@ class Cursor:
         leaf, session_id = self.leaf, self._graph.session_id
         remaining, limit = self._state.remaining_tokens(leaf)
         if remaining <= 0:  # another branch has added tokens since this turn has begun
-            raise EpisodeStopped(limit)
+            raise EpisodeStopped(limit, self._state)
         return await generate_whole_turn(
             generate,
             rid=f"{session_id}-{leaf}-{uuid.uuid4().hex[:8]}",

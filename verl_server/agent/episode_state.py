@@ -104,7 +104,7 @@ class EpisodeState:
         """Raise EpisodeStopped unless `num_tokens` more tokens and at least one sampled token fit into the limits."""
         remaining, limit = self.remaining_tokens(leaf)
         if num_tokens >= remaining:
-            raise EpisodeStopped(limit)
+            raise EpisodeStopped(limit, self)
 
     def truncate_results(
         self, messages: Sequence[Message], leaf: int | None, tools: ToolRegistry, renderer: ChatRenderer
@@ -138,9 +138,9 @@ class EpisodeState:
         """Raise EpisodeStopped if the limits allow no other turn, and BadInputError if the episode has ended."""
         self.require_open()
         if self._num_turns >= self.limits.max_turns:
-            raise EpisodeStopped("max_turns")
+            raise EpisodeStopped("max_turns", self)
         if self._deadline is not None and time.monotonic() >= self._deadline:
-            raise EpisodeStopped("timeout_s")
+            raise EpisodeStopped("timeout_s", self)
 
     def require_new_messages(self, messages: Sequence[Message], leaf: int | None) -> None:
         """Raise BadInputError for messages that cannot follow the node `leaf`.
@@ -193,7 +193,7 @@ class EpisodeState:
                 reply = task.result()
                 opened.set_attribute("gen_ai.usage.output_tokens", len(reply["output_ids"]))
                 return reply
-        raise EpisodeStopped("timeout_s")
+        raise EpisodeStopped("timeout_s", self)
 
     def find_context(self, parent: int | None, branch: str, token_ids: Sequence[int], message: Json) -> Node | None:
         """The child of `parent` with these tokens that the policy did not sample, or None. Branches share it.

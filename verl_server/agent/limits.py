@@ -45,12 +45,19 @@ class RolloutLimits:
 
 
 class EpisodeStopped(BaseException):
-    """An episode has reached a limit. Raised through an agent loop and caught by `AgentLoop.run_episode`.
+    """An episode has reached a limit. Raised through the agent loop of the episode, and caught by `run_episode`.
 
     It is no `Exception`, so that an agent loop which repeats failed turns with `except Exception` ends at the limit.
+    Code that runs another episode, for example a reward or a tool, must catch the `EpisodeStopped` of this episode.
+    Otherwise the code fails with a RuntimeError.
     """
 
-    def __init__(self, stop_reason: str) -> None:
+    def __init__(self, stop_reason: str, state: object) -> None:
         super().__init__(f"the episode reached its limit {stop_reason}")
         self.stop_reason = stop_reason
         """Name of the field of `RolloutLimits`."""
+        self._state = state
+
+    def is_of(self, state: object) -> bool:
+        """Whether the episode with this `EpisodeState` has reached the limit."""
+        return self._state is state

@@ -68,14 +68,11 @@ class AgentLoop(ABC):
 
         A loop that returns after a turn which a limit has cut off has stopped at this limit.
         The stop reason and the exception of a failed episode are also stored in the episode. An `Exception` is not
-        raised, nor is the SystemExit of `exit()`; cancellation is.
+        raised, nor is the SystemExit of `exit()`; cancellation is. The limit of another episode is a failure.
         """
         try:
-            result: Any = self.run(episode)
-            mistake = find_coroutine_error(type(self), "run", result, RUN_EXAMPLE)
-            if mistake is None:
-                # In a task of its own: what the agent loop cancels and ignores there does not cancel the sample.
-                await create_user_task(result)
+            # In a task of its own: what the agent loop cancels and ignores there does not cancel the sample.
+            await create_user_task(_act(self, episode), episode._state)
         except EpisodeStopped as stopped:
             stop_reason, exception = stopped.stop_reason, None
         except asyncio.CancelledError as cancellation:
@@ -83,12 +80,19 @@ class AgentLoop(ABC):
         except Exception as failure:  # noqa: BLE001 - a failure belongs to this sample and must not end the batch
             stop_reason, exception = "error", failure
         else:
-            stop_reason = "error" if mistake is not None else episode.reached_limit or "done"
-            exception = mistake
+            stop_reason, exception = episode.reached_limit or "done", None
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise asyncio.CancelledError  # `run` has ignored it: the sample is not finished
         episode.stop_reason, episode.exception = stop_reason, exception
         return stop_reason
+
+
+async def _act(loop: AgentLoop, episode: Episode) -> None:
+    """Await `run`. Raises BadInputError if it has returned no coroutine."""
+    result: Any = loop.run(episode)
+    if (mistake := find_coroutine_error(type(loop), "run", result, RUN_EXAMPLE)) is not None:
+        raise mistake
+    await result
 
 
 def plain_attributes(attributes: Mapping[str, Any]) -> Json:

@@ -20,10 +20,14 @@ Result = TypeVar("Result")
 
 NO_TIMEOUT_S = 1e9
 """Seconds of a wait without a deadline."""
+USER_FAILURES = (Exception, EpisodeStopped, BaseExceptionGroup)
+"""What code of a user raises when it fails. `as_exception` makes an exception of it."""
 CANCEL_TIMEOUT_S = 5.0
 """Seconds for a cancelled tool to end."""
 _LEFT_RUNNING: set[asyncio.Task[Any]] = set()
 """Tasks that ignore their cancellation. The event loop refers to them weakly: the garbage collector would end them."""
+_EPISODE: contextvars.ContextVar[object] = contextvars.ContextVar("verl_server_episode", default=None)
+"""State of the episode whose agent loop calls the present code. None in all other code."""
 
 IDLE_THREAD_S = 10.0
 """Seconds after which a thread without work ends."""
@@ -45,22 +49,82 @@ async def call_user_function(function: Callable[..., Any], *args: Any, **kwargs:
 async def await_user_code(awaitable: Awaitable[Any]) -> Any:
     """Wait for a coroutine of a user. `exit()`, for example in code of the policy, becomes an exception of the sample.
 
-    Cancellation, EpisodeStopped and KeyboardInterrupt are raised unchanged.
+    Cancellation and KeyboardInterrupt are raised unchanged. EpisodeStopped is raised for a limit of the episode whose
+    agent loop calls the code (see `find_own_stop`). A limit of another episode becomes an exception of the code.
     """
     try:
         return await awaitable
-    except (Exception, EpisodeStopped, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # asyncio would end the event loop
-        raise _as_exception(error) from error
+    except BaseException as error:  # noqa: BLE001 - raised as another exception: asyncio would end the event loop
+        failure = find_own_stop(error) or as_exception(error)
+        raise failure from failure.__cause__
 
 
-def create_user_task(awaitable: Awaitable[Any]) -> asyncio.Task[Any]:
-    """A task of `await_user_code`. Its coroutine is closed also if the task is cancelled before it begins."""
-    task = asyncio.ensure_future(await_user_code(awaitable))
+def create_user_task(awaitable: Awaitable[Any], episode: object = None) -> asyncio.Task[Any]:
+    """A task of `await_user_code`. Its coroutine is closed also if the task is cancelled before it begins.
+
+    `episode`: the `EpisodeState` of the episode whose agent loop the code is. None for all other code.
+    """
+    context = contextvars.copy_context()
+    context.run(_EPISODE.set, episode)
+    task = asyncio.get_running_loop().create_task(await_user_code(awaitable), context=context)
     if inspect.iscoroutine(awaitable):
         task.add_done_callback(lambda _: awaitable.close())
     return task
+
+
+def present_episode() -> object:
+    """State of the episode whose agent loop calls the present code, or None."""
+    return _EPISODE.get()
+
+
+def find_own_stop(error: BaseException) -> EpisodeStopped | None:
+    """The limit of the episode whose agent loop calls the present code, if `error` is its EpisodeStopped.
+
+    This includes an exception group, for example of a task group, that has only exceptions of this kind: the first of
+    them is returned.
+    """
+    episode = _EPISODE.get()
+
+    def is_own(leaf: BaseException) -> bool:
+        return isinstance(leaf, EpisodeStopped) and leaf.is_of(episode)
+
+    if isinstance(error, BaseExceptionGroup):
+        own, others = error.split(is_own)
+        return _first_stop(own) if own is not None and others is None else None
+    return error if isinstance(error, EpisodeStopped) and is_own(error) else None
+
+
+def as_exception(error: BaseException) -> Exception:
+    """What code of a user has raised, as an exception that a future can raise and that does not end a run.
+
+    `SystemExit` of a tool must end only the tool, and asyncio does not raise StopIteration through a future. An
+    EpisodeStopped is a failure of the code that ran the episode. In an exception group, other exceptions come first.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    text = f"{type(error).__name__}: {error}"
+    others: BaseException | None = None if isinstance(error, EpisodeStopped) else error
+    if isinstance(error, BaseExceptionGroup):
+        _, others = error.split(EpisodeStopped)
+        if isinstance(others, ExceptionGroup):
+            return others
+    if others is None and (stop := _first_stop(error)) is not None:
+        text = (
+            f"an episode that this code ran has reached its limit {stop.stop_reason}; catch EpisodeStopped around the "
+            "turns of this episode, or raise its limits"
+        )
+    failure = RuntimeError(text)
+    failure.__cause__ = error
+    return failure
+
+
+def _first_stop(error: BaseException | None) -> EpisodeStopped | None:
+    """`error`, or the first exception of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error if isinstance(error, EpisodeStopped) else None
 
 
 def as_failure(cancellation: asyncio.CancelledError) -> Exception:
@@ -149,7 +213,7 @@ async def _run_in_daemon_thread(function: Callable[[], Any]) -> Any:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def resolve(value: Any, error: Exception | None) -> None:
+    def resolve(value: Any, error: BaseException | None) -> None:
         if future.done():  # the caller was cancelled or reached its timeout
             return
         if error is None:
@@ -158,11 +222,12 @@ async def _run_in_daemon_thread(function: Callable[[], Any]) -> Any:
             future.set_exception(error)
 
     def target() -> Callable[[], object]:
-        value, failure = None, None
+        value: Any = None
+        failure: BaseException | None = None
         try:
             value = function()
         except BaseException as error:  # noqa: BLE001 - raised in the coroutine that waits
-            failure = _as_exception(error)
+            failure = find_own_stop(error) or as_exception(error)
         return functools.partial(loop.call_soon_threadsafe, resolve, value, failure)
 
     context = contextvars.copy_context()
@@ -209,13 +274,3 @@ def _serve_calls(calls: _Calls) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed, so no coroutine waits any more
             tell_result()
         del function, tell_result  # they refer to the sample
-
-
-def _as_exception(error: BaseException) -> Exception:
-    """An exception that a future can raise.
-
-    `SystemExit` of a tool must end only the tool, and asyncio does not raise StopIteration through a future.
-    """
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -17,7 +17,7 @@ from verl_server.agent.loops import AgentLoop, ToolAgentLoop, as_agent_loop, pla
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.samples import Task
 from verl_server.agent.tools.options import options_of
-from verl_server.agent.user_code import call_within
+from verl_server.agent.user_code import as_exception, call_within
 from verl_server.errors import BadInputError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
@@ -174,7 +174,7 @@ def _make(kind: type[Environment], task: Task) -> Environment:
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit would end the event loop
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise as_exception(error) from error
 
 
 async def _tear_down(environment: Environment) -> None:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 
 from verl_server.agent.samples import SampleGroup
-from verl_server.agent.user_code import as_failure
+from verl_server.agent.user_code import USER_FAILURES, as_exception, as_failure
 from verl_server.errors import BadInputError
 from verl_server.validation import require_callable
 
@@ -54,11 +54,12 @@ async def is_kept(group_filter: GroupFilter | None, group: SampleGroup) -> bool:
         kept = await kept if inspect.isawaitable(kept) else kept
     except asyncio.CancelledError as cancellation:
         raise as_failure(cancellation) from None
-    except Exception as error:
-        error.add_note(
+    except USER_FAILURES as raised:
+        failure = as_exception(raised)
+        failure.add_note(
             f"raised by group_filter for the group of task {group.task.id!r}; failed samples have the reward None"
         )
-        raise
+        raise failure  # noqa: B904 - a new exception has its cause
     if kept is None:
         raise BadInputError(f"group_filter returned None for task {group.task.id!r}; it must return True or False")
     return bool(kept)

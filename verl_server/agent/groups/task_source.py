@@ -7,7 +7,7 @@ import inspect
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 
 from verl_server.agent.samples import Task
-from verl_server.agent.user_code import as_failure
+from verl_server.agent.user_code import USER_FAILURES, as_exception, as_failure
 from verl_server.errors import BadInputError
 from verl_server.validation import is_list
 
@@ -86,9 +86,10 @@ class TaskSource:
                 break
             except asyncio.CancelledError as cancellation:
                 raise as_failure(cancellation) from None
-            except Exception as error:
-                error.add_note(f"raised by the iterator of the tasks when it was asked for task {self._num_read}")
-                raise
+            except USER_FAILURES as raised:
+                failure = as_exception(raised)
+                failure.add_note(f"raised by the iterator of the tasks when it was asked for task {self._num_read}")
+                raise failure  # noqa: B904 - a new exception has its cause
             self._check(self._num_read, require_task(task, self._num_read))
             if self._is_needed(self._num_read):
                 self._kept[self._num_read] = task

@@ -23,7 +23,7 @@ import pydantic
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.tools.options import ToolOptions, Truncation, options_of
 from verl_server.agent.tools.schema import find_inner_function, make_arguments_model, read_description, require_function
-from verl_server.agent.user_code import await_user_code, call_user_function, wait_until_done
+from verl_server.agent.user_code import call_user_function, create_user_task, present_episode, wait_until_done
 from verl_server.errors import BadInputError, InfrastructureError
 from verl_server.types import Json
 from verl_server.validation import find_coroutine_error, require_coroutine_method, require_seconds
@@ -119,14 +119,15 @@ class Tool(ABC):
 
         A NameError or an ImportError in the source file of the tool is raised, and the episode fails: it is a mistake
         in the tool, not in the call. InfrastructureError is raised, too. BadInputError is raised if `run` returns an
-        iterator, or nothing to await.
+        iterator, or nothing to await. EpisodeStopped is raised for a limit of the episode whose agent loop calls the
+        tool, and not for a limit of another episode.
         """
         with measure(Phase.TOOL, **{"gen_ai.tool.name": self.name}):
             async with self.slots or contextlib.nullcontext():
                 return await self._call(arguments)
 
     async def _call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        task = asyncio.create_task(self._run_as_text(arguments))
+        task = create_user_task(self._run_as_text(arguments), present_episode())
         timed_out = await wait_until_done(task, self.timeout_s)
         try:
             return ToolResult(self.name, task.result())
@@ -149,7 +150,7 @@ class Tool(ABC):
         result = self.run(arguments)
         if (mistake := find_coroutine_error(type(self), "run", result, RUN_EXAMPLE)) is not None:
             raise ToolMistakeError from mistake
-        if isinstance(value := await await_user_code(result), (Iterator, AsyncIterator)):
+        if isinstance(value := await result, (Iterator, AsyncIterator)):
             raise ToolMistakeError from BadInputError(
                 f"tool {self.name!r} returned an iterator, but the policy reads one result; collect the values and "
                 "return them as a list"

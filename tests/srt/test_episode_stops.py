@@ -1,0 +1,252 @@
+"""A limit of an episode ends the agent loop of this episode. In other code it is a failure of this code.
+
+No test of this file needs a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from agent_helpers import ScriptedGenerateFn, make_tasks
+from helpers import chat_tokenizer
+from mcp.server import MCPServer
+
+from verl_server.agent import (
+    AgentLoop,
+    ChatScheduler,
+    Environment,
+    Episode,
+    EpisodeStopped,
+    RolloutLimits,
+    RolloutRunner,
+    Sample,
+    SampleGroup,
+    SingleTurnLoop,
+    Task,
+    ToolCall,
+    ToolResult,
+    mcp_tools,
+)
+from verl_server.trajectory import ChatRenderer, TrajectoryGraph
+
+USER = [{"role": "user", "content": "x"}]
+LIMITS = RolloutLimits(max_response_tokens=400, max_turns=2)
+OTHER_EPISODE = "an episode that this code ran has reached its limit max_turns"
+
+Judge = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer: Any) -> ChatRenderer:
+    return ChatRenderer(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def policy(tokenizer: Any) -> ScriptedGenerateFn:
+    return ScriptedGenerateFn(tokenizer, lambda prompt: "hello")
+
+
+@pytest.fixture(scope="module")
+def judge(policy: ScriptedGenerateFn, renderer: ChatRenderer) -> Judge:
+    """Code that runs an episode of its own to a limit, and does not catch EpisodeStopped."""
+
+    async def run(*_: Any) -> float:
+        limits = RolloutLimits(max_response_tokens=400, max_turns=1)
+        episode = Episode(Task("judge", USER), TrajectoryGraph("judge"), policy, renderer, limits, {})
+        await episode.generate()
+        await episode.generate(USER)
+        return 1.0
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(policy: ScriptedGenerateFn, renderer: ChatRenderer) -> Callable[..., list[Sample]]:
+    def run(agent: Any, tasks: Any = None, **options: Any) -> list[Sample]:
+        async def collect() -> list[Sample]:
+            runner = RolloutRunner(agent, policy, renderer=renderer, **{"limits": LIMITS, **options})
+            groups = runner.run(make_tasks(2) if tasks is None else tasks)
+            return [sample async for group in groups for sample in group.samples]
+
+        return asyncio.run(asyncio.wait_for(collect(), 60.0))
+
+    return run
+
+
+def in_task_group(judge: Judge) -> Judge:
+    async def run(*_: Any) -> float:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(judge())
+        return 1.0
+
+    return run
+
+
+@pytest.mark.parametrize("wrap", [lambda judge: judge, in_task_group], ids=["plain", "task group"])
+def test_a_limit_of_another_episode_is_a_failure_of_its_code(
+    run: Callable[..., list[Sample]], judge: Judge, wrap: Callable[[Judge], Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_server.agent.environments.environment.RETRY_DELAY_S", 0.001)
+    call = wrap(judge)
+
+    class SetsUp(Environment):
+        async def setup(self) -> None:
+            await call()
+
+    class Constructs(Environment):
+        def __init__(self, task: Task) -> None:
+            super().__init__(task)
+            raise EpisodeStopped("max_turns", self)
+
+    class Acts(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            await episode.generate()
+            await call()
+
+    agents: list[tuple[Any, Any]] = [(SingleTurnLoop(), call), (SetsUp, None), (Acts(), None), (Constructs, None)]
+    for agent, reward in agents:
+        samples = run(agent, reward=reward)
+        assert [sample.stop_reason for sample in samples] == ["error"] * 2
+        assert [(sample.error or {})["type"] for sample in samples] == ["RuntimeError"] * 2
+        assert all(OTHER_EPISODE in (sample.error or {})["message"] for sample in samples)
+        assert [sample.reward for sample in samples] == [None] * 2
+
+
+def test_a_teardown_whose_episode_reaches_its_limit_is_logged(
+    run: Callable[..., list[Sample]], judge: Judge, caplog: pytest.LogCaptureFixture
+) -> None:
+    class TearsDown(Environment):
+        async def run(self, episode: Episode) -> None:
+            await episode.generate()
+
+        async def teardown(self) -> None:
+            await judge()
+
+    assert [sample.stop_reason for sample in run(TearsDown)] == ["done"] * 2
+    assert caplog.text.count(OTHER_EPISODE) == 2
+
+
+def test_a_filter_and_tasks_whose_episode_reaches_its_limit_end_the_run(
+    run: Callable[..., list[Sample]], judge: Judge
+) -> None:
+    async def keep(group: SampleGroup) -> bool:
+        return bool(await judge())
+
+    def keep_at_once(group: SampleGroup) -> bool:
+        raise EpisodeStopped("max_turns", group)
+
+    async def tasks() -> AsyncIterator[Task]:
+        yield make_tasks(1)[0]
+        await judge()
+
+    for group_filter in (keep, keep_at_once):
+        with pytest.raises(RuntimeError, match=OTHER_EPISODE) as raised:
+            run(SingleTurnLoop(), group_filter=group_filter)
+        assert "raised by group_filter" in "".join(raised.value.__notes__)
+    with pytest.raises(RuntimeError, match=OTHER_EPISODE) as raised:
+        run(SingleTurnLoop(), tasks())
+    assert isinstance(raised.value.__cause__, EpisodeStopped)
+
+
+def test_a_tool_whose_episode_reaches_its_limit_returns_an_error(
+    run: Callable[..., list[Sample]], judge: Judge
+) -> None:
+    results: list[ToolResult] = []
+
+    async def ask() -> str:
+        """Asks a simulated user."""
+        return str(await judge())
+
+    class Asks(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            await episode.generate()
+            results.append(await self.tools.call(ToolCall("ask", {})))
+
+    samples = run(Asks([ask]), reward=lambda sample: 1.0)
+    assert [(sample.stop_reason, sample.reward) for sample in samples] == [("done", 1.0)] * 2
+    assert {result.error_type for result in results} == {"raised"}
+    assert all(OTHER_EPISODE in result.content for result in results)
+
+
+@pytest.mark.parametrize("is_thread", [False, True])
+def test_a_tool_that_generates_in_the_episode_passes_on_its_limit(
+    run: Callable[..., list[Sample]], is_thread: bool
+) -> None:
+    class Delegates(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            async def ask() -> str:
+                """Asks a sub-agent."""
+                branch = episode.new_root(USER)
+                while True:
+                    await branch.generate(None if branch.leaf is None else USER)
+
+            def ask_in_thread() -> str:
+                """Adds a message without an end."""
+                while True:
+                    episode.fork().add_messages([{"role": "user", "content": "x" * 2000}])
+
+            await episode.generate()
+            tools = type(self)([ask_in_thread if is_thread else ask]).tools
+            await tools.call(ToolCall(tools.names[0], {}))
+
+    limit = "max_response_tokens" if is_thread else "max_turns"
+    assert [sample.stop_reason for sample in run(Delegates())] == [limit] * 2
+
+
+def test_a_limit_in_a_task_group_is_the_limit_of_the_sample(run: Callable[..., list[Sample]]) -> None:
+    class Team(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            async with asyncio.TaskGroup() as outer:
+                outer.create_task(episode.fork().generate())
+                async with asyncio.TaskGroup() as inner:
+                    for _ in range(3):
+                        inner.create_task(episode.fork().generate())
+
+    class Fails(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            async def fail() -> None:
+                raise ValueError("no")
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(3):
+                    group.create_task(episode.fork().generate())
+                group.create_task(fail())
+
+    class WithTools(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            async with mcp_tools(MCPServer("empty")):
+                await episode.generate()
+                while True:
+                    await episode.generate(USER)
+
+    for agent in (Team(), WithTools()):
+        samples = run(agent, reward=lambda sample: 1.0)
+        assert [(sample.stop_reason, sample.error, sample.reward) for sample in samples] == [
+            ("max_turns", None, 1.0)
+        ] * 2
+    assert [(sample.error or {})["type"] for sample in run(Fails())] == ["ExceptionGroup"] * 2
+
+
+def test_a_callback_that_raises_the_limit_fails(policy: ScriptedGenerateFn, renderer: ChatRenderer) -> None:
+    def on_turn(turn: Any, info: Any, error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+
+    async def talk() -> None:
+        scheduler = ChatScheduler([policy], renderer, RolloutLimits(max_response_tokens=400, max_turns=1), {})
+        conversation = scheduler.submit(on_turn, USER)
+        await scheduler.join()
+        scheduler.submit(on_turn, USER, session_id=conversation)
+        with pytest.raises(ExceptionGroup, match="callbacks failed") as raised:
+            await scheduler.join()
+        assert OTHER_EPISODE in str(raised.value.exceptions[0])
+
+    asyncio.run(talk())
