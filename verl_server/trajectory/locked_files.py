@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import functools
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from verl_server.errors import ServerBusyError
 
 _LOCKED: set[int] = set()
-"""Descriptors of the files that this process has locked."""
+"""Descriptors of the files that this process has locked, and their duplicates."""
 _CHANGES = threading.RLock()
 """Held while `_LOCKED` and the open descriptors differ, and by a thread that forks: a fork waits for the change."""
+
+
+@functools.cache
+def _null() -> int:
+    """A descriptor of /dev/null. It is opened before the first lock: a forked process may have no free descriptor."""
+    return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
 
 
 def _leave_locks() -> None:
     """Give up the locks of the parent in a forked process, for example in a pool of processes for rewards.
 
-    A lock belongs to all processes that have inherited it. The numbers of the descriptors stay in use.
+    A lock belongs to all processes that have inherited it. The numbers of the descriptors stay in use: objects of the
+    parent, which the forked process has too, may still close them.
     """
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for fd in _LOCKED:
-        os.dup2(null, fd, inheritable=False)
-    os.close(null)
-    _LOCKED.clear()
-    _CHANGES.release()
+    try:
+        for fd in _LOCKED:
+            os.dup2(_null(), fd, inheritable=False)
+    finally:
+        _LOCKED.clear()
+        _CHANGES.release()
 
 
 os.register_at_fork(before=_CHANGES.acquire, after_in_parent=_CHANGES.release, after_in_child=_leave_locks)
@@ -51,6 +61,7 @@ def open_locked(path: Path, busy: str) -> int:
     Raises ServerBusyError with the message `busy` if the file is open elsewhere, and OSError.
     """
     with _CHANGES:
+        _null()
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,3 +73,20 @@ def open_locked(path: Path, busy: str) -> int:
             raise
         _LOCKED.add(fd)
         return fd
+
+
+@contextlib.contextmanager
+def duplicate_locked(fd: int) -> Iterator[int]:
+    """A duplicate of a descriptor of `open_locked`, which another thread may close in the block. Raises OSError.
+
+    The end of the block closes the duplicate. A process that is forked in the block gives up the lock of both.
+    """
+    with _CHANGES:
+        duplicate = os.dup(fd)
+        _LOCKED.add(duplicate)
+    try:
+        yield duplicate
+    finally:
+        with _CHANGES:
+            _LOCKED.discard(duplicate)
+            os.close(duplicate)

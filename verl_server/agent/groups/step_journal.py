@@ -16,7 +16,7 @@ from pathlib import Path
 import orjson
 
 from verl_server.errors import BadInputError
-from verl_server.trajectory.locked_files import close_locked, open_locked
+from verl_server.trajectory.locked_files import close_locked, duplicate_locked, open_locked
 from verl_server.types import Json
 
 FILE_NAME = "steps.journal"
@@ -122,12 +122,9 @@ class StepJournal:
 
     def write_step(self, step: int, numbers: Sequence[int]) -> None:
         """Write a delivered step. When the method returns, the line is on disk."""
-        fd = os.dup(self._fd)  # the lock is not held meanwhile, because the event loop writes other lines
-        try:
+        with duplicate_locked(self._fd) as fd:
             self._write({"step": step, "groups": list(numbers)})
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
+            os.fdatasync(fd)  # `_lock` is not held meanwhile, because the event loop writes other lines
 
     def _write(self, event: Json) -> None:
         """Append a line. Raises OSError. After that the file ends with its last complete line, and all calls fail."""
