@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+from agent_helpers import ScriptedGenerateFn, call_text, make_tasks
+from helpers import QWEN
 from mcp import Client, StdioServerParameters, stdio_client
 from mcp.server import MCPServer
 from mcp.types import (
@@ -21,8 +24,22 @@ from mcp.types import (
     TextResourceContents,
 )
 
-from verl_server.agent import Tool, ToolCall, ToolRegistry, ToolResult, mcp_tools
+from verl_server.agent import (
+    Environment,
+    Episode,
+    RolloutLimits,
+    RolloutRunner,
+    Sample,
+    Tool,
+    ToolAgentLoop,
+    ToolCall,
+    ToolRegistry,
+    ToolResult,
+    mcp_tools,
+)
 from verl_server.errors import BadInputError, ServerError
+from verl_server.tiny import make_tokenizer
+from verl_server.trajectory import ChatRenderer
 
 SERVER_PROGRAM = """
 import os, time
@@ -189,3 +206,63 @@ def test_server_without_connection_is_named(server: StdioServerParameters | str,
 
     with pytest.raises(ServerError, match=expected):
         asyncio.run(connect())
+
+
+def test_an_environment_connects_in_its_setup(
+    program: StdioServerParameters, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The setup and the teardown run in two tasks. Each sample has a program of its own, which its teardown ends."""
+    tokenizer = make_tokenizer(tmp_path)
+    tokenizer.chat_template = QWEN
+    pids: list[int] = []
+
+    class Connects(Environment):
+        async def setup(self) -> None:
+            self.connection = contextlib.AsyncExitStack()
+            self.mcp_tools = await self.connection.enter_async_context(mcp_tools(program))
+
+        async def run(self, episode: Episode) -> None:
+            branch = episode.new_root(episode.messages, self.mcp_tools)
+            pids.append(int((await branch.tools.call(ToolCall("get_pid", {}))).content))
+            await ToolAgentLoop().run(branch)
+
+        async def teardown(self) -> None:
+            await self.connection.aclose()
+
+    def reply(prompt: str) -> str:
+        return "hello" if "42" in prompt else call_text("add", a=40, b=2)
+
+    async def collect() -> list[Sample]:
+        generate = ScriptedGenerateFn(tokenizer, reply)
+        limits = RolloutLimits(max_response_tokens=2000, max_turns=2)
+        runner = RolloutRunner(Connects, generate, renderer=ChatRenderer(tokenizer), limits=limits)
+        return [sample async for group in runner.run(make_tasks(2)) for sample in group.samples]
+
+    samples = asyncio.run(asyncio.wait_for(collect(), 60.0))
+    assert [(sample.stop_reason, sample.error) for sample in samples] == [("done", None)] * 2
+    for sample in samples:
+        results = [message for node in sample.graph.nodes for message in (node.message or {}).get("messages", [])]
+        assert results[-1]["content"] == "42"
+    assert len(set(pids)) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not caplog.records
+
+
+def test_an_exception_of_the_block_is_raised_as_it_is(program: StdioServerParameters) -> None:
+    async def fail() -> None:
+        async with mcp_tools(program):
+            raise KeyError("a")
+
+    with pytest.raises(KeyError):
+        asyncio.run(asyncio.wait_for(fail(), 60.0))
+
+
+def test_a_connection_that_is_cancelled_before_it_is_made_ends() -> None:
+    async def connect() -> int:
+        server = StdioServerParameters(command=sys.executable, args=["-c", "import time; time.sleep(60)"])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2.0), mcp_tools(server):
+                raise AssertionError("there is no MCP server")
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(asyncio.wait_for(connect(), 60.0)) == 2  # `connect` and the event loop's main task

@@ -9,6 +9,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from verl_server.agent import (
     SingleTurnLoop,
     Task,
 )
+from verl_server.agent.groups.step_journal import StepJournal
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.trajectory import ChatRenderer, load_session
 from verl_server.trajectory.locked_files import close_locked, open_locked
@@ -562,6 +564,36 @@ def test_a_group_that_fails_while_the_caller_uses_another_ends_the_run(renderer:
             asyncio.run(run())
 
 
+def test_a_journal_that_cannot_be_written_while_the_caller_trains_ends_the_run(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    """The disk is full when the last group is rejected, and nobody waits for groups."""
+    trains = asyncio.Event()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    async def keep(group: SampleGroup) -> bool:
+        if group.task.id == "t0":
+            return True
+        await trains.wait()
+        size = (tmp_path / "steps.journal").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))  # the next line of the journal does not fit
+        return False
+
+    async def run() -> None:
+        runner = runner_of(Policy(), renderer, group_filter=keep, max_staleness=3, run_dir=tmp_path)
+        async for _ in runner.steps(make_tasks(2), 1):
+            await settle()
+            trains.set()
+            await settle()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            asyncio.run(run())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 @pytest.mark.parametrize("method", ["run", "steps"])
 def test_tasks_that_raise_no_exception_class_end_the_run(renderer: ChatRenderer, method: str) -> None:
     class Stop(BaseException):
@@ -661,6 +693,85 @@ def test_locks_are_given_up_whenever_another_thread_forks(tmp_path: Path) -> Non
             thread.join(20)
     assert repeats[0] > 100
     assert not failures
+
+
+def test_a_process_that_is_forked_while_a_step_is_written_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """The journal has a second descriptor while the step is written to the disk. The trainer is killed meanwhile."""
+    script = """
+import os, sys, threading, time
+from pathlib import Path
+from verl_server.agent.groups.step_journal import StepJournal
+
+writes, write = threading.Event(), os.fdatasync
+
+def write_slowly(fd):
+    writes.set()
+    time.sleep(60)
+    write(fd)
+
+os.fdatasync = write_slowly
+journal = StepJournal(Path(sys.argv[1]), 0, 1)
+journal.write_started(0, 0, "a")
+threading.Thread(target=journal.write_step, args=(0, [0]), daemon=True).start()
+assert writes.wait(20)
+if (child := os.fork()) == 0:
+    os.read(0, 1)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)
+"""
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert trainer.stdout is not None
+        child = int(trainer.stdout.readline())
+        trainer.kill()
+        trainer.wait(20)
+        os.kill(child, 0)  # it still runs
+        StepJournal(tmp_path, 0, 1).close()
+    finally:
+        trainer.kill()
+        trainer.communicate()
+
+
+def test_a_forked_process_without_a_free_descriptor_gives_up_the_locks(tmp_path: Path) -> None:
+    script = """
+import os, resource, sys, threading
+from pathlib import Path
+from verl_server.trajectory.locked_files import open_locked
+
+open_locked(Path(sys.argv[1]), "busy")
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
+taken = []
+try:
+    while True:
+        taken.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    pass
+if (child := os.fork()) == 0:
+    for fd in taken:
+        os.close(fd)
+    opened = threading.Event()
+    other = Path(sys.argv[1] + "-2")
+    threading.Thread(target=lambda: (open_locked(other, "busy"), opened.set()), daemon=True).start()
+    print("opened" if opened.wait(20) else "blocked", flush=True)
+    os.read(0, 1)
+    os._exit(0)
+os.kill(os.getpid(), 9)
+"""
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "a")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "opened\n"
+        assert trainer.wait(20) == -signal.SIGKILL
+        close_locked(open_locked(tmp_path / "a", "busy"))
+    finally:
+        trainer.kill()
+        trainer.communicate()
 
 
 def test_a_run_dir_belongs_to_one_kind_of_run(renderer: ChatRenderer, tmp_path: Path) -> None:
@@ -798,6 +909,65 @@ def test_code_of_users_that_cancels_itself_is_an_error(renderer: ChatRenderer, k
     for arguments in ((make_tasks(2), keep), (tasks(), None)):
         with pytest.raises(RuntimeError, match="awaited something that was cancelled"):
             asyncio.run(asyncio.wait_for(run(*arguments), 20.0))
+
+
+@pytest.mark.parametrize("kind", ["run", "steps"])
+def test_code_of_users_that_never_ends_does_not_block_the_end(
+    renderer: ChatRenderer, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An agent loop, a filter and tasks that ignore each cancellation are left running, and a warning names them."""
+    monkeypatch.setattr("verl_server.agent.user_code.END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("verl_server.agent.groups.running_groups.END_TIMEOUT_S", 0.2)
+    released = asyncio.Event()  # of the only event loop of this test
+
+    async def ignore_cancellation() -> None:
+        while not released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await released.wait()
+
+    class Stubborn(SingleTurnLoop):
+        async def run(self, episode: Episode) -> None:
+            await super().run(episode)
+            if episode.task.id == "t1":
+                await ignore_cancellation()
+
+    async def keep(group: SampleGroup) -> bool:
+        if group.task.id == "t1":
+            await ignore_cancellation()
+        return True
+
+    async def tasks() -> AsyncIterator[Task]:
+        yield make_tasks(1)[0]
+        await ignore_cancellation()
+
+    async def close(tasks: Any, options: dict[str, Any]) -> None:
+        released.clear()
+        runner = runner_of(Policy(), renderer, max_staleness=1, **options)
+        groups: Any = runner.run(tasks) if kind == "run" else runner.steps(tasks, 1)
+        await anext(groups)
+        await settle()
+        closing = asyncio.create_task(groups.aclose())
+        try:
+            done, _ = await asyncio.wait({closing}, timeout=10.0)
+            assert done
+        finally:
+            released.set()
+            await closing
+
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (make_tasks(2), {"agent": Stubborn()}, "the agent loop of task 't1'"),
+        (make_tasks(2), {"group_filter": keep}, "the group of task 't1'"),
+        (tasks(), {}, "the iterator of the tasks"),
+    ]
+
+    async def close_all() -> None:
+        for source, options, name in cases:
+            caplog.clear()
+            await close(source, options)
+            assert name in caplog.text
+            assert "has ignored its cancellation" in caplog.text
+
+    asyncio.run(close_all())
 
 
 @pytest.mark.parametrize("kind", ["run", "steps"])

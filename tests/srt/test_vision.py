@@ -9,6 +9,8 @@ import io
 import itertools
 import os
 import re
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -361,11 +363,42 @@ def test_images_are_decoded_outside_of_the_event_loop(model: VisionModel, tmp_pa
 
     assert asyncio.run(run()) > 200
     os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(BadInputError, match="is no regular file"):
-        asyncio.run(episode(str(tmp_path / "pipe.png")).generate())
+    for source in (str(tmp_path / "pipe.png"), f"file://{tmp_path}/pipe.png"):
+        with pytest.raises(BadInputError, match="is no regular file"):
+            asyncio.run(asyncio.wait_for(episode(source).generate(), 20.0))
     cut_off = base64.b64decode(image_data_url(picture(200, 200, 7))[22:])[:-200]
     with pytest.raises(BadInputError, match="cannot be read: image file is truncated"):
         asyncio.run(episode(f"data:image/png;base64,{base64.b64encode(cut_off).decode()}").generate())
+
+
+def test_the_decoding_of_images_ends_at_the_timeout_of_the_episode(
+    model: VisionModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that does not answer: the thread waits, and the episode ends."""
+    monkeypatch.setattr("verl_server.agent.user_code.CANCEL_TIMEOUT_S", 0.5)
+    picture(50, 50, 1).save(tmp_path / "picture.png")
+    policy = ScriptedGenerateFn(model.processor.tokenizer, lambda _: "x")
+    released, is_file = threading.Event(), Path.is_file
+
+    def wait_for_the_disk(path: Path) -> bool:
+        assert path.name != "picture.png" or released.wait(60)
+        return is_file(path)
+
+    async def generate() -> float:
+        limits = RolloutLimits(max_response_tokens=50, timeout_s=0.3)
+        messages = look(str(tmp_path / "picture.png"))
+        episode = Episode(Task("t", messages), TrajectoryGraph("s"), policy, model.renderer, limits, {})
+        started = time.monotonic()
+        with pytest.raises(EpisodeStopped, match="timeout_s"):
+            await episode.generate()
+        return time.monotonic() - started
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "is_file", wait_for_the_disk)
+        try:
+            assert asyncio.run(asyncio.wait_for(generate(), 30.0)) < 10.0
+        finally:
+            released.set()
 
 
 def test_videos_and_sounds_are_refused(model: VisionModel) -> None:

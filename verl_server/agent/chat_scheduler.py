@@ -20,7 +20,7 @@ from verl_server.agent.episode_state import validate_episode_arguments
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.samples import Task, Turn
-from verl_server.agent.user_code import USER_FAILURES, as_exception, as_failure
+from verl_server.agent.user_failures import USER_FAILURES, as_exception, as_failure
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_server.agent.generate_fn import require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
@@ -22,6 +22,8 @@ from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.foreign_text import texts_of
 from verl_server.trajectory.rendering.messages import Message, image_sources, validate_messages
 from verl_server.types import Json
+
+Result = TypeVar("Result")
 
 MAX_JOINED_TOKENS = 4
 """Tokens that a text may have less in a prompt, where it can be tokenized together with the text around it."""
@@ -68,7 +70,8 @@ class EpisodeState:
         """Number of tokens after the first prompt of each root, in all branches."""
         self._num_turns = 0
         """Number of turns of all branches, with those that are being generated."""
-        self._requests: set[asyncio.Task[Json]] = set()
+        self._requests: set[asyncio.Task[Any]] = set()
+        """Requests and images that are awaited."""
         self._is_closed = False
         self.has_images = False
         """Whether any message has an image."""
@@ -123,7 +126,7 @@ class EpisodeState:
                 text = "".join(texts_of(truncated[-1])).strip()
                 num_tokens += max(len(renderer.encode(text)) - MAX_JOINED_TOKENS, 0)
                 if num_tokens > remaining:
-                    raise EpisodeStopped(limit)
+                    raise EpisodeStopped(limit, self)
         return truncated
 
     def require_open(self) -> None:
@@ -174,26 +177,31 @@ class EpisodeState:
         self._num_turns -= 1
 
     async def run_request(self, request: Coroutine[Any, Any, Json]) -> Json:
-        """The reply to a request, which is cancelled at the deadline of the episode and by `close`.
-
-        Raises EpisodeStopped at the deadline, CancelledError after `close`, and the exceptions of the request.
-        """
+        """The reply to a request. Raises the errors of `finish_in_time`."""
         with measure(Phase.GENERATE) as opened:
-            task = asyncio.create_task(request)  # within the span, which is then that of the request
-            self._requests.add(task)
-            try:
-                remaining_s = NO_TIMEOUT_S if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
-                # This ends also if the generate function ignores its cancellation.
-                is_late = await wait_until_done(task, remaining_s)
-            finally:
-                self._requests.discard(task)
-            if self._is_closed:  # a reply that arrived while the episode ended belongs to no segment
-                raise asyncio.CancelledError(CLOSED)
-            if not is_late or has_result(task):
-                reply = task.result()
-                opened.set_attribute("gen_ai.usage.output_tokens", len(reply["output_ids"]))
-                return reply
-        raise EpisodeStopped("timeout_s", self)
+            reply = await self.finish_in_time(request, "the request to the engine")  # in this span
+            opened.set_attribute("gen_ai.usage.output_tokens", len(reply["output_ids"]))
+            return reply
+
+    async def finish_in_time(self, coroutine: Coroutine[Any, Any, Result], name: str) -> Result:
+        """The result of a coroutine, which is cancelled at the deadline of the episode and by `close`.
+
+        Raises EpisodeStopped at the deadline, CancelledError after `close`, and the exceptions of the coroutine.
+        `name`: what is awaited, for a warning.
+        """
+        task = asyncio.create_task(coroutine)
+        self._requests.add(task)
+        try:
+            remaining_s = NO_TIMEOUT_S if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+            # This ends also if the coroutine ignores its cancellation.
+            is_late = await wait_until_done(task, remaining_s, f"{name} of task {self._task_id!r}")
+        finally:
+            self._requests.discard(task)
+        if self._is_closed:  # a result that arrived while the episode ended belongs to no segment
+            raise asyncio.CancelledError(CLOSED)
+        if is_late and not has_result(task):
+            raise EpisodeStopped("timeout_s", self)
+        return task.result()
 
     def find_context(self, parent: int | None, branch: str, token_ids: Sequence[int], message: Json) -> Node | None:
         """The child of `parent` with these tokens that the policy did not sample, or None. Branches share it.

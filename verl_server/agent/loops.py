@@ -18,7 +18,8 @@ from verl_server.agent.samples import Turn
 from verl_server.agent.tools.parsing import as_tool_call, parse_hermes_tool_calls, parse_json_tool_call
 from verl_server.agent.tools.registry import ToolRegistry
 from verl_server.agent.tools.tool import Tool, ToolCall, ToolResult
-from verl_server.agent.user_code import as_failure, create_user_task
+from verl_server.agent.user_code import await_to_its_end
+from verl_server.agent.user_failures import as_failure
 from verl_server.errors import BadInputError
 from verl_server.types import Json
 from verl_server.validation import did_you_mean, find_coroutine_error, is_bool, require_coroutine_method
@@ -72,7 +73,7 @@ class AgentLoop(ABC):
         """
         try:
             # In a task of its own: what the agent loop cancels and ignores there does not cancel the sample.
-            await create_user_task(_act(self, episode), episode._state)
+            await await_to_its_end(_act(self, episode), f"the agent loop of task {episode.task.id!r}", episode._state)
         except EpisodeStopped as stopped:
             stop_reason, exception = stopped.stop_reason, None
         except asyncio.CancelledError as cancellation:

@@ -7,27 +7,28 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import logging
 import os
 import queue
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from verl_server.agent.limits import EpisodeStopped
+from verl_server.agent.user_failures import PRESENT_EPISODE, as_exception, as_failure, find_own_stop
 from verl_server.errors import DeadlineError, InfrastructureError
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 NO_TIMEOUT_S = 1e9
 """Seconds of a wait without a deadline."""
-USER_FAILURES = (Exception, EpisodeStopped, BaseExceptionGroup)
-"""What code of a user raises when it fails. `as_exception` makes an exception of it."""
 CANCEL_TIMEOUT_S = 5.0
-"""Seconds for a cancelled tool to end."""
+"""Seconds for a cancelled tool or request to end."""
+END_TIMEOUT_S = 30.0
+"""Seconds for other cancelled code to end, for example an agent loop that closes a sandbox."""
 _LEFT_RUNNING: set[asyncio.Task[Any]] = set()
 """Tasks that ignore their cancellation. The event loop refers to them weakly: the garbage collector would end them."""
-_EPISODE: contextvars.ContextVar[object] = contextvars.ContextVar("verl_server_episode", default=None)
-"""State of the episode whose agent loop calls the present code. None in all other code."""
 
 IDLE_THREAD_S = 10.0
 """Seconds after which a thread without work ends."""
@@ -67,75 +68,11 @@ def create_user_task(awaitable: Awaitable[Any], episode: object = None) -> async
     `episode`: the `EpisodeState` of the episode whose agent loop the code is. None for all other code.
     """
     context = contextvars.copy_context()
-    context.run(_EPISODE.set, episode)
+    context.run(PRESENT_EPISODE.set, episode)
     task = asyncio.get_running_loop().create_task(await_user_code(awaitable), context=context)
     if inspect.iscoroutine(awaitable):
         task.add_done_callback(lambda _: awaitable.close())
     return task
-
-
-def present_episode() -> object:
-    """State of the episode whose agent loop calls the present code, or None."""
-    return _EPISODE.get()
-
-
-def find_own_stop(error: BaseException) -> EpisodeStopped | None:
-    """The limit of the episode whose agent loop calls the present code, if `error` is its EpisodeStopped.
-
-    This includes an exception group, for example of a task group, that has only exceptions of this kind: the first of
-    them is returned.
-    """
-    episode = _EPISODE.get()
-
-    def is_own(leaf: BaseException) -> bool:
-        return isinstance(leaf, EpisodeStopped) and leaf.is_of(episode)
-
-    if isinstance(error, BaseExceptionGroup):
-        own, others = error.split(is_own)
-        return _first_stop(own) if own is not None and others is None else None
-    return error if isinstance(error, EpisodeStopped) and is_own(error) else None
-
-
-def as_exception(error: BaseException) -> Exception:
-    """What code of a user has raised, as an exception that a future can raise and that does not end a run.
-
-    `SystemExit` of a tool must end only the tool, and asyncio does not raise StopIteration through a future. An
-    EpisodeStopped is a failure of the code that ran the episode. In an exception group, other exceptions come first.
-    """
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    text = f"{type(error).__name__}: {error}"
-    others: BaseException | None = None if isinstance(error, EpisodeStopped) else error
-    if isinstance(error, BaseExceptionGroup):
-        _, others = error.split(EpisodeStopped)
-        if isinstance(others, ExceptionGroup):
-            return others
-    if others is None and (stop := _first_stop(error)) is not None:
-        text = (
-            f"an episode that this code ran has reached its limit {stop.stop_reason}; catch EpisodeStopped around the "
-            "turns of this episode, or raise its limits"
-        )
-    failure = RuntimeError(text)
-    failure.__cause__ = error
-    return failure
-
-
-def _first_stop(error: BaseException | None) -> EpisodeStopped | None:
-    """`error`, or the first exception of a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error if isinstance(error, EpisodeStopped) else None
-
-
-def as_failure(cancellation: asyncio.CancelledError) -> Exception:
-    """The failure of user code that raised CancelledError by itself, for example of a task that it has cancelled.
-
-    Raises `cancellation` if the present task is being cancelled.
-    """
-    task = asyncio.current_task()
-    if task is None or task.cancelling():
-        raise cancellation
-    return RuntimeError(f"CancelledError: {str(cancellation) or 'the code awaited something that was cancelled'}")
 
 
 async def call_within(awaitable: Awaitable[Any], timeout_s: float, name: str) -> Any:
@@ -144,13 +81,24 @@ async def call_within(awaitable: Awaitable[Any], timeout_s: float, name: str) ->
     `name`: what is awaited, for the error.
     """
     task = create_user_task(awaitable)
-    is_late = await wait_until_done(task, timeout_s)
+    is_late = await wait_until_done(task, timeout_s, name)
     if is_late and not has_result(task):
         raise DeadlineError(f"{name} took longer than {timeout_s:g} s", operation=name, seconds=timeout_s)
     try:
         return task.result()
     except asyncio.CancelledError as cancellation:
         raise as_failure(cancellation) from None
+
+
+async def await_to_its_end(awaitable: Awaitable[Any], name: str, episode: object = None) -> Any:
+    """Await a coroutine of a user that has no deadline, in a task of its own. Raises its exception.
+
+    If the caller is cancelled, the coroutine is cancelled and has `END_TIMEOUT_S` seconds to end. After that the
+    coroutine is left running, and a warning names it. `name`, `episode`: see `call_within` and `create_user_task`.
+    """
+    task = create_user_task(awaitable, episode)
+    await wait_until_done(task, NO_TIMEOUT_S, name, END_TIMEOUT_S)
+    return task.result()
 
 
 def has_result(task: asyncio.Task[Any]) -> bool:
@@ -187,22 +135,47 @@ async def wait_within(future: asyncio.Future[Any], timeout_s: float) -> bool:
     return is_late
 
 
-async def wait_until_done(task: asyncio.Task[Any], timeout_s: float) -> bool:
+async def wait_until_done(
+    task: asyncio.Task[Any], timeout_s: float, name: str, cancel_timeout_s: float | None = None
+) -> bool:
     """Wait until `task` has ended. Cancel it if it does not end. Returns whether `timeout_s` seconds were exceeded.
 
-    See `wait_within`. A task that ignores its cancellation still runs when this function returns.
+    See `wait_within`. A task that ignores its cancellation for `cancel_timeout_s` seconds (None: `CANCEL_TIMEOUT_S`)
+    still runs when this function returns, and a warning has its `name`. If the caller is cancelled again, the task is
+    cancelled again.
     """
     try:
         is_late = await wait_within(task, timeout_s)
     finally:
-        if task.cancel():
-            await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
-        if not task.done():
-            _LEFT_RUNNING.add(task)
-            task.add_done_callback(_LEFT_RUNNING.discard)
-        elif not task.cancelled():
-            task.exception()  # so that asyncio does not log it if the caller is cancelled
+        await _end(task, name, CANCEL_TIMEOUT_S if cancel_timeout_s is None else cancel_timeout_s)
     return is_late
+
+
+async def _end(task: asyncio.Task[Any], name: str, timeout_s: float) -> None:
+    """Cancel a task and wait until it has ended, also while the caller is cancelled. CancelledError comes after."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    cancelled: asyncio.CancelledError | None = None
+    task.cancel()
+    while not task.done() and (remaining_s := deadline - loop.time()) > 0:
+        try:
+            await asyncio.wait({task}, timeout=remaining_s)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            task.cancel()
+    if not task.done():
+        _LEFT_RUNNING.add(task)
+        task.add_done_callback(_LEFT_RUNNING.discard)
+        logger.warning(
+            "%s has ignored its cancellation for %g s and goes on; code that catches CancelledError or BaseException "
+            "must raise CancelledError again",
+            name,
+            timeout_s,
+        )
+    elif not task.cancelled():
+        task.exception()  # so that asyncio does not log it if the caller is cancelled
+    if cancelled is not None:
+        raise cancelled
 
 
 async def _run_in_daemon_thread(function: Callable[[], Any]) -> Any:

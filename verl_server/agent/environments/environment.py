@@ -17,7 +17,8 @@ from verl_server.agent.loops import AgentLoop, ToolAgentLoop, as_agent_loop, pla
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.samples import Task
 from verl_server.agent.tools.options import options_of
-from verl_server.agent.user_code import as_exception, call_within
+from verl_server.agent.user_code import call_within
+from verl_server.agent.user_failures import as_exception
 from verl_server.errors import BadInputError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Awaitable, Callable
 
 from verl_server.agent.samples import SampleGroup
-from verl_server.agent.user_code import USER_FAILURES, as_exception, as_failure
+from verl_server.agent.user_code import await_to_its_end
+from verl_server.agent.user_failures import USER_FAILURES, as_exception, as_failure
 from verl_server.errors import BadInputError
 from verl_server.validation import require_callable
 
@@ -51,7 +52,8 @@ async def is_kept(group_filter: GroupFilter | None, group: SampleGroup) -> bool:
         return True
     try:
         kept = group_filter(group)
-        kept = await kept if inspect.isawaitable(kept) else kept
+        if inspect.isawaitable(kept):
+            kept = await await_to_its_end(kept, f"group_filter, called with the group of task {group.task.id!r},")
     except asyncio.CancelledError as cancellation:
         raise as_failure(cancellation) from None
     except USER_FAILURES as raised:

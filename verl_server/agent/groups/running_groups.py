@@ -10,6 +10,7 @@ from typing import Protocol, Self
 from verl_server.agent.groups.group_runner import FinishedGroup, GroupRequest, GroupRunner
 from verl_server.agent.groups.task_source import TaskSource
 from verl_server.agent.samples import Task
+from verl_server.agent.user_code import END_TIMEOUT_S, wait_until_done
 
 
 class Schedule(Protocol):
@@ -31,7 +32,8 @@ class Schedule(Protocol):
 class RunningGroups:
     """Starts the groups that a schedule allows, and passes finished groups to `on_finished`.
 
-    An asynchronous context manager. On exit it cancels all groups that run, and waits until they have ended.
+    An asynchronous context manager. On exit it cancels all groups that run, and waits until they have ended. Agent
+    loops, a filter and an iterator of tasks that ignore their cancellation are left running.
     """
 
     def __init__(
@@ -61,11 +63,12 @@ class RunningGroups:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing.set()
-        background = [task for task in (self._starter, self._reading) if task is not None]
-        tasks = [*self._groups.values(), *self._cancelled, *background]
+        tasks = [*self._groups.values(), *self._cancelled, *([] if self._starter is None else [self._starter])]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        reading = [] if self._reading is None else [self._reading]
+        waits = [wait_until_done(task, 0.0, "the iterator of the tasks", END_TIMEOUT_S) for task in reading]
+        await asyncio.gather(*tasks, *waits, return_exceptions=True)
 
     @property
     def failure(self) -> BaseException | None:
@@ -141,7 +144,7 @@ class RunningGroups:
         current = asyncio.current_task()
         try:
             finished = await self._runner.run(request)
-            if self._groups.get(request.number) is current:
+            if self._groups.get(request.number) is current and not self._closing.is_set():
                 await self._on_finished(finished)
         except asyncio.CancelledError:
             if self._groups.get(request.number) is current and not self._closing.is_set():

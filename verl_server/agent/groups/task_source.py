@@ -7,7 +7,7 @@ import inspect
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 
 from verl_server.agent.samples import Task
-from verl_server.agent.user_code import USER_FAILURES, as_exception, as_failure
+from verl_server.agent.user_failures import USER_FAILURES, as_exception, as_failure
 from verl_server.errors import BadInputError
 from verl_server.validation import is_list
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -14,9 +16,15 @@ from mcp.types import ContentBlock, EmbeddedResource, ResourceLink, TextContent,
 from mcp.types import Tool as ToolDescription
 
 from verl_server.agent.tools.tool import Tool, ToolMistakeError
+from verl_server.agent.user_code import wait_until_done
 from verl_server.errors import BadInputError, ServerError
 from verl_server.type_checks import find_type_error
 from verl_server.validation import require_seconds
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 15.0
+"""Seconds for a connection to close. The client waits some seconds for the end of a program before it kills it."""
 
 
 class McpToolError(Exception):
@@ -73,6 +81,9 @@ async def mcp_tools(server: McpServer, timeout_s: float = 30.0, *, prefix: str =
     `prefix`: text before the names of the tools, for example "github_", because the tools of an agent need different
     names.
 
+    One task may enter the context and another task may leave it, so `Environment.setup` can enter it and
+    `Environment.teardown` leave it.
+
     The policy reads the text of a result, with the text of embedded resources. A result without content is its
     structured content as JSON, and other parts appear as their type in brackets. After the server has ended, its tools
     return errors. After the context was left, a call of a tool fails its sample. Raises BadInputError for a server of
@@ -84,6 +95,39 @@ async def mcp_tools(server: McpServer, timeout_s: float = 30.0, *, prefix: str =
     if (mistake := find_type_error("prefix", prefix, str)) is not None:
         raise mistake
     _require_server(server)
+    connected: asyncio.Future[tuple[Client, list[ToolDescription]]] = asyncio.get_running_loop().create_future()
+    closing, tools = asyncio.Event(), list[McpTool]()
+    holder = asyncio.create_task(_hold_connection(server, timeout_s, connected, closing))
+    try:
+        awaited: set[asyncio.Future[Any]] = {holder, connected}
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        if not connected.done():
+            holder.result()  # raises ServerError
+        client, descriptions = connected.result()
+        tools += [McpTool(client, description, timeout_s, prefix) for description in descriptions]
+        yield list(tools)
+    finally:
+        for tool in tools:
+            tool.is_disconnected = True
+        closing.set()
+        name = f"the connection to the MCP server {_server_name(server)!r}"
+        await wait_until_done(holder, CLOSE_TIMEOUT_S if connected.done() else 0.0, name)
+        if tools and holder.done() and not holder.cancelled() and (failure := holder.exception()) is not None:
+            logger.warning("%s ended with an error: %r", name, failure)
+
+
+async def _hold_connection(
+    server: McpServer,
+    timeout_s: float,
+    connected: asyncio.Future[tuple[Client, list[ToolDescription]]],
+    closing: asyncio.Event,
+) -> None:
+    """Connect, set `connected`, and disconnect when `closing` is set. Raises ServerError if there is no connection.
+
+    The task groups of `mcp.Client` must be left by the task that entered them, and make an exception group of each
+    exception of their block. In a task of its own, the connection serves tools of all tasks, and their exceptions stay
+    as they are.
+    """
     async with AsyncExitStack() as stack:
         try:
             client = await stack.enter_async_context(Client(server, read_timeout_seconds=timeout_s))
@@ -96,12 +140,9 @@ async def mcp_tools(server: McpServer, timeout_s: float = 30.0, *, prefix: str =
                 f"no tools from the MCP server {_server_name(server)!r}: {type(cause).__name__}: {cause}; check that "
                 "the server runs, and for a program that it starts without an error"
             ) from error
-        tools = [McpTool(client, description, timeout_s, prefix) for description in descriptions]
-        try:
-            yield list(tools)
-        finally:
-            for tool in tools:
-                tool.is_disconnected = True
+        if not connected.done():
+            connected.set_result((client, descriptions))
+        await closing.wait()
 
 
 def _require_server(server: object) -> None:

@@ -23,7 +23,8 @@ import pydantic
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.tools.options import ToolOptions, Truncation, options_of
 from verl_server.agent.tools.schema import find_inner_function, make_arguments_model, read_description, require_function
-from verl_server.agent.user_code import call_user_function, create_user_task, present_episode, wait_until_done
+from verl_server.agent.user_code import call_user_function, create_user_task, wait_until_done
+from verl_server.agent.user_failures import PRESENT_EPISODE
 from verl_server.errors import BadInputError, InfrastructureError
 from verl_server.types import Json
 from verl_server.validation import find_coroutine_error, require_coroutine_method, require_seconds
@@ -127,8 +128,8 @@ class Tool(ABC):
                 return await self._call(arguments)
 
     async def _call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        task = create_user_task(self._run_as_text(arguments), present_episode())
-        timed_out = await wait_until_done(task, self.timeout_s)
+        task = create_user_task(self._run_as_text(arguments), PRESENT_EPISODE.get())
+        timed_out = await wait_until_done(task, self.timeout_s, f"the tool {self.name!r}")
         try:
             return ToolResult(self.name, task.result())
         except ToolMistakeError as mistake:

@@ -22,6 +22,7 @@ DATA_PREFIX = "data:"
 """Beginning of a data URL, which contains the bytes of its image."""
 MAX_PATH_CHARACTERS = 4096
 """Maximum number of characters of a path. Longer text is base64."""
+FILE_PREFIX = "file://"
 REMOTE_PREFIXES = ("http://", "https://")
 SHOWN_CHARACTERS = 80
 """Maximum number of characters of a source in errors."""
@@ -115,21 +116,24 @@ def _read(source: str) -> bytes:
             f"the image {shorten(source)} is on another machine, where it can change before the trainer reads it "
             "again; download the image and pass its path, or image_data_url(content)"
         )
-    if source.startswith("file://"):
-        return Path(unquote(urlparse(source).path)).read_bytes()
+    if source.startswith(FILE_PREFIX):
+        return _read_file(Path(unquote(urlparse(source).path)), source)
     if source.startswith(DATA_PREFIX):
         _, _, encoded = source.partition(",")
     elif len(source) <= MAX_PATH_CHARACTERS and (os.path.exists(source) or not _is_base64(source)):
-        path = Path(source).expanduser()
-        if path.exists() and not path.is_file():  # a pipe or a device may never end
-            raise BadInputError(f"the image {shorten(source)} is no regular file")
-        return path.read_bytes()
+        return _read_file(Path(source).expanduser(), source)
     else:
         encoded = source
     try:
         return base64.b64decode(encoded, validate=True)
     except binascii.Error as error:
         raise BadInputError(f"the image {shorten(source)} has no valid base64 data: {error}") from error
+
+
+def _read_file(path: Path, source: str) -> bytes:
+    if path.exists() and not path.is_file():  # a pipe or a device may never end
+        raise BadInputError(f"the image {shorten(source)} is no regular file")
+    return path.read_bytes()
 
 
 def _is_base64(text: str) -> bool:
