@@ -45,6 +45,7 @@ from verl_server.agent import (
     mcp_tools,
     parse_hermes_tool_calls,
 )
+from verl_server.agent.user_code import _LEFT_RUNNING, wait_until_done
 from verl_server.errors import BadInputError
 from verl_server.trajectory import ChatRenderer
 
@@ -96,6 +97,37 @@ def test_a_tool_that_ignores_its_cancellation_does_not_block_the_sample(monkeypa
     result, is_running = asyncio.run(run())
     assert is_running
     assert (result.error_type, result.content) == ("timeout", "Error: no result within 0.1 s")
+
+
+def test_a_task_that_is_left_running_is_kept_also_after_a_second_cancellation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The event loop refers to tasks weakly: the garbage collector would end the task."""
+    monkeypatch.setattr("verl_server.agent.user_code.CANCEL_TIMEOUT_S", 0.3)
+
+    async def run() -> None:
+        end = asyncio.Event()
+
+        async def stubborn() -> None:
+            while not end.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await end.wait()
+
+        task = asyncio.create_task(stubborn())
+        waiting = asyncio.create_task(wait_until_done(task, 60.0, "the tool 'a'"))
+        for _ in range(2):
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert task in _LEFT_RUNNING
+        end.set()
+        await task
+        await asyncio.sleep(0)
+        assert task not in _LEFT_RUNNING
+
+    asyncio.run(asyncio.wait_for(run(), 20.0))
+    assert "the tool 'a' has ignored its cancellation for 0.3 s" in caplog.text
 
 
 def test_tools_return_results_and_schemas(tiny: Callable[..., Path]) -> None:
