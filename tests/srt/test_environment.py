@@ -31,7 +31,7 @@ from verl_server.agent import (
     tool,
 )
 from verl_server.tiny import make_tokenizer
-from verl_server.trajectory import ChatRenderer, list_sessions, load_session
+from verl_server.trajectory import ChatRenderer, list_sessions, load_session, to_batch, to_tree
 
 
 @pytest.fixture(scope="module")
@@ -542,6 +542,87 @@ def test_rewards_that_changed_are_computed_from_the_record(renderer: ChatRendere
         assert graph.last_termination is not None
         assert (graph.last_termination.reward, graph.rewards) == (7.0, {loaded.leaf: [7.0]})
     assert Shop._events == ["setup", "teardown"]
+
+
+def test_a_reward_that_a_run_takes_away_is_not_in_the_file(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """All rewards have become metrics, so the sample has no reward any more. A later run without rewards agrees."""
+
+    class Metrics(Shop):
+        @reward(weight=0.0)
+        async def right_basket(self, sample: Sample) -> float:
+            raise NotImplementedError
+
+        @reward(weight=0.0)
+        def num_turns(self, sample: Sample) -> int:
+            raise NotImplementedError
+
+    class Silent(Shop):
+        right_basket = num_turns = num_items = None  # type: ignore[assignment]
+
+    Metrics.__qualname__ = Silent.__qualname__ = "Shop"
+    sizes = []
+    for agent, expected in ((Shop, 0.8), (Metrics, None), (Metrics, None), (Silent, None)):
+        (sample,) = run(agent, buying_policy(renderer), renderer, [task_with("a")], run_dir=tmp_path)
+        (file,) = list_sessions(tmp_path)
+        recorded = load_session(file)
+        assert recorded.last_termination is not None
+        assert sample.reward == recorded.last_termination.reward == (expected and pytest.approx(expected))
+        assert sample.graph.rewards == recorded.rewards == ({sample.leaf: [sample.reward]} if expected else {})
+        assert to_tree(recorded)["rm_scores"].sum().item() == pytest.approx(expected or 0.0)
+        sizes.append(file.stat().st_size)
+    assert sizes[0] < sizes[1] == sizes[2] == sizes[3], "a run that changes nothing writes nothing"
+    assert file.read_bytes().count(b"cleared_rewards") == 1
+    assert Shop._events == ["setup", "teardown"]
+
+
+def test_a_loaded_sample_is_trained_as_it_finished(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """A killed run has added nodes to it: the run replayed the sample for another reward, and a tool answered anew."""
+    results = iter(["one item", "two items"])
+
+    class Counter(Environment):
+        @tool
+        def buy(self, item: str) -> str:
+            """Buy something."""
+            return f"basket: {next(results)}"
+
+        @reward
+        def first(self, sample: Sample) -> float:
+            return 1.0
+
+    class Extra(Counter):
+        @reward
+        def second(self, sample: Sample) -> float:
+            return 1.0
+
+    Extra.__qualname__ = Counter.__qualname__
+    policy, calls = buying_policy(renderer), asyncio.Event()
+
+    async def stuck(**request: Any) -> Any:
+        calls.set()
+        await asyncio.sleep(100)
+
+    async def kill() -> None:
+        runner = RolloutRunner(Extra, stuck, renderer=renderer, limits=RolloutLimits(500), run_dir=tmp_path)
+        consumer = asyncio.ensure_future(anext(runner.run([task_with("a")])))
+        await calls.wait()
+        consumer.cancel()
+        await asyncio.wait([consumer])
+
+    (sample,) = run(Counter, policy, renderer, [task_with("a")], run_dir=tmp_path)
+    asyncio.run(kill())
+    (file,) = list_sessions(tmp_path)
+    assert load_session(file).last_termination is None, "the sample was continued"
+    num_nodes = len(load_session(file).nodes)
+    assert num_nodes > len(sample.graph.nodes)
+    for _ in range(2):
+        (loaded,) = run(Counter, policy, renderer, [task_with("a")], run_dir=tmp_path)
+        assert (loaded.leaf, loaded.segments, loaded.reward) == (sample.leaf, sample.segments, 1.0)
+        for graph in (loaded.graph, load_session(file)):
+            assert graph.trained_segments == sample.graph.trained_segments
+            tree, batch = to_tree(graph), to_batch([(graph, loaded.segments[0].leaf)], pad_token_id=0)
+            assert int((tree["weight"] * tree["response_mask"]).sum()) == int(batch["response_mask"].sum())
+    assert len(load_session(file).nodes) == num_nodes
+    assert file.read_bytes().count(b'{"termination"') == 2
 
 
 def decorated_run() -> type:

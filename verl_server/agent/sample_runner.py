@@ -128,14 +128,18 @@ class SampleRunner:
         if sample is None:  # it has failed before its first prompt
             error = {"type": "Unknown", "message": "the failure is not recorded", "details": {}}
             return Sample(task, index, recorder.graph, None, "error", error)
-        if sample.error is not None or (loaded := self._with_present_rewards(sample)) is None:
-            return sample
+        loaded = (self._with_present_rewards(sample) if sample.error is None else None) or sample
         self._record_changes(sample, loaded, recorder)
         return loaded
 
     def _record_changes(self, recorded: Sample, loaded: Sample, recorder: Recorder) -> None:
-        """Record the rewards of a loaded sample if they are not those of the file: weights may have changed."""
-        if (recorded.reward, recorded.rewards) != (loaded.reward, loaded.rewards):
+        """Record the termination of a loaded sample again if the file would give another sample.
+
+        Weights of rewards may have changed, or a run that was killed has added nodes: a finished sample is replayed if
+        its record lacks a reward.
+        """
+        has_other_rewards = (recorded.reward, recorded.rewards) != (loaded.reward, loaded.rewards)
+        if has_other_rewards or recorder.graph.last_termination is None:
             self._record(loaded, recorder)
 
     def _with_present_rewards(self, sample: Sample) -> Sample | None:

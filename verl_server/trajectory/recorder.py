@@ -49,7 +49,7 @@ class Recorder:
         """
         path = session_file(run_dir, session_id)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._sync, self._has_cleared_rewards = sync, False
+        self._sync = sync
         self.failure: Exception | None = None
         """Exception of the first line that could not be written, for example because the disk is full."""
         self._fd = open_locked(
@@ -62,6 +62,8 @@ class Recorder:
                 self.graph.inputs = dict(inputs or {})
             if inputs is not None:
                 require_same_inputs(path, self.graph.inputs, inputs)
+            self._written_rewards = {node: list(values) for node, values in self.graph.rewards.items()}
+            """Rewards that the file has. Code of users may set or remove rewards on `graph`."""
             os.ftruncate(self._fd, num_bytes)
             os.lseek(self._fd, num_bytes, os.SEEK_SET)
             if num_bytes == 0:
@@ -79,19 +81,19 @@ class Recorder:
     def set_rewards(self, node: int, values: Sequence[float]) -> None:
         """Set the rewards of a node and write them. See `TrajectoryGraph.set_rewards`."""
         self.graph.set_rewards(node, values)
-        self._write({"rewards": {"node": node, "values": self.graph.rewards[node]}})
+        self._write_rewards([node])
 
     def record_all_rewards(self) -> None:
-        """Write all rewards of the graph, also those that were set on `graph` and not with this recorder."""
-        lines: list[Json] = [{"cleared_rewards": True}] if self._has_cleared_rewards else []
-        lines += [{"rewards": {"node": node, "values": values}} for node, values in self.graph.rewards.items()]
-        if lines:
-            self._write(*lines)
-        self._has_cleared_rewards = False
+        """Make the rewards of the file equal to those of `graph`, also if they were set or removed on `graph`."""
+        rewards = self.graph.rewards
+        is_removed = not self._written_rewards.keys() <= rewards.keys()
+        if is_removed:
+            self._written_rewards.clear()
+        changed = [node for node, values in rewards.items() if values != self._written_rewards.get(node)]
+        self._write_rewards(changed, *([{"cleared_rewards": True}] if is_removed else []))
 
     def clear_rewards(self) -> None:
         """Remove the rewards of all nodes. The file keeps them until `record_all_rewards`."""
-        self._has_cleared_rewards |= bool(self.graph.rewards)
         self.graph.clear_rewards()
 
     def terminate(
@@ -105,6 +107,14 @@ class Recorder:
     ) -> None:
         """Record the end of a path and write it. See `TrajectoryGraph.terminate`."""
         self._write({"termination": asdict(self.graph.terminate(node, stop_reason, error, reward, segments, rewards))})
+
+    def _write_rewards(self, nodes: Sequence[int], *before: Json) -> None:
+        """Write the lines `before`, and the rewards of some nodes."""
+        rewards = {node: list(self.graph.rewards[node]) for node in nodes}
+        lines = [*before, *({"rewards": {"node": node, "values": values}} for node, values in rewards.items())]
+        if lines:
+            self._write(*lines)
+        self._written_rewards |= rewards
 
     def _write(self, *lines: Json) -> None:
         """Append lines. After a failure, the file ends with its last complete line, and all later calls fail too."""
