@@ -52,7 +52,7 @@ NEEDS_CALLS = (
     "{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor %}"
     "<|im_end|>\n"
     "{%- if m.tool_calls %}{%- set calls.value = m.tool_calls %}{%- set calls.at = loop.index0 %}{%- endif %}"
-    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
+    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """As those of Mistral and gpt-oss: a result needs an id and the call before it, and is written as JSON."""
 
@@ -193,6 +193,40 @@ def test_no_call_of_a_template_without_an_end_marker_is_in_the_prompt(tokenizer:
     turn_ids = renderer.encode('<|python_tag|>{"name": "add", "arguments": {"a": 1}}')
     text = tokenizer.decode(renderer.render_next_turn([ToolResult("add", "42").message], turn_ids))
     assert text == "\n<|im_start|>tool<|im_end|>42\n<|im_start|>assistant<|im_end|>"
+
+
+CALLS = "{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{%- endfor %}"
+
+
+@pytest.mark.parametrize("turn", ['{"name": "add"}', "<tool_call>x</tool_call>", "cut off"])
+@pytest.mark.parametrize("end", ["", "<|eom_id|>"])
+def test_the_closing_tag_of_a_call_is_no_end_marker(tokenizer: Any, turn: str, end: str) -> None:
+    """As GLM's template: the role of the next message ends a turn. The tag is a control token of this tokenizer."""
+    template = (
+        "{%- for m in messages %}"
+        "{%- if m.role == 'tool' %}<|eom_id|>\n<tool_response>{{ m.content }}</tool_response>"
+        "{%- else %}<|start_header_id|>{{ m.role }}\n{{ m.content }}" + CALLS + "{%- endif %}"
+        "{%- endfor %}{%- if add_generation_prompt %}<|start_header_id|>assistant\n{% endif %}"
+    )
+    renderer = renderer_with_template(tokenizer, template)
+    for _ in range(2):  # the second time, the turn is in the cache
+        token_ids = renderer.render_next_turn([ToolResult("add", "3").message], renderer.encode(turn + end))
+        text = turn + end + tokenizer.decode(token_ids)
+        assert text == f"{turn}<|eom_id|>\n<tool_response>3</tool_response><|start_header_id|>assistant\n"
+
+
+def test_a_template_that_drops_turns_with_calls(tokenizer: Any) -> None:
+    """The end marker of the message before the turn is not that of the turn."""
+    template = (
+        "{%- for m in messages if not m.tool_calls %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{{ '<|eot_id|>' if m.role == 'assistant' else '<|im_end|>' }}{{ '\n' }}"
+        "{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    renderer = renderer_with_template(tokenizer, template)
+    for turn in ("call", "call<|eot_id|>") * 2:
+        token_ids = renderer.render_next_turn([ToolResult("add", "3").message], renderer.encode(turn))
+        text = turn + tokenizer.decode(token_ids)
+        assert text == "call<|eot_id|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_template_that_writes_the_time(tokenizer: Any) -> None:

@@ -16,9 +16,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
 from verl_server.errors import BadInputError, UnsupportedError
+from verl_server.trajectory.rendering.call_turns import CallTurns
 from verl_server.trajectory.rendering.foreign_text import (
     ControlTokens,
     encode_parts,
@@ -31,7 +30,6 @@ from verl_server.trajectory.rendering.messages import (
     Message,
     ParsedToolCall,
     copy_json,
-    stand_in_calls,
     validate_messages,
     with_call_ids,
 )
@@ -46,7 +44,6 @@ from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT, require_to
 from verl_server.trajectory.rendering.truncation import truncate_parts, truncate_text
 from verl_server.types import Json
 
-MAX_CACHED_TURNS = 64
 MAX_END_MARKER_TOKENS = 16
 """Maximum number of tokens of the marker at the end of a turn."""
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
@@ -68,8 +65,7 @@ class ChatRenderer:
         require_tokenizer(tokenizer)
         self._template_arguments = template_arguments
         self._tokenizer, self._control_tokens = tokenizer, ControlTokens(tokenizer)
-        self._turns: dict[bytes, tuple[str, int | None]] = {}
-        """Rendered turns with tool calls, and where they end: most results are of a few tools."""
+        self._call_turns = CallTurns(self._apply_template, self._control_tokens)
         self._white_space: dict[int, bool] = {}
         """Whether a token is white space only."""
         self._checked_tools: Sequence[Json] = ()
@@ -249,8 +245,7 @@ class ChatRenderer:
         placeholder, with_calls = {"role": "assistant", "content": ASSISTANT_PLACEHOLDER}, ""
         if messages[0]["role"] == "tool":
             with contextlib.suppress(BadInputError):
-                turns = [*history, placeholder | stand_in_calls(messages)]
-                with_calls, end = self._render_after_calls(turns, messages, tools)
+                with_calls, end = self._call_turns.render(history, messages, tools)
                 if end is not None:
                     return with_calls[end:]
         text = self._apply_template([*history, placeholder, *messages], tools)
@@ -261,28 +256,8 @@ class ChatRenderer:
             raise BadInputError("the chat template renders results differently after tool calls; use another template")
         return after_turn
 
-    def _render_after_calls(
-        self, turns: Sequence[Message], results: Sequence[Message], tools: Sequence[Json] | None
-    ) -> tuple[str, int | None]:
-        """The text of `turns`, of which the last turn has tool calls, and `results`, and where the turn ends in it.
-
-        Some templates refuse results without calls, or read the names of the tools from the calls. The end marker is
-        a control token at the end of the turn, with the white space after it. None if there is no such token, or if the
-        results change how the turn is rendered.
-        """
-        key, text = orjson.dumps([turns, tools]), self._apply_template([*turns, *results], tools)
-        turn, end = self._turns.get(key, (None, None))
-        if turn is None or not text.startswith(turn):  # a template may write the present date
-            turn = self._apply_template(turns, tools, add_generation_prompt=False)
-            end = self._control_tokens.find_end(turn)
-            end = end if end > turn.rfind(ASSISTANT_PLACEHOLDER) else None
-            if len(self._turns) >= MAX_CACHED_TURNS:
-                self._turns.clear()
-            self._turns[key] = turn, end
-        return text, end if text.startswith(turn) else None
-
     def _apply_template(
-        self, messages: Sequence[Message], tools: Sequence[Json] | None, *, add_generation_prompt: bool = True
+        self, messages: Sequence[Message], tools: Sequence[Json] | None, add_generation_prompt: bool = True
     ) -> str:
         # A tokenizer with several templates selects the one for tools if it gets a list of tools, also an empty list.
         is_dict = isinstance(self._tokenizer.chat_template, dict)
