@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,7 @@ from verl_server.trajectory import (
     load_session,
     to_batch,
     to_packed,
+    to_tree,
 )
 
 USER_MESSAGE = {"role": "user", "content": "hello"}
@@ -766,6 +768,150 @@ def test_weights_of_paths_with_common_turns(renderer: ChatRenderer) -> None:
     early.weight = 0.0
     assert early.fork().weight == 0.0
     assert early.new_root([USER_MESSAGE]).weight == 1.0
+
+
+def weights_of_turns(episode: Episode) -> dict[str, float]:
+    """The weight of each turn by the text before it, which is the same in the rows of `to_batch` and in `to_tree`."""
+    graph, segments = episode.graph, episode.segments
+    packed = to_packed([(graph, segment.leaf) for segment in segments])
+    graph.terminate(segments[-1].leaf, "done", segments=[(segment.leaf, segment.weight) for segment in segments])
+    weights: dict[str, float] = {}
+    for segment, start in zip(segments, packed["cu_seqlens"].tolist(), strict=False):
+        for before, node in itertools.pairwise(graph.path(segment.leaf)):
+            if packed["response_mask"][start + graph.num_tokens(node.id) - 1]:
+                name = (before.message or {})["messages"][-1]["content"]
+                assert name not in weights, "a turn is trained once"
+                weights[name] = segment.weight
+    tree = to_tree(graph)
+    num_trained = int(packed["response_mask"].sum())
+    assert int((tree["response_mask"] * (tree["weight"] > 0)).sum()) == num_trained
+    assert float((tree["response_mask"] * tree["weight"]).sum()) == TURN_TOKENS * sum(weights.values())
+    return weights
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+@pytest.mark.parametrize("weight", [0.5, 1.0, 0.0])
+def test_a_turn_before_a_fork_has_the_weight_of_its_branch(renderer: ChatRenderer, weight: float, adopts: bool) -> None:
+    """Also if that branch has not gone on. A path that only begins a path of the same weight is no segment."""
+    episode = make(renderer)
+
+    async def run() -> None:
+        await episode.generate()
+        fork = episode.fork()
+        fork.weight = weight
+        await fork.generate([{"role": "user", "content": "fork"}])
+        if adopts:
+            episode.adopt(fork)
+
+    asyncio.run(run())
+    leaves = {0.5: [1, 3], 1.0: [3], 0.0: [1]}[weight]
+    assert [segment.leaf for segment in episode.segments] == leaves
+    for leaf in leaves:
+        episode.graph.set_rewards(leaf, [2.0])
+    assert weights_of_turns(episode) == {"hello": 1.0} | ({"fork": weight} if weight else {})
+    scores = to_batch([(episode.graph, leaf) for leaf in leaves], pad_token_id=0)["rm_scores"]
+    assert scores.sum(-1).tolist() == [2.0] * len(leaves), "the reward of each segment is in its own row"
+
+
+def test_paths_keep_their_order_when_they_are_adopted(renderer: ChatRenderer) -> None:
+    """The turn `b` belongs to the branch that generated it, whichever branch adopts its path, and not to its fork."""
+    episode = make(renderer)
+
+    async def run() -> None:
+        early = episode.fork(None)
+        await episode.generate()
+        branch = episode.fork()
+        await branch.generate([{"role": "user", "content": "b"}])
+        half = branch.fork()
+        half.weight = 0.5
+        await half.generate([{"role": "user", "content": "half"}])
+        late = episode.fork()
+        await late.generate([{"role": "user", "content": "late"}])
+        await branch.generate([{"role": "user", "content": "more"}])
+        late.adopt(branch)
+        early.adopt(half)
+
+    asyncio.run(run())
+    weights = weights_of_turns(episode)
+    assert weights == {"hello": 1.0, "b": 1.0, "half": 0.5, "late": 1.0, "more": 1.0}
+
+
+def test_appended_text_without_tokens_keeps_the_end_of_the_turn(renderer: ChatRenderer) -> None:
+    """The template's end marker follows a turn only if the policy has not written it."""
+    end = renderer.encode("x<|im_end|>")
+
+    async def policy(**request: Any) -> Any:
+        meta = EMPTY_META | {"output_token_logprobs": [[-1.0, token, None] for token in end]}
+        return {"output_ids": end, "meta_info": meta}
+
+    prompts = []
+    for texts in ([], [""]):
+        episode = make(renderer, policy)
+
+        async def run(episode: Episode = episode, texts: list[str] = texts) -> None:
+            await episode.generate()
+            for text in texts:
+                episode.append_text(text)
+            await episode.generate([USER_MESSAGE])
+
+        asyncio.run(run())
+        prompts.append(episode.graph.token_ids(episode.leaf or 0))
+    assert prompts[0] == prompts[1]
+    assert renderer.decode(prompts[0]).count("x") == 2
+
+
+def prompt_with_tools(graph: TrajectoryGraph, renderer: ChatRenderer, leaf: int) -> str:
+    return str(renderer._tokenizer.decode(graph.path(leaf)[0].token_ids))
+
+
+def test_a_recorded_prompt_of_other_tools_is_not_replayed(tmp_path: Path) -> None:
+    """The tools of a sub-agent have changed. Recordings of earlier versions do not tell which tools they had."""
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer")
+    tokenizer.chat_template = "{{ strftime_now('%f') + ' ' }}" + QWEN
+    renderer, policy = ChatRenderer(tokenizer), CountingPolicy()
+
+    async def run(recorder: Recorder, tools: list[Any]) -> int | None:
+        episode = Episode(Task("t", [USER_MESSAGE]), recorder, policy, renderer, RolloutLimits(500), {})
+        branch = episode.new_root([USER_MESSAGE], tools)
+        await branch.generate()
+        return branch.leaf
+
+    leaves = []
+    for tools in ([add], [add], [return_long_text], [], [add]):
+        with Recorder(tmp_path, "s") as recorder:
+            leaves.append(leaf := asyncio.run(run(recorder, tools)))
+            text = prompt_with_tools(recorder.graph, renderer, leaf or 0)
+            assert [name in text for name in ("add", "return_long_text")] == [add in tools, return_long_text in tools]
+    assert leaves == [1, 1, 3, 5, 1]
+    assert policy.num_calls == 3
+    path = tmp_path / "s.jsonl"
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()][:3]
+    assert len(lines[1]["node"].pop("tools_digest")) == 16
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with Recorder(tmp_path, "s") as recorder:
+        assert asyncio.run(run(recorder, [add])) == 1
+    assert policy.num_calls == 3
+
+
+def test_a_fork_of_another_root_has_the_tools_of_its_prompt(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer")
+    tokenizer.chat_template = QWEN
+    renderer = ChatRenderer(tokenizer)
+    episode = Episode(
+        Task("t", [USER_MESSAGE]), TrajectoryGraph("s"), CountingPolicy(), renderer, RolloutLimits(500), {}, [add]
+    )
+
+    async def run() -> list[list[str]]:
+        await episode.generate()
+        history = [{"role": "user", "content": "other"}]
+        other = episode.new_root(history, [return_long_text])
+        node = (await other.generate()).node
+        forks = [episode.fork(), episode.fork(1), episode.fork(node), other.fork(1), other.fork(node)]
+        assert [fork.messages for fork in forks] == [[USER_MESSAGE], [USER_MESSAGE], history, [USER_MESSAGE], history]
+        return [fork.tools.names for fork in forks]
+
+    names = asyncio.run(run())
+    assert [found[0] for found in names] == ["add", "add", "return_long_text", "add", "return_long_text"]
 
 
 def test_a_limit_that_another_branch_reaches_stops_the_turn(renderer: ChatRenderer) -> None:

@@ -9,6 +9,7 @@ from typing import Unpack
 from verl_server.agent.episode_state import EpisodeState
 from verl_server.agent.generate_fn import GenerateFn, generate_whole_turn
 from verl_server.agent.limits import EpisodeStopped
+from verl_server.agent.samples import Turn
 from verl_server.errors import BadInputError
 from verl_server.router.resumable_generation import version_spans
 from verl_server.trajectory.batches.routed_experts import num_routed_tokens
@@ -35,13 +36,17 @@ class Cursor:
         self.has_turns = False
         """Whether the branch has a turn of its own with a token."""
 
-    def add_context(self, token_ids: Sequence[int], message: Json) -> None:
-        """Record tokens that the policy did not sample, or move to their node (`EpisodeState.find_context`)."""
-        if (node := self._state.find_context(self.leaf, self.branch, token_ids, message)) is None:
-            self._add_node(token_ids, sampled=False, message=message)
-        else:
+    def add_context(self, token_ids: Sequence[int], message: Json, tools_digest: str | None = None) -> None:
+        """Record tokens that the policy did not sample, or move to their node (`EpisodeState.find_context`).
+
+        No tokens need no node: the renderer looks for the end marker of a turn in the last node.
+        """
+        node = self._state.find_context(self.leaf, self.branch, token_ids, message, tools_digest)
+        if node is not None:
             self._state.count(node)
             self.leaf = node.id
+        elif token_ids:
+            self._add_node(token_ids, sampled=False, message=message, tools_digest=tools_digest)
 
     def replay_turn(self) -> Node | None:
         """Move to the recorded turn that continues the branch, if there is one."""
@@ -123,6 +128,13 @@ class Cursor:
             "image_data": [image_data_url(source) for source in images],
             "return_prompt_token_ids": True,
         }
+
+    def as_turn(self, node: Node, renderer: ChatRenderer, tools: Sequence[Json]) -> Turn:
+        """The turn that a node contains. `tools`: schemas of the tools that the turn may call."""
+        token_ids = list(node.token_ids)
+        tool_calls = renderer.parse_tool_calls(token_ids, self.preceding_ids(node.id), tools)
+        text = str((node.message or {})["content"])
+        return Turn(text, token_ids, node.id, node.finish_reason or "", tool_calls)
 
     def preceding_ids(self, node: int) -> Sequence[int]:
         """Token ids of a node's parent."""

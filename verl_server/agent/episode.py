@@ -24,7 +24,8 @@ from verl_server.agent.tools.tool import Tool
 from verl_server.agent.user_code import call_user_function
 from verl_server.errors import BadInputError, to_wire
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import ForkReason, Node
+from verl_server.trajectory.inputs import digest
+from verl_server.trajectory.nodes import ForkReason
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.messages import Message, copy_json, validate_messages
@@ -75,7 +76,8 @@ class Episode:
     def _start_branch(self, name: str, leaf: int | None, fork_reason: ForkReason) -> None:
         self._cursor = Cursor(self._state, name, leaf, fork_reason)
         self._weight = 1.0
-        self._left_paths: list[tuple[int | None, float]] = []  # last node and weight of each path left by `adopt`
+        self._number = len(self._branches)  # of its path: the first branch has the number 0
+        self._left_paths: dict[int, tuple[int | None, float]] = {}  # last node and weight, see `adopt`
         self._num_forks = 0
         """Number of branches that `fork` and `new_root` made from this branch."""
         self._is_generating = self._is_adopted = False
@@ -90,7 +92,7 @@ class Episode:
         """Weight in the loss of the path that ends with this branch: 1.0, or that of the branch that was forked.
 
         A path with the weight 0.0 is not trained. A turn of several trained paths is trained once, with the weight of
-        the first of their branches. Raises BadInputError for a value that is no finite number of at least 0.
+        the branch that was made first. Raises BadInputError for a value that is no finite number of at least 0.
         """
         return self._weight
 
@@ -125,23 +127,27 @@ class Episode:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The trained paths: of all branches, and those left by `adopt`, but none without a turn or of the weight 0."""
-        ends: list[tuple[int | None, float]] = []
-        for branch in (self._first or self, *self._branches):  # a turn of several paths is trained with the first
+        """The trained paths in the order of their branches, also those left by `adopt`: see `Sample.segments`."""
+        ends: dict[int, tuple[int | None, float]] = {}
+        for branch in (self._first or self, *self._branches):
             if not branch._is_adopted:
-                ends += [*branch._left_paths, (branch.leaf if branch._cursor.has_turns else None, branch.weight)]
-        return find_segments(self.graph, ends)
+                leaf = branch.leaf if branch._cursor.has_turns else None
+                ends |= {**branch._left_paths, branch._number: (leaf, branch.weight)}
+        return find_segments(self.graph, [ends[number] for number in sorted(ends)])
 
     # -- branches -----------------------------------------------------------------------------------
 
     def fork(self, node: int | None = None, reason: ForkReason = ForkReason.SAMPLE) -> Self:
         """A new branch that continues after `node`, by default at the end of this branch. Raises BadInputError.
 
-        Branches generate concurrently if they are awaited together, for example with `asyncio.gather`.
+        Branches generate concurrently if they are awaited together, for example with `asyncio.gather`. The new branch
+        has the messages and the tools of the first prompt of its path.
         """
         if node is not None:
             self.graph.node(require_whole_number("node", node, minimum=0))
-        return self._new_branch(self.leaf if node is None else node, reason, self.weight)
+        branch = self._new_branch(self.leaf if node is None else node, reason, self.weight)
+        branch.messages, branch.tools = self._state.first_prompt(self.leaf, node) or (self.messages, self.tools)
+        return branch
 
     def new_root(
         self,
@@ -171,8 +177,9 @@ class Episode:
         self._require_idle()
         branch._require_idle()
         if self._cursor.has_turns:
-            self._left_paths.append((self.leaf, self.weight))
-        self._left_paths += branch._left_paths
+            self._left_paths[self._number] = self.leaf, self.weight
+        self._left_paths |= branch._left_paths
+        self._number = branch._number
         name, end = self._cursor.branch, branch._cursor
         self._cursor, self.weight = Cursor(self._state, name, end.leaf, end.fork_reason), branch.weight
         self._cursor.has_turns = end.has_turns
@@ -186,9 +193,9 @@ class Episode:
         branch._first = self._first or self
         name = f"{self._cursor.branch}.{self._num_forks}".removeprefix(".")
         self._num_forks += 1
+        self._branches.append(branch)
         branch._start_branch(name, leaf, reason)
         branch.weight = weight
-        self._branches.append(branch)
         return branch
 
     # -- tokens -------------------------------------------------------------------------------------
@@ -206,6 +213,7 @@ class Episode:
 
     def _append(self, messages: Sequence[Message]) -> None:
         self._state.require_new_messages(messages, self.leaf)
+        tools_digest = digest(self.tools.schemas) if self.leaf is None else None
         if self.leaf is None:
             token_ids = self._renderer.render_prompt(messages, self.tools.schemas or None)
         else:
@@ -215,7 +223,9 @@ class Episode:
             token_ids = self._renderer.render_next_turn(messages, turn_ids, preceding_ids, tools)
             self._state.require_room(self.leaf, len(token_ids))
         self._state.has_images |= have_images(messages, self._renderer)
-        self._cursor.add_context(token_ids, {"messages": [dict(message) for message in messages]})
+        self._cursor.add_context(token_ids, {"messages": [dict(message) for message in messages]}, tools_digest)
+        if tools_digest is not None:
+            self._state.first_prompts.setdefault(self.leaf, (self.messages, self.tools))
 
     def append_text(self, text: str, *, prefix: str = "", suffix: str = "") -> None:
         """Append `prefix`, `text` and `suffix` to the turn that the policy has just generated, within that turn.
@@ -274,7 +284,7 @@ class Episode:
         finally:
             if node is None:
                 state.fail_turn()
-        return self._as_turn(node)
+        return self._cursor.as_turn(node, self._renderer, self.tools.schemas)
 
     def close(self) -> None:
         """End the episode: cancel the turns that are being generated. No branch can be used any more."""
@@ -289,10 +299,3 @@ class Episode:
                 f"this branch of the episode of task {self.task.id!r} is generating a turn; await it first. For "
                 "concurrent turns, make a branch for each: episode.fork()"
             )
-
-    def _as_turn(self, node: Node) -> Turn:
-        token_ids = list(node.token_ids)
-        preceding_ids = self._cursor.preceding_ids(node.id)
-        tool_calls = self._renderer.parse_tool_calls(token_ids, preceding_ids, self.tools.schemas)
-        text = str((node.message or {})["content"])
-        return Turn(text, token_ids, node.id, node.finish_reason or "", tool_calls)

@@ -27,6 +27,8 @@ Result = TypeVar("Result")
 
 MAX_JOINED_TOKENS = 4
 """Tokens that a text may have less in a prompt, where it can be tokenized together with the text around it."""
+FirstPrompt = tuple[Sequence[Message], ToolRegistry]
+"""Messages of a first prompt, and the tools that it describes."""
 CLOSED = "the episode was closed while this turn was being generated"
 
 
@@ -73,6 +75,8 @@ class EpisodeState:
         self._requests: set[asyncio.Task[Any]] = set()
         """Requests and images that are awaited."""
         self._is_closed = False
+        self.first_prompts: dict[int | None, FirstPrompt] = {}
+        """Messages and tools of the first prompt at each root that a branch has visited."""
         self.has_images = False
         """Whether any message has an image."""
 
@@ -203,11 +207,18 @@ class EpisodeState:
             raise EpisodeStopped("timeout_s", self)
         return task.result()
 
-    def find_context(self, parent: int | None, branch: str, token_ids: Sequence[int], message: Json) -> Node | None:
+    def first_prompt(self, leaf: int | None, node: int | None) -> FirstPrompt | None:
+        """Messages and tools of the path to `node`. None if its root is that of `leaf`, or was not visited yet."""
+        roots = [None if end is None else self.graph.path(end)[0].id for end in (leaf, node)]
+        return None if roots[0] == roots[1] else self.first_prompts.get(roots[1])
+
+    def find_context(
+        self, parent: int | None, branch: str, token_ids: Sequence[int], message: Json, tools_digest: str | None
+    ) -> Node | None:
         """The child of `parent` with these tokens that the policy did not sample, or None. Branches share it.
 
-        A first prompt that the branch had recorded before this episode started is also found by its messages: a chat
-        template may write the present date.
+        A first prompt that the branch had recorded before this episode started is also found by its messages and tools:
+        a chat template may write the present date. Earlier versions have not recorded the tools.
         """
         wanted, images = tuple(token_ids), _images_of(message)
         nodes = [node for node in map(self.graph.node, self.graph.children(parent)) if not node.sampled]
@@ -215,7 +226,9 @@ class EpisodeState:
             if node.token_ids == wanted and _images_of(node.message or {}) == images:  # an image is one placeholder
                 return node
         for node in nodes if parent is None else ():
-            if node.id < self._num_recorded_nodes and node.branch == branch and node.message == message:
+            has_same_tools = node.tools_digest in (None, tools_digest)
+            is_recorded = node.id < self._num_recorded_nodes and node.branch == branch
+            if is_recorded and has_same_tools and node.message == message:
                 return node
         return None
 
@@ -244,25 +257,32 @@ def _images_of(message: Json) -> list[str]:
 
 
 def find_segments(graph: TrajectoryGraph, ends: Sequence[tuple[int | None, float]]) -> tuple[Segment, ...]:
-    """The segments that end at some nodes, each given with its weight.
+    """The segments that end at some nodes, each given with its weight, in the order of `ends`.
 
-    A path without a sampled token, with the weight 0, or whose turns are all in another path is no segment.
+    A turn of several paths is trained with the first of them. A path without a sampled token, with the weight 0, or
+    whose turns are trained with earlier paths is no segment. Nor is a path that later paths continue, if they give each
+    turn that it trains the same weight.
     """
-    weights: dict[int, float] = {}
-    last_turns: dict[int, int] = {}
-    """Last turn with a token on the path to each node."""
+    paths: dict[int, tuple[float, list[int]]] = {}
+    """Weight and turns with a token of the path to each node."""
     for leaf, weight in ends:
         turns = [node.id for node in graph.path(leaf) if node.sampled and node.token_ids] if leaf is not None else []
         if leaf is not None and weight and turns:
-            weights.setdefault(leaf, weight)
-            last_turns[leaf] = turns[-1]
-    inner = {node.id for leaf in weights for node in graph.path(leaf)[:-1]}
-    outer = [leaf for leaf in weights if leaf not in inner]
-    earlier = {node.id for leaf in outer for node in graph.path(leaf) if node.id != last_turns[leaf]}
-    firsts = {last_turns[leaf]: leaf for leaf in reversed(outer)}
-    """First path with each last turn: others have only messages after the same turn."""
-    leaves = [leaf for leaf in outer if last_turns[leaf] not in earlier and firsts[last_turns[leaf]] == leaf]
-    return tuple(Segment(leaf, weights[leaf]) for leaf in leaves)
+            paths.setdefault(leaf, (weight, turns))
+    next_weights: dict[int, float] = {}
+    """Weight of each turn in the first of the later paths that contain the turn."""
+    needed: dict[int, set[int]] = {}
+    """Turns of each path to which no later path gives the same weight."""
+    for leaf, (weight, turns) in reversed(paths.items()):
+        needed[leaf] = {turn for turn in turns if next_weights.get(turn) != weight}
+        next_weights |= dict.fromkeys(turns, weight)
+    segments: list[Segment] = []
+    trained: set[int] = set()
+    for leaf, (weight, turns) in paths.items():
+        if needed[leaf] - trained:
+            segments.append(Segment(leaf, weight))
+            trained.update(turns)
+    return tuple(segments)
 
 
 def require_weight(weight: object) -> float:

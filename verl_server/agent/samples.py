@@ -115,9 +115,10 @@ class Sample:
     """Seconds of each phase (`queue`, `setup`, `generate`, `tool`, `reward`) in this process. Concurrent calls are
     summed."""
     segments: Sequence[Segment] = ()
-    """Paths that are trained, for example those before and after a compaction, and those of sub-agents. Each sampled
-    token is in at least one of them, unless its branch has the weight 0 or a later attempt at the sample has left its
-    path."""
+    """Paths that are trained, for example those before and after a compaction, and those of sub-agents, in the order in
+    which their branches were made. Each sampled token is in at least one of them, unless its branch has the weight 0 or
+    a later attempt at the sample has left its path. A token of several paths is trained with the first. So the path of
+    a branch that another branch continues with another weight is a segment too, before the longer path."""
 
     @property
     def paths(self) -> list[tuple[TrajectoryGraph, int]]:

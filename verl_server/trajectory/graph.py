@@ -78,6 +78,7 @@ class TrajectoryGraph:
         finish_reason: str | None = None,
         routed_experts: str | None = None,
         branch: str = "",
+        tools_digest: str | None = None,
     ) -> Node:
         """Add a node below `parent` (None: a root) and return it.
 
@@ -98,6 +99,7 @@ class TrajectoryGraph:
             finish_reason=finish_reason,
             routed_experts=routed_experts,
             branch=branch,
+            tools_digest=tools_digest,
         )
         validate_node(node)
         if self._children.get(parent) and fork_reason is None:

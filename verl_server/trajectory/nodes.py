@@ -75,6 +75,9 @@ class Node:
     branch: str = ""
     """Branch of the episode that added the node: empty for the first branch, "0" for the first branch that it made
     (`fork`, `new_root`), "0.1" for the second branch that the branch "0" made, and so on."""
+    tools_digest: str | None = None
+    """Digest of the schemas of the tools in a first prompt of an episode. None for other nodes, and in recordings of
+    earlier versions."""
 
 
 class NodeFields(TypedDict, total=False):
@@ -88,6 +91,7 @@ class NodeFields(TypedDict, total=False):
     finish_reason: str | None
     routed_experts: str | None
     branch: str
+    tools_digest: str | None
 
 
 @dataclass(frozen=True)

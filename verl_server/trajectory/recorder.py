@@ -274,7 +274,7 @@ def _node_to_json(node: Node) -> Json:
     if node.sampled:
         fields["logprobs"] = list(node.logprobs)
         fields["spans"] = [[span.version, span.start, span.end] for span in node.spans]
-    for name in ("message", "fork_reason", "finish_reason", "routed_experts", "branch"):
+    for name in ("message", "fork_reason", "finish_reason", "routed_experts", "branch", "tools_digest"):
         if (value := getattr(node, name)) not in (None, ""):
             fields[name] = value
     return fields

@@ -39,6 +39,7 @@ class NodeDetails(BaseModel):
     finish_reason: str | None = None
     routed_experts: str | None = None
     branch: str = ""
+    tools_digest: str | None = None
     rewards: list[FiniteFloat] | None = None
     """Rewards of the node: one value, or one value per token."""
     message: Json | None = None
@@ -103,6 +104,7 @@ def node_details(graph: TrajectoryGraph, node: Node, count: int, derived_message
         finish_reason=node.finish_reason,
         routed_experts=node.routed_experts,
         branch=node.branch,
+        tools_digest=node.tools_digest,
         rewards=graph.rewards.get(node.id),
         message=node.message if has_message else None,
         has_message=has_message,
@@ -182,6 +184,7 @@ def _add_node(graph: TrajectoryGraph, node: ImportedNode, new_ids: Mapping[int, 
             finish_reason=details.finish_reason,
             routed_experts=details.routed_experts,
             branch=details.branch,
+            tools_digest=details.tools_digest,
         )
         if details.rewards is not None:
             graph.set_rewards(added.id, details.rewards)
