@@ -18,7 +18,7 @@ from verl_server.agent.samples import Turn
 from verl_server.agent.tools.parsing import as_tool_call, parse_hermes_tool_calls, parse_json_tool_call
 from verl_server.agent.tools.registry import ToolRegistry
 from verl_server.agent.tools.tool import Tool, ToolCall, ToolResult
-from verl_server.agent.user_code import await_to_its_end
+from verl_server.agent.user_code import await_to_its_end, create_user_task
 from verl_server.agent.user_failures import as_failure
 from verl_server.errors import BadInputError
 from verl_server.types import Json
@@ -73,7 +73,8 @@ class AgentLoop(ABC):
         """
         try:
             # In a task of its own: what the agent loop cancels and ignores there does not cancel the sample.
-            await await_to_its_end(_act(self, episode), f"the agent loop of task {episode.task.id!r}", episode._state)
+            task = create_user_task(_act(self, episode), episode._state)
+            await await_to_its_end(task, f"the agent loop of task {episode.task.id!r}")
         except EpisodeStopped as stopped:
             stop_reason, exception = stopped.stop_reason, None
         except asyncio.CancelledError as cancellation:
@@ -82,7 +83,7 @@ class AgentLoop(ABC):
             stop_reason, exception = "error", failure
         else:
             stop_reason, exception = episode.reached_limit or "done", None
-        if (task := asyncio.current_task()) is not None and task.cancelling():
+        if (current := asyncio.current_task()) is not None and current.cancelling():
             raise asyncio.CancelledError  # `run` has ignored it: the sample is not finished
         episode.stop_reason, episode.exception = stop_reason, exception
         return stop_reason

@@ -90,13 +90,12 @@ async def call_within(awaitable: Awaitable[Any], timeout_s: float, name: str) ->
         raise as_failure(cancellation) from None
 
 
-async def await_to_its_end(awaitable: Awaitable[Any], name: str, episode: object = None) -> Any:
-    """Await a coroutine of a user that has no deadline, in a task of its own. Raises its exception.
+async def await_to_its_end(task: asyncio.Task[Any], name: str) -> Any:
+    """Await a task with code of a user that has no deadline. Raises its exception.
 
-    If the caller is cancelled, the coroutine is cancelled and has `END_TIMEOUT_S` seconds to end. After that the
-    coroutine is left running, and a warning names it. `name`, `episode`: see `call_within` and `create_user_task`.
+    If the caller is cancelled, the task is cancelled and has `END_TIMEOUT_S` seconds to end. After that the task is
+    left running, and a warning has its `name`.
     """
-    task = create_user_task(awaitable, episode)
     await wait_until_done(task, NO_TIMEOUT_S, name, END_TIMEOUT_S)
     return task.result()
 

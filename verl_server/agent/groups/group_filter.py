@@ -53,7 +53,8 @@ async def is_kept(group_filter: GroupFilter | None, group: SampleGroup) -> bool:
     try:
         kept = group_filter(group)
         if inspect.isawaitable(kept):
-            kept = await await_to_its_end(kept, f"group_filter, called with the group of task {group.task.id!r},")
+            name = f"group_filter, called with the group of task {group.task.id!r},"
+            kept = await await_to_its_end(asyncio.ensure_future(kept), name)
     except asyncio.CancelledError as cancellation:
         raise as_failure(cancellation) from None
     except USER_FAILURES as raised:
