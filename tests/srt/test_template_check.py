@@ -278,9 +278,10 @@ def test_the_command_prints_the_report(tmp_path: Path) -> None:
     done = runner.invoke(app, ["check-template", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "two tool rounds" in done.stdout
+    assert done.stdout.splitlines()[-1] == "tool calls: found"
     assert "17" not in done.stdout
     report = json.loads(runner.invoke(app, ["check-template", str(tmp_path), "--json"]).stdout)
-    assert report["usable"] is True
+    assert (report["usable"], report["tool_calls"]) == (True, "found")
     assert {row["verdict"] for row in report["conversations"]} == {"equal"}
     tokenizer.chat_template = NUMBERS_LATER_USERS
     tokenizer.save_pretrained(tmp_path)

@@ -79,7 +79,10 @@ class Turn:
     """Why sampling ended: the type of SGLang's `finish_reason` (`stop`, `length`, ...)."""
     tool_calls: Sequence[ParsedToolCall] | None = None
     """Tool calls of the turn. None if the renderer does not know the tool tokens of the model family; then the calls
-    must be parsed from `text`."""
+    must be parsed from `raw_text`."""
+    raw_text: str = ""
+    """Text of the turn with special tokens, which are the tags of calls in some model families, but without the end
+    marker of the turn."""
 
 
 @dataclass(frozen=True)

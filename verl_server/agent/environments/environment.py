@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl_server.agent.environments.rewards import RewardOptions, reward_of, reward_options_of
+from verl_server.agent.environments.template_calls import CURE, find_unread_call
 from verl_server.agent.episode import Episode
 from verl_server.agent.loops import AgentLoop, ToolAgentLoop, as_agent_loop, plain_attributes, read_identity
 from verl_server.agent.phase_times import Phase, measure
@@ -96,7 +97,8 @@ class Agent:
     def check_renderer(self, renderer: ChatRenderer) -> None:
         """Render a conversation with the tools. Raises BadInputError if the template refuses them or drops results.
 
-        Logs a warning if the template ignores the tools: the messages of the tasks have to describe them then.
+        Logs a warning if the template ignores the tools: the messages of the tasks have to describe them then. Logs a
+        warning if the agent loop does not find the calls that the template writes.
         """
         tools = self.loop.tools
         if not tools.names:
@@ -116,6 +118,8 @@ class Agent:
             renderer.render_next_turn(
                 [{"role": "tool", "name": tools.names[0], "content": "result"}], [], tools=tools.schemas
             )
+        if _uses_default_parser(self.loop) and (problem := find_unread_call(renderer)):
+            logger.warning("%s, so no call of the tools %s is executed. %s", problem, tools.names, CURE)
 
     @contextlib.asynccontextmanager
     async def set_up(self, task: Task) -> AsyncIterator[AgentLoop]:
@@ -151,6 +155,13 @@ def as_agent(agent: object) -> Agent:
     example = agent.__new__(agent)  # for the schemas of the tools: no code of the user runs
     AgentLoop.__init__(example, _methods_with_tools(example))
     return Agent(agent, example)
+
+
+def _uses_default_parser(loop: AgentLoop) -> bool:
+    """Whether an agent loop reads the calls of a turn with `ToolAgentLoop.parse_tool_calls`."""
+    if isinstance(loop, ToolAgentLoop):
+        return type(loop).parse_tool_calls is ToolAgentLoop.parse_tool_calls
+    return type(loop).run is Environment.run
 
 
 async def _set_up(kind: type[Environment], task: Task) -> Environment:

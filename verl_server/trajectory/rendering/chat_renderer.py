@@ -42,10 +42,9 @@ from verl_server.trajectory.rendering.probes import (
 )
 from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT, require_tokenizer
 from verl_server.trajectory.rendering.truncation import truncate_parts, truncate_text
+from verl_server.trajectory.rendering.turn_ends import length_of_overlap, without_end
 from verl_server.types import Json
 
-MAX_END_MARKER_TOKENS = 16
-"""Maximum number of tokens of the marker at the end of a turn."""
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of templates that the renderer sets."""
 
@@ -101,6 +100,16 @@ class ChatRenderer:
                         f"the tokenizer joins the end of an assistant turn with the text after it: {text[:40]!r}"
                     )
 
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer."""
+        return self._tokenizer
+
+    @property
+    def template_arguments(self) -> Json:
+        """The variables of the template that were given."""
+        return dict(self._template_arguments)
+
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
         """Token ids of the first prompt of a conversation. `tools`: JSON schemas of the tools.
 
@@ -140,25 +149,7 @@ class ChatRenderer:
         text = self._render_after_turn(FIRST_HISTORY, messages, tools)
         require_shown(messages, text)
         token_ids = encode_parts(self.encode, text, mark)
-        return token_ids[self._length_of_overlap(turn_ids, token_ids) :]
-
-    def _length_of_overlap(self, turn_ids: Sequence[int], token_ids: Sequence[int]) -> int:
-        """Number of tokens after a turn that the policy has generated already: the end marker, which may be several.
-
-        The template may have white space before the end marker. The policy need not generate it.
-        """
-        best = start = 0
-        while start < len(token_ids):
-            for length in range(min(len(turn_ids), len(token_ids) - start, MAX_END_MARKER_TOKENS), 0, -1):
-                if turn_ids[-length] != token_ids[start]:
-                    continue
-                if list(turn_ids[-length:]) == list(token_ids[start : start + length]):
-                    best = max(best, start + length)
-                    break
-            if not self._is_white_space(token_ids[start]):
-                break
-            start += 1
-        return best
+        return token_ids[length_of_overlap(turn_ids, token_ids, self._is_white_space) :]
 
     def _is_white_space(self, token_id: int) -> bool:
         if token_id not in self._white_space:
@@ -212,6 +203,11 @@ class ChatRenderer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def decode_raw(self, turn_ids: Sequence[int]) -> str:
+        """Text of the token ids of a turn with special tokens such as `[TOOL_CALLS]`, but without its end marker."""
+        eos: Any = getattr(self._tokenizer, "eos_token_id", None)
+        return self._decode_all(without_end(turn_ids, (*self.stop_token_ids, eos)))
 
     def truncate(self, text: str, max_tokens: int, cut: str = "end") -> str:
         """The text, or `max_tokens` tokens of it, without a part of a character, with `TRUNCATION_MARK` at the cut.
