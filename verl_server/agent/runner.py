@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_server.agent.engine_access import Engine, access_engine, with_stop_tokens
 from verl_server.agent.environments.environment import Environment, as_agent
-from verl_server.agent.environments.rewards import Reward, RewardFn, RewardOptions
+from verl_server.agent.environments.rewards import Reward, RewardFn, RewardOptions, reward_of
 from verl_server.agent.episode_state import require_limits, validate_episode_arguments
 from verl_server.agent.generate_fn import await_reply, require_sampling_params
 from verl_server.agent.groups.group_filter import GroupFilter, get_group_filter
@@ -48,15 +48,15 @@ class RolloutRunner:
     `RolloutLimits()`. `sampling_params`: SGLang's sampling parameters of every turn.
 
     `n`: number of samples of each task. `reward`: called with every finished sample that did not fail, beside the
-    rewards of the environment; if it raises an exception, the sample fails. `group_filter`: decides which groups are
-    yielded: a function, or "has_variance" for groups whose rewards differ. None keeps all groups. `max_staleness`:
-    maximum number of steps between the start and the delivery of a sample, for `steps` only. `run_dir`: directory of
-    the recorded sessions, which is created; it belongs to one call of `run`, or to the steps of one training run. None
-    keeps sessions in memory only. `max_concurrency`: maximum number of samples whose episode runs at a time; with an
-    `Environment`, as many more samples are set up or get their rewards. `max_attempts`: maximum number of attempts at a
-    sample that fails with `InfrastructureError`. `return_routed_experts`: whether the experts that a mixture-of-experts
-    model chose for each token are recorded, for a trainer that replays them; the servers need
-    `enable_return_routed_experts=True`.
+    rewards of the environment; if it raises an exception, the sample fails. It can have the decorator `reward`.
+    `group_filter`: decides which groups are yielded: a function, or "has_variance" for groups whose rewards differ.
+    None keeps all groups. `max_staleness`: maximum number of steps between the start and the delivery of a sample, for
+    `steps` only. `run_dir`: directory of the recorded sessions, which is created; it belongs to one call of `run`, or
+    to the steps of one training run. None keeps sessions in memory only. `max_concurrency`: maximum number of samples
+    whose episode runs at a time; with an `Environment`, as many more samples are set up or get their rewards.
+    `max_attempts`: maximum number of attempts at a sample that fails with `InfrastructureError`.
+    `return_routed_experts`: whether the experts that a mixture-of-experts model chose for each token are recorded, for
+    a trainer that replays them; the servers need `enable_return_routed_experts=True`.
 
     Raises BadInputError for an argument of a wrong type or value, for a `run_dir` in which no file can be created, for
     a chat template that drops the results of tools, for `renderer=None` with an engine that cannot be asked for its
@@ -111,12 +111,12 @@ class RolloutRunner:
             limits=completed_limits,
             given_limits=limits,
             sampling_params=dict(params),
-            rewards=[] if reward is None else [Reward("reward", reward, RewardOptions())],
+            rewards=[] if reward is None else [Reward("reward", reward, reward_of(reward) or RewardOptions())],
             max_attempts=require_whole_number("max_attempts", max_attempts),
             return_routed_experts=bool(return_routed_experts),
         )
         self._samples.agent.check_renderer(renderer)
-        has_rewards = bool(self._samples.rewards or self._samples.agent.reward_options)
+        has_rewards = any(options.weight for options in self._samples.reward_options.values())
         self._group_filter = get_group_filter(group_filter, n, has_rewards)
         self.counters = RunnerCounters()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_server.agent.environments.environment import RETRY_DELAY_S, Agent
-from verl_server.agent.environments.rewards import Reward, compute_rewards, rewards_of, total_reward
+from verl_server.agent.environments.rewards import Reward, RewardOptions, compute_rewards, rewards_of, total_reward
 from verl_server.agent.episode import Episode
 from verl_server.agent.generate_fn import GenerateFn
 from verl_server.agent.limits import RolloutLimits
@@ -91,6 +91,11 @@ class SampleRunner:
                     f"the environment has a reward {item.name!r}, and so has the runner (reward=...); rename the method"
                 )
 
+    @property
+    def reward_options(self) -> dict[str, RewardOptions]:
+        """The options of all rewards by their names."""
+        return self.agent.reward_options | {item.name: item.options for item in self.rewards}
+
     async def run(self, task: Task, index: int, session: SampleSession, slots: asyncio.Semaphore) -> Outcome:
         """Load the sample if it is recorded with its termination. Generate or continue it otherwise.
 
@@ -147,7 +152,7 @@ class SampleRunner:
 
         A run without rewards and metrics keeps those of the record.
         """
-        options = self.agent.reward_options | {item.name: item.options for item in self.rewards}
+        options = self.reward_options
         if not options:
             return sample
         if not options.keys() <= sample.rewards.keys():

@@ -49,7 +49,8 @@ def reward(*, weight: float = 1.0, timeout_s: float = DEFAULT_TIMEOUT_S) -> Call
 def reward(
     function: Callable[..., Any] | None = None, *, weight: float = 1.0, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Any:
-    """Decorator, with or without options, for a method `(self, sample)` of an `Environment` that computes a reward.
+    """Decorator, with or without options, for a method `(self, sample)` of an `Environment` that computes a reward, and
+    for the function `reward=` of a runner.
 
     The reward of a sample is the sum of the results, each times its `weight`. With the weight 0 the result is a metric.
     All results are in `Sample.rewards`. `timeout_s`: maximum seconds; after that the sample fails. Raises BadInputError

@@ -28,7 +28,7 @@ NAMED_FILTERS: dict[str, GroupFilter] = {"has_variance": has_variance}
 def get_group_filter(value: GroupFilter | str | None, n: int, has_rewards: bool) -> GroupFilter | None:
     """The filter of a name or a function. Raises BadInputError for another value, and for a filter that keeps nothing.
 
-    `n`: number of samples of a group. `has_rewards`: whether the samples have rewards.
+    `n`: number of samples of a group. `has_rewards`: whether the samples have rewards with a weight.
     """
     if isinstance(value, str):
         if value not in NAMED_FILTERS:
@@ -38,7 +38,8 @@ def get_group_filter(value: GroupFilter | str | None, n: int, has_rewards: bool)
             raise BadInputError(f"group_filter={value!r} keeps no group of one sample; pass n=8, for example")
         if not has_rewards:
             raise BadInputError(
-                f"group_filter={value!r} needs rewards; pass reward=..., or an Environment with a method @reward"
+                f"group_filter={value!r} needs rewards; pass reward=..., or an Environment with a method @reward, "
+                "whose weight is not 0"
             )
         return NAMED_FILTERS[value]
     if value is not None:
