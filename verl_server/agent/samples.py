@@ -117,6 +117,9 @@ class Sample:
     times: Mapping[str, float] = field(default_factory=dict, compare=False)
     """Seconds of each phase (`queue`, `setup`, `generate`, `tool`, `reward`) in this process. Concurrent calls are
     summed."""
+    tool_counts: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Number of tool calls in this process by names: `NAME/calls`, `NAME/errors/TYPE` for those of them that failed,
+    and `errors/TYPE` for calls of no tool, with the types of `ToolResult.error_type`."""
     segments: Sequence[Segment] = ()
     """Paths that are trained, for example those before and after a compaction, and those of sub-agents, in the order in
     which their branches were made. Each sampled token is in at least one of them, unless its branch has the weight 0 or

@@ -14,6 +14,7 @@ from verl_server.agent.groups.common_failure import CommonFailure
 from verl_server.agent.phase_times import Phase, measure, measure_sample
 from verl_server.agent.sample_runner import Outcome, SampleRunner, SampleSession
 from verl_server.agent.samples import SampleGroup, Task
+from verl_server.agent.tools.call_counts import count_calls
 from verl_server.errors import BadInputError
 from verl_server.tracing import span
 from verl_server.trajectory.recorder import session_file
@@ -127,7 +128,7 @@ class GroupRunner:
     ) -> Outcome:
         session = SampleSession(session_id, request.run_dir, inputs, request.is_load_only)
         attributes: dict[str, str | int] = {"verl_server.task": request.task.id, "verl_server.sample_index": index}
-        with measure_sample() as times, span("sample", attributes, is_root=True) as opened:
+        with measure_sample() as times, count_calls() as calls, span("sample", attributes, is_root=True) as opened:
             with measure(Phase.QUEUE):
                 await self._admission.acquire()
             self._counters.num_running_samples += 1
@@ -146,7 +147,7 @@ class GroupRunner:
         self._counters.num_failed_samples += sample.stop_reason == "error"
         if self.failures is not None:
             self.failures.record(request.number, index, exception)
-        return dataclasses.replace(sample, times=times), exception
+        return dataclasses.replace(sample, times=times, tool_counts=dict(calls)), exception
 
     def _count_finished(self, sample_task: asyncio.Task[object]) -> None:
         self.num_unfinished_samples -= 1

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from verl_server.agent.phase_times import Phase
 from verl_server.agent.samples import Sample, SampleGroup, Segment
+from verl_server.agent.tools.call_counts import call_metrics
 from verl_server.errors import BadInputError
 from verl_server.trajectory.batches.conversion import to_batch
 from verl_server.trajectory.batches.routed_experts import ExpertLayout
@@ -110,6 +111,7 @@ def step_metrics(groups: Sequence[SampleGroup], ages: Sequence[int]) -> dict[str
         metrics |= {"sampled_tokens/mean": fmean(tokens), "sampled_tokens/max": max(tokens)}
     for phase in Phase:
         metrics[f"time/{phase}_s"] = fmean(sample.times.get(phase, 0.0) for sample in samples) if samples else 0.0
+    metrics |= call_metrics(sample.tool_counts for sample in samples)
     for reason, count in Counter(sample.stop_reason for sample in samples).items():
         metrics[f"stop_reason/{reason}"] = count / len(samples)
     return metrics

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl_server.agent.limits import RolloutLimits
+from verl_server.agent.tools.call_counts import count_error
 from verl_server.agent.tools.tool import FunctionTool, Tool, ToolCall, ToolResult
 from verl_server.errors import BadInputError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -72,6 +73,7 @@ class ToolRegistry:
         """Execute a tool call. Failures become results, see `Tool.call`."""
         tool = self._tools.get(call.name)
         if tool is None:
+            count_error("unknown_tool")
             known = ", ".join(sorted(self._tools)) or "none"
             return ToolResult(
                 call.name, f"Error: there is no tool {call.name!r}; available tools: {known}", "unknown_tool"
@@ -88,6 +90,7 @@ class ToolRegistry:
 
         async def execute(call: ToolCall | ToolResult) -> ToolResult:
             if isinstance(call, ToolResult):
+                count_error(call.error_type or "malformed")
                 return call
             async with slots:
                 return await self.call(call)

@@ -21,6 +21,8 @@ import orjson
 import pydantic
 
 from verl_server.agent.phase_times import Phase, measure
+from verl_server.agent.tools.call_counts import count_call
+from verl_server.agent.tools.failure_log import log_failure
 from verl_server.agent.tools.options import ToolOptions, Truncation, options_of
 from verl_server.agent.tools.schema import find_inner_function, make_arguments_model, read_description, require_function
 from verl_server.agent.user_code import call_user_function, create_user_task, wait_until_done
@@ -119,13 +121,16 @@ class Tool(ABC):
         is discarded.
 
         A NameError or an ImportError in the source file of the tool is raised, and the episode fails: it is a mistake
-        in the tool, not in the call. InfrastructureError is raised, too. BadInputError is raised if `run` returns an
-        iterator, or nothing to await. EpisodeStopped is raised for a limit of the episode whose agent loop calls the
-        tool, and not for a limit of another episode.
+        in the tool, not in the call. InfrastructureError is raised, too, and so is the error of a sandbox that was not
+        started. BadInputError is raised if `run` returns an iterator, or nothing to await. EpisodeStopped is raised for
+        a limit of the episode whose agent loop calls the tool, and not for a limit of another episode. An exception
+        that is not raised by a statement `raise` of the tool is logged with its traceback, once for each line.
         """
         with measure(Phase.TOOL, **{"gen_ai.tool.name": self.name}):
             async with self.slots or contextlib.nullcontext():
-                return await self._call(arguments)
+                result = await self._call(arguments)
+        count_call(self.name, result.error_type)
+        return result
 
     async def _call(self, arguments: Mapping[str, Any]) -> ToolResult:
         task = create_user_task(self._run_as_text(arguments), PRESENT_EPISODE.get())
@@ -145,6 +150,7 @@ class Tool(ABC):
                 return ToolResult(self.name, f"Error: wrong arguments: {error}", "bad_arguments")
             if _is_mistake_in_source(error, self.source_file):
                 raise
+            log_failure(self.name, error, self.source_file)
             return ToolResult(self.name, f"Error: {type(error).__name__}: {error}", "raised")
 
     async def _run_as_text(self, arguments: Mapping[str, Any]) -> str:
