@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from verl_server.agent.user_failures import PRESENT_EPISODE, as_exception, as_failure, find_own_stop
-from verl_server.errors import DeadlineError, InfrastructureError
+from verl_server.errors import BadInputError, DeadlineError, InfrastructureError
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,13 @@ _Calls = queue.SimpleQueue[_Call]
 _IDLE_THREADS: list[_Calls] = []
 """Queues of the threads that wait for a function."""
 os.register_at_fork(after_in_child=_IDLE_THREADS.clear)
+
+
+class UserCodeError(BadInputError):
+    """Code of a user uses this library in a wrong way, which the policy can neither cause nor avoid.
+
+    Raised in a tool, it fails the sample. It does not become a result of the call.
+    """
 
 
 async def call_user_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from verl_server.agent.sandboxes.arguments import require_arguments, require_content, require_env, require_path
+from verl_server.agent.user_code import UserCodeError
 from verl_server.errors import BadInputError, InfrastructureError
 from verl_server.validation import is_bool, require_seconds, require_whole_number
 
@@ -198,20 +199,20 @@ class Sandbox(ABC):
         if self._ending is not None:
             raise not_running(self._ending)
         if self._loop is None:
-            raise BadInputError(
+            raise UserCodeError(
                 "the sandbox was not started: write `await box.start()` in Environment.setup, or `async with`"
             )
         if asyncio.get_running_loop() is not self._loop:
-            raise BadInputError(
+            raise UserCodeError(
                 "the sandbox was started in another event loop. Call it in coroutine functions only: write `async def` "
                 "tools and rewards, without asyncio.run"
             )
         return await self._execute(request)
 
     def _begin(self) -> None:
-        """Note that the sandbox starts in the running event loop. Raises BadInputError if it was started before."""
+        """Note that the sandbox starts in the running event loop. Raises UserCodeError if it was started before."""
         if self._loop is not None or self._ending is not None:
-            raise BadInputError("a sandbox is started once; make a new one")
+            raise UserCodeError("a sandbox is started once; make a new one")
         self._loop = asyncio.get_running_loop()
 
     async def __aenter__(self) -> Self:

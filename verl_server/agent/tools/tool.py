@@ -25,7 +25,7 @@ from verl_server.agent.tools.call_counts import count_call
 from verl_server.agent.tools.failure_log import log_failure
 from verl_server.agent.tools.options import ToolOptions, Truncation, options_of
 from verl_server.agent.tools.schema import find_inner_function, make_arguments_model, read_description, require_function
-from verl_server.agent.user_code import call_user_function, create_user_task, wait_until_done
+from verl_server.agent.user_code import UserCodeError, call_user_function, create_user_task, wait_until_done
 from verl_server.agent.user_failures import PRESENT_EPISODE
 from verl_server.errors import BadInputError, InfrastructureError
 from verl_server.types import Json
@@ -139,7 +139,7 @@ class Tool(ABC):
             return ToolResult(self.name, task.result())
         except ToolMistakeError as mistake:
             raise (mistake.__cause__ or mistake) from None
-        except InfrastructureError:
+        except (InfrastructureError, UserCodeError):
             raise
         except (asyncio.CancelledError, Exception) as error:
             if timed_out:
