@@ -407,7 +407,7 @@ def test_a_filter_that_rejects_everything_is_told(renderer: ChatRenderer, caplog
 
 def test_a_body_that_blocks_the_event_loop_is_told(renderer: ChatRenderer, caplog: pytest.LogCaptureFixture) -> None:
     async def run(max_staleness: int, sleep: Callable[[], Any]) -> None:
-        runner = runner_of(Policy(), renderer, max_staleness=max_staleness)
+        runner = runner_of(Policy(), renderer, max_staleness=max_staleness, reward=lambda sample: 1.0)
         async for _ in runner.steps(make_tasks(6), 2):
             result = sleep()
             if result is not None:
@@ -491,8 +491,8 @@ def test_steps_continue_after_a_crash(renderer: ChatRenderer, tmp_path: Path, ca
     nodes = [sample.graph.nodes for sample in first[0].samples]
     assert [sample.graph.nodes for sample in again[0].samples] == nodes
     assert policy.sessions.keys() == {"t1-5-0", "t1-5-1"}
-    assert "the steps 0 to 0 are recorded in run_dir" in caplog.records[0].getMessage()
-    assert "pass start_step=1" in caplog.records[0].getMessage()
+    (warning,) = [message for message in caplog.messages if "the steps 0 to 0 are recorded in run_dir" in message]
+    assert "pass start_step=1" in warning
 
     later, policy = asyncio.run(crash(3, "none", start_step=1))
     assert set(range(5)) - set(numbers) < set(numbers_of(later[0]))

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from verl_server.agent.environments.near_misses import require_no_near_miss
 from verl_server.agent.environments.rewards import RewardOptions, reward_of, reward_options_of
 from verl_server.agent.environments.template_calls import CURE, find_unread_call
 from verl_server.agent.episode import Episode
@@ -51,6 +52,7 @@ class Environment(AgentLoop):
         super().__init_subclass__(**kwargs)
         for name, value in vars(cls).items():
             _require_method(name, value)
+        require_no_near_miss(cls, Environment)
         require_coroutine_method(cls, "setup", "async def setup(self)")
         require_coroutine_method(cls, "teardown", "async def teardown(self)")
 

@@ -98,6 +98,7 @@ class StepStream:
         for number in delivery.numbers:
             self._forget(number)
             self._source.release(number)
+        self._watch.check_rewards(groups)
         metrics = step_metrics(groups, delivery.ages) | self._watch.end_step(delivery.abandoned)
         if self._journal is not None and not is_recorded:
             await _write_step(self._journal, delivery)

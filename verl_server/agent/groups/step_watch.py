@@ -29,7 +29,7 @@ class StepWatch:
         self._num_groups, self._n = num_groups, n
         self._failed: list[FinishedGroup] = []
         """Groups whose samples have all failed, since a group has succeeded."""
-        self._has_success = self._has_kept = self._has_warned_of_blocking = False
+        self._has_success = self._has_kept = self._has_warned_of_blocking = self._has_checked_rewards = False
         self._num_rejected = self._num_failed = 0
         """Number of groups since the last step."""
         self._rejected_rewards: list[float] = []
@@ -96,6 +96,22 @@ class StepWatch:
         )
 
     # -- steps --------------------------------------------------------------------------------------
+
+    def check_rewards(self, groups: Collection[SampleGroup]) -> None:
+        """Warn, for the first step only, if no sample has a reward, so that all scores in the batch are 0."""
+        samples = [sample for group in groups for sample in group.samples if sample.error is None]
+        if not samples or self._has_checked_rewards:
+            return
+        self._has_checked_rewards = True
+        if any(sample.reward is not None or sample.graph.rewards for sample in samples):
+            return
+        metrics = sorted({name for sample in samples for name in sample.rewards})
+        logger.warning(
+            "no sample of the first step has a reward%s, so rm_scores in step.batch() are 0. Unless the trainer "
+            "computes the rewards, pass reward= to the runner, write a method with the decorator @reward in the "
+            "Environment, or call sample.graph.set_rewards in the agent loop",
+            f" ({metrics} have the weight 0)" if metrics else "",
+        )
 
     def end_step(self, abandoned: Collection[int]) -> dict[str, float]:
         """The figures since the last step. Logs failures, which would otherwise be a figure only."""
