@@ -48,7 +48,13 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
 
 
 async def never_called(*, rid: str, session_id: str, **request: Any) -> Any:
-    raise AssertionError("no loop of this file generates a turn")
+    raise AssertionError("a turn was generated")
+
+
+async def answer_token(*, rid: str, session_id: str, **request: Any) -> Any:
+    """A turn of one token."""
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "1", "output_token_logprobs": [[-0.5, 5, None]]}
+    return {"output_ids": [5], "meta_info": meta}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +124,7 @@ def make_runner(renderer: ChatRenderer, /, **overrides: Any) -> RolloutRunner:
     """A runner that is valid, except for the overrides."""
     arguments: dict[str, Any] = {
         "agent": SingleTurnLoop(),
-        "engine": never_called,
+        "engine": answer_token,
         "renderer": renderer,
         "limits": RolloutLimits(max_response_tokens=10),
         "sampling_params": {},
@@ -283,7 +289,7 @@ def call_through(method: Callable[..., Any]) -> Callable[..., Any]:
 class DecoratedLoop(AgentLoop):
     @call_through
     async def run(self, episode: Episode) -> None:
-        episode.add_messages(episode.task.messages)
+        await episode.generate()
 
 
 class DecoratedSyncLoop(AgentLoop):
@@ -308,7 +314,14 @@ def test_run_of_an_agent_loop_may_be_decorated(renderer: ChatRenderer) -> None:
 
 
 class ReturningLoop(AgentLoop):
-    """Ends at once. The sample fails in its reward only."""
+    """Generates a turn of one token. The sample fails in its reward only."""
+
+    async def run(self, episode: Episode) -> None:
+        await episode.generate()
+
+
+class NoTurnLoop(AgentLoop):
+    """Generates no turn."""
 
     async def run(self, episode: Episode) -> None:
         return
@@ -360,7 +373,7 @@ def collect_groups(runner: RolloutRunner, tasks: list[Task]) -> tuple[list[Sampl
 
 
 class PromptLoop(AgentLoop):
-    """Records its prompt, and changes the data of its task. Its attributes are settings, and the URL of a service."""
+    """Generates a turn, and changes the data of its task. Its attributes are settings, and the URL of a service."""
 
     def __init__(self, style: str = "brief", rounds: float = 3, url: str = "http://a:1", **public: Any) -> None:
         super().__init__([add])
@@ -371,7 +384,7 @@ class PromptLoop(AgentLoop):
         vars(self).update(public)
 
     async def run(self, episode: Episode) -> None:
-        episode.add_messages(episode.task.messages)
+        await episode.generate()
         episode.task.data["log"].append(self._url)
 
 
@@ -528,8 +541,8 @@ def test_mistakes_that_only_the_run_shows_are_named(renderer: ChatRenderer, tmp_
         asyncio.run(run())
     assert "raised by group_filter for the group of task 't0'; failed samples" in raised.value.__notes__[0]
 
-    groups, _ = collect_groups(make_runner(renderer, agent=ReturningLoop()), make_tasks(1))
-    with pytest.raises(BadInputError, match="has no tokens: its agent loop returned without a turn; leave out such"):
+    groups, _ = collect_groups(make_runner(renderer, agent=NoTurnLoop()), make_tasks(1))
+    with pytest.raises(BadInputError, match=r"has no tokens: .*NoTurnLoop.run returned without a turn.*; leave out su"):
         _ = groups[0].samples[0].path
 
 
@@ -570,7 +583,8 @@ def test_mistake_common_to_all_samples_is_logged(
     tokenizer = chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     tokenizer.chat_template = QWEN
     renderer = ChatRenderer(tokenizer)
-    tokenizer.chat_template = "{{ raise_exception('no') }}"  # every prompt of a run fails
+    if isinstance(loop, SingleTurnLoop):
+        tokenizer.chat_template = "{{ raise_exception('no') }}"  # every prompt of a run fails
     groups, error = collect_groups(make_runner(renderer, agent=loop, reward=reward, n=n), make_tasks(num_tasks))
     assert error is None
     (record,) = caplog.records

@@ -8,7 +8,6 @@ from typing import Unpack
 
 from verl_server.agent.episode_state import EpisodeState
 from verl_server.agent.generate_fn import GenerateFn, generate_whole_turn
-from verl_server.agent.limits import EpisodeStopped
 from verl_server.agent.samples import Turn
 from verl_server.errors import BadInputError
 from verl_server.router.resumable_generation import version_spans
@@ -94,7 +93,7 @@ class Cursor:
         leaf, session_id = self.leaf, self._graph.session_id
         remaining, limit = self._state.remaining_tokens(leaf)
         if remaining <= 0:  # another branch has added tokens since this turn has begun
-            raise EpisodeStopped(limit, self._state)
+            raise self._state.stop(limit)
         return await generate_whole_turn(
             generate,
             rid=f"{session_id}-{leaf}-{uuid.uuid4().hex[:8]}",

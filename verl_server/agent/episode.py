@@ -78,8 +78,7 @@ class Episode:
         self._weight = 1.0
         self._number = len(self._branches)  # of its path: the first branch has the number 0
         self._left_paths: dict[int, tuple[int | None, float]] = {}  # last node and weight, see `adopt`
-        self._num_forks = 0
-        """Number of branches that `fork` and `new_root` made from this branch."""
+        self._num_forks = 0  # number of branches that `fork` and `new_root` made from this branch
         self._is_generating = self._is_adopted = False
 
     @property
@@ -112,8 +111,13 @@ class Episode:
 
     @property
     def reached_limit(self) -> str | None:
-        """Name of the limit that cut off the last turn of this branch. None if no limit did."""
-        return None if self.leaf is None else self._state.find_reached_limit(self.leaf)
+        """Name of the limit that cut off the last turn of this branch, or was raised after all turns. Else None."""
+        return self._state.find_reached_limit(self.leaf)
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the policy has generated a turn in any branch."""
+        return self._state.has_turns
 
     @property
     def num_response_tokens(self) -> int:

@@ -77,8 +77,10 @@ class EpisodeState:
         self._is_closed = False
         self.first_prompts: dict[int | None, FirstPrompt] = {}
         """Messages and tools of the first prompt at each root that a branch has visited."""
-        self.has_images = False
-        """Whether any message has an image."""
+        self.has_images = self.has_turns = False
+        """Whether any message has an image, and whether the policy has generated a turn in any branch."""
+        self.raised_limit: str | None = None
+        """Name of the limit that was raised last, also if the agent loop has caught it. None after another turn."""
 
     # -- limits -------------------------------------------------------------------------------------
 
@@ -87,6 +89,8 @@ class EpisodeState:
         if node.id in self._counted_nodes:
             return
         self._counted_nodes.add(node.id)
+        if node.sampled:
+            self.has_turns, self.raised_limit = True, None
         if node.parent is not None or node.sampled:
             self.num_response_tokens += len(node.token_ids)
 
@@ -100,18 +104,23 @@ class EpisodeState:
             remaining.append((self.limits.max_context_tokens - num_tokens, "max_context_tokens"))
         return min(remaining, key=lambda entry: entry[0])
 
-    def find_reached_limit(self, leaf: int) -> str | None:
-        """Name of the limit that cut off the turn `leaf`. None if no limit did."""
-        if self.graph.node(leaf).finish_reason != "length":
-            return None
+    def find_reached_limit(self, leaf: int | None) -> str | None:
+        """Name of the limit that was raised after all turns, or that cut off the turn `leaf`. None if no limit did."""
+        if self.raised_limit is not None or leaf is None or self.graph.node(leaf).finish_reason != "length":
+            return self.raised_limit
         remaining, limit = self.remaining_tokens(leaf)
         return limit if remaining <= 0 else None
+
+    def stop(self, limit: str) -> EpisodeStopped:
+        """The exception that ends the episode at a limit."""
+        self.raised_limit = limit
+        return EpisodeStopped(limit, self)
 
     def require_room(self, leaf: int | None, num_tokens: int) -> None:
         """Raise EpisodeStopped unless `num_tokens` more tokens and at least one sampled token fit into the limits."""
         remaining, limit = self.remaining_tokens(leaf)
         if num_tokens >= remaining:
-            raise EpisodeStopped(limit, self)
+            raise self.stop(limit)
 
     def truncate_results(
         self, messages: Sequence[Message], leaf: int | None, tools: ToolRegistry, renderer: ChatRenderer
@@ -130,7 +139,7 @@ class EpisodeState:
                 text = "".join(texts_of(truncated[-1])).strip()
                 num_tokens += max(len(renderer.encode(text)) - MAX_JOINED_TOKENS, 0)
                 if num_tokens > remaining:
-                    raise EpisodeStopped(limit, self)
+                    raise self.stop(limit)
         return truncated
 
     def require_open(self) -> None:
@@ -145,9 +154,9 @@ class EpisodeState:
         """Raise EpisodeStopped if the limits allow no other turn, and BadInputError if the episode has ended."""
         self.require_open()
         if self._num_turns >= self.limits.max_turns:
-            raise EpisodeStopped("max_turns", self)
+            raise self.stop("max_turns")
         if self._deadline is not None and time.monotonic() >= self._deadline:
-            raise EpisodeStopped("timeout_s", self)
+            raise self.stop("timeout_s")
 
     def require_new_messages(self, messages: Sequence[Message], leaf: int | None) -> None:
         """Raise BadInputError for messages that cannot follow the node `leaf`.
@@ -204,7 +213,7 @@ class EpisodeState:
         if self._is_closed:  # a result that arrived while the episode ended belongs to no segment
             raise asyncio.CancelledError(CLOSED)
         if is_late and not has_result(task):
-            raise EpisodeStopped("timeout_s", self)
+            raise self.stop("timeout_s")
         return task.result()
 
     def first_prompt(self, leaf: int | None, node: int | None) -> FirstPrompt | None:

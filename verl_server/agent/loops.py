@@ -67,9 +67,10 @@ class AgentLoop(ABC):
     async def run_episode(self, episode: Episode) -> str:
         """Call `run` and return the stop reason: `done`, the name of a limit, or `error`.
 
-        A loop that returns after a turn which a limit has cut off has stopped at this limit.
-        The stop reason and the exception of a failed episode are also stored in the episode. An `Exception` is not
-        raised, nor is the SystemExit of `exit()`; cancellation is. The limit of another episode is a failure.
+        A loop that returns after a turn which a limit has cut off, or after it caught EpisodeStopped, has stopped at
+        this limit. A loop that returns a value, or returns without a turn before a limit, has failed. The stop reason
+        and the exception of a failed episode are also stored in the episode. An `Exception` is not raised, nor is the
+        SystemExit of `exit()`; cancellation is. The limit of another episode is a failure.
         """
         try:
             # In a task of its own: what the agent loop cancels and ignores there does not cancel the sample.
@@ -90,11 +91,28 @@ class AgentLoop(ABC):
 
 
 async def _act(loop: AgentLoop, episode: Episode) -> None:
-    """Await `run`. Raises BadInputError if it has returned no coroutine."""
+    """Await `run`. Raises BadInputError for the mistakes of an agent loop."""
     result: Any = loop.run(episode)
-    if (mistake := find_coroutine_error(type(loop), "run", result, RUN_EXAMPLE)) is not None:
+    mistake = find_coroutine_error(type(loop), "run", result, RUN_EXAMPLE)
+    if mistake is None:
+        mistake = _find_mistake(type(loop).__name__, await result, episode)
+    if mistake is not None:
         raise mistake
-    await result
+
+
+def _find_mistake(name: str, value: object, episode: Episode) -> BadInputError | None:
+    """The mistake of an agent loop that returned `value`. None for a loop without a mistake."""
+    if value is not None:
+        return BadInputError(
+            f"{name}.run returned {value!r:.80}, but it must return None: the turns of an episode are recorded. A "
+            "reward belongs into reward=, or into a method of an Environment with the decorator @reward"
+        )
+    if not episode.has_turns and episode.reached_limit is None:
+        return BadInputError(
+            f"{name}.run returned without a turn of the policy, so there is nothing to train; write "
+            "`await episode.generate(...)`, with `await`"
+        )
+    return None
 
 
 def plain_attributes(attributes: Mapping[str, Any]) -> Json:
