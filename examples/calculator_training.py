@@ -37,7 +37,7 @@ def make_batch(step: RolloutStep) -> grpo.Batch:
         print(f"step {step.index}: {len(errors)} samples failed and are left out, the first by {errors[0]}", flush=True)
     fields = step.batch()
     prompt_zeros = torch.zeros(fields["prompts"].shape)
-    rewards, groups = fields["rm_scores"].sum(-1), fields["group_index"]
+    rewards, groups = fields["reward"], fields["group_index"]
     advantages = torch.zeros(len(rewards))
     for group in groups.unique():
         rows = groups == group
