@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from verl_server.agent import (
     Sample,
     SingleTurnLoop,
     Task,
+    Tool,
     ToolAgentLoop,
     ToolCall,
     ToolResult,
@@ -335,6 +336,20 @@ def test_failed_calls_are_counted_and_mistakes_are_logged_once(
         assert record.exc_info is not None
         assert record.exc_info[0] is exception
         assert f"the tool '{name}' has raised an exception, which the policy reads" in record.getMessage()
+
+
+class ToolOfClass(Tool):
+    """Raises an exception on purpose, as the tools of an MCP server do."""
+
+    async def run(self, arguments: Mapping[str, Any]) -> Any:
+        raise RuntimeError("the server says that the call is wrong")
+
+
+def test_answers_of_a_class_of_tools_are_not_logged(renderer: ChatRenderer, caplog: pytest.LogCaptureFixture) -> None:
+    _LOGGED.clear()
+    step = first_step([ToolOfClass("of_class", "A tool.", {}, 1.0)], renderer, calls_once("of_class"))
+    assert step.metrics["tools/of_class/errors/raised"] == 2
+    assert not [message for message in caplog.messages if "has raised an exception" in message]
 
 
 def test_calls_of_no_tool_are_counted(renderer: ChatRenderer) -> None:

@@ -150,7 +150,7 @@ class Tool(ABC):
                 return ToolResult(self.name, f"Error: wrong arguments: {error}", "bad_arguments")
             if _is_mistake_in_source(error, self.source_file):
                 raise
-            log_failure(self.name, error, self.source_file)
+            log_failure(self.name, error, self.source_file or _source_file(type(self).run))
             return ToolResult(self.name, f"Error: {type(error).__name__}: {error}", "raised")
 
     async def _run_as_text(self, arguments: Mapping[str, Any]) -> str:
