@@ -20,6 +20,7 @@ from typing import Any
 from renderers.base import MODEL_RENDERER_MAP
 from tokenizers import AddedToken
 
+from verl_server.agent.environments.template_calls import find_unread_call
 from verl_server.errors import UnsupportedError
 from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import CheckedConversation, TemplateReport, Verdict, check_template, get_renderer
@@ -126,15 +127,22 @@ def add_family_tokens(tokenizer: Any, family: str) -> None:
     name_first_token(tokenizer)
 
 
-def row_of(name: str, report: TemplateReport) -> str:
-    """The row of a template in the table."""
+def check(tokenizer: Any, family: str | None, **arguments: Any) -> tuple[TemplateReport, str]:
+    """The report of a template, and whether agent loops find the calls that the template writes."""
+    report = check_template(tokenizer, family, **arguments)
+    problem = None if report.refusal else find_unread_call(get_renderer(tokenizer, family, **arguments))
+    return report, "-" if problem is None else "no" if problem else "yes"
+
+
+def row_of(name: str, report: TemplateReport, calls: str) -> str:
+    """The row of a template in the table. `calls`: whether agent loops find the calls that the template writes."""
     if report.refusal:
-        cells = ["-"] * (len(CONVERSATIONS) + 1)
+        cells = ["-"] * (len(CONVERSATIONS) + 2)
         return f"| `{name}` | {report.renderer} | {' | '.join(cells)} | refused: {kind_of(report.refusal)} |"
     rows = {row.name: row for row in report.conversations}
     cells = [SYMBOLS[rows[conversation.name].verdict] for conversation in CONVERSATIONS]
     arguments = [row for row in report.conversations if row.name.startswith(KNOWN_ARGUMENTS) and "=" in row.name]
-    cells.append("".join(SYMBOLS[row.verdict] for row in arguments) or "-")
+    cells += ["".join(SYMBOLS[row.verdict] for row in arguments) or "-", calls]
     return f"| `{name}` | {report.renderer} | {' | '.join(cells)} | {reasons_of(report.conversations)} |"
 
 
@@ -155,7 +163,7 @@ def kind_of(reason: str) -> str:
 
 def print_table(rows: Iterable[str]) -> None:
     """Print the rows with the head of the table, and what the columns are."""
-    columns = [*(str(number) for number in range(1, len(CONVERSATIONS) + 1)), "args"]
+    columns = [*(str(number) for number in range(1, len(CONVERSATIONS) + 1)), "args", "calls"]
     print(f"| template | renderer | {' | '.join(columns)} | reasons |")
     print(f"|---|---|{'---|' * len(columns)}---|")
     for row in rows:
@@ -179,12 +187,12 @@ def main() -> None:
             if name:
                 add_family_tokens(tokenizer, name)
             tokenizer.chat_template = template
-            rows.append(row_of(path.stem, check_template(tokenizer, name, **ARGUMENTS.get(name or "", {}))))
+            rows.append(row_of(path.stem, *check(tokenizer, name, **ARGUMENTS.get(name or "", {}))))
     for name in sorted(set(MODEL_RENDERER_MAP.values())) if options.released else ():
         tokenizer = tokenizer_for("")
         tokenizer.chat_template = None
         add_family_tokens(tokenizer, name)
-        rows.append(row_of(name, check_template(tokenizer, name)))
+        rows.append(row_of(name, *check(tokenizer, name)))
     print_table(rows)
 
 

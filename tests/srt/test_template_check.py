@@ -318,6 +318,8 @@ def test_the_table_has_a_row_for_each_template(
         "silent generic ",
     ]
     assert rows["right generic "].count(" = |") == 16
-    assert rows["silent generic "].endswith("| r: not shown |")
+    assert rows["right generic "].endswith("| - | yes |  |")
+    assert rows["silent generic "].endswith("| - | yes | r: not shown |")
+    assert rows["qwen3 generic "].split("|")[-3] == " - ", "this template does not show calls"
     assert rows["silent generic "].count(" r |") == len(WITH_RESULTS)
     assert rows["raises generic "].endswith("| refused: template refuses |")
