@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from verl_server.argument_names import explain_constructor
 from verl_server.errors import BadInputError
 from verl_server.type_checks import check_fields
 from verl_server.validation import did_you_mean, require_http_url
@@ -24,6 +25,7 @@ _TRANSPORT_HINTS = {
 }
 
 
+@explain_constructor
 @dataclass(frozen=True)
 class Timeouts:
     """Deadlines of operations, in seconds. Only `generation_s` can be None."""
@@ -84,6 +86,7 @@ class RolloutMode(enum.StrEnum):
     pushed weights; it can release its memory."""
 
 
+@explain_constructor
 @dataclass(frozen=True)
 class AdapterConfig:
     """Settings of the adapter of one server."""
@@ -119,6 +122,7 @@ class AdapterConfig:
             raise BadInputError(f"router_port must be a port from 1 to 65535, got {self.router_port}")
 
 
+@explain_constructor
 @dataclass(frozen=True)
 class RemoteServer:
     """Address and keys of a running server, which `verl-server launch` or another engine started."""
@@ -136,6 +140,7 @@ class RemoteServer:
         object.__setattr__(self, "base_url", require_http_url("RemoteServer.base_url", self.base_url))
 
 
+@explain_constructor
 @dataclass(frozen=True)
 class WeightsConfig:
     """How weights travel from the trainer to the servers."""
@@ -167,6 +172,7 @@ class WeightsConfig:
             )
 
 
+@explain_constructor
 @dataclass(frozen=True)
 class RecoveryConfig:
     """When a replica of a fleet counts as stalled, and how often its server is started again."""
@@ -198,6 +204,7 @@ class RecoveryConfig:
                 )
 
 
+@explain_constructor
 @dataclass(frozen=True)
 class RouterConfig:
     """How a router distributes requests over replicas, and how long it keeps results and sessions."""

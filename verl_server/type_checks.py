@@ -17,6 +17,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from verl_server.argument_names import find_argument_error
 from verl_server.errors import BadInputError
 from verl_server.validation import is_finite_number, to_plain
 
@@ -79,8 +80,8 @@ def check_arguments(*, skip: Collection[str] = ()) -> Callable[[Callable[P, R]],
             hints = _argument_types(function)
             try:
                 bound = signature.bind(*args, **kwargs)
-            except TypeError:  # a missing argument: the call raises Python's own message
-                return function(*args, **kwargs)
+            except TypeError as mismatch:
+                raise find_argument_error(function, args, kwargs) or mismatch from None
             given = bound.arguments
             for name in [name for name in given if name in checked and name in hints]:
                 error = find_type_error(name, given[name], hints[name], is_secret=name.endswith("key"))

@@ -120,6 +120,36 @@ def require_callable(name: str, value: object, hint: str, *args: object, **kwarg
         raise BadInputError(f"{name} has the wrong parameters {signature}: {error}; {hint}") from None
 
 
+def require_parameters(name: str, function: Any, parameters: Sequence[str], cure: str) -> None:
+    """Raise BadInputError unless a function can be called with positional arguments of these `parameters`.
+
+    A function with `**kwargs` is written for callers that pass arguments by name, for example a reward function of TRL:
+    its parameters must have these names. A function without a signature is accepted.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    own = [parameter for parameter in parameters if parameter == "self"]
+    try:
+        signature.bind(*parameters)
+        if any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values()):
+            signature.bind(*own, **{parameter: None for parameter in parameters if parameter not in own})
+    except TypeError as error:
+        raise BadInputError(f"{name} has the wrong parameters {signature}: {error}; {cure}") from None
+
+
+def require_parameters_of_base(cls: type, base: type, name: str) -> None:
+    """Raise BadInputError unless the method `name` of a class can be called as that of the class `base` is called."""
+    method, own = inspect.getattr_static(cls, name), getattr(base, name)
+    if not inspect.isfunction(inspect.unwrap(method)):
+        return
+    parameters = [item.name for item in inspect.signature(own).parameters.values() if item.default is item.empty]
+    keyword = "async def" if inspect.iscoroutinefunction(inspect.unwrap(own)) else "def"
+    cure = f"write `{keyword} {name}({', '.join(parameters)})`"
+    require_parameters(f"{cls.__qualname__}.{name}", method, parameters, cure)
+
+
 def require_coroutine_method(cls: type, name: str, example: str) -> None:
     """Raise BadInputError if the method `name` of a class is written as `def` and not as `async def`.
 

@@ -30,6 +30,7 @@ ABORT_TIMEOUT_S = 1800.0
 
 
 _SET_BY_EPISODE = "the episode sets it, so leave it out"
+_RECORDED = "agents always record log probabilities, so leave it out"
 _PARTIAL = (
     "pass it to the generate function: engine=functools.partial(fleet.router.generate, {}=...), with renderer=... and "
     "limits=RolloutLimits(max_context_tokens=...)"
@@ -37,7 +38,8 @@ _PARTIAL = (
 _MISPLACED = {
     "sampling_params": "write the parameters themselves, for example generate(messages, temperature=0.0)",
     "timeout_s": "limit the duration of an episode with RolloutLimits(timeout_s=...)",
-    "return_logprob": "agents always record log probabilities, so leave it out",
+    **dict.fromkeys(("return_logprob", "logprobs", "top_logprobs"), _RECORDED),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "write max_new_tokens, SGLang's name"),
     "stream": "agents generate whole turns, so leave it out",
     **dict.fromkeys(("rid", "session_id", "prompt", "input_ids", "image_data"), _SET_BY_EPISODE),
     "routed_experts_start_len": _SET_BY_EPISODE,

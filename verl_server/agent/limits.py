@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl_server.argument_names import explain_constructor
 from verl_server.validation import require_seconds, require_whole_number
 
 
+@explain_constructor
 @dataclass(frozen=True)
 class RolloutLimits:
     """Limits of one episode over all of its turns. The stop reason of an episode is the name of the limit it reached.

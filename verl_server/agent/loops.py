@@ -20,9 +20,16 @@ from verl_server.agent.tools.registry import ToolRegistry
 from verl_server.agent.tools.tool import Tool, ToolCall, ToolResult
 from verl_server.agent.user_code import await_to_its_end, create_user_task
 from verl_server.agent.user_failures import as_failure
+from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.validation import did_you_mean, find_coroutine_error, is_bool, require_coroutine_method
+from verl_server.validation import (
+    did_you_mean,
+    find_coroutine_error,
+    is_bool,
+    require_coroutine_method,
+    require_parameters_of_base,
+)
 
 AgentLoopClass = TypeVar("AgentLoopClass", bound="type[AgentLoop]")
 
@@ -42,12 +49,14 @@ class AgentLoop(ABC):
     of its own calls `super().__init__(tools)`.
     """
 
+    @explain_arguments
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
         self.tools = ToolRegistry(tools)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         require_coroutine_method(cls, "run", RUN_EXAMPLE)
+        require_parameters_of_base(cls, AgentLoop, "run")
 
     @property
     def identity(self) -> Json:

@@ -8,6 +8,7 @@ digests of the inputs of its sample. A run with other inputs is refused.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,24 @@ from verl_server.agent.loops import AgentLoop
 from verl_server.agent.sample_runner import SampleRunner
 from verl_server.agent.samples import SampleGroup
 from verl_server.agent.tools.tool import Tool
+from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError
 from verl_server.server.open_files import raise_open_file_limit
 from verl_server.trajectory.recorder import FILE_SUFFIX
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
-from verl_server.validation import is_bool, make_writable_folder, require_callable, require_whole_number
+from verl_server.validation import (
+    is_bool,
+    make_writable_folder,
+    require_callable,
+    require_parameters,
+    require_whole_number,
+)
+
+logger = logging.getLogger(__name__)
+
+REWARD_CURE = "write `def reward(sample: Sample) -> float`"
+"""How a reward function is written, for errors."""
 
 
 class RolloutRunner:
@@ -65,6 +78,7 @@ class RolloutRunner:
     engine.
     """
 
+    @explain_arguments
     def __init__(
         self,
         agent: type[Environment] | AgentLoop | Sequence[Tool | Callable[..., Any]] | str,
@@ -94,7 +108,8 @@ class RolloutRunner:
         completed_limits = access.complete_limits(limits)
         validate_episode_arguments(renderer, completed_limits, params)
         if reward is not None:
-            require_callable("reward", reward, "write `def reward(sample: Sample) -> float`", None)
+            require_callable("reward", reward, REWARD_CURE, None)
+            require_parameters("reward", reward, ("sample",), REWARD_CURE)
         self._n = require_whole_number("n", n)
         self._max_staleness = require_whole_number("max_staleness", max_staleness, minimum=0)
         if run_dir is not None and (not isinstance(run_dir, (str, Path)) or Path(run_dir).is_file()):
@@ -120,6 +135,7 @@ class RolloutRunner:
         self._group_filter = get_group_filter(group_filter, n, has_rewards)
         self.counters = RunnerCounters()
 
+    @explain_arguments
     def run(self, tasks: Tasks) -> AsyncGenerator[SampleGroup, None]:
         """Yield a group of `n` samples for each task, in the order in which the groups finish.
 
@@ -141,15 +157,18 @@ class RolloutRunner:
         task, agent loop, tools, renderer, limits or sampling parameters): at once for a list, and for an iterator when
         it is read.
         """
-        require_tasks(tasks)
+        require_tasks(tasks, self._samples.renderer)
         checker = RunChecker(self._run_dir, self._n, self._samples.input_digests().of)
         if isinstance(tasks, Sequence):
             checker.check_all(tasks)
         if self._run_dir is not None and (self._run_dir / JOURNAL_NAME).exists():
             raise BadInputError(f"run_dir {self._run_dir} belongs to the steps of a training run; pass another run_dir")
+        if self._max_staleness:
+            logger.warning("max_staleness=%d has no effect on `run`; it is for `steps`", self._max_staleness)
         runner = self._make_group_runner(logs_common_failure=True)
         return stream_groups(runner, tasks, checker.check, self._run_dir, self._group_filter)
 
+    @explain_arguments
     def steps(
         self, tasks: Tasks, num_groups: int, *, num_extra_groups: int = 0, start_step: int = 0
     ) -> AsyncGenerator[RolloutStep, None]:
@@ -177,7 +196,7 @@ class RolloutRunner:
         `group_filter` and `tasks`, BadInputError for wrong arguments and for a `run_dir` of a run with other tasks or
         inputs, and ServerBusyError if another iterator uses the `run_dir`.
         """
-        require_tasks(tasks)
+        require_tasks(tasks, self._samples.renderer)
         if self._run_dir is not None and any(self._run_dir.glob(f"*{FILE_SUFFIX}")):
             raise BadInputError(f"run_dir {self._run_dir} belongs to a call of `run`; pass another run_dir")
         options = StepOptions(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Self
 
+from verl_server.argument_names import explain_constructor
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.inputs import digest
@@ -16,6 +17,7 @@ from verl_server.trajectory.rendering.messages import Message, ParsedToolCall, c
 from verl_server.types import Json
 
 
+@explain_constructor
 @dataclass(frozen=True)
 class Task:
     """A task for an agent.

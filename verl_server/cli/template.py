@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from verl_server.cli.output import PIPE_WIDTH, show_progress
-from verl_server.errors import BadInputError
+from verl_server.cli.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -40,18 +40,10 @@ def check_template(
     import json
 
     with show_progress("Checking the chat template"):
-        from transformers import AutoTokenizer
-
         from verl_server.trajectory.rendering.families import get_renderer
         from verl_server.trajectory.template_check import check, table
 
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(model)
-        except Exception as error:
-            raise BadInputError(
-                f"the tokenizer of {model!r} cannot be loaded: {error}; pass a folder with a tokenizer, or a name on "
-                "the Hub"
-            ) from error
+        tokenizer = load_tokenizer(model, "pass a folder with a tokenizer, or a name on the Hub")
         report = check.check_template(tokenizer, family)
         calls = "not checked" if report.refusal else _describe_calls(get_renderer(tokenizer, family))
     if as_json:

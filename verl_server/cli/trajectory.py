@@ -5,6 +5,7 @@ The module imports neither torch nor transformers; a tokenizer is loaded when it
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shlex
@@ -20,6 +21,7 @@ from rich.table import Column, Table
 
 from verl_server.cli.output import PIPE_WIDTH, print_line, show_progress
 from verl_server.cli.signals import exit_after_cleanup
+from verl_server.cli.tokenizer import load_tokenizer
 from verl_server.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -119,15 +121,7 @@ def _load(path: Path) -> TrajectoryGraph:
 def _load_decoder(name: str) -> DecodeFn:
     """The decoder of a tokenizer. Raises BadInputError if the tokenizer cannot be loaded."""
     with show_progress("Loading the tokenizer"):
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except Exception as error:
-            raise BadInputError(
-                f"the tokenizer {name!r} cannot be loaded: {error}; pass --tokenizer the folder or the Hub name of the "
-                "policy's model"
-            ) from error
+        tokenizer = load_tokenizer(name, "pass --tokenizer the folder or the Hub name of the policy's model")
 
     def decode(token_ids: Sequence[int]) -> str:
         text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -154,12 +148,14 @@ def _write_page(path: Path, page: str) -> None:
     """Write a page, which appears whole or not at all."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(page, encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
         raise _cannot_write(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder may be missing, or be a file
+            temporary.unlink()
     print_line(f"Wrote {path}")
 
 

@@ -122,6 +122,8 @@ class TrajectoryGraph:
         Raises BadInputError for an unknown node, for another number of values, and for values that are not finite.
         """
         num_tokens = len(self.node(node).token_ids)
+        if not hasattr(values, "__len__"):
+            raise BadInputError(f"rewards must be a list of numbers, got {values!r:.80}; write [{values!r:.80}]")
         if len(values) not in (1, num_tokens):
             raise BadInputError(
                 f"node {node} has {num_tokens} tokens; pass 1 or {num_tokens} reward values, got {len(values)}"

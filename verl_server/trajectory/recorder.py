@@ -214,7 +214,11 @@ def parse_session(session_id: str, content: bytes) -> tuple[TrajectoryGraph, int
             if "format" not in line:
                 _apply_line(graph, line)
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, BadInputError) as error:
-            raise BadInputError(f"the file of session {session_id!r} is damaged at byte {start}: {error}") from error
+            reason = f"the key {error} is missing" if isinstance(error, KeyError) else str(error)
+            hint = "" if start else f". A file of another kind is no recorded session: pass RUN_DIR/NAME{FILE_SUFFIX}"
+            raise BadInputError(
+                f"the file of session {session_id!r} is damaged at byte {start}: {reason}{hint}"
+            ) from error
         if "format" in line:
             _check_header(session_id, line)
             graph.inputs = dict(line.get(DIGESTS_KEY) or {})

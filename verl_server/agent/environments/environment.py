@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from verl_server.agent.environments.class_attributes import require_class_attributes
 from verl_server.agent.environments.near_misses import require_no_near_miss
-from verl_server.agent.environments.rewards import RewardOptions, reward_of, reward_options_of
+from verl_server.agent.environments.rewards import RewardOptions, reward_options_of
 from verl_server.agent.environments.template_calls import CURE, find_unread_call
 from verl_server.agent.episode import Episode
 from verl_server.agent.loops import AgentLoop, ToolAgentLoop, as_agent_loop, plain_attributes, read_identity
@@ -21,10 +22,17 @@ from verl_server.agent.samples import Task
 from verl_server.agent.tools.options import options_of
 from verl_server.agent.user_code import call_within
 from verl_server.agent.user_failures import as_exception
+from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
-from verl_server.validation import is_list, require_coroutine_method, require_seconds, require_whole_number
+from verl_server.validation import (
+    is_list,
+    require_coroutine_method,
+    require_parameters_of_base,
+    require_seconds,
+    require_whole_number,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +58,13 @@ class Environment(AgentLoop):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, value in vars(cls).items():
-            _require_method(name, value)
+        require_class_attributes(cls, Environment)
         require_no_near_miss(cls, Environment)
-        require_coroutine_method(cls, "setup", "async def setup(self)")
-        require_coroutine_method(cls, "teardown", "async def teardown(self)")
+        for name in ("setup", "teardown"):
+            require_coroutine_method(cls, name, f"async def {name}(self)")
+            require_parameters_of_base(cls, Environment, name)
 
+    @explain_arguments
     def __init__(self, task: Task) -> None:
         super().__init__(_methods_with_tools(self))
         self.task = task
@@ -151,6 +160,7 @@ def as_agent(agent: object) -> Agent:
         raise BadInputError(f"each sample has an environment of its own, so pass the class {name}, not {name}(...)")
     if not (isinstance(agent, type) and issubclass(agent, Environment)):
         return Agent(None, ToolAgentLoop(agent) if is_list(agent) else as_agent_loop(agent))
+    require_parameters_of_base(agent, Environment, "__init__")
     require_seconds(f"{agent.__name__}.setup_timeout_s", agent.setup_timeout_s)
     require_seconds(f"{agent.__name__}.teardown_timeout_s", agent.teardown_timeout_s)
     require_whole_number(f"{agent.__name__}.setup_attempts", agent.setup_attempts)
@@ -184,11 +194,15 @@ async def _set_up(kind: type[Environment], task: Task) -> Environment:
 
 def _make(kind: type[Environment], task: Task) -> Environment:
     try:
-        return kind(task)
+        environment = kind(task)
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit would end the event loop
         raise as_exception(error) from error
+    if not (hasattr(environment, "tools") and hasattr(environment, "task")):
+        name = kind.__name__
+        raise BadInputError(f"the environment {name} has no tools; call super().__init__(task) in {name}.__init__")
+    return environment
 
 
 async def _tear_down(environment: Environment) -> None:
@@ -212,22 +226,6 @@ async def _tear_down(environment: Environment) -> None:
         logger.warning("%s failed, so it may have left something behind: %s", name, failure)
     if cancelled is not None:
         raise cancelled
-
-
-def _require_method(name: str, value: object) -> None:
-    """Raise BadInputError for a decorator `tool` or `reward` on what cannot be a tool or a reward."""
-    inner = getattr(value, "__func__", getattr(value, "fget", value))
-    is_tool, is_reward = options_of(inner) is not None, reward_of(inner) is not None
-    if not (is_tool or is_reward):
-        return
-    decorator = "tool" if is_tool else "reward"
-    if isinstance(value, (staticmethod, classmethod, property)):
-        raise BadInputError(
-            f"the {decorator} {name!r} is a {type(value).__name__}; write a method, `def {name}(self, ...)`"
-        )
-    if hasattr(Environment, name):
-        cure = f'give the method another name, and the tool this name: @tool(name="{name}")' if is_tool else "rename it"
-        raise BadInputError(f"{name!r} is a method of every environment, so it cannot be a {decorator}; {cure}")
 
 
 def _methods_with_tools(environment: Environment) -> Sequence[Callable[..., Any]]:

@@ -10,7 +10,7 @@ from verl_server.agent.samples import SampleGroup
 from verl_server.agent.user_code import await_to_its_end
 from verl_server.agent.user_failures import USER_FAILURES, as_exception, as_failure
 from verl_server.errors import BadInputError
-from verl_server.validation import require_callable
+from verl_server.validation import is_bool, require_callable
 
 GroupFilter = Callable[[SampleGroup], bool | Awaitable[bool]]
 """Decides whether a group is used. May be a coroutine function."""
@@ -64,6 +64,16 @@ async def is_kept(group_filter: GroupFilter | None, group: SampleGroup) -> bool:
             f"raised by group_filter for the group of task {group.task.id!r}; failed samples have the reward None"
         )
         raise failure  # noqa: B904 - a new exception has its cause
-    if kept is None:
-        raise BadInputError(f"group_filter returned None for task {group.task.id!r}; it must return True or False")
+    return _require_bool(kept, group)
+
+
+def _require_bool(kept: object, group: SampleGroup) -> bool:
+    """What a filter has returned. An array or a tensor of one bool is a bool, too."""
+    if str(getattr(kept, "dtype", "")) in ("bool", "torch.bool") and getattr(kept, "shape", None) == ():
+        return bool(kept)
+    if not is_bool(kept):
+        raise BadInputError(
+            f"group_filter returned {kept!r:.80} for task {group.task.id!r}; it must return True, which keeps the "
+            "whole group, or False"
+        )
     return bool(kept)

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, It
 from verl_server.agent.samples import Task
 from verl_server.agent.user_failures import USER_FAILURES, as_exception, as_failure
 from verl_server.errors import BadInputError
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.vision_renderer import have_images
 from verl_server.validation import is_list
 
 Tasks = Iterable[Task] | AsyncIterable[Task]
@@ -21,8 +23,11 @@ NUM_READ_PER_PAUSE = 1000
 """Number of tasks that are read before other tasks of the event loop run."""
 
 
-def require_tasks(tasks: object) -> None:
-    """Raise BadInputError for a value that has no tasks, and for a list with an entry that is no task."""
+def require_tasks(tasks: object, renderer: ChatRenderer) -> None:
+    """Raise BadInputError for a value that has no tasks, and for a list with an entry that is no task.
+
+    Also for a list with a task that has images, unless the renderer renders images.
+    """
     if inspect.iscoroutine(tasks):
         tasks.close()
         raise BadInputError("tasks must be a list or an iterator of tasks, got a coroutine; await it")
@@ -35,6 +40,10 @@ def require_tasks(tasks: object) -> None:
     if isinstance(tasks, Sequence):  # an iterator is checked while it is read
         for number, task in enumerate(tasks):
             require_task(task, number)
+            try:
+                have_images(task.messages, renderer)
+            except BadInputError as error:
+                raise BadInputError(f"tasks[{number}], {task.id!r}: {error.message}") from None
 
 
 def require_task(task: object, number: int) -> Task:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, overload
 
+from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError
 from verl_server.validation import require_seconds, require_whole_number
 
@@ -56,6 +57,7 @@ def tool(
 ) -> Callable[[Function], Function]: ...
 
 
+@explain_arguments
 def tool(
     function: Callable[..., Any] | None = None,
     *,

@@ -68,9 +68,14 @@ def parse_json_tool_call(text: str) -> ToolCall | ToolResult:
         return ToolResult("", f"Error: this tool call is not valid JSON: {error}", "malformed")
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return ToolResult("", 'Error: a tool call must be {"name": "...", "arguments": {...}}', "malformed")
-    return ToolCall(name, arguments)
+    if isinstance(name, str) and isinstance(arguments, dict) and not ("parameters" in call and not arguments):
+        return ToolCall(name, arguments)
+    hint = ""
+    if isinstance(name, str) and "parameters" in call:
+        hint = '; the key is "arguments", not "parameters"'
+    elif isinstance(arguments, str):
+        hint = '; the value of "arguments" is an object, not a string'
+    return ToolResult("", f'Error: a tool call must be {{"name": "...", "arguments": {{...}}}}{hint}', "malformed")
 
 
 def as_tool_call(call: ParsedToolCall) -> ToolCall | ToolResult:

@@ -128,6 +128,11 @@ def make_arguments_model(name: str, function: Callable[..., Any]) -> type[pydant
 
 def _require_json_schema(name: str, parameter: str, field: Any) -> None:
     """Raise BadInputError if a parameter has no JSON schema. `field`: its annotation and its default."""
+    if (own := _find_own_class(field[0])) is not None:
+        raise BadInputError(
+            f"tool {name!r}: parameter {parameter!r} has the type {own.__name__} of verl_server, but the policy writes "
+            "all arguments of a tool. Leave it out: a tool that is a method of an Environment reads self.task"
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same warnings come from the model of all parameters
@@ -138,6 +143,13 @@ def _require_json_schema(name: str, parameter: str, field: Any) -> None:
             f"tool {name!r}: the annotation of parameter {parameter!r} has no JSON schema: {reason}. Use a type of "
             "JSON, for example str, int, list[float] or a pydantic model"
         ) from error
+
+
+def _find_own_class(annotation: Any) -> type | None:
+    """The class of this package in an annotation, for example in `Task | None`. None if there is none."""
+    if isinstance(annotation, type) and annotation.__module__.partition(".")[0] == "verl_server":
+        return annotation
+    return next(filter(None, map(_find_own_class, typing.get_args(annotation))), None)
 
 
 def _read_parameters(name: str, function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -7,33 +7,35 @@ import contextlib
 import copy
 import functools
 import inspect
-import json
-import os
 import traceback
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set, ValuesView
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from numbers import Number
 from typing import Any
 
-import orjson
 import pydantic
 
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.tools.call_counts import count_call
 from verl_server.agent.tools.failure_log import log_failure
 from verl_server.agent.tools.options import ToolOptions, Truncation, options_of
+from verl_server.agent.tools.result_text import as_result_text
 from verl_server.agent.tools.schema import find_inner_function, make_arguments_model, read_description, require_function
 from verl_server.agent.user_code import UserCodeError, call_user_function, create_user_task, wait_until_done
 from verl_server.agent.user_failures import PRESENT_EPISODE
+from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError, InfrastructureError
 from verl_server.types import Json
-from verl_server.validation import find_coroutine_error, require_coroutine_method, require_seconds
+from verl_server.validation import (
+    find_coroutine_error,
+    require_coroutine_method,
+    require_parameters_of_base,
+    require_seconds,
+)
 
 RUN_EXAMPLE = "async def run(self, arguments)"
 """How the method `run` of a tool is written, for errors."""
-JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Tool(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         require_coroutine_method(cls, "run", RUN_EXAMPLE)
+        require_parameters_of_base(cls, Tool, "run")
 
     source_file: str | None = None
     """Path of the file that defines the tool, if the tool is a function."""
@@ -122,9 +125,10 @@ class Tool(ABC):
 
         A NameError or an ImportError in the source file of the tool is raised, and the episode fails: it is a mistake
         in the tool, not in the call. InfrastructureError is raised, too, and so is the error of a sandbox that was not
-        started. BadInputError is raised if `run` returns an iterator, or nothing to await. EpisodeStopped is raised for
-        a limit of the episode whose agent loop calls the tool, and not for a limit of another episode. An exception
-        that is not raised by a statement `raise` of the tool is logged with its traceback, once for each line.
+        started. BadInputError is raised if `run` returns an iterator, nothing to await, or a value that has no text
+        (see `as_result_text`). EpisodeStopped is raised for a limit of the episode whose agent loop calls the tool, and
+        not for a limit of another episode. An exception that is not raised by a statement `raise` of the tool is logged
+        with its traceback, once for each line.
         """
         with measure(Phase.TOOL, **{"gen_ai.tool.name": self.name}):
             async with self.slots or contextlib.nullcontext():
@@ -162,7 +166,10 @@ class Tool(ABC):
                 f"tool {self.name!r} returned an iterator, but the policy reads one result; collect the values and "
                 "return them as a list"
             )
-        return _as_text(value)
+        try:
+            return as_result_text(self.name, value)
+        except BadInputError as mistake:
+            raise ToolMistakeError from mistake
 
 
 class FunctionTool(Tool):
@@ -180,6 +187,7 @@ class FunctionTool(Tool):
     annotation or no JSON schema, have a name that begins with `_`, or cannot be passed by name.
     """
 
+    @explain_arguments
     def __init__(
         self, function: Callable[..., Any], *, name: str | None = None, timeout_s: float | None = None
     ) -> None:
@@ -248,37 +256,3 @@ def _source_file(function: Callable[..., Any]) -> str | None:
     """The file that defines a function or a method, also behind decorators and in a `functools.partial`."""
     code = getattr(find_inner_function(function), "__code__", None)
     return None if code is None else code.co_filename
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, (bytes, bytearray, os.PathLike, Number)) and not isinstance(value, (int, float)):
-        value = _as_json(value)
-    if isinstance(value, str):
-        return value
-    try:
-        return orjson.dumps(value, default=_as_json, option=JSON_OPTIONS).decode()
-    except TypeError:  # an integer of more than 64 bits, a lone surrogate, or a value that is not JSON
-        pass
-    try:
-        return json.dumps(value, default=_as_json, ensure_ascii=False, separators=(",", ":"))
-    except (TypeError, ValueError):
-        return str(value)
-
-
-def _as_json(value: Any) -> Any:
-    """A value of another library as JSON values. Raises TypeError for other values."""
-    if isinstance(value, pydantic.BaseModel):
-        return value.model_dump(mode="json")
-    if isinstance(value, (bytes, bytearray)):
-        return value.decode("utf-8", "backslashreplace")
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, (Set, Sequence, ValuesView)):
-        return list(value)
-    if isinstance(value, Number):  # a decimal or a fraction, with all of its digits
-        return str(value)
-    raise TypeError(type(value).__name__)

@@ -30,6 +30,7 @@ from verl_server.trajectory.rendering.messages import (
     Message,
     ParsedToolCall,
     copy_json,
+    user_hint,
     validate_messages,
     with_call_ids,
 )
@@ -255,8 +256,7 @@ class ChatRenderer:
     def _apply_template(
         self, messages: Sequence[Message], tools: Sequence[Json] | None, add_generation_prompt: bool = True
     ) -> str:
-        # A tokenizer with several templates selects the one for tools if it gets a list of tools, also an empty list.
-        is_dict = isinstance(self._tokenizer.chat_template, dict)
+        is_dict = isinstance(self._tokenizer.chat_template, dict)  # a list of tools, also an empty one, selects one
         needs_tools = tools or (is_dict and any(message["role"] == "tool" for message in messages))
         try:
             text = self._tokenizer.apply_chat_template(
@@ -267,5 +267,5 @@ class ChatRenderer:
                 **self._template_arguments,
             )
         except Exception as error:
-            raise BadInputError(f"the chat template refuses these messages: {error}") from error
+            raise BadInputError(f"the chat template refuses these messages: {error}{user_hint(messages)}") from error
         return str(text)

@@ -98,6 +98,12 @@ def _validate_message(message: Message) -> None:
         )
 
 
+def user_hint(messages: Sequence[Message]) -> str:
+    """The end of an error about messages that a template refuses: many templates need a message of the user."""
+    has_user = any(message["role"] == "user" for message in messages)
+    return "" if has_user else '; the messages have no message of the user: add {"role": "user", "content": "..."}'
+
+
 def with_call_ids(messages: Sequence[Message]) -> list[Message]:
     """The messages, of which each result of a tool has a `tool_call_id` and a `name`.
 

@@ -1,0 +1,459 @@
+"""Mistakes of users who know verl, TRL or verifiers: each is refused at once, by name, with what to write instead."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agent_helpers import ScriptedGenerateFn, add, call_text
+from helpers import QWEN
+from typer.testing import CliRunner
+
+from verl_server import AdapterConfig, BadInputError, RemoteServer, RouterConfig, Timeouts, WeightsConfig
+from verl_server.agent import (
+    AgentLoop,
+    Environment,
+    Episode,
+    FunctionTool,
+    LocalSandbox,
+    RolloutLimits,
+    RolloutRunner,
+    Sample,
+    SampleGroup,
+    SandboxLimits,
+    SingleTurnLoop,
+    Task,
+    Tool,
+    ToolAgentLoop,
+    ToolCall,
+    ToolRegistry,
+    ToolResult,
+    parse_hermes_tool_calls,
+    reward,
+    tool,
+)
+from verl_server.argument_names import NAMES_OF_OTHER_LIBRARIES
+from verl_server.cli.app import app
+from verl_server.cli.tokenizer import load_tokenizer
+from verl_server.tiny import make_tokenizer
+from verl_server.trajectory import ChatRenderer, TrajectoryGraph
+
+Make = Callable[[], object]
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    tokenizer = make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    tokenizer.chat_template = QWEN
+    return ChatRenderer(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def make(renderer: ChatRenderer) -> Callable[..., RolloutRunner]:
+    """A runner whose policy calls the tool `act` once and says then that it is done."""
+    reply = ScriptedGenerateFn(renderer._tokenizer, lambda prompt: "done" if "tool" in prompt else call_text("act"))
+
+    def make_runner(agent: Any = None, engine: Any = reply, **options: Any) -> RolloutRunner:
+        options = {"renderer": renderer, "limits": RolloutLimits(300), **options}
+        return RolloutRunner(SingleTurnLoop() if agent is None else agent, engine, **options)
+
+    return make_runner
+
+
+def collect(runner: RolloutRunner, *tasks: Task) -> list[SampleGroup]:
+    async def run() -> list[SampleGroup]:
+        return [group async for group in runner.run(list(tasks) or [make_task()])]
+
+    return asyncio.run(run())
+
+
+def make_task(content: Any = "act", **data: Any) -> Task:
+    return Task("t", [{"role": "user", "content": content}], data)
+
+
+# -- arguments of the public classes ------------------------------------------------------------------
+
+
+def unchecked(function: Any) -> Any:
+    """A function without its types: mypy knows these mistakes, too."""
+    return function
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda make: make(group_size=8), r"RolloutRunner has no argument 'group_size'; pass n=8"),
+        (lambda make: make(reward_funcs=[len]), r"no argument 'reward_funcs'; pass reward, one function"),
+        (lambda make: make(rewrd=len), r"no argument 'rewrd'; did you mean 'reward'\?"),
+        (lambda make: make(max_turns=3), r"pass limits=RolloutLimits"),
+        (lambda make: make(zzz=1), r"'zzz'; its arguments are agent, engine, renderer"),
+        (
+            lambda make: unchecked(RolloutRunner)([add]),
+            r"RolloutRunner: missing .*'engine'; write RolloutRunner\(agent",
+        ),
+        (
+            lambda make: make().steps([make_task()], num_steps=5),
+            r"steps has no argument 'num_steps'; the run ends with",
+        ),
+        (lambda make: make().steps([make_task()]), r"steps: missing .*'num_groups'; write runner.steps\(tasks, num_g"),
+        (lambda make: make().run([make_task()], n=8), r"RolloutRunner.run has no argument 'n'; the number of samples"),
+        (lambda make: unchecked(RolloutLimits)(max_tokens=9), r"no argument 'max_tokens'; pass max_response_tokens"),
+        (lambda make: unchecked(RolloutLimits)(max_response_length=9), "pass max_response_tokens"),
+        (lambda make: unchecked(RolloutLimits)(max_turn=9), r"did you mean 'max_turns'\?"),
+        (lambda make: unchecked(Task)("t", prompt=[]), r"Task has no argument 'prompt'; pass messages="),
+        (lambda make: unchecked(Task)("t", [], answer=3), r"no argument 'answer'; pass data="),
+        (lambda make: unchecked(Task)("t"), r"Task: missing .*'messages'; write Task\(\"sum-0\""),
+        (lambda make: unchecked(tool)(timeout=3), r"tool has no argument 'timeout'; pass timeout_s"),
+        (lambda make: unchecked(reward)(timeout=3), r"reward has no argument 'timeout'; pass timeout_s"),
+        (lambda make: unchecked(FunctionTool)(add, timeout=3), r"did you mean 'timeout_s'\?"),
+        (
+            lambda make: unchecked(ToolAgentLoop)(tool=[add]),
+            r"ToolAgentLoop has no argument 'tool'; did you mean 'tools'",
+        ),
+        (lambda make: unchecked(SandboxLimits)(memory=3), r"no argument 'memory'; did you mean 'memory_bytes'\?"),
+        (lambda make: unchecked(LocalSandbox)(limit=3), r"no argument 'limit'; did you mean 'limits'\?"),
+        (lambda make: unchecked(Timeouts)(start=3), r"Timeouts has no argument 'start'"),
+        (lambda make: unchecked(RouterConfig)(max_queued=3), r"did you mean 'max_queued_requests'\?"),
+        (lambda make: unchecked(WeightsConfig)(transprt="disk"), r"did you mean 'transport'\?"),
+        (lambda make: unchecked(AdapterConfig)(zzz=3), r"AdapterConfig has no argument 'zzz'; its arguments are"),
+        (lambda make: unchecked(RemoteServer)(), r"RemoteServer: missing a required argument: 'base_url'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_the_right_name(make: Any, call: Any, expected: str) -> None:
+    with pytest.raises(BadInputError, match=expected):
+        call(make)
+
+
+def test_names_of_other_libraries_are_none_of_ours() -> None:
+    """Otherwise their cure would never be shown."""
+    ours = {"RolloutRunner": RolloutRunner.__init__, "RolloutLimits": RolloutLimits, "Task": Task}
+    ours |= {"RolloutRunner.steps": RolloutRunner.steps, "RolloutRunner.run": RolloutRunner.run}
+    for name, others in NAMES_OF_OTHER_LIBRARIES.items():
+        function = ours.get(name) or {"tool": tool, "reward": reward}[name]
+        for other in others:
+            with pytest.raises(BadInputError, match=f"has no argument '{other}'; "):
+                unchecked(function)(**{other: 1})
+
+
+def test_a_type_error_in_the_body_is_not_taken_for_wrong_arguments() -> None:
+    class Strange(list[Any]):
+        def __iter__(self) -> Any:
+            raise TypeError("no iteration")
+
+    with pytest.raises(TypeError, match="no iteration"):
+        ToolAgentLoop(Strange())
+
+
+# -- methods of environments and agent loops -----------------------------------------------------------
+
+
+def define(base: type = Environment, **attributes: Any) -> type:
+    """The class E, with these attributes."""
+    for name, value in attributes.items():
+        if callable(value):
+            value.__name__, value.__qualname__ = name, f"E.{name}"
+    return type("E", (base,), {"__qualname__": "E", **attributes})
+
+
+async def _nothing(self: Any) -> None: ...
+async def _state(self: Any, state: Any) -> None: ...
+async def _verl_run(self: Any, sampling_params: Any, **kwargs: Any) -> None: ...
+def _no_self(a: int) -> int: ...  # type: ignore[empty-body]
+def _untyped_no_self(a) -> int: ...  # type: ignore[no-untyped-def, empty-body]
+def _no_parameters() -> int: ...  # type: ignore[empty-body]
+def _only_self(self: Any) -> float: ...  # type: ignore[empty-body]
+def _verifiers_reward(self: Any, completion: Any, answer: Any) -> float: ...  # type: ignore[empty-body]
+def _trl_reward(self: Any, completions: Any, **kwargs: Any) -> float: ...  # type: ignore[empty-body]
+
+
+@pytest.mark.parametrize(
+    ("make_class", "expected"),
+    [
+        (lambda: define(act=tool(_no_self)), r"tool E.act has the first parameter 'a', but .* `def act\(self, ...\)`"),
+        (lambda: define(act=tool(_untyped_no_self)), r"the first parameter 'a', but a method needs `self`"),
+        (lambda: define(act=tool(_no_parameters)), r"tool E.act has no parameter, but a method needs `self`"),
+        (lambda: define(ok=reward(_only_self)), r"the reward E.ok has the wrong .*; write `def ok\(self, sample\)`"),
+        (lambda: define(ok=reward(_verifiers_reward)), r"the reward E.ok has the wrong parameters .*completion"),
+        (lambda: define(ok=reward(_trl_reward)), r"the reward E.ok has the wrong parameters .*'completions'"),
+        (lambda: define(setup=_state), r"E.setup has the wrong .*'state'; write `async def setup\(self\)`"),
+        (lambda: define(teardown=_state), r"E.teardown has the wrong .*; write `async def teardown\(self\)`"),
+        (lambda: define(run=_nothing), r"E.run has the wrong .*; write `async def run\(self, episode\)`"),
+        (
+            lambda: define(AgentLoop, run=_verl_run),
+            r"E.run has the wrong .*'sampling_params'; write `async def run\(se",
+        ),
+        (lambda: define(Tool, run=_nothing), r"E.run has the wrong .*; write `async def run\(self, arguments\)`"),
+        (lambda: define(ok=tool(reward(lambda self: 1.0))), r"E.ok has the decorators @tool and @reward"),
+        (lambda: define(setup_timeout=1), r"E.setup_timeout has no effect; did you mean 'setup_timeout_s'\?"),
+        (lambda: define(teardown_timeout=1.5), r"did you mean 'teardown_timeout_s'\?"),
+        (lambda: define(setup_attempt=1), r"did you mean 'setup_attempts'\?"),
+    ],
+)
+def test_a_wrong_method_is_refused_at_its_class(make_class: Make, expected: str) -> None:
+    with pytest.raises(BadInputError, match=expected):
+        make_class()
+
+
+def test_right_methods_of_other_forms_are_accepted() -> None:
+    def decorator(function: Any) -> Any:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await function(*args, **kwargs)
+
+        return call
+
+    async def renamed(self: Any, ep: Episode) -> None: ...
+
+    async def with_default(self: Any, episode: Episode, seed: int = 0) -> None: ...
+
+    def with_kwargs(self: Any, sample: Sample, **kwargs: Any) -> float:
+        return 1.0
+
+    for run in (decorator(renamed), renamed, with_default):
+        define(run=run)
+    define(ok=reward(with_kwargs), max_attempts=3, timeout_s=2.0, name="x")
+
+
+def test_a_limit_as_an_attribute_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    async def run(self: Any, episode: Episode) -> None: ...
+
+    define(max_turns=3, run=run)
+    assert not caplog.records
+    define(max_turns=3)
+    assert "E.max_turns has no effect unless" in caplog.text
+    assert "RolloutRunner(limits=RolloutLimits(max_turns=3))" in caplog.text
+
+
+class NeedsMore(Environment):
+    def __init__(self, task: Task, database: str) -> None:
+        super().__init__(task)
+
+
+class TakesNothing(Environment):
+    def __init__(self) -> None:
+        super().__init__(make_task())
+
+
+class ForgetsSuper(Environment):
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+
+class PassesNoTask(Environment):
+    def __init__(self, task: Task) -> None:
+        unchecked(super().__init__)()
+
+
+def test_the_constructor_of_an_environment_takes_a_task(make: Any) -> None:
+    for kind in (NeedsMore, TakesNothing):
+        with pytest.raises(BadInputError, match=rf"{kind.__name__}.__init__ .*; write `def __init__\(self, task\)`"):
+            make(kind)
+    (group,) = collect(make(ForgetsSuper))
+    assert "has no tools; call super().__init__(task) in ForgetsSuper.__init__" in str(group.samples[0].error)
+    (group,) = collect(make(PassesNoTask))
+    assert "In a constructor of your own, write `super().__init__(task)`" in str(group.samples[0].error)
+    plain = unchecked(define())
+    with pytest.raises(BadInputError, match=r"so pass it the class E, not E\(...\)"):
+        plain()
+
+
+# -- functions -------------------------------------------------------------------------------------------
+
+
+def test_a_reward_function_of_trl_is_refused(make: Any) -> None:
+    def score(completions: list[str], **kwargs: Any) -> list[float]:
+        return [0.0]
+
+    with pytest.raises(BadInputError, match=r"reward has the wrong .*'completions'; write `def reward\(sample: Sample"):
+        make(reward=score)
+
+
+@pytest.mark.parametrize("kept", [None, [1], [], "no", 0.3, 1])
+def test_a_filter_returns_a_bool(make: Any, kept: object) -> None:
+    with pytest.raises(BadInputError, match=r"group_filter returned .* for task 't'; it must return True, which keeps"):
+        collect(make(group_filter=lambda group: kept))
+
+
+@pytest.mark.parametrize("true", [True, np.True_, np.array(True), torch.tensor(True)])
+def test_a_filter_may_return_a_bool_of_another_library(make: Any, true: Any) -> None:
+    assert len(collect(make(group_filter=lambda group: true))) == 1
+    assert collect(make(group_filter=lambda group: not true)) == []
+
+
+# -- tools -----------------------------------------------------------------------------------------------
+
+
+class Opaque:
+    """Has no text of its own."""
+
+
+class Described:
+    def __str__(self) -> str:
+        return "a lamp"
+
+
+async def _inner() -> int:
+    return 1
+
+
+def call_returning(make_value: Make) -> ToolResult:
+    def act() -> Any:
+        """Act."""
+        return make_value()
+
+    return asyncio.run(ToolRegistry([act]).call(ToolCall("act", {})))
+
+
+@pytest.mark.parametrize(
+    ("make_value", "expected"),
+    [
+        (lambda: {"r": _inner()}, r"tool 'act' returned a value with a coroutine, .*; write `await` there"),
+        (lambda: [1, (_inner(), 2)], "a value with a coroutine"),
+        (Opaque, "object of the type Opaque, of which Python writes only the address"),
+        (lambda: {"lamp": [Opaque()]}, "object of the type Opaque"),
+        (lambda: len, None),
+        (lambda: _no_self, "object of the type function"),
+    ],
+)
+def test_a_result_that_is_no_data_fails_the_sample(make_value: Make, expected: str | None) -> None:
+    if expected is None:
+        assert call_returning(make_value).content == "<built-in function len>"
+        return
+    with pytest.raises(BadInputError, match=expected):
+        call_returning(make_value)
+
+
+def test_other_results_keep_their_texts() -> None:
+    ring: list[Any] = [1]
+    ring.append(ring)
+    texts = {
+        "a lamp": Described,
+        "null": lambda: None,
+        "[1, [...]]": lambda: ring,
+        "<O object at 0x7f00>": lambda: "<O object at 0x7f00>",
+        '{"a":1}': lambda: {"a": 1},
+        "{(1, 2): 3}": lambda: {(1, 2): 3},
+    }
+    for text, make_value in texts.items():
+        assert call_returning(make_value).content == text
+
+
+@pytest.mark.parametrize("annotation", [Sample, Task | None, list[Episode]])
+def test_a_tool_gets_no_objects_of_the_runner(annotation: Any) -> None:
+    def act(text: str, state: Any) -> str:
+        """Act."""
+        return text
+
+    act.__annotations__["state"] = annotation
+    with pytest.raises(BadInputError, match=r"parameter 'state' has the type \w+ of verl_server, .*reads self.task"):
+        FunctionTool(act)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ('{"name": "f", "parameters": {"q": "a"}}', 'the key is "arguments", not "parameters"'),
+        ('{"name": "f", "arguments": "{\\"q\\": 1}"}', 'the value of "arguments" is an object, not a string'),
+        ('{"name": "f", "arguments": [1]}', 'must be {"name": "...", "arguments": {...}}'),
+    ],
+)
+def test_a_call_of_another_dialect_is_explained_to_the_policy(call: str, expected: str) -> None:
+    (result,) = parse_hermes_tool_calls(f"<tool_call>{call}</tool_call>")
+    assert isinstance(result, ToolResult)
+    assert result.error_type == "malformed"
+    assert result.content.endswith(expected)
+
+
+# -- runs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("max_tokens", "write max_new_tokens"),
+        ("max_completion_tokens", "write max_new_tokens"),
+        ("logprobs", "always record log probabilities"),
+        ("top_logprobs", "always record log probabilities"),
+    ],
+)
+def test_sampling_parameters_of_openai_are_refused(make: Any, name: str, expected: str) -> None:
+    with pytest.raises(BadInputError, match=f"'{name}' is no sampling parameter of an agent; .*{expected}"):
+        make(sampling_params={name: 5})
+
+
+def test_a_run_without_steps_warns_of_max_staleness(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    collect(make())
+    assert "max_staleness" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        collect(make(max_staleness=2))
+    assert "max_staleness=2 has no effect on `run`; it is for `steps`" in caplog.text
+
+
+def test_an_image_for_a_text_model_is_refused_before_the_run(make: Any) -> None:
+    picture = {"type": "image", "image": "chart.png"}
+    for start in (make().run, lambda tasks: make().steps(tasks, 1)):
+        with pytest.raises(BadInputError, match=r"tasks\[0\], 't': a message has an image, which needs the processor"):
+            start([make_task([picture])])
+
+
+def test_a_reward_of_a_node_is_a_list() -> None:
+    graph = TrajectoryGraph("s")
+    graph.add_node(None, [1], sampled=False)
+    with pytest.raises(BadInputError, match=r"rewards must be a list of numbers, got 0.5; write \[0.5\]"):
+        unchecked(graph.set_rewards)(0, 0.5)
+
+
+def test_a_refused_prompt_without_a_user_says_what_is_missing(make: Any) -> None:
+    (group,) = collect(make(), Task("t", [{"role": "assistant", "content": "hello"}]))
+    message = str((group.samples[0].error or {})["message"])
+    assert "the chat template refuses these messages" in message
+    assert 'the messages have no message of the user: add {"role": "user", "content": "..."}' in message
+
+
+# -- commands --------------------------------------------------------------------------------------------
+
+
+def run_command(*words: str) -> str:
+    """The error of a command. It has not succeeded."""
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code != 0
+    return str(result.exception)
+
+
+@pytest.mark.parametrize("content", [b'{"id": "x", "nodes": []}\n', b'{\n  "version": "1.0"\n}\n'])
+def test_a_file_of_another_kind_is_no_session(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "o.jsonl"
+    file.write_bytes(content)
+    expected = "A file of another kind is no recorded session: pass RUN_DIR/NAME.jsonl"
+    assert expected in run_command("trajectory", "show", str(file))
+    output = str(tmp_path / "out" / "traces.jsonl")
+    assert expected in run_command("trajectory", "export", str(file), "--format", "verifiers", "--output", output)
+
+
+def test_the_folder_of_a_page_is_made(make: Any, tmp_path: Path) -> None:
+    collect(make(run_dir=tmp_path / "run"))
+    page = tmp_path / "new" / "folder" / "page.html"
+    result = CliRunner().invoke(app, ["trajectory", "show", str(tmp_path / "run" / "t-0.jsonl"), "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    assert page.read_bytes().startswith(b"<!doctype html>")
+    error = run_command("trajectory", "show", str(tmp_path / "run" / "t-0.jsonl"), "--html", str(page / "x.html"))
+    assert "cannot be written" in error
+
+
+def test_a_tokenizer_that_does_not_exist_is_found_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without a network: the port 9 of this machine has no server."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    started = time.monotonic()
+    with pytest.raises(BadInputError, match=r"the tokenizer 'nope' cannot be loaded: .*; pass a folder"):
+        load_tokenizer("nope", "pass a folder")
+    for name, expected in ((str(tmp_path), "the folder has no tokenizer"), ("./no/such", "there is no such folder")):
+        with pytest.raises(BadInputError, match=f"{expected}.*; pass a folder"):
+            load_tokenizer(name, "pass a folder")
+    assert time.monotonic() - started < 20.0
