@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import typer
+from agent_helpers import ScriptedGenerateFn
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import (
@@ -34,7 +35,7 @@ from verl_server import (
     VerlEngine,
     VerlServerError,
 )
-from verl_server.agent import RolloutLimits
+from verl_server.agent import RolloutLimits, RolloutRunner, Sample
 from verl_server.cli.app import app
 from verl_server.cli.arguments import parse_server_args, require_known_arguments
 from verl_server.config import TRANSPORTS
@@ -199,6 +200,30 @@ def test_the_fleet_and_the_agents_of_the_readme_run(
     assert [span["version"] for span in names["reply"]["meta_info"]["weight_versions"]] == [1]
     assert names["batch"]["responses"].shape[0] == 8
     assert len(list((tmp_path / "sessions" / "step-000000").glob("sum-0-*.jsonl"))) == 8
+
+
+def test_the_example_for_users_of_other_libraries_runs(
+    shared_engine: VerlEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A policy with random weights does not find the number. A policy that counts from 1 finds the numbers up to 4."""
+    (example,) = (block.text for block in blocks("python") if block.page.name == "migration.md")
+    names: dict[str, Any] = {"fleet": shared_engine, "train": lambda batch: None}
+    program = example.replace("max_response_tokens=1024", "max_response_tokens=256").replace("n=8", "n=2")
+    asyncio.run(eval(compile(program, "migration.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names))
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    samples = asyncio.run(play(names))
+    assert [sample.reward for sample in samples] == [1.0] * 4 + [0.0] * 5
+    assert [sample.rewards["num_guesses"] for sample in samples] == [1, 2, 3, 4, 4, 4, 4, 4, 4]
+    assert [sample.stop_reason for sample in samples] == ["done"] * 4 + ["max_turns"] * 5
+
+
+async def play(names: dict[str, Any]) -> list[Sample]:
+    """The samples of the environment of the example, in the order of its tasks."""
+    renderer = names["runner"]._samples.renderer
+    policy = ScriptedGenerateFn(renderer._tokenizer, lambda prompt: str(1 + prompt.count("higher")))
+    runner = RolloutRunner(names["GuessNumber"], policy, renderer=renderer, limits=names["limits"])
+    groups = {group.task.id: group async for group in runner.run(names["tasks"])}
+    return [groups[task.id].samples[0] for task in names["tasks"]]
 
 
 def test_the_readme_is_short() -> None:
