@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_server.agent import Sample, SampleGroup, Task
-from verl_server.agent.episode_state import find_segments
+from verl_server.agent.episodes.segments import find_segments
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.trajectory import (
     NO_VERSION,

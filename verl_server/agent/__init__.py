@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from verl_server.agent.chat_scheduler import ChatScheduler, TurnCallback
     from verl_server.agent.environments.environment import Environment
     from verl_server.agent.environments.rewards import RewardFn, reward
-    from verl_server.agent.episode import Episode
+    from verl_server.agent.episodes.episode import Episode
     from verl_server.agent.generate_fn import GenerateFn, as_generate_fn
     from verl_server.agent.groups.group_filter import GroupFilter, has_variance
     from verl_server.agent.groups.group_runner import RunnerCounters
@@ -92,7 +92,7 @@ __getattr__, __dir__ = export_lazily(
         ),
         "verl_server.agent.environments.environment": ("Environment",),
         "verl_server.agent.environments.rewards": ("RewardFn", "reward"),
-        "verl_server.agent.episode": ("Episode",),
+        "verl_server.agent.episodes.episode": ("Episode",),
         "verl_server.agent.generate_fn": (
             "GenerateFn",
             "as_generate_fn",

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_server.agent.episode import Episode
-from verl_server.agent.episode_state import validate_episode_arguments
+from verl_server.agent.episodes.episode import Episode
+from verl_server.agent.episodes.episode_state import validate_episode_arguments
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.samples import Task, Turn

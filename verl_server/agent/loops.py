@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from typing import Any, TypeVar
 
-from verl_server.agent.episode import Episode
+from verl_server.agent.episodes.episode import Episode
 from verl_server.agent.limits import EpisodeStopped
 from verl_server.agent.samples import Turn
 from verl_server.agent.tools.parsing import as_tool_call, parse_hermes_tool_calls, parse_json_tool_call

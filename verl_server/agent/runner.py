@@ -16,7 +16,7 @@ from typing import Any
 from verl_server.agent.engine_access import Engine, access_engine, with_stop_tokens
 from verl_server.agent.environments.environment import Environment, as_agent
 from verl_server.agent.environments.rewards import Reward, RewardFn, RewardOptions, reward_of
-from verl_server.agent.episode_state import require_limits, validate_episode_arguments
+from verl_server.agent.episodes.episode_state import require_limits, validate_episode_arguments
 from verl_server.agent.generate_fn import await_reply, require_sampling_params
 from verl_server.agent.groups.group_filter import GroupFilter, get_group_filter
 from verl_server.agent.groups.group_runner import GroupRunner, RunnerCounters

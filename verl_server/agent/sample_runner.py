@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_server.agent.environments.environment import RETRY_DELAY_S, Agent
 from verl_server.agent.environments.rewards import Reward, RewardOptions, compute_rewards, rewards_of, total_reward
-from verl_server.agent.episode import Episode
+from verl_server.agent.episodes.episode import Episode
 from verl_server.agent.generate_fn import GenerateFn
 from verl_server.agent.limits import RolloutLimits
 from verl_server.agent.loops import AgentLoop

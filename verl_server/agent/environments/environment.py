@@ -15,7 +15,7 @@ from verl_server.agent.environments.class_attributes import require_class_attrib
 from verl_server.agent.environments.near_misses import require_no_near_miss
 from verl_server.agent.environments.rewards import RewardOptions, reward_options_of
 from verl_server.agent.environments.template_calls import CURE, find_unread_call
-from verl_server.agent.episode import Episode
+from verl_server.agent.episodes.episode import Episode
 from verl_server.agent.loops import AgentLoop, ToolAgentLoop, as_agent_loop, plain_attributes, read_identity
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.samples import Task

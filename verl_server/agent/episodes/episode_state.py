@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from verl_server.agent.episodes.recorded_nodes import RecordedNodes
 from verl_server.agent.generate_fn import require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.phase_times import Phase, measure
-from verl_server.agent.samples import Segment
 from verl_server.agent.tools.registry import ToolRegistry
 from verl_server.agent.user_code import NO_TIMEOUT_S, has_result, wait_until_done
 from verl_server.errors import BadInputError
@@ -20,7 +19,7 @@ from verl_server.trajectory.nodes import Node
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.foreign_text import texts_of
-from verl_server.trajectory.rendering.messages import Message, image_sources, validate_messages
+from verl_server.trajectory.rendering.messages import Message, validate_messages
 from verl_server.types import Json
 
 Result = TypeVar("Result")
@@ -62,10 +61,7 @@ class EpisodeState:
         self.graph = record if isinstance(record, TrajectoryGraph) else record.graph
         self._task_id = task_id
         self._deadline = None if limits.timeout_s is None else time.monotonic() + limits.timeout_s
-        self._num_recorded_nodes = len(self.graph.nodes)
-        """Number of nodes that the record contained at the start."""
-        self._replayed_nodes: set[int] = set()
-        """Ids of recorded turns that were replayed. A turn is replayed once."""
+        self.recorded = RecordedNodes(self.graph)
         self._counted_nodes: set[int] = set()
         """Ids of the nodes that count against the limits."""
         self.num_response_tokens = 0
@@ -221,81 +217,8 @@ class EpisodeState:
         roots = [None if end is None else self.graph.path(end)[0].id for end in (leaf, node)]
         return None if roots[0] == roots[1] else self.first_prompts.get(roots[1])
 
-    def find_context(
-        self, parent: int | None, branch: str, token_ids: Sequence[int], message: Json, tools_digest: str | None
-    ) -> Node | None:
-        """The child of `parent` with these tokens that the policy did not sample, or None. Branches share it.
-
-        A first prompt that the branch had recorded before this episode started is also found by its messages and tools:
-        a chat template may write the present date. Earlier versions have not recorded the tools.
-        """
-        wanted, images = tuple(token_ids), _images_of(message)
-        nodes = [node for node in map(self.graph.node, self.graph.children(parent)) if not node.sampled]
-        for node in nodes:
-            if node.token_ids == wanted and _images_of(node.message or {}) == images:  # an image is one placeholder
-                return node
-        for node in nodes if parent is None else ():
-            has_same_tools = node.tools_digest in (None, tools_digest)
-            is_recorded = node.id < self._num_recorded_nodes and node.branch == branch
-            if is_recorded and has_same_tools and node.message == message:
-                return node
-        return None
-
-    def take_recorded_turn(self, parent: int, branch: str) -> Node | None:
-        """The next turn of a branch that was recorded after `parent` before this episode started, or None.
-
-        Each turn is taken once.
-        """
-        for child in self.graph.children(parent):
-            node = self.graph.node(child)
-            can_replay = child < self._num_recorded_nodes and child not in self._replayed_nodes
-            if can_replay and node.sampled and node.branch == branch:
-                self._replayed_nodes.add(child)
-                return node
-        return None
-
     def close(self) -> None:
         """Cancel all requests. No branch can generate a turn any more."""
         self._is_closed = True
         for request in self._requests:
             request.cancel(CLOSED)
-
-
-def _images_of(message: Json) -> list[str]:
-    return [source for item in message.get("messages", ()) for source in image_sources(item)]
-
-
-def find_segments(graph: TrajectoryGraph, ends: Sequence[tuple[int | None, float]]) -> tuple[Segment, ...]:
-    """The segments that end at some nodes, each given with its weight, in the order of `ends`.
-
-    A turn of several paths is trained with the first of them. A path without a sampled token, with the weight 0, or
-    whose turns are trained with earlier paths is no segment. Nor is a path that later paths continue, if they give each
-    turn that it trains the same weight.
-    """
-    paths: dict[int, tuple[float, list[int]]] = {}
-    """Weight and turns with a token of the path to each node."""
-    for leaf, weight in ends:
-        turns = [node.id for node in graph.path(leaf) if node.sampled and node.token_ids] if leaf is not None else []
-        if leaf is not None and weight and turns:
-            paths.setdefault(leaf, (weight, turns))
-    next_weights: dict[int, float] = {}
-    """Weight of each turn in the first of the later paths that contain the turn."""
-    needed: dict[int, set[int]] = {}
-    """Turns of each path to which no later path gives the same weight."""
-    for leaf, (weight, turns) in reversed(paths.items()):
-        needed[leaf] = {turn for turn in turns if next_weights.get(turn) != weight}
-        next_weights |= dict.fromkeys(turns, weight)
-    segments: list[Segment] = []
-    trained: set[int] = set()
-    for leaf, (weight, turns) in paths.items():
-        if needed[leaf] - trained:
-            segments.append(Segment(leaf, weight))
-            trained.update(turns)
-    return tuple(segments)
-
-
-def require_weight(weight: object) -> float:
-    """The weight of a segment. Raises BadInputError unless it is a finite number of at least 0."""
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight < 0:
-        raise BadInputError(f"the weight of a branch must be a finite number of at least 0, got {weight!r}")
-    return float(weight)

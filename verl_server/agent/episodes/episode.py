@@ -14,8 +14,9 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from verl_server.agent.cursor import Cursor
-from verl_server.agent.episode_state import EpisodeState, find_segments, require_weight, validate_episode_arguments
+from verl_server.agent.episodes.cursor import Cursor
+from verl_server.agent.episodes.episode_state import EpisodeState, validate_episode_arguments
+from verl_server.agent.episodes.segments import find_segments, require_weight
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.samples import Segment, Task, Turn
@@ -218,14 +219,9 @@ class Episode:
     def _append(self, messages: Sequence[Message]) -> None:
         self._state.require_new_messages(messages, self.leaf)
         tools_digest = digest(self.tools.schemas) if self.leaf is None else None
-        if self.leaf is None:
-            token_ids = self._renderer.render_prompt(messages, self.tools.schemas or None)
-        else:
+        if self.leaf is not None:
             messages = self._state.truncate_results(messages, self.leaf, self.tools, self._renderer)
-            turn_ids = self.graph.node(self.leaf).token_ids
-            preceding_ids, tools = self._cursor.preceding_ids(self.leaf), self.tools.schemas or None
-            token_ids = self._renderer.render_next_turn(messages, turn_ids, preceding_ids, tools)
-            self._state.require_room(self.leaf, len(token_ids))
+        token_ids = self._cursor.render(messages, self._renderer, self.tools.schemas or None)
         self._state.has_images |= have_images(messages, self._renderer)
         self._cursor.add_context(token_ids, {"messages": [dict(message) for message in messages]}, tools_digest)
         if tools_digest is not None:

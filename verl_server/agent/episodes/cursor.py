@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Unpack
 
-from verl_server.agent.episode_state import EpisodeState
+from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.generate_fn import GenerateFn, generate_whole_turn
 from verl_server.agent.samples import Turn
 from verl_server.errors import BadInputError
@@ -15,6 +15,7 @@ from verl_server.trajectory.batches.routed_experts import num_routed_tokens
 from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.images import image_data_url
+from verl_server.trajectory.rendering.messages import Message
 from verl_server.trajectory.rendering.vision_renderer import (
     VisionRenderer,
     require_same_prompt,
@@ -35,12 +36,21 @@ class Cursor:
         self.has_turns = False
         """Whether the branch has a turn of its own with a token."""
 
+    def render(self, messages: Sequence[Message], renderer: ChatRenderer, tools: Sequence[Json] | None) -> list[int]:
+        """Token ids of messages at the end of the branch. Raises EpisodeStopped if they do not fit after a turn."""
+        if self.leaf is None:
+            return renderer.render_prompt(messages, tools)
+        turn_ids = self._graph.node(self.leaf).token_ids
+        token_ids = renderer.render_next_turn(messages, turn_ids, self.preceding_ids(self.leaf), tools)
+        self._state.require_room(self.leaf, len(token_ids))
+        return token_ids
+
     def add_context(self, token_ids: Sequence[int], message: Json, tools_digest: str | None = None) -> None:
-        """Record tokens that the policy did not sample, or move to their node (`EpisodeState.find_context`).
+        """Record tokens that the policy did not sample, or move to their node (`RecordedNodes.find_context`).
 
         No tokens need no node: the renderer looks for the end marker of a turn in the last node.
         """
-        node = self._state.find_context(self.leaf, self.branch, token_ids, message, tools_digest)
+        node = self._state.recorded.find_context(self.leaf, self.branch, token_ids, message, tools_digest)
         if node is not None:
             self._state.count(node)
             self.leaf = node.id
@@ -50,7 +60,7 @@ class Cursor:
     def replay_turn(self) -> Node | None:
         """Move to the recorded turn that continues the branch, if there is one."""
         assert self.leaf is not None
-        node = self._state.take_recorded_turn(self.leaf, self.branch)
+        node = self._state.recorded.take_recorded_turn(self.leaf, self.branch)
         if node is not None:
             self._move_to(node)
             self.has_turns |= bool(node.token_ids)

@@ -1,0 +1,1 @@
+"""Episodes: one sample of an agent, its branches, and their record."""
