@@ -173,7 +173,8 @@ def test_best_of_n_within_a_sample(renderer: ChatRenderer) -> None:
         return branches
 
     branches = asyncio.run(run())
-    assert episode.segments == (Segment(episode.leaf or 0, 0.25), Segment(branches[0].leaf or 0, 0.25))
+    first, others = Segment(1, 1.0), [Segment(branches[0].leaf or 0, 0.25), Segment(episode.leaf or 0, 0.25)]
+    assert episode.segments == (first, *others), "the first turn keeps the weight with which it was generated"
     with pytest.raises(BadInputError, match="this branch was adopted"):
         asyncio.run(branches[1].generate())
     for other in (episode, branches[1], make(renderer), 3):
@@ -388,7 +389,8 @@ def test_branches_continue_after_a_crash(renderer: ChatRenderer, tmp_path: Path,
     assert graph.nodes[: len(before.nodes)] == before.nodes
     assert sum(node.sampled for node in graph.nodes) == NUM_TEAM_TURNS
     assert sorted(prompts_of(graph)[num_recorded:]) == sorted(policy.prompts)
-    assert [segment.weight for segment in sample.segments] == [1.0, 1.0, 0.5, 1.0]
+    assert [segment.weight for segment in sample.segments] == [1.0, 0.5, 1.0, 1.0], "in the order of the branches"
+    assert sample.segments[-1].leaf == sample.leaf, "the compacted path began last"
     assert {graph.rewards[segment.leaf][0] for segment in sample.segments} == {2.0}
 
     loaded = asyncio.run(run(policy, 30.0))

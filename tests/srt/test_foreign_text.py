@@ -52,7 +52,7 @@ NEEDS_CALLS = (
     "{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor %}"
     "<|im_end|>\n"
     "{%- if m.tool_calls %}{%- set calls.value = m.tool_calls %}{%- set calls.at = loop.index0 %}{%- endif %}"
-    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
 )
 """As those of Mistral and gpt-oss: a result needs an id and the call before it, and is written as JSON."""
 
