@@ -257,12 +257,11 @@ class Episode:
         try:
             if messages is None and self.leaf is None:
                 messages = self.messages
+            if messages is not None and isinstance(self._renderer, VisionRenderer):
+                reading = call_user_function(read_images, messages, self._renderer)  # not in the event loop
+                messages = await self._state.finish_in_time(reading, "the decoding of images")
             if messages is not None:
-                shown: Sequence[Message] = messages
-                if isinstance(self._renderer, VisionRenderer):  # images are decoded outside of the event loop
-                    reading = call_user_function(read_images, messages, self._renderer)
-                    shown = await self._state.finish_in_time(reading, "the decoding of images")
-                self._append(shown)
+                self._append(messages)
             return await self._generate_turn(params)
         except BaseException as failure:
             if before.leaf is not None or not isinstance(failure, EpisodeStopped):  # the first prompt gets the reward
