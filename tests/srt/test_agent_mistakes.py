@@ -263,9 +263,9 @@ def test_the_batch_has_the_outcome_reward_of_each_row(renderer: ChatRenderer) ->
 
 def test_the_advantages_of_the_documentation_count_each_sample_once() -> None:
     text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    code = text[text.index("import torch\nfrom tensordict") : text.index("return advantages[sample_of_row]")]
+    start = text.index("import torch\nfrom tensordict")
     names: dict[str, Any] = {}
-    exec(code + "return advantages[sample_of_row]", names)
+    exec(text[start : text.index("```", start)], names)
     advantages = names["group_advantages"]({
         "group_index": torch.tensor([0, 0, 0, 1, 1]),
         "sample_index": torch.tensor([0, 0, 2, 0, 1]),

@@ -303,9 +303,10 @@ def test_a_resumed_sample_keeps_the_date_of_its_prompt(tokenizer: Any, tmp_path:
     """The template writes the present time: a sample that continues later has its recorded prompt."""
     generate = ScriptedGenerateFn(tokenizer, lambda _: "hello")
 
-    renderer = renderer_with_template(tokenizer, "{{ strftime_now('%H:%M:%S.%f ') }}" + QWEN)
+    tokenizer.chat_template = "{{ strftime_now('%H:%M:%S.%f ') }}" + QWEN
 
     async def run(reward: Any) -> SampleGroup:
+        renderer = ChatRenderer(tokenizer)  # which keeps rendered prompts for a minute
         runner = RolloutRunner(
             SingleTurnLoop(), generate, renderer=renderer, limits=RolloutLimits(99), reward=reward, run_dir=tmp_path
         )
@@ -314,7 +315,7 @@ def test_a_resumed_sample_keeps_the_date_of_its_prompt(tokenizer: Any, tmp_path:
         return group
 
     messages = [{"role": "user", "content": "x"}]
-    assert renderer.render_prompt(messages) != renderer.render_prompt(messages)
+    assert ChatRenderer(tokenizer).render_prompt(messages) != ChatRenderer(tokenizer).render_prompt(messages)
     assert asyncio.run(run(lambda _: 1 / 0)).samples[0].stop_reason == "error"
     resumed = asyncio.run(run(lambda _: 1.0)).samples[0]
     assert resumed.reward == 1.0

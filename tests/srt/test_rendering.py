@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from verl_server.agent import ToolRegistry
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import ASSISTANT_PLACEHOLDER, ChatRenderer, FamilyRenderer, get_renderer
+from verl_server.trajectory.rendering import prompt_cache
 from verl_server.trajectory.rendering.families import PROBE_PROMPTS, PROBE_TOOL
 from verl_server.trajectory.rendering.truncation import TRUNCATION_MARK, truncate_text
 
@@ -116,6 +118,28 @@ def test_long_texts_are_truncated_as_if_all_of_the_text_was_tokenized(cut: str) 
     text, encoded[0] = "weights\n" * 100_000, 0
     assert len(truncate_text(text, 500, cut, encode, decode)) < 10_000
     assert encoded[0] < 20_000
+
+
+def test_the_first_prompt_of_a_group_is_rendered_once(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for longer than a minute: a template may write the present time."""
+    renderer = renderer_with_template(tokenizer, QWEN)
+    messages = [{"role": "user", "content": "u"}]
+    first = renderer.render_prompt(messages)
+    tokenizer.chat_template = QWEN.replace("{{ m.content }}", "{{ m.content }} at noon")
+    changed = ChatRenderer(tokenizer).render_prompt(messages)
+    assert changed != first
+    again = renderer.render_prompt(messages)
+    assert again == first
+    again.append(0)
+    assert renderer.render_prompt(messages) == first, "callers have copies"
+    assert renderer.render_prompt([{"role": "user", "content": "v"}]) != first
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + prompt_cache.LIFETIME_S)
+    assert renderer.render_prompt(messages) == changed
+    for number in range(2 * prompt_cache.MAX_PROMPTS):
+        renderer.render_prompt([{"role": "user", "content": str(number)}])
+    tokenizer.chat_template = QWEN
+    assert renderer.render_prompt(messages) == first, "old prompts are forgotten"
 
 
 def test_thoughts_that_the_template_removes_are_kept(tokenizer: Any) -> None:

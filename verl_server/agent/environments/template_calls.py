@@ -24,8 +24,9 @@ def find_unread_call(renderer: ChatRenderer) -> str | None:
     if (sampled := sample_call_turn(renderer)) is None:
         return None
     turn_ids, tools = sampled
-    parsed, text = renderer.parse_tool_calls(turn_ids, (), tools), renderer.decode_raw(turn_ids)
-    calls = ToolAgentLoop().parse_tool_calls(Turn(renderer.decode(turn_ids), turn_ids, 0, "stop", parsed, text))
+    parsed, decoded = renderer.parse_tool_calls(turn_ids, (), tools), renderer.decode(turn_ids)
+    text = renderer.decode_raw(turn_ids, decoded)
+    calls = ToolAgentLoop().parse_tool_calls(Turn(decoded, turn_ids, 0, "stop", parsed, text))
     if calls == [ToolCall(NAME, ARGUMENTS)]:
         return ""
     if not calls:

@@ -142,7 +142,8 @@ class Cursor:
         """The turn that a node contains. `tools`: schemas of the tools that the turn may call."""
         token_ids = list(node.token_ids)
         tool_calls = renderer.parse_tool_calls(token_ids, self.preceding_ids(node.id), tools)
-        text, raw_text = str((node.message or {})["content"]), renderer.decode_raw(token_ids)
+        text = str((node.message or {})["content"])
+        raw_text = renderer.decode_raw(token_ids, text)
         return Turn(text, token_ids, node.id, node.finish_reason or "", tool_calls, raw_text)
 
     def preceding_ids(self, node: int) -> Sequence[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import functools
 import inspect
 import traceback
@@ -26,6 +25,7 @@ from verl_server.agent.user_code import UserCodeError, call_user_function, creat
 from verl_server.agent.user_failures import PRESENT_EPISODE
 from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError, InfrastructureError
+from verl_server.trajectory.rendering.messages import copy_json
 from verl_server.types import Json
 from verl_server.validation import (
     find_coroutine_error,
@@ -203,7 +203,7 @@ class FunctionTool(Tool):
         name = name or str(getattr(function, "__name__", ""))
         description = options.description or read_description(name, function, is_needed=decorated is None)
         self._arguments_model = _arguments_model(name, self._function)
-        schema = copy.deepcopy(_schema_of(self._arguments_model))
+        schema = copy_json(_schema_of(self._arguments_model))
         super().__init__(name, description, schema, options.timeout_s if timeout_s is None else timeout_s)
         self.max_result_tokens, self.truncate = options.max_result_tokens, options.truncate
         self.source_file = _source_file(function)

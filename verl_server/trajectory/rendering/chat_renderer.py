@@ -16,6 +16,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.trajectory.rendering.call_turns import CallTurns
 from verl_server.trajectory.rendering.foreign_text import (
@@ -29,7 +31,6 @@ from verl_server.trajectory.rendering.messages import (
     SURROGATE_CURE,
     Message,
     ParsedToolCall,
-    copy_json,
     user_hint,
     validate_messages,
     with_call_ids,
@@ -41,11 +42,14 @@ from verl_server.trajectory.rendering.probes import (
     PROBE_RESULTS,
     PROBE_TURN_ENDS,
 )
+from verl_server.trajectory.rendering.prompt_cache import PromptCache, key_of
 from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT, require_tokenizer
 from verl_server.trajectory.rendering.truncation import truncate_parts, truncate_text
 from verl_server.trajectory.rendering.turn_ends import length_of_overlap, without_end
 from verl_server.types import Json
 
+MAX_CHECKED_TOOLS = 64
+"""Number of lists of tools that are remembered."""
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of templates that the renderer sets."""
 
@@ -68,8 +72,9 @@ class ChatRenderer:
         self._call_turns = CallTurns(self._apply_template, self._control_tokens)
         self._white_space: dict[int, bool] = {}
         """Whether a token is white space only."""
-        self._checked_tools: Sequence[Json] = ()
-        """Tools with which the template was checked last."""
+        self._prompts = PromptCache()
+        self._checked_tools: set[bytes] = set()
+        """Lists of tools with which the template was checked, as JSON."""
         if not getattr(tokenizer, "chat_template", None):
             raise UnsupportedError("this tokenizer has no chat template; set tokenizer.chat_template")
         for name in template_arguments:
@@ -120,14 +125,25 @@ class ChatRenderer:
         renders after a turn depends on earlier turns when the template gets these tools.
         """
         validate_messages(messages)
+        key = key_of(messages, tools)
+        if (cached := self._prompts.get(key)) is not None:
+            return cached
         messages, mark = self._control_tokens.mark_messages(messages)
         text = self._apply_template(messages, tools)
         require_shown(messages, text)
         require_tools_shown(tools or (), text)
-        if tools and tools != self._checked_tools:
+        self._require_usable_with(tools or ())
+        token_ids = encode_parts(self.encode, text, mark)
+        self._prompts.put(key, token_ids)
+        return token_ids
+
+    def _require_usable_with(self, tools: Sequence[Json]) -> None:
+        """Check the template with these tools, once for each list of tools."""
+        if tools and (key := orjson.dumps(tools)) not in self._checked_tools:
             self._check_template(tools)
-            self._checked_tools = copy_json(list(tools))
-        return encode_parts(self.encode, text, mark)
+            if len(self._checked_tools) >= MAX_CHECKED_TOOLS:
+                self._checked_tools.clear()
+            self._checked_tools.add(key)
 
     def render_next_turn(
         self,
@@ -205,10 +221,22 @@ class ChatRenderer:
         """Text of token ids, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def decode_raw(self, turn_ids: Sequence[int]) -> str:
-        """Text of the token ids of a turn with special tokens such as `[TOOL_CALLS]`, but without its end marker."""
-        eos: Any = getattr(self._tokenizer, "eos_token_id", None)
-        return self._decode_all(without_end(turn_ids, (*self.stop_token_ids, eos)))
+    def decode_raw(self, turn_ids: Sequence[int], text: str) -> str:
+        """Text of the token ids of a turn with special tokens such as `[TOOL_CALLS]`, but without its end marker.
+
+        `text`: what `decode` returns for the turn.
+        """
+        kept = without_end(turn_ids, self._end_ids)
+        special_ids = self._control_tokens.special_ids
+        if special_ids.isdisjoint(kept) and special_ids.issuperset(turn_ids[len(kept) :]):
+            return text
+        return self._decode_all(kept)
+
+    @functools.cached_property
+    def _end_ids(self) -> frozenset[int]:
+        """The tokens that end a turn."""
+        eos = getattr(self._tokenizer, "eos_token_id", None)
+        return frozenset((*self.stop_token_ids, *(() if eos is None else (int(eos),))))
 
     def truncate(self, text: str, max_tokens: int, cut: str = "end") -> str:
         """The text, or `max_tokens` tokens of it, without a part of a character, with `TRUNCATION_MARK` at the cut.

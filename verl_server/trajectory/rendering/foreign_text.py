@@ -32,6 +32,13 @@ class ControlTokens:
             *(token.content for token in added if token.special),
         }
         self._special_names = special - {""}
+        self.special_ids = frozenset(
+            {
+                *getattr(tokenizer, "all_special_ids", ()),
+                *(index for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special),
+            }
+        )
+        """Ids of the tokens that `decode` leaves out of a text."""
         self._can_split = _keeps_parts(tokenizer)
         self._special, self._all = _starts_of(special), _starts_of({*special, *(token.content for token in added)})
 
