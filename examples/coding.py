@@ -29,7 +29,7 @@ from verl_server.demo import grpo, policy
 
 TASKS_PER_STEP, SAMPLES_PER_TASK = 2, 32
 EPOCHS, MINIBATCHES = 2, 4
-LEARNING_RATE, CLIP, ENTROPY_WEIGHT = 2e-3, 0.2, 0.04
+LEARNING_RATE, CLIP, ENTROPY_WEIGHT = 1e-3, 0.2, 0.08
 LIMITS = RolloutLimits(max_response_tokens=32, max_turns=3)
 MAX_CONCURRENCY = 4
 """Samples that run at a time, and as many others start or close their sandboxes. More do not help two cores."""
@@ -179,7 +179,7 @@ def print_times(metrics: Sequence[Mapping[str, float]], total_s: float) -> None:
 def main() -> None:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--png", type=Path)
     options = parser.parse_args()

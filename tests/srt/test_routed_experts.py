@@ -40,6 +40,7 @@ from verl_server.trajectory import (
     to_packed,
     to_tree,
 )
+from verl_server.trajectory.batches.routed_experts import pack_experts
 
 NUM_LAYERS, NUM_CHOSEN = 3, 2
 LAYOUT = ExpertLayout(NUM_LAYERS, NUM_CHOSEN)
@@ -321,6 +322,29 @@ def test_a_later_turn_does_not_replace_the_experts_of_an_earlier_one() -> None:
     assert batch["routed_experts"].shape == (2, 8, NUM_LAYERS, NUM_CHOSEN)
     assert batch["routed_experts"][1][:4].tolist() == decode(graph, 4).tolist()
     assert not batch["routed_experts"][1][4:].any()
+
+
+def test_recorded_experts_need_one_or_two_bytes() -> None:
+    """Records of earlier versions have four bytes. A damaged text is kept, and refused when a batch is made."""
+    graph = make_graph()
+    wanted = to_packed([(graph, 3)], expert_layout=LAYOUT)["routed_experts"]
+    for node in (1, 3):
+        text = graph.nodes[node].routed_experts
+        assert text is not None
+        packed = pack_experts(text)
+        assert packed is not None
+        assert len(packed) < 0.3 * len(text) + 10
+        with_text(graph, node, packed)
+    assert torch.equal(to_packed([(graph, 3)], expert_layout=LAYOUT)["routed_experts"], wanted)
+    large = decode(make_graph(), 4) + 200
+    packed = pack_experts(encode(large))
+    assert packed is not None
+    assert packed.startswith("int16:")
+    found = to_packed([(with_text(graph, 4, packed), 4)], expert_layout=LAYOUT)["routed_experts"][:4]
+    assert found.tolist() == large.tolist()
+    for damaged in ("no base64", encode(large - 1000), encode(large + 40_000)):
+        assert pack_experts(damaged) == damaged
+    assert pack_experts(None) is None
 
 
 def test_experts_above_255_need_two_bytes() -> None:

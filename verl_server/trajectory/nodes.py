@@ -70,8 +70,8 @@ class Node:
     finish_reason: str | None = None
     """Why sampling ended: the type of SGLang's `finish_reason` (`stop`, `length`, ...)."""
     routed_experts: str | None = None
-    """Routed experts as SGLang sent them with the turn: base64 of int32 [tokens, layers, experts per token]. Of
-    the tokens that no earlier turn of the path has read, or of the whole path, without the last token of the turn."""
+    """Routed experts that SGLang sent with the turn, see `pack_experts`: base64 of [tokens, layers, experts per token].
+    Of the tokens that no earlier turn of the path has read, or of the whole path, without the last token."""
     branch: str = ""
     """Branch of the episode that added the node: empty for the first branch, "0" for the first branch that it made
     (`fork`, `new_root`), "0.1" for the second branch that the branch "0" made, and so on."""

@@ -11,7 +11,7 @@ from verl_server.agent.generate_fn import GenerateFn, generate_whole_turn
 from verl_server.agent.samples import Turn
 from verl_server.errors import BadInputError
 from verl_server.router.resumable_generation import version_spans
-from verl_server.trajectory.batches.routed_experts import num_routed_tokens
+from verl_server.trajectory.batches.routed_experts import num_routed_tokens, pack_experts
 from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.images import image_data_url
@@ -92,7 +92,7 @@ class Cursor:
             spans=[Span(span["version"], span["start"], span["end"]) for span in spans],
             message={"role": "assistant", "content": renderer.decode(token_ids)},
             finish_reason=str((meta.get("finish_reason") or {}).get("type")),
-            routed_experts=meta.get("routed_experts"),
+            routed_experts=pack_experts(meta.get("routed_experts")),
         )
 
     async def request_turn(self, generate: GenerateFn, renderer: ChatRenderer, params: Json) -> Json:

@@ -8,6 +8,9 @@ are those from the request's `routed_experts_start_len` up to the last but one o
 has never read the last token. Tokens that were in the prefix cache have the experts that were chosen when their KV
 cache was computed. Layers without experts have zeros.
 
+A record has these numbers as one or two bytes each (`pack_experts`): a model with 48 layers and 8 experts per token
+needs 512 instead of 2,048 bytes for each token.
+
 So a turn has the experts of the tokens that no earlier turn of its path has read: the last token of the earlier turn,
 the messages after this turn, and its own tokens but the last. A turn may also have those of its whole path, for a
 request without `routed_experts_start_len`; the experts of the earlier turns are used then, because the weights may have
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_UINT8, MAX_INT16 = 255, 32767
+PACKED_DTYPES = {"uint8": "u1", "int16": "<i2"}
+"""Names before the base64 text of packed experts, and their dtypes. A text without a name is of int32 numbers."""
 SWITCH_ON = "RolloutRunner(return_routed_experts=True)"
 """How a runner records routed experts, for errors."""
 PASS_LAYOUT = "expert_layout=ExpertLayout.from_config(model.config)"
@@ -81,6 +86,25 @@ class ExpertLayout:
                 "num_experts_per_token)"
             )
         return cls(num_layers, num_experts)
+
+
+def pack_experts(text: str | None) -> str | None:
+    """The routed experts of a reply with the smallest dtype that has all of their numbers.
+
+    A text that is damaged, or has other numbers, is returned unchanged: the batch refuses it with its place.
+    """
+    import numpy as np
+
+    if text is None:
+        return None
+    try:
+        experts = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+    except (binascii.Error, ValueError):
+        return text
+    if experts.size and (experts.min() < 0 or experts.max() > MAX_INT16):
+        return text
+    name = "uint8" if not experts.size or experts.max() <= MAX_UINT8 else "int16"
+    return f"{name}:{base64.b64encode(experts.astype(PACKED_DTYPES[name]).tobytes()).decode()}"
 
 
 def num_routed_tokens(graph: TrajectoryGraph, leaf: int | None) -> int:
@@ -165,7 +189,7 @@ def _has_experts(names: Sequence[str], node_lists: Sequence[Sequence[Node]], lay
     return True
 
 
-def _new_experts(graph: TrajectoryGraph, node: Node, layout: ExpertLayout) -> tuple[int, NDArray[np.int32]]:
+def _new_experts(graph: TrajectoryGraph, node: Node, layout: ExpertLayout) -> tuple[int, NDArray[np.integer[Any]]]:
     """The experts of the tokens that no earlier turn of the path has read, and the position of the first of them.
 
     Raises BadInputError for a text that is no base64, and for another number of experts than that of the tokens.
@@ -174,22 +198,24 @@ def _new_experts(graph: TrajectoryGraph, node: Node, layout: ExpertLayout) -> tu
 
     assert node.routed_experts is not None
     place = f"the routed experts of node {node.id} of session {graph.session_id!r}"
+    name, _, text = node.routed_experts.rpartition(":")
+    dtype = np.dtype(PACKED_DTYPES.get(name, "<i4"))
     try:
-        content = base64.b64decode(node.routed_experts, validate=True)
+        content = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise BadInputError(
             f"{place} are no base64 text: {error}; the record is damaged, or another program wrote it, so generate the "
             "sample again"
         ) from error
     start, end = num_routed_tokens(graph, node.parent), max(0, graph.num_tokens(node.id) - 1)
-    num_bytes = layout.num_layers * layout.num_experts_per_token * np.dtype("<i4").itemsize
+    num_bytes = layout.num_layers * layout.num_experts_per_token * dtype.itemsize
     if len(content) not in ((end - start) * num_bytes, end * num_bytes):
         raise BadInputError(
             f"{place} have {len(content)} bytes, but {end - start} tokens with {layout.num_layers} layers and "
             f"{layout.num_experts_per_token} experts per token need {(end - start) * num_bytes}; pass the layout of "
             "the model that generated the sample, and leave routed_experts_start_len to the episode"
         )
-    experts = np.frombuffer(content, dtype="<i4").reshape(-1, layout.num_layers, layout.num_experts_per_token)
+    experts = np.frombuffer(content, dtype=dtype).reshape(-1, layout.num_layers, layout.num_experts_per_token)
     experts = experts[len(experts) - (end - start) :]
     if experts.size and (experts.min() < 0 or experts.max() > MAX_INT16):
         wrong = experts.min() if experts.min() < 0 else experts.max()
