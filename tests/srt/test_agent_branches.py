@@ -279,14 +279,74 @@ def test_a_branch_that_is_left_behind_is_cancelled(renderer: ChatRenderer) -> No
         assert loop.branch is not None
         await asyncio.wait({loop.left}, timeout=5.0)
         assert loop.left.cancelled()
-        with pytest.raises(BadInputError, match="has ended, and one of its branches is still used"):
+        with pytest.raises(asyncio.CancelledError, match="has ended, and one of its branches is still used"):
             await loop.branch.generate()
+        with pytest.raises(BadInputError, match="has ended, and one of its branches is still used"):
+            loop.branch.add_messages([USER_MESSAGE])
         return group.samples[0]
 
     sample = asyncio.run(run())
     assert sample.stop_reason == "done"
     assert len(sample.graph.nodes) == 2
     assert policy.num_cancelled == 1
+
+
+def test_a_branch_that_still_generates_ends_with_its_last_turn(renderer: ChatRenderer) -> None:
+    """Its messages have no turn when the agent loop returns, so they are in no row."""
+
+    class Leaves(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            await episode.generate()
+            branch = episode.fork()
+            self.turn = await branch.generate([USER_MESSAGE])
+            self.task = asyncio.create_task(branch.generate([{"role": "user", "content": "long " * 20}]))
+            await asyncio.sleep(0.01)
+
+    loop = Leaves()
+
+    async def run() -> Sample:
+        runner = RolloutRunner(loop, CountingPolicy(block_at=2), renderer=renderer, limits=RolloutLimits(500))
+        (group,) = [group async for group in runner.run([Task("t", [USER_MESSAGE])])]
+        return group.samples[0]
+
+    sample = asyncio.run(run())
+    assert sample.stop_reason == "done"
+    assert [segment.leaf for segment in sample.segments] == [loop.turn.node]
+
+
+def test_a_limit_belongs_to_the_branch_that_reached_it(renderer: ChatRenderer) -> None:
+    """Also if another branch generates before or after. A branch that adopts another one takes over its limit."""
+
+    async def run(order: str) -> tuple[list[str | None], str]:
+        episode = make(renderer, max_response_tokens=300)
+        await episode.generate()
+        branches = {name: episode.fork() for name in "ab"}
+        for name in order:
+            if name == "a":
+                await branches["a"].generate([USER_MESSAGE])
+            else:
+                with pytest.raises(EpisodeStopped):
+                    await branches["b"].generate([{"role": "user", "content": "x" * 900}])
+        limits = [branches[name].reached_limit for name in "ab"]
+        episode.adopt(branches["a"])
+        return limits, episode.reached_limit or "done"
+
+    for order in ("ab", "ba"):
+        limits, stop_reason = asyncio.run(run(order))
+        assert limits == [None, "max_response_tokens"], order
+        assert stop_reason == "done"
+
+
+def test_a_fork_of_another_root_has_the_messages_of_its_first_prompt(renderer: ChatRenderer) -> None:
+    async def run() -> None:
+        episode = make(renderer)
+        await episode.generate()
+        other, shown = episode.new_root([USER_MESSAGE]), [{"role": "user", "content": "other"}]
+        other.add_messages(shown)
+        turn = await other.generate()
+        assert episode.fork(turn.node).messages == shown
+
+    asyncio.run(run())
 
 
 class FailingTeamLoop(AgentLoop):

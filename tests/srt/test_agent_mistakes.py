@@ -499,7 +499,7 @@ def test_an_agent_loop_without_a_turn_or_with_a_value_fails_the_sample(
 
 
 class CatchesLimits(AgentLoop):
-    """Generates until anything is raised. `goes_on`: in another branch after that."""
+    """Generates until anything is raised. `goes_on`: at the end of another branch after that."""
 
     def __init__(self, goes_on: bool = False) -> None:
         super().__init__()
@@ -512,7 +512,9 @@ class CatchesLimits(AgentLoop):
                 await episode.generate([{"role": "user", "content": "more"}])
         except EpisodeStopped:
             if self.goes_on:
-                await episode.new_root([{"role": "user", "content": "again"}]).generate()
+                branch = episode.new_root([{"role": "user", "content": "again"}])
+                await branch.generate()
+                episode.adopt(branch)
 
 
 @pytest.mark.parametrize(
@@ -522,12 +524,12 @@ class CatchesLimits(AgentLoop):
         (CatchesLimits(), RolloutLimits(60), "max_response_tokens", 3),
         (CatchesLimits(), RolloutLimits(2), "max_response_tokens", 1),
         (CatchesLimits(), RolloutLimits(max_context_tokens=10), "max_context_tokens", 0),
-        (CatchesLimits(goes_on=True), RolloutLimits(max_context_tokens=90), "done", 3),
+        (CatchesLimits(goes_on=True), RolloutLimits(max_context_tokens=90), "done", 1),
     ],
 )
 def test_a_limit_that_the_loop_catches_is_the_stop_reason(
     renderer: ChatRenderer, agent: AgentLoop, limits: RolloutLimits, expected: str, num_turns: int
 ) -> None:
-    """Unless the policy generates a turn after that."""
+    """Unless the branch goes on at the end of another branch."""
     sample = run(agent, renderer, limits=limits, reward=lambda sample: 1.0)
     assert (sample.stop_reason, sample.num_turns, sample.reward) == (expected, num_turns, 1.0)

@@ -6,6 +6,7 @@ No test of this file needs a server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -29,7 +30,9 @@ from verl_server.agent import (
     ToolCall,
     ToolResult,
     mcp_tools,
+    tool,
 )
+from verl_server.errors import InfrastructureError
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph
 
 USER = [{"role": "user", "content": "x"}]
@@ -250,3 +253,112 @@ def test_a_callback_that_raises_the_limit_fails(policy: ScriptedGenerateFn, rend
         assert OTHER_EPISODE in str(raised.value.exceptions[0])
 
     asyncio.run(talk())
+
+
+# -- loops that repeat their turns, and failures beside a limit ---------------------------------------
+
+
+class Repeats(AgentLoop):
+    """Repeats a turn at once when it fails. `kind`: which failure does not end."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.left = kind, list[asyncio.Task[None]]()
+
+    async def run(self, episode: Episode) -> None:
+        await episode.generate()
+        if self.kind == "left":  # the first branch reaches the limit, and the other branch is left behind
+            self.left.append(asyncio.create_task(self._repeat(episode.fork(), 0.05)))
+            await self._repeat(episode.fork(), 0.0)
+        while True:
+            try:
+                await episode.generate([{"role": "user", "content": None}] if self.kind == "refused" else USER)
+            except Exception:  # noqa: BLE001
+                continue
+            except EpisodeStopped:
+                assert self.kind == "caught"
+
+    async def _repeat(self, branch: Episode, pause_s: float) -> None:
+        while True:
+            with contextlib.suppress(Exception):
+                await branch.generate(USER)
+                await asyncio.sleep(pause_s)
+
+
+@pytest.mark.parametrize("kind", ["left", "refused", "caught"])
+def test_a_loop_that_repeats_a_failed_turn_does_not_block_the_event_loop(
+    policy: ScriptedGenerateFn, renderer: ChatRenderer, kind: str
+) -> None:
+    async def run() -> None:
+        agent = Repeats(kind)
+        runner = RolloutRunner(agent, policy, renderer=renderer, limits=RolloutLimits(400, max_turns=5))
+        taking = asyncio.create_task(take(runner))
+        await asyncio.wait({taking}, timeout=1.0)
+        if kind == "left":
+            assert taking.result().stop_reason == "max_turns"
+            await asyncio.wait(agent.left, timeout=5.0)
+            assert all(task.cancelled() for task in agent.left)
+        else:
+            taking.cancel()  # nothing but the caller ends such a loop
+            await asyncio.wait({taking}, timeout=5.0)
+            assert taking.done()
+
+    async def take(runner: RolloutRunner) -> Sample:
+        async for group in runner.run(make_tasks(1)):
+            return group.samples[0]
+        raise AssertionError
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+def test_a_failed_call_counts_more_than_a_limit_of_another_call(
+    run: Callable[..., list[Sample]],
+) -> None:
+    """Also if the call that reached the limit comes first, and if the failure is in a task group."""
+
+    class Both(Environment):
+        @tool
+        async def sub_agent(self) -> str:
+            """Generates until the limit."""
+            branch = self.episode.fork()
+            while True:
+                await branch.generate(USER)
+
+        @tool
+        async def box(self) -> str:
+            """Its container is lost."""
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._lose())
+            return ""
+
+        async def _lose(self) -> None:
+            raise InfrastructureError("the container is lost")
+
+        async def run(self, episode: Episode) -> None:
+            self.episode = episode
+            await episode.generate()
+            await self.tools.call_all([ToolCall("sub_agent", {}), ToolCall("box", {})])
+
+    (sample,) = run(Both, make_tasks(1), max_attempts=1)
+    assert sample.stop_reason == "error"
+    assert sample.error is not None
+    assert sample.error["message"] == "the container is lost"
+    assert sample.tool_counts["box/errors/failed"] == 1
+
+
+def test_a_lost_container_in_a_task_group_is_retried(run: Callable[..., list[Sample]]) -> None:
+    attempts: list[int] = []
+
+    class Lost(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            await episode.generate()
+            attempts.append(1)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._work())
+
+        async def _work(self) -> None:
+            if len(attempts) == 1:
+                raise InfrastructureError("the container is lost")
+
+    (sample,) = run(Lost(), make_tasks(1), max_attempts=2)
+    assert (sample.stop_reason, len(attempts)) == ("done", 2)

@@ -571,3 +571,28 @@ def test_common_turns_are_masked_in_all_fields_of_later_rows() -> None:
     assert packed["response_mask"].tolist() == [0, 0, 1, 0, 1, 0, 0, 0, 0, 1]
     assert packed["rollout_log_probs"].tolist() == [0, 0, -0.5, 0, -0.25, 0, 0, 0, 0, -0.25]
     assert packed["weight_versions"].tolist() == [-1, -1, 3, -1, 4, -1, -1, -1, -1, 4]
+
+
+def test_rewards_and_the_termination_are_one_write(tmp_path: Path) -> None:
+    """A process that is killed between two writes would leave rewards of one run and a termination of another."""
+    with Recorder(tmp_path, "s") as record:
+        node = record.add_node(None, [1], sampled=True, logprobs=[-1.0], spans=[Span(1, 0, 1)])
+        record.graph.rewards[node.id] = [np.float32(2.0)]  # type: ignore[list-item]
+        writes: list[bytes] = []
+        path = session_file(tmp_path, "s")
+        before = path.stat().st_size
+        original = os.write
+
+        def write(fd: int, data: bytes) -> int:
+            writes.append(bytes(data))
+            return original(fd, data)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "write", write)
+            record.terminate(node.id, "done", reward=2.0)
+        assert len(writes) == 1
+        assert path.stat().st_size == before + len(writes[0])
+    loaded = load_session(path)
+    assert loaded.rewards == {node.id: [2.0]}
+    assert loaded.last_termination is not None
+    assert loaded.last_termination.reward == 2.0

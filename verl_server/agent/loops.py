@@ -76,10 +76,10 @@ class AgentLoop(ABC):
     async def run_episode(self, episode: Episode) -> str:
         """Call `run` and return the stop reason: `done`, the name of a limit, or `error`.
 
-        A loop that returns after a turn which a limit has cut off, or after it caught EpisodeStopped, has stopped at
-        this limit. A loop that returns a value, or returns without a turn before a limit, has failed. The stop reason
-        and the exception of a failed episode are also stored in the episode. An `Exception` is not raised, nor is the
-        SystemExit of `exit()`; cancellation is. The limit of another episode is a failure.
+        A loop that returns after a turn of its branch which a limit has cut off, or after it caught EpisodeStopped of
+        this branch, has stopped at this limit. A loop that returns a value, or returns without a turn before a limit,
+        has failed. The stop reason and the exception of a failed episode are also stored in the episode. An `Exception`
+        is not raised, nor is the SystemExit of `exit()`; cancellation is. The limit of another episode is a failure.
         """
         try:
             # In a task of its own: what the agent loop cancels and ignores there does not cancel the sample.
@@ -116,7 +116,7 @@ def _find_mistake(name: str, value: object, episode: Episode) -> BadInputError |
             f"{name}.run returned {value!r:.80}, but it must return None: the turns of an episode are recorded. A "
             "reward belongs into reward=, or into a method of an Environment with the decorator @reward"
         )
-    if not episode.has_turns and episode.reached_limit is None:
+    if not episode._state.has_turns and episode.reached_limit is None:
         return BadInputError(
             f"{name}.run returned without a turn of the policy, so there is nothing to train; write "
             "`await episode.generate(...)`, with `await`"

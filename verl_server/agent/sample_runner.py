@@ -236,8 +236,6 @@ class SampleRunner:
         return dataclasses.replace(sample, reward=reward, rewards=values), None
 
     def _record(self, sample: Sample, record: Recorder | TrajectoryGraph) -> None:
-        if isinstance(record, Recorder):
-            record.record_all_rewards()  # also those that the agent loop or a reward function set on the graph
         if sample.graph.nodes:  # the termination is written last: a file that contains it is complete
             assert sample.leaf is not None
             segments = [(segment.leaf, segment.weight) for segment in sample.segments]

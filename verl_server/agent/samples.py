@@ -121,7 +121,8 @@ class Sample:
     summed."""
     tool_counts: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Number of tool calls in this process by names: `NAME/calls`, `NAME/errors/TYPE` for those of them that failed,
-    and `errors/TYPE` for calls of no tool, with the types of `ToolResult.error_type`."""
+    and `errors/TYPE` for calls of no tool, with the types of `ToolResult.error_type`.
+    `failed` counts calls that failed the sample or an attempt at it."""
     segments: Sequence[Segment] = ()
     """Paths that are trained, for example those before and after a compaction, and those of sub-agents, in the order in
     which their branches were made. Each sampled token is in at least one of them, unless its branch has the weight 0 or

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from verl_server.agent.user_failures import PRESENT_EPISODE, as_exception, as_failure, find_own_stop
-from verl_server.errors import BadInputError, DeadlineError, InfrastructureError
+from verl_server.errors import DeadlineError, InfrastructureError
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +39,6 @@ _IDLE_THREADS: list[_Calls] = []
 os.register_at_fork(after_in_child=_IDLE_THREADS.clear)
 
 
-class UserCodeError(BadInputError):
-    """Code of a user uses this library in a wrong way, which the policy can neither cause nor avoid.
-
-    Raised in a tool, it fails the sample. It does not become a result of the call.
-    """
-
-
 async def call_user_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of a user and return its result. A function that is not a coroutine function runs in a thread."""
     if inspect.iscoroutinefunction(function):
@@ -62,9 +55,11 @@ async def await_user_code(awaitable: Awaitable[Any]) -> Any:
     """
     try:
         return await awaitable
-    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+    except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # noqa: BLE001 - raised as another exception: asyncio would end the event loop
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, BaseExceptionGroup):
+            raise
         failure = find_own_stop(error) or as_exception(error)
         raise failure from failure.__cause__
 

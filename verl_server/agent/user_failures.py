@@ -6,6 +6,15 @@ import asyncio
 import contextvars
 
 from verl_server.agent.limits import EpisodeStopped
+from verl_server.errors import BadInputError, InfrastructureError
+
+
+class UserCodeError(BadInputError):
+    """Code of a user uses this library in a wrong way, which the policy can neither cause nor avoid.
+
+    Raised in a tool, it fails the sample. It does not become a result of the call.
+    """
+
 
 USER_FAILURES = (Exception, EpisodeStopped, BaseExceptionGroup)
 """What code of a user raises when it fails. `as_exception` makes an exception of it."""
@@ -34,8 +43,15 @@ def as_exception(error: BaseException) -> Exception:
     """What code of a user has raised, as an exception that a future can raise and that does not end a run.
 
     `SystemExit` of a tool must end only the tool, and asyncio does not raise StopIteration through a future. An
-    EpisodeStopped is a failure of the code that ran the episode. In an exception group, other exceptions come first.
+    EpisodeStopped is a failure of the code that ran the episode. In an exception group, other exceptions come first. An
+    InfrastructureError or a UserCodeError in a group, for example of a task group, is returned without the group.
     """
+    if isinstance(error, BaseExceptionGroup):
+        group: BaseException | None = error.subgroup((InfrastructureError, UserCodeError))
+        while isinstance(group, BaseExceptionGroup):
+            group = group.exceptions[0]
+        if isinstance(group, Exception):
+            return group
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     text = f"{type(error).__name__}: {error}"

@@ -81,16 +81,24 @@ class Recorder:
     def set_rewards(self, node: int, values: Sequence[float]) -> None:
         """Set the rewards of a node and write them. See `TrajectoryGraph.set_rewards`."""
         self.graph.set_rewards(node, values)
-        self._write_rewards([node])
+        self._write({"rewards": {"node": node, "values": self.graph.rewards[node]}})
+        self._written_rewards[node] = self.graph.rewards[node].copy()
 
     def record_all_rewards(self) -> None:
         """Make the rewards of the file equal to those of `graph`, also if they were set or removed on `graph`."""
-        rewards = self.graph.rewards
+        self._write_rewards_and()
+
+    def _write_rewards_and(self, *lines: Json) -> None:
+        """Make the rewards of the file equal to those of `graph`, and write lines, all at once."""
+        rewards = {node: [float(value) for value in values] for node, values in self.graph.rewards.items()}
         is_removed = not self._written_rewards.keys() <= rewards.keys()
-        if is_removed:
-            self._written_rewards.clear()
-        changed = [node for node, values in rewards.items() if values != self._written_rewards.get(node)]
-        self._write_rewards(changed, *([{"cleared_rewards": True}] if is_removed else []))
+        written = {} if is_removed else self._written_rewards
+        changed = {node: values for node, values in rewards.items() if values != written.get(node)}
+        cleared: list[Json] = [{"cleared_rewards": True}] if is_removed else []
+        added = [{"rewards": {"node": node, "values": values}} for node, values in changed.items()]
+        if all_lines := [*cleared, *added, *lines]:
+            self._write(*all_lines)
+        self._written_rewards = rewards
 
     def clear_rewards(self) -> None:
         """Remove the rewards of all nodes. The file keeps them until `record_all_rewards`."""
@@ -105,16 +113,12 @@ class Recorder:
         segments: Sequence[tuple[int, float]] | None = None,
         rewards: Mapping[str, float] | None = None,
     ) -> None:
-        """Record the end of a path and write it. See `TrajectoryGraph.terminate`."""
-        self._write({"termination": asdict(self.graph.terminate(node, stop_reason, error, reward, segments, rewards))})
+        """Record the end of a path. Write it with all rewards of `graph`, also those that were set or removed there.
 
-    def _write_rewards(self, nodes: Sequence[int], *before: Json) -> None:
-        """Write the lines `before`, and the rewards of some nodes."""
-        rewards = {node: list(self.graph.rewards[node]) for node in nodes}
-        lines = [*before, *({"rewards": {"node": node, "values": values}} for node, values in rewards.items())]
-        if lines:
-            self._write(*lines)
-        self._written_rewards |= rewards
+        See `TrajectoryGraph.terminate`. The lines are written at once: a process that is killed leaves all or none.
+        """
+        termination = self.graph.terminate(node, stop_reason, error, reward, segments, rewards)
+        self._write_rewards_and({"termination": asdict(termination)})
 
     def _write(self, *lines: Json) -> None:
         """Append lines. After a failure, the file ends with its last complete line, and all later calls fail too."""

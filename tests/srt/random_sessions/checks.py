@@ -179,7 +179,10 @@ def check_masks(session: Session) -> Iterator[str]:
         yield "the mask of to_tree is not each sampled token once"
     trained = {node.id for segment in session.sample.segments for node in session.graph.path(segment.leaf)}
     expected = sum(len(node.token_ids) for node in session.sampled if node.id in trained)
-    untrained = {turn for event in session.last_attempt if event["kind"] == "end" for turn in event["untrained"]}
+    end = next((i for i, event in enumerate(session.last_attempt) if event["kind"] == "end"), None)
+    untrained = set() if end is None else set(session.last_attempt[end]["untrained"])
+    if end is not None:  # the weights of branches that were left behind are not known after the end
+        untrained |= {event["node"] for event in session.last_attempt[end:] if event["kind"] == "turn"}
     for node in session.sampled:
         if node.token_ids and node.id not in trained and node.id not in untrained and node.id in session.reached:
             yield f"the turn {node.id} is in no segment, although its branch has a weight"

@@ -66,10 +66,13 @@ class PlannedEnvironment(Environment):
         self.left_turns: list[tuple[list[int], float]] = []
         """Turns of each branch before it adopted another branch, and its weight then."""
         self.background: set[asyncio.Task[None]] = set()
+        self.has_ended = False
+        """Whether `run` has returned. Branches that were left behind change no weight after that."""
         self.log.write("attempt", self.session)
         try:
             await BranchActor(self, episode).act(self.plan.steps, "")
         finally:
+            self.has_ended = True
             ends = self.left_turns + [(branch.turns, branch.episode.weight) for branch in self.branches]
             self.log.write(
                 "end", self.session, untrained=[turn for turns, weight in ends if not weight for turn in turns]
@@ -174,6 +177,8 @@ class BranchActor:
                 if first := self._first_messages():
                     self.episode.add_messages(first)
                 self.episode.append_text(step.text, prefix=step.prefix, suffix=step.suffix)
+            case SetWeight() if self._environment.has_ended:
+                pass
             case SetWeight():
                 self.episode.weight = step.weight
             case Fail():

@@ -95,6 +95,23 @@ class Cursor:
             routed_experts=pack_experts(meta.get("routed_experts")),
         )
 
+    async def generate_turn(
+        self, generate: GenerateFn, renderer: ChatRenderer, params: Json, tools: Sequence[Json]
+    ) -> Turn:
+        """The next turn: a recorded one, or the reply to a request. `tools`: schemas of the tools it may call."""
+        state = self._state
+        state.begin_turn()
+        node = None
+        try:
+            node = self.replay_turn()
+            if node is None:
+                state.require_room(self.leaf, 0)
+                node = self.add_turn(await state.run_request(self.request_turn(generate, renderer, params)), renderer)
+        finally:
+            if node is None:
+                state.fail_turn()
+        return self.as_turn(node, renderer, tools)
+
     async def request_turn(self, generate: GenerateFn, renderer: ChatRenderer, params: Json) -> Json:
         """Request a turn after the path and return the reply, which `add_turn` records.
 

@@ -10,6 +10,7 @@ called again during the replay. A tool that returns a different result starts an
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -80,7 +81,9 @@ class Episode:
         self._number = len(self._branches)  # of its path: the first branch has the number 0
         self._left_paths: dict[int, tuple[int | None, float]] = {}  # last node and weight, see `adopt`
         self._num_forks = 0  # number of branches that `fork` and `new_root` made from this branch
-        self._is_generating = self._is_adopted = False
+        self._is_adopted = False
+        self._cursor_before: Cursor | None = None  # where the branch ended before the turn that it is generating
+        self._raised_limit: str | None = None  # that the last call of `generate` raised
 
     @property
     def leaf(self) -> int | None:
@@ -112,13 +115,8 @@ class Episode:
 
     @property
     def reached_limit(self) -> str | None:
-        """Name of the limit that cut off the last turn of this branch, or was raised after all turns. Else None."""
-        return self._state.find_reached_limit(self.leaf)
-
-    @property
-    def has_turns(self) -> bool:
-        """Whether the policy has generated a turn in any branch."""
-        return self._state.has_turns
+        """Name of the limit that the last call of `generate` raised, or that cut off its turn. None if no limit did."""
+        return self._raised_limit or self._state.find_reached_limit(self.leaf)
 
     @property
     def num_response_tokens(self) -> int:
@@ -136,7 +134,8 @@ class Episode:
         ends: dict[int, tuple[int | None, float]] = {}
         for branch in (self._first or self, *self._branches):
             if not branch._is_adopted:
-                leaf = branch.leaf if branch._cursor.has_turns else None
+                end = branch._cursor_before or branch._cursor
+                leaf = end.leaf if end.has_turns else None
                 ends |= {**branch._left_paths, branch._number: (leaf, branch.weight)}
         return find_segments(self.graph, [ends[number] for number in sorted(ends)])
 
@@ -188,7 +187,7 @@ class Episode:
         name, end = self._cursor.branch, branch._cursor
         self._cursor, self.weight = Cursor(self._state, name, end.leaf, end.fork_reason), branch.weight
         self._cursor.has_turns = end.has_turns
-        self.messages, self.tools = branch.messages, branch.tools
+        self.messages, self.tools, self._raised_limit = branch.messages, branch.tools, branch._raised_limit
         branch._is_adopted = True
 
     def _new_branch(self, leaf: int | None, reason: ForkReason, weight: float) -> Self:
@@ -225,7 +224,7 @@ class Episode:
         self._state.has_images |= have_images(messages, self._renderer)
         self._cursor.add_context(token_ids, {"messages": [dict(message) for message in messages]}, tools_digest)
         if tools_digest is not None:
-            self._state.first_prompts.setdefault(self.leaf, (self.messages, self.tools))
+            self._state.first_prompts.setdefault(self.leaf, (messages, self.tools))
 
     def append_text(self, text: str, *, prefix: str = "", suffix: str = "") -> None:
         """Append `prefix`, `text` and `suffix` to the turn that the policy has just generated, within that turn.
@@ -250,10 +249,20 @@ class Episode:
         BadInputError for messages that the renderer refuses and while this branch is generating another turn, and the
         exceptions of the generate function.
         """
+        self._raised_limit = None
+        try:
+            return await self._generate_next(messages, sampling_params)
+        except (BadInputError, EpisodeStopped) as failure:
+            self._raised_limit = failure.stop_reason if isinstance(failure, EpisodeStopped) else None
+            await asyncio.sleep(0)  # a loop that repeats the call without a wait must not block the event loop
+            raise
+
+    async def _generate_next(self, messages: Sequence[Message] | None, sampling_params: Json) -> Turn:
+        self._state.cancel_if_closed()
         self._require_idle()
         params = require_sampling_params({**self._sampling_params, **sampling_params})
         self._state.require_turn()
-        before, self._is_generating = copy.copy(self._cursor), True
+        before = self._cursor_before = copy.copy(self._cursor)
         try:
             if messages is None and self.leaf is None:
                 messages = self.messages
@@ -262,28 +271,13 @@ class Episode:
                 messages = await self._state.finish_in_time(reading, "the decoding of images")
             if messages is not None:
                 self._append(messages)
-            return await self._generate_turn(params)
+            return await self._cursor.generate_turn(self._generate, self._renderer, params, self.tools.schemas)
         except BaseException as failure:
             if before.leaf is not None or not isinstance(failure, EpisodeStopped):  # the first prompt gets the reward
                 self._cursor = before
             raise
         finally:
-            self._is_generating = False
-
-    async def _generate_turn(self, params: Json) -> Turn:
-        state = self._state
-        state.begin_turn()
-        node = None
-        try:
-            node = self._cursor.replay_turn()
-            if node is None:
-                state.require_room(self.leaf, 0)
-                reply = await state.run_request(self._cursor.request_turn(self._generate, self._renderer, params))
-                node = self._cursor.add_turn(reply, self._renderer)
-        finally:
-            if node is None:
-                state.fail_turn()
-        return self._cursor.as_turn(node, self._renderer, self.tools.schemas)
+            self._cursor_before = None
 
     def close(self) -> None:
         """End the episode: cancel the turns that are being generated. No branch can be used any more."""
@@ -293,7 +287,7 @@ class Episode:
         self._state.require_open()
         if self._is_adopted:
             raise BadInputError("this branch was adopted: use the branch that adopted it")
-        if self._is_generating:
+        if self._cursor_before is not None:
             raise BadInputError(
                 f"this branch of the episode of task {self.task.id!r} is generating a turn; await it first. For "
                 "concurrent turns, make a branch for each: episode.fork()"

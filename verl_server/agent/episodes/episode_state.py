@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.foreign_text import texts_of
 from verl_server.trajectory.rendering.messages import Message, validate_messages
 from verl_server.types import Json
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -76,7 +79,7 @@ class EpisodeState:
         self.has_images = self.has_turns = False
         """Whether any message has an image, and whether the policy has generated a turn in any branch."""
         self.raised_limit: str | None = None
-        """Name of the limit that was raised last, also if the agent loop has caught it. None after another turn."""
+        """Name of the limit that was raised last, also if the agent loop has caught it."""
 
     # -- limits -------------------------------------------------------------------------------------
 
@@ -86,7 +89,7 @@ class EpisodeState:
             return
         self._counted_nodes.add(node.id)
         if node.sampled:
-            self.has_turns, self.raised_limit = True, None
+            self.has_turns = True
         if node.parent is not None or node.sampled:
             self.num_response_tokens += len(node.token_ids)
 
@@ -101,9 +104,9 @@ class EpisodeState:
         return min(remaining, key=lambda entry: entry[0])
 
     def find_reached_limit(self, leaf: int | None) -> str | None:
-        """Name of the limit that was raised after all turns, or that cut off the turn `leaf`. None if no limit did."""
-        if self.raised_limit is not None or leaf is None or self.graph.node(leaf).finish_reason != "length":
-            return self.raised_limit
+        """Name of the limit that cut off the turn `leaf`, or was raised before any turn. None if no limit did."""
+        if leaf is None or self.graph.node(leaf).finish_reason != "length":
+            return None if self.has_turns else self.raised_limit
         remaining, limit = self.remaining_tokens(leaf)
         return limit if remaining <= 0 else None
 
@@ -145,6 +148,16 @@ class EpisodeState:
                 f"the episode of task {self._task_id!r} has ended, and one of its branches is still used; await all "
                 "branches before the agent loop returns"
             )
+
+    def cancel_if_closed(self) -> None:
+        """Raise CancelledError if the episode has ended: a branch that was left behind must not repeat its turn."""
+        if self._is_closed:
+            text = (
+                f"the episode of task {self._task_id!r} has ended, and one of its branches is still used; await all "
+                "branches before the agent loop returns"
+            )
+            logger.warning("%s", text)
+            raise asyncio.CancelledError(text)
 
     def require_turn(self) -> None:
         """Raise EpisodeStopped if the limits allow no other turn, and BadInputError if the episode has ended."""

@@ -81,9 +81,9 @@ class StepStream:
         self._schedule.open_step()
         self._running.notify()
         while not self._schedule.is_ready:
+            if self._running.failure is not None:  # of a group that ended while the caller used the last step
+                raise self._running.failure
             if self._schedule.is_done:
-                if self._running.failure is not None:  # of a group that ended while the caller used the last step
-                    raise self._running.failure
                 self._watch.end_run(self._schedule.step)
                 return None
             if self._watch.is_suspicious and self._running.num_running == 0:

@@ -16,7 +16,7 @@ from mcp.types import ContentBlock, EmbeddedResource, ResourceLink, TextContent,
 from mcp.types import Tool as ToolDescription
 
 from verl_server.agent.tools.tool import Tool, ToolMistakeError
-from verl_server.agent.user_code import wait_until_done
+from verl_server.agent.user_code import wait_uncancelled, wait_until_done
 from verl_server.errors import BadInputError, ServerError
 from verl_server.type_checks import find_type_error
 from verl_server.validation import require_seconds
@@ -111,7 +111,8 @@ async def mcp_tools(server: McpServer, timeout_s: float = 30.0, *, prefix: str =
             tool.is_disconnected = True
         closing.set()
         name = f"the connection to the MCP server {_server_name(server)!r}"
-        await wait_until_done(holder, CLOSE_TIMEOUT_S if connected.done() else 0.0, name)
+        # A second cancellation would reach the holder while it stops the program of the server.
+        await wait_uncancelled(wait_until_done(holder, CLOSE_TIMEOUT_S if connected.done() else 0.0, name))
         if tools and holder.done() and not holder.cancelled() and (failure := holder.exception()) is not None:
             logger.warning("%s ended with an error: %r", name, failure)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_server.agent.limits import RolloutLimits
+from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.tools.call_counts import count_error
 from verl_server.agent.tools.tool import FunctionTool, Tool, ToolCall, ToolResult
 from verl_server.errors import BadInputError
@@ -84,7 +84,8 @@ class ToolRegistry:
         """Execute tool calls concurrently, `MAX_CONCURRENT_CALLS` at a time. Returns results in the order of the calls.
 
         An entry that is already a result (a malformed call) is returned unchanged. The exception of a tool with a
-        mistake in its source (see `Tool.call`) is raised after all calls have ended.
+        mistake in its source (see `Tool.call`) is raised after all calls have ended, and before the limit of an episode
+        that another call has reached.
         """
         slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
@@ -97,12 +98,11 @@ class ToolRegistry:
 
         if len(calls) == 1:
             return [await execute(calls[0])]
-        results: list[ToolResult] = []
-        for result in await asyncio.gather(*(execute(call) for call in calls), return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-            results.append(result)
-        return results
+        results = await asyncio.gather(*(execute(call) for call in calls), return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            raise next((failure for failure in failures if not isinstance(failure, EpisodeStopped)), failures[0])
+        return [result for result in results if isinstance(result, ToolResult)]
 
 
 def as_tool_registry(tools: ToolRegistry | Sequence[Tool | Callable[..., Any]]) -> ToolRegistry:

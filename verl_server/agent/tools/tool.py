@@ -21,8 +21,8 @@ from verl_server.agent.tools.failure_log import log_failure
 from verl_server.agent.tools.options import ToolOptions, Truncation, options_of
 from verl_server.agent.tools.result_text import as_result_text
 from verl_server.agent.tools.schema import find_inner_function, make_arguments_model, read_description, require_function
-from verl_server.agent.user_code import UserCodeError, call_user_function, create_user_task, wait_until_done
-from verl_server.agent.user_failures import PRESENT_EPISODE
+from verl_server.agent.user_code import call_user_function, create_user_task, wait_until_done
+from verl_server.agent.user_failures import PRESENT_EPISODE, UserCodeError
 from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError, InfrastructureError
 from verl_server.trajectory.rendering.messages import copy_json
@@ -132,7 +132,11 @@ class Tool(ABC):
         """
         with measure(Phase.TOOL, **{"gen_ai.tool.name": self.name}):
             async with self.slots or contextlib.nullcontext():
-                result = await self._call(arguments)
+                try:
+                    result = await self._call(arguments)
+                except Exception:
+                    count_call(self.name, "failed")
+                    raise
         count_call(self.name, result.error_type)
         return result
 

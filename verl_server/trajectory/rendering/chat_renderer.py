@@ -234,9 +234,9 @@ class ChatRenderer:
 
     @functools.cached_property
     def _end_ids(self) -> frozenset[int]:
-        """The tokens that end a turn."""
-        eos = getattr(self._tokenizer, "eos_token_id", None)
-        return frozenset((*self.stop_token_ids, *(() if eos is None else (int(eos),))))
+        """The tokens that end a turn. Some models also end turns with the token for the end of a text, the padding."""
+        others = (getattr(self._tokenizer, name, None) for name in ("eos_token_id", "pad_token_id"))
+        return frozenset((*self.stop_token_ids, *(int(token) for token in others if token is not None)))
 
     def truncate(self, text: str, max_tokens: int, cut: str = "end") -> str:
         """The text, or `max_tokens` tokens of it, without a part of a character, with `TRUNCATION_MARK` at the cut.
