@@ -279,7 +279,7 @@ def test_a_branch_that_is_left_behind_is_cancelled(renderer: ChatRenderer) -> No
         assert loop.branch is not None
         await asyncio.wait({loop.left}, timeout=5.0)
         assert loop.left.cancelled()
-        with pytest.raises(asyncio.CancelledError, match="has ended, and one of its branches is still used"):
+        with pytest.raises(BadInputError, match="has ended, and one of its branches is still used"):
             await loop.branch.generate()
         with pytest.raises(BadInputError, match="has ended, and one of its branches is still used"):
             loop.branch.add_messages([USER_MESSAGE])
@@ -312,6 +312,25 @@ def test_a_branch_that_still_generates_ends_with_its_last_turn(renderer: ChatRen
     sample = asyncio.run(run())
     assert sample.stop_reason == "done"
     assert [segment.leaf for segment in sample.segments] == [loop.turn.node]
+
+
+def test_the_first_branch_that_still_generates_ends_with_its_last_turn(renderer: ChatRenderer) -> None:
+    class Leaves(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            self.turn = await episode.generate()
+            self.task = asyncio.create_task(episode.generate([USER_MESSAGE]))
+            await asyncio.sleep(0.01)
+
+    loop = Leaves()
+
+    async def run() -> Sample:
+        runner = RolloutRunner(loop, CountingPolicy(block_at=1), renderer=renderer, limits=RolloutLimits(500))
+        (group,) = [group async for group in runner.run([Task("t", [USER_MESSAGE])])]
+        return group.samples[0]
+
+    sample = asyncio.run(run())
+    assert sample.stop_reason == "done"
+    assert sample.path == (sample.graph, loop.turn.node)
 
 
 def test_a_limit_belongs_to_the_branch_that_reached_it(renderer: ChatRenderer) -> None:

@@ -267,7 +267,7 @@ class Repeats(AgentLoop):
 
     async def run(self, episode: Episode) -> None:
         await episode.generate()
-        if self.kind == "left":  # the first branch reaches the limit, and the other branch is left behind
+        if self.kind.startswith("left"):  # the first branch reaches the limit, and the other branch is left behind
             self.left.append(asyncio.create_task(self._repeat(episode.fork(), 0.05)))
             await self._repeat(episode.fork(), 0.0)
         while True:
@@ -281,11 +281,15 @@ class Repeats(AgentLoop):
     async def _repeat(self, branch: Episode, pause_s: float) -> None:
         while True:
             with contextlib.suppress(Exception):
-                await branch.generate(USER)
+                if self.kind == "left, add_messages":
+                    branch.add_messages(USER)
+                    await branch.generate()
+                else:
+                    await branch.generate(USER)
                 await asyncio.sleep(pause_s)
 
 
-@pytest.mark.parametrize("kind", ["left", "refused", "caught"])
+@pytest.mark.parametrize("kind", ["left", "left, add_messages", "refused", "caught"])
 def test_a_loop_that_repeats_a_failed_turn_does_not_block_the_event_loop(
     policy: ScriptedGenerateFn, renderer: ChatRenderer, kind: str
 ) -> None:
@@ -294,7 +298,7 @@ def test_a_loop_that_repeats_a_failed_turn_does_not_block_the_event_loop(
         runner = RolloutRunner(agent, policy, renderer=renderer, limits=RolloutLimits(400, max_turns=5))
         taking = asyncio.create_task(take(runner))
         await asyncio.wait({taking}, timeout=1.0)
-        if kind == "left":
+        if kind.startswith("left"):
             assert taking.result().stop_reason == "max_turns"
             await asyncio.wait(agent.left, timeout=5.0)
             assert all(task.cancelled() for task in agent.left)
@@ -362,3 +366,56 @@ def test_a_lost_container_in_a_task_group_is_retried(run: Callable[..., list[Sam
 
     (sample,) = run(Lost(), make_tasks(1), max_attempts=2)
     assert (sample.stop_reason, len(attempts)) == ("done", 2)
+
+
+def test_a_branch_that_was_left_behind_is_refused_slowly(
+    policy: ScriptedGenerateFn, renderer: ChatRenderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if it catches everything: the event loop has time for others, and one warning tells of the branch."""
+
+    class Stubborn(AgentLoop):
+        num_calls = 0
+        has_to_end = False
+
+        async def run(self, episode: Episode) -> None:
+            await episode.generate()
+            self.left = asyncio.create_task(self._repeat(episode.fork()))
+
+        async def _repeat(self, branch: Episode) -> None:
+            while not self.has_to_end:
+                self.num_calls += 1
+                with contextlib.suppress(BaseException):
+                    await branch.generate(USER)
+
+    agent = Stubborn()
+
+    async def run() -> None:
+        limits = RolloutLimits(100_000, max_turns=100_000)
+        runner = RolloutRunner(agent, policy, renderer=renderer, limits=limits)
+        groups = [group async for group in runner.run(make_tasks(1))]
+        assert groups[0].samples[0].stop_reason == "done"
+        before = agent.num_calls
+        await asyncio.sleep(1.5)
+        assert agent.num_calls - before <= 3
+        agent.has_to_end = True
+        await asyncio.wait({agent.left}, timeout=5.0)
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+    assert caplog.text.count("one of its branches is still used") == 1
+
+
+@pytest.mark.parametrize("method", ["add_messages", "append_text", "generate"])
+def test_a_limit_that_any_method_raises_is_the_stop_reason(run: Callable[..., list[Sample]], method: str) -> None:
+    class Catches(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            await episode.generate()
+            with contextlib.suppress(EpisodeStopped):
+                if method == "append_text":
+                    episode.append_text("x" * 500)
+                elif method == "add_messages":
+                    episode.add_messages([{"role": "user", "content": "x" * 500}])
+                else:
+                    await episode.generate([{"role": "user", "content": "x" * 500}])
+
+    (sample,) = run(Catches(), make_tasks(1))
+    assert (sample.stop_reason, sample.num_turns) == ("max_response_tokens", 1)

@@ -50,8 +50,8 @@ class EpisodeStopped(BaseException):
     """An episode has reached a limit. Raised through the agent loop of the episode, and caught by `run_episode`.
 
     It is no `Exception`, so that an agent loop which repeats failed turns with `except Exception` ends at the limit.
-    Code that runs another episode, for example a reward or a tool, must catch the `EpisodeStopped` of this episode.
-    Otherwise the code fails with a RuntimeError.
+    Code that runs another episode, for example a reward or a tool, must catch the `EpisodeStopped` of that other
+    episode. Otherwise the code fails with a RuntimeError.
     """
 
     def __init__(self, stop_reason: str, state: object) -> None:
@@ -63,3 +63,16 @@ class EpisodeStopped(BaseException):
     def is_of(self, state: object) -> bool:
         """Whether the episode with this `EpisodeState` has reached the limit."""
         return self._state is state
+
+
+class RaisedLimit:
+    """Keeps the name of the limit that the last block with this context manager has raised."""
+
+    name: str | None = None
+
+    def __enter__(self) -> None:
+        self.name = None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, EpisodeStopped):
+            self.name = error.stop_reason

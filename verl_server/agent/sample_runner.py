@@ -146,6 +146,7 @@ class SampleRunner:
         has_other_rewards = (recorded.reward, recorded.rewards) != (loaded.reward, loaded.rewards)
         if has_other_rewards or recorder.graph.last_termination is None:
             self._record(loaded, recorder)
+        recorder.record_all_rewards()  # a run that was killed may have written some
 
     def _with_present_rewards(self, sample: Sample) -> Sample | None:
         """A recorded sample with the rewards and weights of this run. None if the record lacks a reward.

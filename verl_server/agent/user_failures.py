@@ -44,14 +44,15 @@ def as_exception(error: BaseException) -> Exception:
 
     `SystemExit` of a tool must end only the tool, and asyncio does not raise StopIteration through a future. An
     EpisodeStopped is a failure of the code that ran the episode. In an exception group, other exceptions come first. An
-    InfrastructureError or a UserCodeError in a group, for example of a task group, is returned without the group.
+    InfrastructureError or a UserCodeError in a group without other exceptions is returned without the group.
     """
     if isinstance(error, BaseExceptionGroup):
-        group: BaseException | None = error.subgroup((InfrastructureError, UserCodeError))
-        while isinstance(group, BaseExceptionGroup):
-            group = group.exceptions[0]
-        if isinstance(group, Exception):
-            return group
+        matching, rest = error.split((InfrastructureError, UserCodeError, EpisodeStopped))
+        found: BaseException | None = None if matching is None or rest else matching.split(EpisodeStopped)[1]
+        while isinstance(found, BaseExceptionGroup):
+            found = found.exceptions[0]
+        if isinstance(found, Exception):
+            return found
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     text = f"{type(error).__name__}: {error}"
@@ -71,7 +72,7 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def _first_stop(error: BaseException | None) -> EpisodeStopped | None:
-    """`error`, or the first exception of a group."""
+    """The EpisodeStopped that `error` is, or that is first in the group `error`. None for other exceptions."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error if isinstance(error, EpisodeStopped) else None

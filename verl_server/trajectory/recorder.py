@@ -8,6 +8,7 @@ written, for example because the disk is full, leaves no part of it in the file,
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -91,6 +92,8 @@ class Recorder:
     def _write_rewards_and(self, *lines: Json) -> None:
         """Make the rewards of the file equal to those of `graph`, and write lines, all at once."""
         rewards = {node: [float(value) for value in values] for node, values in self.graph.rewards.items()}
+        if wrong := [node for node, values in rewards.items() if not all(map(math.isfinite, values))]:
+            raise BadInputError(f"the reward of node {wrong[0]} of session {self.graph.session_id!r} is not finite")
         is_removed = not self._written_rewards.keys() <= rewards.keys()
         written = {} if is_removed else self._written_rewards
         changed = {node: values for node, values in rewards.items() if values != written.get(node)}
@@ -101,7 +104,7 @@ class Recorder:
         self._written_rewards = rewards
 
     def clear_rewards(self) -> None:
-        """Remove the rewards of all nodes. The file keeps them until `record_all_rewards`."""
+        """Remove the rewards of all nodes from `graph`. The file keeps them until the next call of `terminate`."""
         self.graph.clear_rewards()
 
     def terminate(
@@ -115,7 +118,7 @@ class Recorder:
     ) -> None:
         """Record the end of a path. Write it with all rewards of `graph`, also those that were set or removed there.
 
-        See `TrajectoryGraph.terminate`. The lines are written at once: a process that is killed leaves all or none.
+        See `TrajectoryGraph.terminate`. The termination is the last line: a file with the termination has all rewards.
         """
         termination = self.graph.terminate(node, stop_reason, error, reward, segments, rewards)
         self._write_rewards_and({"termination": asdict(termination)})

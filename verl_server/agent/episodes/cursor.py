@@ -1,4 +1,4 @@
-"""The end of one branch of an episode in the token graph, where nodes are added."""
+"""The end of one branch of an episode: renders the next messages, requests the next turn, and records both."""
 
 from __future__ import annotations
 

@@ -19,14 +19,13 @@ from verl_server.agent.episodes.cursor import Cursor
 from verl_server.agent.episodes.episode_state import EpisodeState, validate_episode_arguments
 from verl_server.agent.episodes.segments import find_segments, require_weight
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
-from verl_server.agent.limits import EpisodeStopped, RolloutLimits
+from verl_server.agent.limits import EpisodeStopped, RaisedLimit, RolloutLimits
 from verl_server.agent.samples import Segment, Task, Turn
 from verl_server.agent.tools.registry import ToolRegistry, as_tool_registry
 from verl_server.agent.tools.tool import Tool
 from verl_server.agent.user_code import call_user_function
 from verl_server.errors import BadInputError, to_wire
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.inputs import digest
 from verl_server.trajectory.nodes import ForkReason
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -83,7 +82,7 @@ class Episode:
         self._num_forks = 0  # number of branches that `fork` and `new_root` made from this branch
         self._is_adopted = False
         self._cursor_before: Cursor | None = None  # where the branch ended before the turn that it is generating
-        self._raised_limit: str | None = None  # that the last call of `generate` raised
+        self._raised_limit = RaisedLimit()
 
     @property
     def leaf(self) -> int | None:
@@ -115,8 +114,11 @@ class Episode:
 
     @property
     def reached_limit(self) -> str | None:
-        """Name of the limit that the last call of `generate` raised, or that cut off its turn. None if no limit did."""
-        return self._raised_limit or self._state.find_reached_limit(self.leaf)
+        """Name of the limit that this branch has reached: it cut off the last turn, or was raised after it. Else None.
+
+        Before the first turn of the sample it is the limit that any branch has reached.
+        """
+        return self._raised_limit.name or self._state.find_reached_limit(self.leaf)
 
     @property
     def num_response_tokens(self) -> int:
@@ -134,8 +136,7 @@ class Episode:
         ends: dict[int, tuple[int | None, float]] = {}
         for branch in (self._first or self, *self._branches):
             if not branch._is_adopted:
-                end = branch._cursor_before or branch._cursor
-                leaf = end.leaf if end.has_turns else None
+                leaf = branch.leaf if branch._cursor.has_turns else None
                 ends |= {**branch._left_paths, branch._number: (leaf, branch.weight)}
         return find_segments(self.graph, [ends[number] for number in sorted(ends)])
 
@@ -213,18 +214,19 @@ class Episode:
         refuses, and while this branch is generating a turn.
         """
         self._require_idle()
-        self._append(read_images(messages, self._renderer))
+        with self._raised_limit:
+            self._append(read_images(messages, self._renderer))
 
     def _append(self, messages: Sequence[Message]) -> None:
         self._state.require_new_messages(messages, self.leaf)
-        tools_digest = digest(self.tools.schemas) if self.leaf is None else None
+        tools_digest = self.tools.digest if self.leaf is None else None
         if self.leaf is not None:
             messages = self._state.truncate_results(messages, self.leaf, self.tools, self._renderer)
         token_ids = self._cursor.render(messages, self._renderer, self.tools.schemas or None)
         self._state.has_images |= have_images(messages, self._renderer)
         self._cursor.add_context(token_ids, {"messages": [dict(message) for message in messages]}, tools_digest)
         if tools_digest is not None:
-            self._state.first_prompts.setdefault(self.leaf, (messages, self.tools))
+            self._state.first_prompts.setdefault(self.leaf, (copy_json(messages), self.tools))
 
     def append_text(self, text: str, *, prefix: str = "", suffix: str = "") -> None:
         """Append `prefix`, `text` and `suffix` to the turn that the policy has just generated, within that turn.
@@ -236,7 +238,8 @@ class Episode:
         self._require_idle()
         text = self._renderer.truncate(text, self.limits.max_tool_tokens)
         token_ids = self._renderer.encode_foreign(text, prefix=prefix, suffix=suffix)
-        self._state.require_room(self.leaf, len(token_ids))
+        with self._raised_limit:
+            self._state.require_room(self.leaf, len(token_ids))
         self._cursor.add_context(token_ids, {"appended_text": prefix + text + suffix})
 
     async def generate(self, messages: Sequence[Message] | None = None, **sampling_params: Any) -> Turn:
@@ -246,19 +249,18 @@ class Episode:
         `sampling_params` override those of the episode for this turn. `max_new_tokens` is reduced to the tokens that
         the limits leave; branches that generate at the same time can each use all of them. After an exception this
         branch ends where it ended before, so that the call can be repeated. Raises EpisodeStopped at a limit,
-        BadInputError for messages that the renderer refuses and while this branch is generating another turn, and the
-        exceptions of the generate function.
+        BadInputError for messages that the renderer refuses and while this branch is generating another turn,
+        CancelledError if the episode has ended, and the exceptions of the generate function.
         """
-        self._raised_limit = None
         try:
-            return await self._generate_next(messages, sampling_params)
-        except (BadInputError, EpisodeStopped) as failure:
-            self._raised_limit = failure.stop_reason if isinstance(failure, EpisodeStopped) else None
+            with self._raised_limit:
+                return await self._generate_next(messages, sampling_params)
+        except (BadInputError, EpisodeStopped):
             await asyncio.sleep(0)  # a loop that repeats the call without a wait must not block the event loop
             raise
 
     async def _generate_next(self, messages: Sequence[Message] | None, sampling_params: Json) -> Turn:
-        self._state.cancel_if_closed()
+        await self._state.end_if_closed()
         self._require_idle()
         params = require_sampling_params({**self._sampling_params, **sampling_params})
         self._state.require_turn()
@@ -282,6 +284,8 @@ class Episode:
     def close(self) -> None:
         """End the episode: cancel the turns that are being generated. No branch can be used any more."""
         self._state.close()
+        for branch in (self._first or self, *self._branches):
+            branch._cursor = branch._cursor_before or branch._cursor  # without the messages of a turn that never came
 
     def _require_idle(self) -> None:
         self._state.require_open()

@@ -14,6 +14,7 @@ from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.tools.registry import ToolRegistry
 from verl_server.agent.user_code import NO_TIMEOUT_S, has_result, wait_until_done
+from verl_server.agent.user_failures import PRESENT_EPISODE
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
@@ -24,6 +25,9 @@ from verl_server.trajectory.rendering.messages import Message, validate_messages
 from verl_server.types import Json
 
 logger = logging.getLogger(__name__)
+
+ENDED_PAUSE_S = 1.0
+"""Seconds before a turn is refused because the episode has ended."""
 
 Result = TypeVar("Result")
 
@@ -73,7 +77,7 @@ class EpisodeState:
         """Number of turns of all branches, with those that are being generated."""
         self._requests: set[asyncio.Task[Any]] = set()
         """Requests and images that are awaited."""
-        self._is_closed = False
+        self._is_closed = self._was_used_after_end = False
         self.first_prompts: dict[int | None, FirstPrompt] = {}
         """Messages and tools of the first prompt at each root that a branch has visited."""
         self.has_images = self.has_turns = False
@@ -142,26 +146,30 @@ class EpisodeState:
         return truncated
 
     def require_open(self) -> None:
-        """Raise BadInputError if the episode has ended."""
+        """Raise CancelledError in code of the agent loop, and BadInputError in other code, if the episode has ended."""
         if self._is_closed:
-            raise BadInputError(
-                f"the episode of task {self._task_id!r} has ended, and one of its branches is still used; await all "
-                "branches before the agent loop returns"
-            )
+            raise self._ended_error()
 
-    def cancel_if_closed(self) -> None:
-        """Raise CancelledError if the episode has ended: a branch that was left behind must not repeat its turn."""
+    def _ended_error(self) -> BaseException:
+        """CancelledError for code of the agent loop: it ends a branch that repeats failed turns. Else BadInputError."""
+        text = (
+            f"the episode of task {self._task_id!r} has ended, and one of its branches is still used; await all "
+            "branches before the agent loop returns"
+        )
+        return asyncio.CancelledError(text) if PRESENT_EPISODE.get() is self else BadInputError(text)
+
+    async def end_if_closed(self) -> None:
+        """Raise the errors of `require_open` after a pause, so that a branch that repeats its turn blocks nothing."""
         if self._is_closed:
-            text = (
-                f"the episode of task {self._task_id!r} has ended, and one of its branches is still used; await all "
-                "branches before the agent loop returns"
-            )
-            logger.warning("%s", text)
-            raise asyncio.CancelledError(text)
+            error = self._ended_error()
+            if not self._was_used_after_end:
+                self._was_used_after_end = True
+                logger.warning("%s", error)
+            await asyncio.sleep(ENDED_PAUSE_S)
+            raise error
 
     def require_turn(self) -> None:
-        """Raise EpisodeStopped if the limits allow no other turn, and BadInputError if the episode has ended."""
-        self.require_open()
+        """Raise EpisodeStopped if the limits allow no other turn."""
         if self._num_turns >= self.limits.max_turns:
             raise self.stop("max_turns")
         if self._deadline is not None and time.monotonic() >= self._deadline:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from verl_server.agent.samples import Segment
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.validation import is_finite_number
 
 
 def find_segments(graph: TrajectoryGraph, ends: Sequence[tuple[int | None, float]]) -> tuple[Segment, ...]:
@@ -41,6 +41,6 @@ def find_segments(graph: TrajectoryGraph, ends: Sequence[tuple[int | None, float
 
 def require_weight(weight: object) -> float:
     """The weight of a segment. Raises BadInputError unless it is a finite number of at least 0."""
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight < 0:
+    if not is_finite_number(weight) or weight < 0:
         raise BadInputError(f"the weight of a branch must be a finite number of at least 0, got {weight!r}")
     return float(weight)

@@ -24,7 +24,10 @@ def count_calls() -> Iterator[CallCounts]:
 
 
 def count_call(name: str, error_type: str | None) -> None:
-    """Count a call of the tool `name` in the present sample. `error_type`: see `ToolResult`."""
+    """Count a call of the tool `name` in the present sample.
+
+    `error_type`: that of `ToolResult`, `failed` for a call that failed the sample, or None for success.
+    """
     if (counts := _COUNTS.get()) is not None:
         counts[f"{name}/calls"] += 1
         if error_type is not None:

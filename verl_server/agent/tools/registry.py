@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.tools.call_counts import count_error
 from verl_server.agent.tools.tool import FunctionTool, Tool, ToolCall, ToolResult
 from verl_server.errors import BadInputError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.trajectory.rendering.messages import Message
+from verl_server.trajectory.rendering.messages import Message, as_json
 from verl_server.types import Json
 from verl_server.validation import require_list
 
@@ -69,6 +71,11 @@ class ToolRegistry:
         max_tokens = (tool and tool.max_result_tokens) or limits.max_tool_tokens
         return {**message, "content": renderer.truncate_content(content, max_tokens, tool.truncate if tool else "end")}
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """A digest of the schemas, equal in every process."""
+        return hashlib.sha256(as_json(self.schemas)).hexdigest()[:16]
+
     async def call(self, call: ToolCall) -> ToolResult:
         """Execute a tool call. Failures become results, see `Tool.call`."""
         tool = self._tools.get(call.name)
@@ -102,7 +109,7 @@ class ToolRegistry:
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:
             raise next((failure for failure in failures if not isinstance(failure, EpisodeStopped)), failures[0])
-        return [result for result in results if isinstance(result, ToolResult)]
+        return cast("list[ToolResult]", results)
 
 
 def as_tool_registry(tools: ToolRegistry | Sequence[Tool | Callable[..., Any]]) -> ToolRegistry:

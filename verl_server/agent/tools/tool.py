@@ -124,11 +124,11 @@ class Tool(ABC):
         is discarded.
 
         A NameError or an ImportError in the source file of the tool is raised, and the episode fails: it is a mistake
-        in the tool, not in the call. InfrastructureError is raised, too, and so is the error of a sandbox that was not
-        started. BadInputError is raised if `run` returns an iterator, nothing to await, or a value that has no text
-        (see `as_result_text`). EpisodeStopped is raised for a limit of the episode whose agent loop calls the tool, and
-        not for a limit of another episode. An exception that is not raised by a statement `raise` of the tool is logged
-        with its traceback, once for each line.
+        in the tool, not in the call. InfrastructureError is raised, too, and so is UserCodeError, for example for a
+        sandbox that was not started. BadInputError is raised if `run` returns an iterator, nothing to await, or a value
+        that has no text (see `as_result_text`). EpisodeStopped is raised for a limit of the episode whose agent loop
+        calls the tool, and not for a limit of another episode. An exception that is not raised by a statement `raise`
+        of the tool is logged with its traceback, once for each line.
         """
         with measure(Phase.TOOL, **{"gen_ai.tool.name": self.name}):
             async with self.slots or contextlib.nullcontext():

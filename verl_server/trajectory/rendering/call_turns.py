@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import orjson
-
 from verl_server.trajectory.rendering.foreign_text import ControlTokens
-from verl_server.trajectory.rendering.messages import ASSISTANT_PLACEHOLDER, Message, stand_in_calls
+from verl_server.trajectory.rendering.messages import ASSISTANT_PLACEHOLDER, Message, as_json, stand_in_calls
 from verl_server.types import Json
 
 MAX_CACHED_TURNS = 64
@@ -38,7 +36,7 @@ class CallTurns:
         """
         plain = {"role": "assistant", "content": ASSISTANT_PLACEHOLDER}
         turns = [*history, plain | stand_in_calls(results)]
-        key, text = orjson.dumps([turns, tools]), self._apply_template([*turns, *results], tools, True)
+        key, text = as_json([turns, tools]), self._apply_template([*turns, *results], tools, True)
         turn, end = self._turns.get(key, (None, None))
         if turn is None or not text.startswith(turn):  # a template may write the present date
             turn, end = self._render_turn(turns, [*history, plain], tools)

@@ -16,8 +16,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.trajectory.rendering.call_turns import CallTurns
 from verl_server.trajectory.rendering.foreign_text import (
@@ -31,6 +29,7 @@ from verl_server.trajectory.rendering.messages import (
     SURROGATE_CURE,
     Message,
     ParsedToolCall,
+    as_json,
     user_hint,
     validate_messages,
     with_call_ids,
@@ -49,7 +48,7 @@ from verl_server.trajectory.rendering.turn_ends import length_of_overlap, withou
 from verl_server.types import Json
 
 MAX_CHECKED_TOOLS = 64
-"""Number of lists of tools that are remembered."""
+"""Maximum number of remembered lists of tools. All are forgotten when there are more."""
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of templates that the renderer sets."""
 
@@ -122,7 +121,8 @@ class ChatRenderer:
         The text of a control token becomes ordinary tokens, except in assistant messages: it stays a control token.
         Raises BadInputError for messages that are invalid, that the template refuses or whose content it does not show,
         and for a tool whose name the prompt does not contain. Raises UnsupportedError if the part that the template
-        renders after a turn depends on earlier turns when the template gets these tools.
+        renders after a turn depends on earlier turns when the template gets these tools. A prompt that was rendered in
+        the last minute is returned again, with the time that the template wrote then.
         """
         validate_messages(messages)
         key = key_of(messages, tools)
@@ -139,7 +139,7 @@ class ChatRenderer:
 
     def _require_usable_with(self, tools: Sequence[Json]) -> None:
         """Check the template with these tools, once for each list of tools."""
-        if tools and (key := orjson.dumps(tools)) not in self._checked_tools:
+        if tools and (key := as_json(tools)) not in self._checked_tools:
             self._check_template(tools)
             if len(self._checked_tools) >= MAX_CHECKED_TOOLS:
                 self._checked_tools.clear()

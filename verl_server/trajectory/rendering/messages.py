@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,6 +144,14 @@ def copy_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: copy_json(item) for key, item in value.items()}
     return [copy_json(item) for item in value] if is_list(value) else value
+
+
+def as_json(value: Any) -> bytes:
+    """The JSON text of a JSON value, with sorted keys."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # an integer of more than 64 bits
+        return json.dumps(value, sort_keys=True).encode()
 
 
 def image_sources(message: Message) -> list[str]:

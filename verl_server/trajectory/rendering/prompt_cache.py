@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import time
 from collections.abc import Sequence
 
-import orjson
-
-from verl_server.trajectory.rendering.messages import Message
+from verl_server.trajectory.rendering.messages import Message, as_json
 from verl_server.types import Json
 
 LIFETIME_S = 60.0
@@ -16,11 +16,12 @@ MAX_PROMPTS = 64
 
 
 class PromptCache:
-    """Token ids of the last first prompts, by messages and tools."""
+    """Token ids of first prompts, for `LIFETIME_S` seconds after they were rendered."""
 
     def __init__(self) -> None:
         self._prompts: dict[bytes, tuple[float, list[int]]] = {}
         """Time of the rendering and token ids, the oldest first."""
+        self._lock = threading.Lock()
 
     def get(self, key: bytes) -> list[int] | None:
         """A copy of the token ids of a prompt. None if the prompt was not rendered in the last `LIFETIME_S` seconds."""
@@ -30,12 +31,13 @@ class PromptCache:
 
     def put(self, key: bytes, token_ids: Sequence[int]) -> None:
         """Keep the token ids of a prompt."""
-        self._prompts.pop(key, None)
-        if len(self._prompts) >= MAX_PROMPTS:
-            del self._prompts[next(iter(self._prompts))]
-        self._prompts[key] = time.monotonic(), list(token_ids)
+        with self._lock:
+            self._prompts.pop(key, None)
+            if len(self._prompts) >= MAX_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+            self._prompts[key] = time.monotonic(), list(token_ids)
 
 
 def key_of(messages: Sequence[Message], tools: Sequence[Json] | None) -> bytes:
-    """The key of a prompt. Messages and tools are JSON values."""
-    return orjson.dumps([[dict(message) for message in messages], tools])
+    """The key of a prompt. Messages and tools are JSON values, and a message may contain an image."""
+    return hashlib.sha256(as_json([[dict(message) for message in messages], tools])).digest()
