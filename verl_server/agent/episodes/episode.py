@@ -65,7 +65,7 @@ class Episode:
         """Tools that the policy may call in this branch."""
         self._state = EpisodeState(task.id, record, limits, return_routed_experts=return_routed_experts)
         self._generate, self._renderer = generate, renderer
-        self._sampling_params = dict(sampling_params)
+        self._sampling_params = require_sampling_params(sampling_params)
         self._first: Episode | None = None  # None in the first branch, which must not refer to itself
         self._branches: list[Episode] = []  # all other branches
         self._start_branch("", None, ForkReason.RETRY)
@@ -262,7 +262,8 @@ class Episode:
     async def _generate_next(self, messages: Sequence[Message] | None, sampling_params: Json) -> Turn:
         await self._state.end_if_closed()
         self._require_idle()
-        params = require_sampling_params({**self._sampling_params, **sampling_params})
+        params = self._sampling_params | sampling_params
+        params = require_sampling_params(params) if sampling_params else params
         self._state.require_turn()
         before = self._cursor_before = copy.copy(self._cursor)
         try:
