@@ -714,9 +714,12 @@ journal = StepJournal(Path(sys.argv[1]), 0, 1)
 journal.write_started(0, 0, "a")
 threading.Thread(target=journal.write_step, args=(0, [0]), daemon=True).start()
 assert writes.wait(20)
+reading, writing = os.pipe()
 if (child := os.fork()) == 0:
+    os.write(writing, b"x")
     os.read(0, 1)
     os._exit(0)
+os.read(reading, 1)  # the child has given up its locks
 print(child, flush=True)
 time.sleep(60)
 """
