@@ -171,6 +171,8 @@ class BranchActor:
         match step:
             case Generate():
                 await self._generate(step, name)
+            case AddMessages() if self._ends_with_messages:
+                pass  # the episode would refuse the messages, see `EpisodeState.require_new_messages`
             case AddMessages():
                 self.episode.add_messages([*self._first_messages(), *_user_messages(step.texts)])
             case AppendText():
@@ -190,14 +192,23 @@ class BranchActor:
             case LeaveBehind():
                 self._start_in_background(step, name)
 
+    @property
+    def _ends_with_messages(self) -> bool:
+        """Whether the branch ends with messages, after which only a turn can follow."""
+        if self.episode.leaf is None:
+            return False
+        end = self.episode.graph.node(self.episode.leaf)
+        return not end.sampled and "messages" in (end.message or {})
+
     def _first_messages(self) -> list[Json]:
         """The messages of the first prompt, if this branch has none yet."""
         return [dict(message) for message in self.episode.messages] if self.episode.leaf is None else []
 
     async def _generate(self, step: Generate, name: str) -> None:
         environment, before = self._environment, self.episode.leaf
-        messages = _user_messages(step.texts)
-        if step.calls:
+        can_add = not self._ends_with_messages
+        messages = _user_messages(step.texts) if can_add else []
+        if step.calls and can_add:
             results = await self.episode.tools.call_all([_tool_call(call) for call in step.calls])
             messages += [result.message for result in results]
             environment.log.write("tools", environment.session, errors=[result.error_type for result in results])

@@ -35,7 +35,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generate:
-    """A turn of the policy after messages of the user and results of tools. It is repeated after injected failures."""
+    """A turn of the policy after messages of the user and results of tools. It is repeated after injected failures.
+
+    A branch that ends with messages gets no others: the turn follows at once.
+    """
 
     texts: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
@@ -48,7 +51,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class AddMessages:
-    """Messages without a turn."""
+    """Messages without a turn. Left out where the branch ends with messages."""
 
     texts: tuple[str, ...] = ("more",)
 
