@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         StartupError,
         TornWeightsError,
         UnsupportedError,
+        UserCodeError,
         VerlServerError,
         WeightManifestError,
     )
@@ -74,6 +75,7 @@ __all__ = [
     "Timeouts",
     "TornWeightsError",
     "UnsupportedError",
+    "UserCodeError",
     "VerlEngine",
     "VerlServerError",
     "WeightManifestError",
@@ -113,6 +115,7 @@ __getattr__, __dir__ = export_lazily(
             "StartupError",
             "TornWeightsError",
             "UnsupportedError",
+            "UserCodeError",
             "VerlServerError",
             "WeightManifestError",
         ),

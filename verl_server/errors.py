@@ -67,6 +67,14 @@ class BadInputError(VerlServerError, ValueError):
     """
 
 
+class UserCodeError(BadInputError):
+    """Code of a tool, a reward or an agent loop uses this library in a wrong way, which the policy cannot avoid.
+
+    Raised in a tool, it fails the sample and does not become a result that the policy reads. To do: correct the code as
+    the message says.
+    """
+
+
 class WeightManifestError(BadInputError):
     """A tensor cannot be loaded: an unknown name, another shape or dtype, or values that `check_finite` refuses.
 

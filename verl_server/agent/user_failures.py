@@ -6,15 +6,7 @@ import asyncio
 import contextvars
 
 from verl_server.agent.limits import EpisodeStopped
-from verl_server.errors import BadInputError, InfrastructureError
-
-
-class UserCodeError(BadInputError):
-    """Code of a user uses this library in a wrong way, which the policy can neither cause nor avoid.
-
-    Raised in a tool, it fails the sample. It does not become a result of the call.
-    """
-
+from verl_server.errors import InfrastructureError, UserCodeError
 
 USER_FAILURES = (Exception, EpisodeStopped, BaseExceptionGroup)
 """What code of a user raises when it fails. `as_exception` makes an exception of it."""

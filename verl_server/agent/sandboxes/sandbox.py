@@ -11,9 +11,8 @@ from types import TracebackType
 from typing import Literal, Self
 
 from verl_server.agent.sandboxes.arguments import require_arguments, require_content, require_env, require_path
-from verl_server.agent.user_failures import UserCodeError
 from verl_server.argument_names import explain_constructor
-from verl_server.errors import BadInputError, InfrastructureError
+from verl_server.errors import BadInputError, InfrastructureError, UserCodeError
 from verl_server.validation import is_bool, require_seconds, require_whole_number
 
 DEFAULT_TIMEOUT_S = 60.0

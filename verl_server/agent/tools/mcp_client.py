@@ -15,9 +15,9 @@ from mcp.server import MCPServer, Server
 from mcp.types import ContentBlock, EmbeddedResource, ResourceLink, TextContent, TextResourceContents
 from mcp.types import Tool as ToolDescription
 
-from verl_server.agent.tools.tool import Tool, ToolMistakeError
+from verl_server.agent.tools.tool import Tool
 from verl_server.agent.user_code import wait_uncancelled, wait_until_done
-from verl_server.errors import BadInputError, ServerError
+from verl_server.errors import BadInputError, ServerError, UserCodeError
 from verl_server.type_checks import find_type_error
 from verl_server.validation import require_seconds
 
@@ -43,7 +43,7 @@ class McpTool(Tool):
 
     async def run(self, arguments: Mapping[str, Any]) -> str:
         if self.is_disconnected:
-            raise ToolMistakeError from BadInputError(
+            raise UserCodeError(
                 f"the tool {self.name!r} was called after `async with mcp_tools(...)` was left, which closes the "
                 "connection; run the agent within this block"
             )

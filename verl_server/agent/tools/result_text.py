@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 import pydantic
 
-from verl_server.errors import BadInputError
+from verl_server.errors import UserCodeError
 
 JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
@@ -21,7 +21,7 @@ JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 def as_result_text(name: str, value: Any) -> str:
     """A text as it is, data as JSON, and any other object as Python writes it. `name`: name of the tool.
 
-    Raises BadInputError for a coroutine, and for an object that Python writes with its address in memory, also within
+    Raises UserCodeError for a coroutine, and for an object that Python writes with its address in memory, also within
     lists and dicts: the text would say nothing, and it would differ when a sample is replayed.
     """
     if isinstance(value, (bytes, bytearray, os.PathLike, Number)) and not isinstance(value, (int, float)):
@@ -40,7 +40,7 @@ def as_result_text(name: str, value: Any) -> str:
 
 
 def _require_texts(name: str, value: Any) -> None:
-    """Raise BadInputError if a value has a part that is no data and has no text of its own."""
+    """Raise UserCodeError if a value has a part that is no data and has no text of its own."""
     pending, seen = [value], set()
     while pending:
         item = pending.pop()
@@ -54,9 +54,9 @@ def _require_texts(name: str, value: Any) -> None:
         elif inspect.isawaitable(item):
             if inspect.iscoroutine(item):
                 item.close()
-            raise BadInputError(f"tool {name!r} returned a value with a coroutine, {item!r:.80}; write `await` there")
+            raise UserCodeError(f"tool {name!r} returned a value with a coroutine, {item!r:.80}; write `await` there")
         elif _shows_address(item):
-            raise BadInputError(
+            raise UserCodeError(
                 f"tool {name!r} returned a value with an object of the type {type(item).__name__}, of which Python "
                 "writes only the address in memory; return a text, JSON values or a pydantic model"
             )

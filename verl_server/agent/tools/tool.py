@@ -22,9 +22,9 @@ from verl_server.agent.tools.options import ToolOptions, Truncation, options_of
 from verl_server.agent.tools.result_text import as_result_text
 from verl_server.agent.tools.schema import find_inner_function, make_arguments_model, read_description, require_function
 from verl_server.agent.user_code import call_user_function, create_user_task, wait_until_done
-from verl_server.agent.user_failures import PRESENT_EPISODE, UserCodeError
+from verl_server.agent.user_failures import PRESENT_EPISODE
 from verl_server.argument_names import explain_arguments
-from verl_server.errors import BadInputError, InfrastructureError
+from verl_server.errors import BadInputError, InfrastructureError, UserCodeError
 from verl_server.trajectory.rendering.messages import copy_json
 from verl_server.types import Json
 from verl_server.validation import (
@@ -74,10 +74,6 @@ class ToolArgumentsError(Exception):
     """The arguments of a tool call do not fit the tool's schema."""
 
 
-class ToolMistakeError(Exception):
-    """A mistake of the caller, which the policy cannot avoid. `Tool.call` raises its cause, and the sample fails."""
-
-
 class Tool(ABC):
     """A tool that a policy may call: a name, a JSON schema as chat templates take it, and a timeout per call."""
 
@@ -124,11 +120,11 @@ class Tool(ABC):
         is discarded.
 
         A NameError or an ImportError in the source file of the tool is raised, and the episode fails: it is a mistake
-        in the tool, not in the call. InfrastructureError is raised, too, and so is UserCodeError, for example for a
-        sandbox that was not started. BadInputError is raised if `run` returns an iterator, nothing to await, or a value
-        that has no text (see `as_result_text`). EpisodeStopped is raised for a limit of the episode whose agent loop
-        calls the tool, and not for a limit of another episode. An exception that is not raised by a statement `raise`
-        of the tool is logged with its traceback, once for each line.
+        in the tool, not in the call. InfrastructureError is raised, too. UserCodeError is raised for a sandbox that was
+        not started, and if `run` returns an iterator, nothing to await, or a value that has no text (see
+        `as_result_text`). EpisodeStopped is raised for a limit of the episode whose agent loop calls the tool, and not
+        for a limit of another episode. An exception that is not raised by a statement `raise` of the tool is logged
+        with its traceback, once for each line.
         """
         with measure(Phase.TOOL, **{"gen_ai.tool.name": self.name}):
             async with self.slots or contextlib.nullcontext():
@@ -145,8 +141,6 @@ class Tool(ABC):
         timed_out = await wait_until_done(task, self.timeout_s, f"the tool {self.name!r}")
         try:
             return ToolResult(self.name, task.result())
-        except ToolMistakeError as mistake:
-            raise (mistake.__cause__ or mistake) from None
         except (InfrastructureError, UserCodeError):
             raise
         except (asyncio.CancelledError, Exception) as error:
@@ -164,16 +158,13 @@ class Tool(ABC):
     async def _run_as_text(self, arguments: Mapping[str, Any]) -> str:
         result = self.run(arguments)
         if (mistake := find_coroutine_error(type(self), "run", result, RUN_EXAMPLE)) is not None:
-            raise ToolMistakeError from mistake
+            raise UserCodeError(mistake.message)
         if isinstance(value := await result, (Iterator, AsyncIterator)):
-            raise ToolMistakeError from BadInputError(
+            raise UserCodeError(
                 f"tool {self.name!r} returned an iterator, but the policy reads one result; collect the values and "
                 "return them as a list"
             )
-        try:
-            return as_result_text(self.name, value)
-        except BadInputError as mistake:
-            raise ToolMistakeError from mistake
+        return as_result_text(self.name, value)
 
 
 class FunctionTool(Tool):
