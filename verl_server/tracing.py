@@ -22,13 +22,14 @@ def span(name: str, attributes: Mapping[str, AttributeValue], *, is_root: bool =
 
     An exception of the block is recorded in the span.
     """
-    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):  # the program has set no provider
-        yield trace.INVALID_SPAN
-        return
-    present = trace.get_current_span().get_span_context()
+    present = trace.get_current_span().get_span_context() if is_root else trace.INVALID_SPAN_CONTEXT
     parent = context.Context() if is_root else None
-    links = [trace.Link(present)] if is_root and present.is_valid else None
-    with _tracer.start_as_current_span(name, parent, attributes=attributes, links=links) as opened:
+    links = [trace.Link(present)] if present.is_valid else None
+    opened = _tracer.start_span(name, parent, attributes=attributes, links=links)
+    if opened is trace.INVALID_SPAN:  # the program has set no provider
+        yield opened
+        return
+    with trace.use_span(opened, end_on_exit=True):
         yield opened
 
 

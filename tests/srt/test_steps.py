@@ -613,7 +613,8 @@ def test_tasks_that_raise_no_exception_class_end_the_run(renderer: ChatRenderer,
         asyncio.run(asyncio.wait_for(run(), 20))
 
 
-def test_a_step_is_free_when_the_caller_drops_it(renderer: ChatRenderer) -> None:
+@pytest.mark.parametrize("stops_at_limit", [False, True])
+def test_a_step_is_free_when_the_caller_drops_it(renderer: ChatRenderer, stops_at_limit: bool) -> None:
     """While the next step is generated, the memory of the last one is free, also without the garbage collector."""
     alive = list[int]()
 
@@ -624,20 +625,25 @@ def test_a_step_is_free_when_the_caller_drops_it(renderer: ChatRenderer) -> None
             async def run(self, episode: Episode) -> None:
                 alive.append(sum(graph() is not None for graph in before))
                 await super().run(episode)
+                if stops_at_limit:
+                    await episode.generate([{"role": "user", "content": "x" * 10_000}])
 
         runner = runner_of(Policy(), renderer, agent=Looks())
         async with contextlib.aclosing(runner.steps(endless_tasks(), 2)) as steps:
             async for step in steps:
                 number, before[:] = step.index, [weakref.ref(sample.graph) for sample in step.samples]
+                reasons.update(sample.stop_reason for sample in step.samples)
                 del step
                 if number == 2:
                     break
 
+    reasons = set[str]()
     gc.disable()
     try:
         asyncio.run(run())
     finally:
         gc.enable()
+    assert reasons == {"max_response_tokens" if stops_at_limit else "done"}
     assert len(alive) >= 6
     assert set(alive) == {0}
 

@@ -87,6 +87,8 @@ class AgentLoop(ABC):
             await await_to_its_end(task, f"the agent loop of task {episode.task.id!r}")
         except EpisodeStopped as stopped:
             stop_reason, exception = stopped.stop_reason, None
+            # Its frames refer to the task, and the task to the exception: the episode would stay until a collection.
+            stopped.__traceback__ = None
         except asyncio.CancelledError as cancellation:
             stop_reason, exception = "error", as_failure(cancellation)
         except Exception as failure:  # noqa: BLE001 - a failure belongs to this sample and must not end the batch

@@ -36,6 +36,11 @@ class Cursor:
         self.has_turns = False
         """Whether the branch has a turn of its own with a token."""
 
+    def __copy__(self) -> Cursor:
+        copied = Cursor(self._state, self.branch, self.leaf, self.fork_reason)
+        copied.has_turns = self.has_turns
+        return copied
+
     def render(self, messages: Sequence[Message], renderer: ChatRenderer, tools: Sequence[Json] | None) -> list[int]:
         """Token ids of messages at the end of the branch. Raises EpisodeStopped if they do not fit after a turn."""
         if self.leaf is None:
