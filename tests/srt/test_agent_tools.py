@@ -12,7 +12,7 @@ import threading
 import types
 import typing
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
@@ -605,6 +605,16 @@ def test_mistake_in_the_source_of_a_tool_is_raised() -> None:
     assert finished == [True]
     result = asyncio.run(tools.call(ToolCall("evaluate", {"expression": "unknown_name + 1"})))
     assert (result.error_type, result.content) == ("raised", "Error: NameError: name 'unknown_name' is not defined")
+
+
+def test_a_mistake_in_the_class_of_a_tool_is_raised() -> None:
+    class UsesUnknownName(Tool):
+        async def run(self, arguments: Mapping[str, Any]) -> Any:
+            return unknown_name  # type: ignore[name-defined]  # noqa: F821
+
+    parameters: dict[str, Any] = {"type": "object", "properties": {}}
+    with pytest.raises(NameError, match="unknown_name"):
+        asyncio.run(UsesUnknownName("look", "Look.", parameters, 5.0).call({}))
 
 
 def test_a_synchronous_decorator_around_a_coroutine_function_is_awaited() -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +35,7 @@ from verl_server.agent import (
     tool,
 )
 from verl_server.errors import InfrastructureError
-from verl_server.trajectory import ChatRenderer, TrajectoryGraph
+from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
 
 USER = [{"role": "user", "content": "x"}]
 LIMITS = RolloutLimits(max_response_tokens=400, max_turns=2)
@@ -419,3 +421,52 @@ def test_a_limit_that_any_method_raises_is_the_stop_reason(run: Callable[..., li
 
     (sample,) = run(Catches(), make_tasks(1))
     assert (sample.stop_reason, sample.num_turns) == ("max_response_tokens", 1)
+
+
+@pytest.mark.parametrize("run_dir", [True, False])
+@pytest.mark.parametrize("wrong", [[math.nan], 1.0, ["a"], [1.0, 2.0]])
+@pytest.mark.parametrize("fails", [False, True])
+def test_wrong_rewards_on_the_graph_fail_only_their_sample(
+    run: Callable[..., list[Sample]], tmp_path: Path, run_dir: bool, wrong: Any, fails: bool
+) -> None:
+    class SetsRewards(SingleTurnLoop):
+        async def run(self, episode: Episode) -> None:
+            await super().run(episode)
+            if episode.task.id == "t1":
+                assert episode.leaf is not None
+                episode.graph.rewards[episode.leaf] = wrong
+                if fails:
+                    raise ZeroDivisionError
+
+    samples = run(SetsRewards(), make_tasks(4), run_dir=tmp_path if run_dir else None, max_concurrency=1)
+    errors = {sample.task.id: sample.error for sample in samples}
+    failure = errors.pop("t1")
+    assert errors == {"t0": None, "t2": None, "t3": None}
+    assert failure is not None
+    assert failure["type"] == ("ZeroDivisionError" if fails else "BadInputError")
+    if run_dir:
+        graph = load_session(tmp_path / "t1-0.jsonl")
+        assert graph.last_termination is not None
+        assert (graph.last_termination.stop_reason, graph.rewards) == ("error", {})
+
+
+def test_a_sample_without_room_after_its_compaction_ends_with_its_trained_path(
+    run: Callable[..., list[Sample]],
+) -> None:
+    seen = list[tuple[str, int]]()
+
+    class Compacts(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            await episode.generate()
+            episode.adopt(episode.new_root([{"role": "user", "content": "summary"}]))
+            await episode.generate()
+
+    def reward(sample: Sample) -> float:
+        seen.append((sample.text, sample.num_turns))
+        return 1.0
+
+    (sample,) = run(Compacts(), make_tasks(1), limits=RolloutLimits(max_response_tokens=len("hello")), reward=reward)
+    assert (sample.stop_reason, sample.num_turns) == ("max_response_tokens", 1)
+    assert [segment.leaf for segment in sample.segments] == [sample.leaf]
+    assert seen == [(sample.text, 1)]
+    assert sample.text.startswith("hel")

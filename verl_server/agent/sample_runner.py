@@ -174,6 +174,10 @@ class SampleRunner:
                 break
             await asyncio.sleep(RETRY_DELAY_S * 2 ** (attempt - 1))
         if exception is not None:
+            try:
+                sample.graph.require_valid_rewards()
+            except BadInputError:
+                record.clear_rewards()  # the sample has failed, perhaps because of these rewards
             self._record(sample, record)
         return sample, exception
 
@@ -268,12 +272,13 @@ class SampleRunner:
 def _find_end(leaf: int | None, segments: Sequence[Segment], graph: TrajectoryGraph) -> int | None:
     """The last node of a sample whose first branch ends with the node `leaf`.
 
-    A branch whose first turn has failed, or that has no turn, has no last node. The sample then ends with its last
-    trained path, or with the first prompt, if there is one.
+    A sample whose first branch ends without a turn ends with its last trained path: after a compaction, for example,
+    the first turn may fail, or a limit may leave no token for this turn. Without a trained path, such a sample ends
+    where its first branch ends, or with the first prompt, if there is one.
     """
-    if leaf is not None or not graph.nodes:
-        return leaf
-    return segments[-1].leaf if segments else 0
+    if segments and (leaf is None or graph.num_turns(leaf) == 0):
+        return segments[-1].leaf
+    return leaf if leaf is not None or not graph.nodes else 0
 
 
 def _set_reward(sample: Sample, reward: float | None) -> None:

@@ -121,6 +121,9 @@ class TrajectoryGraph:
 
         Raises BadInputError for an unknown node, for another number of values, and for values that are not finite.
         """
+        self.rewards[node] = self._validate_rewards(node, values)
+
+    def _validate_rewards(self, node: int, values: Sequence[float]) -> list[float]:
         num_tokens = len(self.node(node).token_ids)
         if not hasattr(values, "__len__"):
             raise BadInputError(f"rewards must be a list of numbers, got {values!r:.80}; write [{values!r:.80}]")
@@ -128,14 +131,22 @@ class TrajectoryGraph:
             raise BadInputError(
                 f"node {node} has {num_tokens} tokens; pass 1 or {num_tokens} reward values, got {len(values)}"
             )
-        rewards = [float(value) for value in values]
+        try:
+            rewards = [float(value) for value in values]
+        except (TypeError, ValueError) as error:
+            raise BadInputError(f"the rewards of node {node} must be numbers, got {values!r:.80}") from error
         if not all(map(math.isfinite, rewards)):
-            raise BadInputError(f"rewards must be finite numbers, got {rewards[:8]}")
-        self.rewards[node] = rewards
+            raise BadInputError(f"the rewards of node {node} must be finite numbers, got {rewards[:8]}")
+        return rewards
 
     def clear_rewards(self) -> None:
         """Remove the rewards of all nodes."""
         self.rewards.clear()
+
+    def require_valid_rewards(self) -> None:
+        """Raise BadInputError for rewards that `set_rewards` would refuse. Code of users may write to `rewards`."""
+        for node, values in self.rewards.items():
+            self._validate_rewards(node, values)
 
     def terminate(
         self,
@@ -148,8 +159,10 @@ class TrajectoryGraph:
     ) -> Termination:
         """Record that an episode stopped at a node, and why.
 
-        Raises BadInputError for an unknown node, and for a reward or a weight that is no finite number.
+        Raises BadInputError for an unknown node, for a reward or a weight that is no finite number, and for values in
+        `rewards` of this graph that `set_rewards` would refuse. The graph is unchanged then.
         """
+        self.require_valid_rewards()
         for known in (node, *(leaf for leaf, _ in segments or ())):
             self.node(known)
         for value in (reward, *(rewards or {}).values(), *(weight for _, weight in segments or ())):

@@ -8,7 +8,6 @@ written, for example because the disk is full, leaves no part of it in the file,
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -86,14 +85,16 @@ class Recorder:
         self._written_rewards[node] = self.graph.rewards[node].copy()
 
     def record_all_rewards(self) -> None:
-        """Make the rewards of the file equal to those of `graph`, also if they were set or removed on `graph`."""
+        """Make the rewards of the file equal to those of `graph`, also if they were set or removed on `graph`.
+
+        Raises BadInputError for rewards that `TrajectoryGraph.set_rewards` would refuse.
+        """
+        self.graph.require_valid_rewards()
         self._write_rewards_and()
 
     def _write_rewards_and(self, *lines: Json) -> None:
         """Make the rewards of the file equal to those of `graph`, and write lines, all at once."""
         rewards = {node: [float(value) for value in values] for node, values in self.graph.rewards.items()}
-        if wrong := [node for node, values in rewards.items() if not all(map(math.isfinite, values))]:
-            raise BadInputError(f"the reward of node {wrong[0]} of session {self.graph.session_id!r} is not finite")
         is_removed = not self._written_rewards.keys() <= rewards.keys()
         written = {} if is_removed else self._written_rewards
         changed = {node: values for node, values in rewards.items() if values != written.get(node)}

@@ -87,14 +87,14 @@ class Tool(ABC):
             "type": "function",
             "function": {"name": name, "description": description, "parameters": parameters},
         }
+        self.source_file = _source_file(type(self).run)
+        """Path of the file that defines the tool. None if the tool is not defined in Python."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         require_coroutine_method(cls, "run", RUN_EXAMPLE)
         require_parameters_of_base(cls, Tool, "run")
 
-    source_file: str | None = None
-    """Path of the file that defines the tool, if the tool is a function."""
     max_result_tokens: int | None = None
     """Maximum number of tokens of a result. None: `RolloutLimits.max_tool_tokens`."""
     truncate: Truncation = "end"
@@ -152,7 +152,7 @@ class Tool(ABC):
                 return ToolResult(self.name, f"Error: wrong arguments: {error}", "bad_arguments")
             if _is_mistake_in_source(error, self.source_file):
                 raise
-            log_failure(self.name, error, self.source_file or _source_file(type(self).run))
+            log_failure(self.name, error, self.source_file)
             return ToolResult(self.name, f"Error: {type(error).__name__}: {error}", "raised")
 
     async def _run_as_text(self, arguments: Mapping[str, Any]) -> str:
