@@ -1003,5 +1003,5 @@ def test_a_limit_that_another_branch_reaches_stops_the_turn(renderer: ChatRender
     branch = episode.fork()
     asyncio.run(episode.generate())
     with pytest.raises(EpisodeStopped, match="max_response_tokens"):
-        asyncio.run(branch._cursor.request_turn(policy, renderer, {}))
+        asyncio.run(branch._cursor.request_turn({}))
     assert policy.num_calls == 1

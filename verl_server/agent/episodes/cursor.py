@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from verl_server.agent.episodes.episode_state import EpisodeState
-from verl_server.agent.generate_fn import GenerateFn, generate_whole_turn
+from verl_server.agent.generate_fn import generate_whole_turn
 from verl_server.agent.samples import Turn
 from verl_server.errors import BadInputError
 from verl_server.router.resumable_generation import version_spans
 from verl_server.trajectory.batches.routed_experts import num_routed_tokens, pack_experts
 from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
-from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.images import image_data_url
 from verl_server.trajectory.rendering.messages import Message
 from verl_server.trajectory.rendering.vision_renderer import (
@@ -32,7 +31,7 @@ class Cursor:
 
     def __init__(self, state: EpisodeState, branch: str, leaf: int | None, fork_reason: ForkReason) -> None:
         self.branch, self.leaf, self.fork_reason = branch, leaf, fork_reason
-        self._state, self._graph = state, state.graph
+        self._state, self._graph, self._renderer = state, state.graph, state.renderer
         self.has_turns = False
         """Whether the branch has a turn of its own with a token."""
 
@@ -41,12 +40,12 @@ class Cursor:
         copied.has_turns = self.has_turns
         return copied
 
-    def render(self, messages: Sequence[Message], renderer: ChatRenderer, tools: Sequence[Json] | None) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Json] | None) -> list[int]:
         """Token ids of messages at the end of the branch. Raises EpisodeStopped if they do not fit after a turn."""
         if self.leaf is None:
-            return renderer.render_prompt(messages, tools)
+            return self._renderer.render_prompt(messages, tools)
         turn_ids = self._graph.node(self.leaf).token_ids
-        token_ids = renderer.render_next_turn(messages, turn_ids, self.preceding_ids(self.leaf), tools)
+        token_ids = self._renderer.render_next_turn(messages, turn_ids, self.preceding_ids(self.leaf), tools)
         self._state.require_room(self.leaf, len(token_ids))
         return token_ids
 
@@ -71,7 +70,7 @@ class Cursor:
             self.has_turns |= bool(node.token_ids)
         return node
 
-    def add_turn(self, reply: Json, renderer: ChatRenderer) -> Node:
+    def add_turn(self, reply: Json) -> Node:
         """Record the tokens of a reply.
 
         Raises BadInputError if the server has read another prompt than that of the path, because it expands images in
@@ -84,8 +83,8 @@ class Cursor:
                 "the server has returned no routed experts; start it with enable_return_routed_experts=True, and do "
                 "not put sglang-router in front of it, which removes the request field"
             )
-        if isinstance(renderer, VisionRenderer):
-            renderer.require_no_placeholder(token_ids)
+        if isinstance(self._renderer, VisionRenderer):
+            self._renderer.require_no_placeholder(token_ids)
         if (prompt := reply.get("prompt_token_ids")) is not None and self.leaf is not None:
             require_same_prompt(self._graph.token_ids(self.leaf), prompt)
         spans = version_spans(reply) if token_ids else []
@@ -95,14 +94,12 @@ class Cursor:
             sampled=True,
             logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
             spans=[Span(span["version"], span["start"], span["end"]) for span in spans],
-            message={"role": "assistant", "content": renderer.decode(token_ids)},
+            message={"role": "assistant", "content": self._renderer.decode(token_ids)},
             finish_reason=str((meta.get("finish_reason") or {}).get("type")),
             routed_experts=pack_experts(meta.get("routed_experts")),
         )
 
-    async def generate_turn(
-        self, generate: GenerateFn, renderer: ChatRenderer, params: Json, tools: Sequence[Json]
-    ) -> Turn:
+    async def generate_turn(self, params: Json, tools: Sequence[Json]) -> Turn:
         """The next turn: a recorded one, or the reply to a request. `tools`: schemas of the tools it may call."""
         state = self._state
         state.begin_turn()
@@ -111,13 +108,13 @@ class Cursor:
             node = self.replay_turn()
             if node is None:
                 state.require_room(self.leaf, 0)
-                node = self.add_turn(await state.run_request(self.request_turn(generate, renderer, params)), renderer)
+                node = self.add_turn(await state.run_request(self.request_turn(params)))
         finally:
             if node is None:
                 state.fail_turn()
-        return self.as_turn(node, renderer, tools)
+        return self.as_turn(node, tools)
 
-    async def request_turn(self, generate: GenerateFn, renderer: ChatRenderer, params: Json) -> Json:
+    async def request_turn(self, params: Json) -> Json:
         """Request a turn after the path and return the reply, which `add_turn` records.
 
         `params`: the sampling parameters of the turn. `max_new_tokens` is at most what the limits leave.
@@ -127,20 +124,14 @@ class Cursor:
         if remaining <= 0:  # another branch has added tokens since this turn has begun
             raise self._state.stop(limit)
         return await generate_whole_turn(
-            generate,
+            self._state.generate,
             rid=f"{session_id}-{leaf}-{uuid.uuid4().hex[:8]}",
             session_id=session_id,
-            **self._request_fields(renderer),
+            return_logprob=True,
+            **self._prompt_fields(),
+            **self._routed_experts_fields(),
             sampling_params={**params, "max_new_tokens": min(params.get("max_new_tokens") or remaining, remaining)},
         )
-
-    def _request_fields(self, renderer: ChatRenderer) -> Json:
-        """The fields of a request that give SGLang the path as its prompt, and ask for what is recorded of the turn.
-
-        For a path with images, the request has one placeholder for each image, which SGLang expands, and the bytes of
-        the images.
-        """
-        return self._prompt_fields(renderer) | {"return_logprob": True} | self._routed_experts_fields()
 
     def _routed_experts_fields(self) -> Json:
         if not self._state.return_routed_experts:
@@ -148,24 +139,29 @@ class Cursor:
         start = num_routed_tokens(self._graph, self.leaf)  # earlier turns of the path have those of these tokens
         return {"return_routed_experts": True} | ({"routed_experts_start_len": start} if start else {})
 
-    def _prompt_fields(self, renderer: ChatRenderer) -> Json:
+    def _prompt_fields(self) -> Json:
+        """The fields of a request that give SGLang the path as its prompt.
+
+        For a path with images, the request has one placeholder for each image, which SGLang expands, and the bytes of
+        the images.
+        """
         assert self.leaf is not None
         token_ids = self._graph.token_ids(self.leaf)
         images = self._graph.images(self.leaf) if self._state.has_images else []
         if not images:
             return {"input_ids": token_ids}
         return {
-            "input_ids": require_vision_renderer(renderer).collapse_images(token_ids, len(images)),
+            "input_ids": require_vision_renderer(self._renderer).collapse_images(token_ids, len(images)),
             "image_data": [image_data_url(source) for source in images],
             "return_prompt_token_ids": True,
         }
 
-    def as_turn(self, node: Node, renderer: ChatRenderer, tools: Sequence[Json]) -> Turn:
+    def as_turn(self, node: Node, tools: Sequence[Json]) -> Turn:
         """The turn that a node contains. `tools`: schemas of the tools that the turn may call."""
         token_ids = list(node.token_ids)
-        tool_calls = renderer.parse_tool_calls(token_ids, self.preceding_ids(node.id), tools)
+        tool_calls = self._renderer.parse_tool_calls(token_ids, self.preceding_ids(node.id), tools)
         text = str((node.message or {})["content"])
-        raw_text = renderer.decode_raw(token_ids, text)
+        raw_text = self._renderer.decode_raw(token_ids, text)
         return Turn(text, token_ids, node.id, node.finish_reason or "", tool_calls, raw_text)
 
     def preceding_ids(self, node: int) -> Sequence[int]:

@@ -63,8 +63,8 @@ class Episode:
         """Messages of the first prompt of this branch."""
         self.tools = as_tool_registry(tools)
         """Tools that the policy may call in this branch."""
-        self._state = EpisodeState(task.id, record, limits, return_routed_experts=return_routed_experts)
-        self._generate, self._renderer = generate, renderer
+        self._renderer = renderer
+        self._state = EpisodeState(task.id, record, generate, renderer, limits, return_routed_experts)
         self._sampling_params = require_sampling_params(sampling_params)
         self._first: Episode | None = None  # None in the first branch, which must not refer to itself
         self._branches: list[Episode] = []  # all other branches
@@ -221,8 +221,8 @@ class Episode:
         self._state.require_new_messages(messages, self.leaf)
         tools_digest = self.tools.digest if self.leaf is None else None
         if self.leaf is not None:
-            messages = self._state.truncate_results(messages, self.leaf, self.tools, self._renderer)
-        token_ids = self._cursor.render(messages, self._renderer, self.tools.schemas or None)
+            messages = self._state.truncate_results(messages, self.leaf, self.tools)
+        token_ids = self._cursor.render(messages, self.tools.schemas or None)
         self._state.has_images |= have_images(messages, self._renderer)
         self._cursor.add_context(token_ids, {"messages": [dict(message) for message in messages]}, tools_digest)
         if tools_digest is not None:
@@ -274,7 +274,7 @@ class Episode:
                 messages = await self._state.finish_in_time(reading, "the decoding of images")
             if messages is not None:
                 self._append(messages)
-            return await self._cursor.generate_turn(self._generate, self._renderer, params, self.tools.schemas)
+            return await self._cursor.generate_turn(params, self.tools.schemas)
         except BaseException as failure:
             if before.leaf is not None or not isinstance(failure, EpisodeStopped):  # the first prompt gets the reward
                 self._cursor = before

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from verl_server.agent.episodes.recorded_nodes import RecordedNodes
-from verl_server.agent.generate_fn import require_sampling_params
+from verl_server.agent.generate_fn import GenerateFn, require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.tools.registry import ToolRegistry
@@ -62,9 +62,16 @@ class EpisodeState:
     """The record of one sample, its limits, and the requests that its branches make."""
 
     def __init__(
-        self, task_id: str, record: Recorder | TrajectoryGraph, limits: RolloutLimits, *, return_routed_experts: bool
+        self,
+        task_id: str,
+        record: Recorder | TrajectoryGraph,
+        generate: GenerateFn,
+        renderer: ChatRenderer,
+        limits: RolloutLimits,
+        return_routed_experts: bool,
     ) -> None:
-        self.record, self.limits, self.return_routed_experts = record, limits, return_routed_experts
+        self.record, self.generate, self.renderer, self.limits = record, generate, renderer, limits
+        self.return_routed_experts = return_routed_experts
         self.graph = record if isinstance(record, TrajectoryGraph) else record.graph
         self._task_id = task_id
         self._deadline = None if limits.timeout_s is None else time.monotonic() + limits.timeout_s
@@ -125,9 +132,7 @@ class EpisodeState:
         if num_tokens >= remaining:
             raise self.stop(limit)
 
-    def truncate_results(
-        self, messages: Sequence[Message], leaf: int | None, tools: ToolRegistry, renderer: ChatRenderer
-    ) -> list[Message]:
+    def truncate_results(self, messages: Sequence[Message], leaf: int | None, tools: ToolRegistry) -> list[Message]:
         """The messages that follow a turn, in which the results of tools are truncated.
 
         Raises EpisodeStopped as soon as the texts alone need more tokens than the limits leave: a turn may have a
@@ -137,10 +142,10 @@ class EpisodeState:
         can_fit = len(messages) == 1 or sum(len(text) for item in messages for text in texts_of(item)) <= remaining
         truncated, num_tokens = list[Message](), 0
         for message in messages:
-            truncated.append(tools.truncate_result(message, renderer, self.limits))
+            truncated.append(tools.truncate_result(message, self.renderer, self.limits))
             if not can_fit:
                 text = "".join(texts_of(truncated[-1])).strip()
-                num_tokens += max(len(renderer.encode(text)) - MAX_JOINED_TOKENS, 0)
+                num_tokens += max(len(self.renderer.encode(text)) - MAX_JOINED_TOKENS, 0)
                 if num_tokens > remaining:
                     raise self.stop(limit)
         return truncated
