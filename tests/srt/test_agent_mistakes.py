@@ -488,7 +488,7 @@ class ReturnsReward(AgentLoop):
         (LeavesTask(), "LeavesTask.run returned without a turn"),
         (
             ReturnsReward(),
-            "ReturnsReward.run returned {'reward': 1.0}, but it must return None: .*belongs into reward=",
+            "ReturnsReward.run returned {'reward': 1.0}, but it must return None: .*belongs in reward=",
         ),
     ],
 )

@@ -76,10 +76,11 @@ class AgentLoop(ABC):
     async def run_episode(self, episode: Episode) -> str:
         """Call `run` and return the stop reason: `done`, the name of a limit, or `error`.
 
-        A loop that returns after a turn of its branch which a limit has cut off, or after it caught EpisodeStopped of
-        this branch, has stopped at this limit. A loop that returns a value, or returns without a turn before a limit,
-        has failed. The stop reason and the exception of a failed episode are also stored in the episode. An `Exception`
-        is not raised, nor is the SystemExit of `exit()`; cancellation is. The limit of another episode is a failure.
+        The stop reason is the name of a limit if the limit ended `run`, if it cut off the last turn of the branch
+        `episode`, or if `run` caught the EpisodeStopped of this branch and returned. It is `error` if `run` raises an
+        `Exception`, the SystemExit of `exit()` or the EpisodeStopped of another episode, returns a value, or returns
+        without a turn although no limit was reached. The stop reason and the exception of a failed episode are also
+        stored in the episode. Only a cancellation is raised.
         """
         try:
             # In a task of its own: what the agent loop cancels and ignores there does not cancel the sample.
@@ -116,7 +117,7 @@ def _find_mistake(name: str, value: object, episode: Episode) -> BadInputError |
     if value is not None:
         return BadInputError(
             f"{name}.run returned {value!r:.80}, but it must return None: the turns of an episode are recorded. A "
-            "reward belongs into reward=, or into a method of an Environment with the decorator @reward"
+            "reward belongs in reward=, or in a method of an Environment with the decorator @reward"
         )
     if not episode._state.has_turns and episode.reached_limit is None:
         return BadInputError(

@@ -65,8 +65,9 @@ class RolloutRunner:
     `group_filter`: decides which groups are yielded: a function, or "has_variance" for groups whose rewards differ.
     None keeps all groups. `max_staleness`: maximum number of steps between the start and the delivery of a sample, for
     `steps` only. `run_dir`: directory of the recorded sessions, which is created; it belongs to one call of `run`, or
-    to the steps of one training run. None keeps sessions in memory only. `max_concurrency`: maximum number of samples
-    whose episode runs at a time; with an `Environment`, as many more samples are set up or get their rewards.
+    to the steps of one training run. None keeps sessions in memory only. `max_concurrency`: maximum number of episodes
+    that run at a time. With an `Environment`, at most `2 * max_concurrency` samples are active, including those in
+    setup, rewards and teardown. With an agent loop, a sample counts until its reward is computed.
     `max_attempts`: maximum number of attempts at a sample that fails with `InfrastructureError`.
     `return_routed_experts`: whether the experts that a mixture-of-experts model chose for each token are recorded, for
     a trainer that replays them; the servers need `enable_return_routed_experts=True`.
@@ -177,12 +178,12 @@ class RolloutRunner:
         Update the weights between two steps. With `max_staleness=0`, all samples of a step are generated between two
         updates. Otherwise samples of later steps are generated while the body of the loop awaits something, for example
         `await asyncio.to_thread(lambda: train(step.batch()))`, and a step may have samples that were begun up to
-        `max_staleness` steps earlier. A step waits for samples that would be too old in the next step, so that long
-        samples are as frequent as short ones.
+        `max_staleness` steps earlier. A step waits for samples that would be too old in the next step. Without
+        `num_extra_groups`, samples that take long are therefore as frequent in the steps as in the tasks.
 
         `tasks`: an iterable or an asynchronous iterable, which may be endless and may repeat tasks. A task is read when
         a sample can run. `num_extra_groups`: number of groups that are generated in addition, so that a step does not
-        wait for the groups that replace rejected ones. Groups that are then left over and would be too old in the next
+        wait for the groups that replace rejected ones. Groups that remain after a step and would be too old in the next
         step are abandoned, and their tasks start again: short samples become more frequent. `start_step`: number of
         steps that the trainer has completed, according to its checkpoint.
 
@@ -190,8 +191,9 @@ class RolloutRunner:
         `start_step` on that were yielded before are yielded again with the same samples, and samples that were not
         finished continue. The sessions of the samples that were begun in step 12 are in the folder `step-000012`.
 
-        A failed sample has the reward None. A group whose samples have all failed is not yielded. If at least 8 groups
-        and 64 samples have failed and no other group is left that runs, the iterator raises the last exception; it also
+        A failed sample has the reward None. A group whose samples have all failed is not yielded. When at least 8 such
+        groups with at least 64 samples have finished since the last group with a sample that did not fail, no new group
+        starts; if the groups that still run fail, too, the iterator raises the last exception, of any type. It also
         does so if all tasks have failed. It also raises the error of a sample that cannot be recorded, exceptions of
         `group_filter` and `tasks`, BadInputError for wrong arguments and for a `run_dir` of a run with other tasks or
         inputs, and ServerBusyError if another iterator uses the `run_dir`.

@@ -121,13 +121,14 @@ class Sample:
     summed."""
     tool_counts: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Number of tool calls in this process by names: `NAME/calls`, `NAME/errors/TYPE` for those of them that failed,
-    and `errors/TYPE` for calls of no tool, with the types of `ToolResult.error_type`.
-    `failed` counts calls that failed the sample or an attempt at it."""
+    and `errors/TYPE` for calls that name no known tool or cannot be parsed. TYPE is a `ToolResult.error_type`, or
+    `failed` for a call that ended the sample or one attempt at the sample."""
     segments: Sequence[Segment] = ()
     """Paths that are trained, for example those before and after a compaction, and those of sub-agents, in the order in
     which their branches were made. Each sampled token is in at least one of them, unless its branch has the weight 0 or
-    a later attempt at the sample has left its path. A token of several paths is trained with the first. So the path of
-    a branch that another branch continues with another weight is a segment too, before the longer path."""
+    a later attempt at the sample has left its path. A token that several paths share is trained with the first of these
+    paths, with the weight of this path. A path that is the beginning of a later, longer path is a segment of its own
+    only if the weights of the two differ."""
 
     @property
     def paths(self) -> list[tuple[TrajectoryGraph, int]]:

@@ -25,7 +25,7 @@ def require_class_attributes(cls: type, base: type) -> None:
     """Check what a subclass of `Environment` defines. `base`: `Environment` itself.
 
     Raises BadInputError for a decorator `tool` or `reward` on what cannot be a tool or a reward, for wrong parameters
-    of such a method, and for a misspelled setting. Logs a warning for a limit that belongs into `RolloutLimits`.
+    of such a method, and for a misspelled setting. Logs a warning for a limit that belongs in `RolloutLimits`.
     """
     for name, value in vars(cls).items():
         inner = getattr(value, "__func__", getattr(value, "fget", value))

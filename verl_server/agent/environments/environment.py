@@ -46,7 +46,7 @@ class Environment(AgentLoop):
     The runner makes an instance for each attempt at a sample. A subclass has methods with the decorators `tool` and
     `reward`. `run` says how the agent acts: by default it calls tools until a turn has no call. A subclass with a
     constructor of its own calls `super().__init__(task)`; what takes time, for example the start of a container,
-    belongs into `setup`.
+    belongs in `setup`.
     """
 
     setup_timeout_s: ClassVar[float] = 300.0
@@ -75,7 +75,7 @@ class Environment(AgentLoop):
     async def teardown(self) -> None:
         """Release what `setup` made. Always called, also after a `setup` that failed half-way or was cancelled.
 
-        Called once more if the end of the event loop has cut it off.
+        If `teardown` is cancelled because the event loop ends, it is called a second time.
         """
 
     async def run(self, episode: Episode) -> None:
@@ -208,7 +208,7 @@ def _make(kind: type[Environment], task: Task) -> Environment:
 async def _tear_down(environment: Environment) -> None:
     """Call `teardown`, also while this task is being cancelled. A failure is logged: the sample is finished.
 
-    At the end of the event loop all tasks are cancelled, also that of the teardown. It is then called once more.
+    At the end of the event loop all tasks are cancelled, also that of the teardown. It is then called a second time.
     """
     name = f"{type(environment).__name__}.teardown"
     cancelled: asyncio.CancelledError | None = None

@@ -1,7 +1,7 @@
-"""An episode: one sample of one task. It grows turn by turn within its limits, and every token is recorded.
+"""An episode: one sample of one task while it is generated, turn by turn within its limits. Every token is recorded.
 
-An episode has branches, each with an end of its own: `fork` and `new_root` return branches that generate beside this
-one, and `adopt` continues at the end of another branch. All branches share the limits and the record.
+An episode has branches, each with an end of its own. `fork` and `new_root` return new branches, and `adopt` continues
+at the end of another branch. All branches share the limits and the record. An object `Episode` is one branch.
 
 If the record already contains turns, the episode replays them first. Messages that were added before are found in the
 record, and so are the turns of the policy. The policy generates only what the record does not contain. Tools are
@@ -36,12 +36,13 @@ from verl_server.validation import require_whole_number
 
 
 class Episode:
-    """One branch of one sample, which an agent loop drives with `generate`, `add_messages` and `append_text`.
+    """A branch of an episode, which an agent loop drives with `generate`, `add_messages` and `append_text`.
 
-    The agent loop gets the first branch of the sample. `record`: a `Recorder`, or a `TrajectoryGraph` that is kept in
-    memory only. `sampling_params`: SGLang's sampling parameters of every turn. `tools`: tools and functions that the
-    policy may call. `return_routed_experts`: whether the routed experts of a mixture-of-experts model are recorded.
-    Raises BadInputError for arguments of a wrong type.
+    The agent loop gets the first branch; `fork` and `new_root` return others. `leaf`, `weight`, `messages`, `tools`,
+    `reached_limit` and `num_context_tokens` belong to the branch; `task`, `graph`, `limits`, `segments` and
+    `num_response_tokens` belong to the episode. `record`: a `Recorder`, or a `TrajectoryGraph` that is kept in memory
+    only. `sampling_params`: SGLang's sampling parameters of every turn. `tools`: tools and functions for the policy.
+    `return_routed_experts`: whether routed experts are recorded. Raises BadInputError for arguments of a wrong type.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Episode:
         require_generate_fn("generate", generate)
         self.task, self.limits = task, limits
         self.messages: Sequence[Message] = task.messages
-        """Messages of the first prompt of this branch."""
+        """Messages of the first prompt of this branch. Those of the task in the first branch."""
         self.tools = as_tool_registry(tools)
         """Tools that the policy may call in this branch."""
         self._renderer = renderer
@@ -91,10 +92,10 @@ class Episode:
 
     @property
     def weight(self) -> float:
-        """Weight in the loss of the path that ends with this branch: 1.0, or that of the branch that was forked.
+        """Weight in the loss of the path to the end of this branch. Default: 1.0, or the weight of the forked branch.
 
-        A path with the weight 0.0 is not trained. A turn of several trained paths is trained once, with the weight of
-        the branch that was made first. Raises BadInputError for a value that is no finite number of at least 0.
+        A path with the weight 0.0 is not trained. A turn that several trained paths share is trained once, with the
+        weight of the branch that was made first. Raises BadInputError for a value that is no finite number >= 0.
         """
         return self._weight
 
@@ -114,9 +115,9 @@ class Episode:
 
     @property
     def reached_limit(self) -> str | None:
-        """Name of the limit that this branch has reached: it cut off the last turn, or was raised after it. Else None.
+        """Name of the limit that cut off the last turn of this branch, or that was raised after that turn.
 
-        Before the first turn of the sample it is the limit that any branch has reached.
+        None if no limit was reached. If the sample has no turn yet: the limit that was raised last in any branch.
         """
         return self._raised_limit.name or self._state.find_reached_limit(self.leaf)
 
@@ -245,12 +246,12 @@ class Episode:
     async def generate(self, messages: Sequence[Message] | None = None, **sampling_params: Any) -> Turn:
         """Let the policy generate a turn, after appending `messages` if given.
 
-        The first turn of a branch without `messages` follows its `messages`, by default those of the task.
-        `sampling_params` override those of the episode for this turn. `max_new_tokens` is reduced to the tokens that
-        the limits leave; branches that generate at the same time can each use all of them. After an exception this
-        branch ends where it ended before, so that the call can be repeated. Raises EpisodeStopped at a limit,
-        BadInputError for messages that the renderer refuses and while this branch is generating another turn,
-        CancelledError if the episode has ended, and the exceptions of the generate function.
+        If `messages` is None in the first call of a branch, its first prompt is `Episode.messages`. `sampling_params`
+        override those of the episode for this turn. `max_new_tokens` is reduced to the tokens that the limits leave;
+        branches that generate at the same time can each use all of them. After an exception this branch ends where it
+        ended before, so that the call can be repeated. Raises EpisodeStopped at a limit, BadInputError for messages
+        that the renderer refuses and while this branch is generating another turn, CancelledError if the episode has
+        ended, and the exceptions of the generate function.
         """
         try:
             with self._raised_limit:

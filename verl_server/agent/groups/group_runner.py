@@ -73,8 +73,9 @@ class FinishedGroup:
 class GroupRunner:
     """Runs groups of `n` samples for one iterator of a `RolloutRunner`.
 
-    `max_concurrency`: maximum number of samples whose episode runs at a time. With an `Environment`, as many more
-    samples are set up or get their rewards. `logs_common_failure`: whether a failure of all samples is logged.
+    `max_concurrency`: maximum number of episodes that run at a time. With an `Environment`, at most twice as many
+    samples are active, including those in setup, rewards and teardown. `logs_common_failure`: whether a failure of all
+    samples is logged.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class GroupRunner:
     ) -> None:
         self.n = n
         self.max_admitted_samples = max_concurrency * (2 if samples.agent.environment is not None else 1)
-        """Maximum number of samples that are set up, run, or get their rewards."""
+        """Maximum number of active samples: in setup, episode, rewards or teardown."""
         self._samples, self._counters = samples, counters
         self.on_sample: Callable[[], None] = lambda: None
         """Called when a sample has finished or was cancelled."""

@@ -14,7 +14,7 @@ from verl_server.validation import require_seconds, require_whole_number
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Truncation = Literal["start", "middle", "end"]
-"""Part of a long result that is cut out."""
+"""Part of a too long result that is removed."""
 OPTIONS_ATTRIBUTE = "__verl_server_tool__"
 DEFAULT_TIMEOUT_S = 30.0
 
@@ -72,9 +72,10 @@ def tool(
 
     `name`: name of the tool; None takes that of the function. `description`: text that the policy reads; None takes the
     docstring. `timeout_s`: maximum seconds per call. `max_result_tokens`: maximum number of tokens of a result; None
-    takes `RolloutLimits.max_tool_tokens`. `truncate`: the part of a longer result that is cut out. `max_concurrency`:
-    maximum number of calls that run at a time in this event loop, over all samples; the time that a call waits for its
-    turn does not count against `timeout_s`. Raises BadInputError for an option of a wrong type or value.
+    takes `RolloutLimits.max_tool_tokens`. `truncate`: part of a too long result that is removed, "start", "middle" or
+    "end". `max_concurrency`: maximum number of calls that run at a time in this event loop, over all samples; the time
+    that a call waits for its turn does not count against `timeout_s`. Raises BadInputError for an option of a wrong
+    type or value.
     """
     if function is not None and not callable(function):
         raise BadInputError(f"tool is a decorator of a function, got {function!r:.80}; write @tool or @tool(name=...)")

@@ -192,7 +192,7 @@ def _read_annotations(name: str, function: Callable[..., Any], parameters: list[
     except (NameError, TypeError, SyntaxError) as error:
         cure = "Import their types at run time, not only under `if TYPE_CHECKING`"
         if not isinstance(error, NameError):
-            cure = "An annotation must be a type, for example list[int]; a description belongs into Annotated[str, ...]"
+            cure = "An annotation must be a type, for example list[int]; a description belongs in Annotated[str, ...]"
         raise BadInputError(
             f"tool {name!r}: the annotations of its parameters cannot be read: {error}. {cure}"
         ) from error

@@ -98,7 +98,7 @@ class Tool(ABC):
     max_result_tokens: int | None = None
     """Maximum number of tokens of a result. None: `RolloutLimits.max_tool_tokens`."""
     truncate: Truncation = "end"
-    """Part of a longer result that is cut out."""
+    """Part of a too long result that is removed: "start", "middle" or "end"."""
 
     @property
     def slots(self) -> asyncio.Semaphore | None:
