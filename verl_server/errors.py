@@ -2,7 +2,8 @@
 
     VerlServerError
     ├── BadInputError            an argument is invalid; nothing changed
-    │   └── WeightManifestError  a tensor does not fit the served model (name, shape, dtype, missing)
+    │   ├── WeightManifestError  a tensor does not fit the served model (name, shape, dtype, missing)
+    │   └── UserCodeError        code of a tool, a reward or an agent loop uses this library in a wrong way
     ├── UnsupportedError         this machine or this version of the engine does not support the operation
     ├── StartupError             a server process ended before the server was ready
     ├── ServerDiedError          a server process ended while it was in use
@@ -12,7 +13,7 @@
     ├── DeadlineError            an operation did not finish before its deadline
     ├── PeerError                another trainer rank failed, ended, or did not make the same call
     ├── TornWeightsError         the served weights are not whole; retryable as an update of all tensors
-    ├── InfrastructureError      what an agent acts on has failed, for example a container; of sandboxes and your code
+    ├── InfrastructureError      retryable: the environment of a sample failed, for example a container
     └── ShutDownError            the engine, adapter, fleet or router was already shut down
 
 `error.retryable` is True when the same call can succeed later without a change of its arguments.
@@ -157,15 +158,16 @@ class TornWeightsError(VerlServerError):
 
     The engine refuses to generate. After a failed update, generation also stays paused on the servers.
     `details`: `cause` (type of the error that stopped the update) and that error's own details. To do: send an update
-    of all tensors, which repairs the weights. `retryable` is true only for such an update, without an explicit old
-    `weight_version`: an update of some tensors is refused while the weights are torn.
+    of all tensors, which repairs the weights. `retryable` is always True, but generations and updates of some tensors
+    raise the error again until such an update has succeeded. An explicit `weight_version` must be above that of the
+    last update that succeeded.
     """
 
     retryable = True
 
 
 class InfrastructureError(VerlServerError):
-    """What an agent acts on has failed, and not the agent: a container that does not start, a service that is down.
+    """The environment of a sample failed, for example a container or a service. The policy did not cause the failure.
 
     Sandboxes raise it. Raise it yourself in `Environment.setup`, in a tool or in a reward. The sample is attempted
     again with another environment, from its recorded turns. A sample that fails again has the stop reason `error`, so

@@ -27,7 +27,8 @@ def check_template(
     """Check whether prompts that grow by turns equal what the model's chat template renders.
 
     Only the tokenizer is loaded. Verdicts: equal; kept (earlier tokens stay where the template changes them);
-    refused; unverified (the template refuses what the renderer accepts); different (a defect).
+    refused; unverified (the template refuses what the renderer accepts); different (from what the template
+    renders: a defect, or a family for another revision of the template).
 
     The last line says whether agent loops find the tool calls that the template writes.
 

@@ -2,7 +2,7 @@
 
 A node stores only the tokens that it adds. The path from a root to a node is exactly the token sequence that the
 engine received and generated: prompts are read from the graph with `TrajectoryGraph.token_ids`, and replies are added
-to it. No text is rendered or tokenized a second time.
+to it. Recorded tokens are never decoded and tokenized again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Termination:
     error: Json | None = None
     """Exception of a failed episode as JSON (`verl_server.errors.to_wire`)."""
     reward: float | None = None
-    """Result of the reward function for the path. None if there was no reward function or if it failed."""
+    """Weighted sum of the rewards of the sample. None if the sample has no reward or failed."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Result of each reward function and metric by its name."""
     segments: Sequence[tuple[int, float]] | None = None

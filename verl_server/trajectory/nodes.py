@@ -71,7 +71,8 @@ class Node:
     """Why sampling ended: the type of SGLang's `finish_reason` (`stop`, `length`, ...)."""
     routed_experts: str | None = None
     """Routed experts that SGLang sent with the turn, see `pack_experts`: base64 of [tokens, layers, experts per token].
-    Of the tokens that no earlier turn of the path has read, or of the whole path, without the last token."""
+    The array ends with the last but one token of the turn. It begins with the first token of the path whose experts no
+    earlier turn of the path has, or with the first token of the path."""
     branch: str = ""
     """Branch of the episode that added the node: empty for the first branch, "0" for the first branch that it made
     (`fork`, `new_root`), "0.1" for the second branch that the branch "0" made, and so on."""

@@ -43,10 +43,10 @@ def to_batch(
     Paths with images need `vision`. `position_ids` are then [B, 3, P + R], and `multi_modal_inputs` has one dict for
     each row, with `pixel_values` and `image_grid_thw` if the row has images.
 
-    Paths with routed experts need `expert_layout`. `routed_experts` [B, P + R, L, K] then has the ids of the experts
-    that the router of each layer chose for each token, when the first turn of the path that read the token was sampled.
-    The ids are 0 for padding, and for the last sampled token of the path and all tokens after it, which no turn has
-    read. The dtype is uint8, or int16 if an id is above 255.
+    Paths with routed experts need `expert_layout`. `routed_experts` [B, P + R, L, K] then contains, for each token and
+    layer, the ids of the experts that processed the token as an input. If several turns of the path have processed the
+    token, the ids are those of the first of these turns. The ids are 0 for padding, and for tokens that were never an
+    input: the last sampled token of the path and all later tokens. The dtype is uint8, or int16 if an id is above 255.
 
     `rm_scores` are 0 everywhere if no path has a reward: the trainer then computes its own rewards. Raises
     BadInputError if there are no paths, for a value that is no path, for an unknown node, for the path of a failed

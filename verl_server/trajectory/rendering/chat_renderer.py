@@ -1,4 +1,4 @@
-"""Rendering of chat messages to token ids such that no token of an earlier turn is ever tokenized again.
+"""Rendering of chat messages to token ids. The tokens of earlier turns are never decoded and tokenized again.
 
 A chat template renders whole conversations. `ChatRenderer` renders only the part after an assistant turn, with a short
 placeholder for the history, and appends it to the recorded token ids. The cost of a turn grows with its new messages
@@ -59,9 +59,9 @@ class ChatRenderer:
     `tokenizer`: an object with `chat_template`, `apply_chat_template`, `encode` and `decode`. `template_arguments`:
     variables of the template, for example `enable_thinking=False`. Raises BadInputError for an object that is no
     tokenizer and for a variable that the template does not have, and UnsupportedError if there is no chat template, if
-    the part that the template renders after a turn depends on earlier turns, or if the tokenizer joins the end of a
-    turn with the text after it. A template that refuses the conversations with which it is checked raises
-    BadInputError.
+    the text that the template renders after an assistant turn depends on earlier turns, or if the tokenizer merges
+    characters across the end of an assistant turn. A template that refuses the conversations with which it is checked
+    raises BadInputError.
     """
 
     def __init__(self, tokenizer: Any, **template_arguments: Any) -> None:
@@ -118,11 +118,12 @@ class ChatRenderer:
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
         """Token ids of the first prompt of a conversation. `tools`: JSON schemas of the tools.
 
-        The text of a control token becomes ordinary tokens, except in assistant messages: it stays a control token.
-        Raises BadInputError for messages that are invalid, that the template refuses or whose content it does not show,
-        and for a tool whose name the prompt does not contain. Raises UnsupportedError if the part that the template
-        renders after a turn depends on earlier turns when the template gets these tools. A prompt that was rendered in
-        the last minute is returned again, with the time that the template wrote then.
+        The text of a control token in a message is tokenized as ordinary text. In an assistant message it becomes the
+        control token. Prompts are cached for one minute, so the samples of a group get the same prompt even if the
+        template writes the current time. Raises BadInputError for messages that are invalid, that the template refuses
+        or whose content it does not show, and for a tool whose name the prompt does not contain. Raises
+        UnsupportedError if the text that the template renders after an assistant turn depends on earlier turns when the
+        template gets these tools.
         """
         validate_messages(messages)
         key = key_of(messages, tools)
@@ -157,9 +158,9 @@ class ChatRenderer:
         They contain `messages`, the header of the next turn, and the end marker of the finished turn if the policy has
         not generated it. `turn_ids`: token ids of the finished turn. `preceding_ids`: token ids of the messages before
         that turn, in which a model family may have opened a thought. `tools`: JSON schemas of the tools, which some
-        templates write again. The text of a control token becomes ordinary tokens, except in assistant messages, as in
-        `render_prompt`. Raises BadInputError for messages that are invalid, that the template or the model family
-        refuses or does not show after a turn, and for results that the template writes differently after tool calls.
+        templates write again. The texts of control tokens are tokenized as in `render_prompt`. Raises BadInputError for
+        messages that are invalid, that the template or the model family refuses or does not show after a turn, and for
+        results that the template writes differently after tool calls.
         """
         validate_messages(messages)
         messages, mark = self._control_tokens.mark_messages(with_call_ids(messages))

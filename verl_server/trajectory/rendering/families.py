@@ -56,13 +56,14 @@ def get_renderer(tokenizer: Any, family: str | None = None, **template_arguments
     """The renderer of a known model family, or the generic `ChatRenderer`.
 
     `tokenizer`: a Hugging Face tokenizer, for example `AutoTokenizer.from_pretrained(path)`. For messages with images,
-    the processor of a vision-language model, `AutoProcessor.from_pretrained(path)`. `family`: name of a family
-    in the package `renderers` ("qwen3", "llama-3", ...). None selects the family by the tokenizer's `name_or_path`: the
-    name of a released model, or a folder that is called so, if the family then renders first prompts as the chat
-    template does. Otherwise it selects the generic renderer, which checks the template. `template_arguments`: for
-    example `enable_thinking=False`. Raises BadInputError for an object that is no tokenizer, for example a path, and
-    for an argument that the template or the family does not have, and UnsupportedError for a family that is unknown or
-    does not fit the tokenizer, and for a chat template that `ChatRenderer` cannot use.
+    the processor of a vision-language model, `AutoProcessor.from_pretrained(path)`. `family`: name of a family in the
+    package `renderers` ("qwen3", "llama-3", ...). If it is None, the family is derived from `tokenizer.name_or_path`.
+    The name of a released model on the Hub selects its family. A local folder with the name of a released model selects
+    the family only if the family renders first prompts as the chat template does. In all other cases the generic
+    renderer is used, which checks the template. `template_arguments`: for example `enable_thinking=False`. Raises
+    BadInputError for an object that is no tokenizer, for example a path, and for an argument that the template or the
+    family does not have, and UnsupportedError for a family that is unknown or does not fit the tokenizer, and for a
+    chat template that `ChatRenderer` cannot use.
     """
     if is_vision_processor(tokenizer):
         if family is not None:

@@ -155,10 +155,10 @@ def as_json(value: Any) -> bytes:
 
 
 def image_sources(message: Message) -> list[str]:
-    """The images of a message in their order, each as a path, a URL or base64 text.
+    """The images of a message in their order, each as a path, a data URL or base64 text, as the message has it.
 
-    An image is a content part `{"type": "image", "image": ...}` or OpenAI's `{"type": "image_url", ...}`. Raises
-    BadInputError for an image part without a usable source.
+    Other URLs are refused when the image is read. An image is a content part `{"type": "image", "image": ...}` or
+    OpenAI's `{"type": "image_url", ...}`. Raises BadInputError for an image part without a usable source.
     """
     content = message.get("content")
     sources = []

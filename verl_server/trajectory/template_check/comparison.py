@@ -24,7 +24,9 @@ class Verdict(enum.Enum):
     UNVERIFIED = "unverified"
     """The template refuses the whole conversation, which the renderer accepts. There is nothing to compare."""
     DIFFERENT = "different"
-    """They differ in what the renderer has appended. This is a defect."""
+    """The first prompt or an appended part differs from what the template writes, or a text in a message became control
+    tokens. With the generic renderer this is a defect. With a family, the package `renderers` implements another
+    revision of the template."""
 
 
 @dataclass(frozen=True)
