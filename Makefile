@@ -45,7 +45,7 @@ docs: setup
 doctor: setup
 	$(BIN)/verl-server doctor
 
-# All benchmarks, one after the other: about 90 minutes on two idle cores.
+# All benchmarks, one after the other: 2 to 2.5 hours on two idle cores.
 bench: setup
 	$(BIN)/python benchmarks/bench_generate.py
 	$(BIN)/python benchmarks/bench_startup.py
