@@ -40,7 +40,7 @@ from verl_server.agent import (
 )
 from verl_server.agent.groups.step_journal import StepJournal
 from verl_server.errors import BadInputError, ServerBusyError
-from verl_server.trajectory import ChatRenderer, load_session
+from verl_server.trajectory import ChatRenderer, load_session, to_batch
 from verl_server.trajectory.locked_files import close_locked, open_locked
 
 
@@ -297,6 +297,41 @@ def test_extra_groups_spare_the_wait_for_a_slow_group(renderer: ChatRenderer) ->
             assert policy.sessions["t0-0.1-1"] == 1
 
     asyncio.run(run())
+
+
+def test_extra_groups_that_are_young_enough_belong_to_the_next_step(renderer: ChatRenderer) -> None:
+    async def run() -> list[RolloutStep]:
+        runner = runner_of(Policy(), renderer, max_staleness=1)
+        async with contextlib.aclosing(runner.steps(endless_tasks(), num_groups=2, num_extra_groups=2)) as steps:
+            return await take(steps, 2)
+
+    first, second = asyncio.run(run())
+    assert [numbers_of(step) for step in (first, second)] == [[0, 1], [2, 3]]
+    assert first.metrics["groups/abandoned"] == 0
+    assert second.metrics["staleness/max"] == 1
+
+
+def test_the_batch_has_no_failed_sample_also_if_it_was_given_a_reward(renderer: ChatRenderer) -> None:
+    class FailsOnce(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            await episode.generate(episode.task.messages)
+            if episode.graph.session_id.endswith("-1"):
+                raise RuntimeError("no")
+
+    async def run() -> RolloutStep:
+        runner = runner_of(Policy(), renderer, agent=FailsOnce(), n=2, reward=lambda sample: 1.0)
+        (step,) = await take_all(runner.steps(make_tasks_with_numbers(1), num_groups=1))
+        return step
+
+    step = asyncio.run(run())
+    finished, failed = step.samples
+    assert (finished.error, failed.stop_reason) == (None, "error")
+    assert failed.leaf is not None
+    failed.graph.set_rewards(failed.leaf, [-1.0])
+    assert failed.reward is None
+    assert step.batch()["sample_index"].tolist() == [0]
+    both = to_batch([finished.path, failed.path], renderer.pad_token_id)
+    assert both["rm_scores"].sum(-1).tolist() == [1.0, -1.0]
 
 
 def test_the_batch_has_all_trained_rows(renderer: ChatRenderer) -> None:
