@@ -55,7 +55,7 @@ def make_batch(step: RolloutStep) -> tuple[grpo.Batch, Mapping[str, torch.Tensor
     prompt_zeros = torch.zeros(fields["prompts"].shape)
     batch = grpo.Batch(
         tokens=fields["input_ids"],
-        mask=torch.cat([prompt_zeros, fields["response_mask"] * fields["segment_weight"][:, None]], dim=1),
+        mask=torch.cat([prompt_zeros, fields["response_mask"] * fields["loss_weight"][:, None]], dim=1),
         rollout_logprobs=torch.cat([prompt_zeros, fields["rollout_log_probs"]], dim=1),
         advantages=advantages[fields["group_index"] * SAMPLES_PER_TASK + fields["sample_index"]],
     )

@@ -166,9 +166,9 @@ def test_best_of_n_within_a_sample(renderer: ChatRenderer) -> None:
         branches = [episode.fork() for _ in range(3)]
         await asyncio.gather(*(branch.generate([USER_MESSAGE]) for branch in branches))
         for branch in branches:
-            branch.weight = 0.25
+            branch.loss_weight = 0.25
         episode.adopt(branches[1])
-        branches[2].weight = 0.0
+        branches[2].loss_weight = 0.0
         await episode.generate([USER_MESSAGE])
         return branches
 
@@ -182,7 +182,7 @@ def test_best_of_n_within_a_sample(renderer: ChatRenderer) -> None:
             episode.adopt(other)  # type: ignore[arg-type]
     for weight in (-1.0, float("nan"), "1", True):
         with pytest.raises(BadInputError, match="weight of a branch"):
-            branches[0].weight = weight  # type: ignore[assignment]
+            branches[0].loss_weight = weight  # type: ignore[assignment]
     with pytest.raises(BadInputError, match="no node 99"):
         episode.fork(99)
     with pytest.raises(BadInputError, match="no messages"):
@@ -428,7 +428,7 @@ class TeamLoop(AgentLoop):
         texts = await asyncio.gather(*(work(member, number) for number, member in enumerate(team)))
         summary = [{"role": "user", "content": "".join(texts)}]
         episode.adopt(episode.new_root(summary, reason=ForkReason.COMPACTED))
-        team[1].weight = 0.5
+        team[1].loss_weight = 0.5
         await episode.generate()
 
 
@@ -468,7 +468,7 @@ def test_branches_continue_after_a_crash(renderer: ChatRenderer, tmp_path: Path,
     assert graph.nodes[: len(before.nodes)] == before.nodes
     assert sum(node.sampled for node in graph.nodes) == NUM_TEAM_TURNS
     assert sorted(prompts_of(graph)[num_recorded:]) == sorted(policy.prompts)
-    assert [segment.weight for segment in sample.segments] == [1.0, 0.5, 1.0, 1.0], "in the order of the branches"
+    assert [segment.loss_weight for segment in sample.segments] == [1.0, 0.5, 1.0, 1.0], "in the order of the branches"
     assert sample.segments[-1].leaf == sample.leaf, "the compacted path began last"
     assert {graph.rewards[segment.leaf][0] for segment in sample.segments} == {2.0}
 
@@ -616,12 +616,12 @@ def test_a_fork_has_the_weight_of_its_branch(renderer: ChatRenderer) -> None:
 
     async def run() -> None:
         await episode.generate()
-        episode.weight = 0.0
+        episode.loss_weight = 0.0
         await episode.fork().generate([USER_MESSAGE])
         await episode.new_root([USER_MESSAGE]).generate()
 
     asyncio.run(run())
-    assert [segment.weight for segment in episode.segments] == [1.0], "the new root begins a path of its own"
+    assert [segment.loss_weight for segment in episode.segments] == [1.0], "the new root begins a path of its own"
     with pytest.raises(BadInputError, match="reason must be a ForkReason, got 'later'"):
         episode.fork(reason="later")  # type: ignore[arg-type]
     with pytest.raises(BadInputError, match="node must be a whole number"):
@@ -721,7 +721,7 @@ def test_a_sample_without_a_turn_of_its_first_branch_is_the_same_when_it_is_load
             if fails:
                 await episode.generate()
             branch = episode.fork()
-            branch.weight = 0.0
+            branch.loss_weight = 0.0
             await branch.generate()
 
     async def run(policy: CountingPolicy) -> Sample:
@@ -836,37 +836,37 @@ def test_weights_of_paths_with_common_turns(renderer: ChatRenderer) -> None:
     async def run() -> None:
         await episode.generate()
         fork = episode.fork()
-        fork.weight = 0.25
+        fork.loss_weight = 0.25
         await fork.generate([USER_MESSAGE])
         await episode.generate([USER_MESSAGE])
         episode.adopt(fork)
 
     asyncio.run(run())
-    assert [segment.weight for segment in episode.segments] == [1.0, 0.25]
+    assert [segment.loss_weight for segment in episode.segments] == [1.0, 0.25]
     batch = to_batch([(episode.graph, segment.leaf) for segment in episode.segments], pad_token_id=0)
     assert batch["response_mask"].sum(-1).tolist() == [2 * TURN_TOKENS, TURN_TOKENS]
     early = make(renderer)
-    early.weight = 0.0
-    assert early.fork().weight == 0.0
-    assert early.new_root([USER_MESSAGE]).weight == 1.0
+    early.loss_weight = 0.0
+    assert early.fork().loss_weight == 0.0
+    assert early.new_root([USER_MESSAGE]).loss_weight == 1.0
 
 
 def weights_of_turns(episode: Episode) -> dict[str, float]:
     """The weight of each turn by the text before it, which is the same in the rows of `to_batch` and in `to_tree`."""
     graph, segments = episode.graph, episode.segments
     packed = to_packed([(graph, segment.leaf) for segment in segments])
-    graph.terminate(segments[-1].leaf, "done", segments=[(segment.leaf, segment.weight) for segment in segments])
+    graph.terminate(segments[-1].leaf, "done", segments=[(segment.leaf, segment.loss_weight) for segment in segments])
     weights: dict[str, float] = {}
     for segment, start in zip(segments, packed["cu_seqlens"].tolist(), strict=False):
         for before, node in itertools.pairwise(graph.path(segment.leaf)):
             if packed["response_mask"][start + graph.num_tokens(node.id) - 1]:
                 name = (before.message or {})["messages"][-1]["content"]
                 assert name not in weights, "a turn is trained once"
-                weights[name] = segment.weight
+                weights[name] = segment.loss_weight
     tree = to_tree(graph)
     num_trained = int(packed["response_mask"].sum())
-    assert int((tree["response_mask"] * (tree["weight"] > 0)).sum()) == num_trained
-    assert float((tree["response_mask"] * tree["weight"]).sum()) == TURN_TOKENS * sum(weights.values())
+    assert int((tree["response_mask"] * (tree["loss_weight"] > 0)).sum()) == num_trained
+    assert float((tree["response_mask"] * tree["loss_weight"]).sum()) == TURN_TOKENS * sum(weights.values())
     return weights
 
 
@@ -879,7 +879,7 @@ def test_a_turn_before_a_fork_has_the_weight_of_its_branch(renderer: ChatRendere
     async def run() -> None:
         await episode.generate()
         fork = episode.fork()
-        fork.weight = weight
+        fork.loss_weight = weight
         await fork.generate([{"role": "user", "content": "fork"}])
         if adopts:
             episode.adopt(fork)
@@ -904,7 +904,7 @@ def test_paths_keep_their_order_when_they_are_adopted(renderer: ChatRenderer) ->
         branch = episode.fork()
         await branch.generate([{"role": "user", "content": "b"}])
         half = branch.fork()
-        half.weight = 0.5
+        half.loss_weight = 0.5
         await half.generate([{"role": "user", "content": "half"}])
         late = episode.fork()
         await late.generate([{"role": "user", "content": "late"}])

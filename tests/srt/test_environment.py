@@ -620,7 +620,7 @@ def test_a_loaded_sample_is_trained_as_it_finished(renderer: ChatRenderer, tmp_p
         for graph in (loaded.graph, load_session(file)):
             assert graph.trained_segments == sample.graph.trained_segments
             tree, batch = to_tree(graph), to_batch([(graph, loaded.segments[0].leaf)], pad_token_id=0)
-            assert int((tree["weight"] * tree["response_mask"]).sum()) == int(batch["response_mask"].sum())
+            assert int((tree["loss_weight"] * tree["response_mask"]).sum()) == int(batch["response_mask"].sum())
     assert len(load_session(file).nodes) == num_nodes
     assert file.read_bytes().count(b'{"termination"') == 2
 

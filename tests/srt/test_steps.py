@@ -340,7 +340,7 @@ def test_the_batch_has_all_trained_rows(renderer: ChatRenderer) -> None:
             if episode.task.data["number"] == 1:
                 raise RuntimeError("no")
             other = episode.fork()
-            other.weight = 0.25
+            other.loss_weight = 0.25
             await other.generate()
             await episode.generate(episode.task.messages)
 
@@ -355,7 +355,7 @@ def test_the_batch_has_all_trained_rows(renderer: ChatRenderer) -> None:
     batch = step.batch()
     assert batch["group_index"].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert batch["sample_index"].tolist() == [0, 0, 1, 1] * 2
-    assert sorted(set(batch["segment_weight"].tolist())) == [0.25, 1.0]
+    assert sorted(set(batch["loss_weight"].tolist())) == [0.25, 1.0]
     uids = list(batch["uid"])
     assert len(set(uids)) == 2
     assert len(set(uids[:4])) == 1

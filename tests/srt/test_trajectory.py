@@ -520,21 +520,35 @@ def test_packed_batch_and_tree() -> None:
         assert tree["response_mask"][on_path][order].tolist() == graph.token_sequence(leaf).loss_mask
 
 
+def test_loss_weights_of_paths() -> None:
+    """A path has the weight of the first trained segment that contains its last node."""
+    graph = make_conversation()
+    paths = [(graph, 3), (graph, 4)]
+    assert to_batch(paths, 0)["loss_weight"].tolist() == [1.0, 1.0], "a session that has not finished has no weights"
+    graph.terminate(4, "done", segments=[(4, 0.5), (3, 0.25)])
+    batch, packed = to_batch(paths, 0), to_packed(paths)
+    assert batch["loss_weight"].tolist() == [0.25, 0.5]
+    assert packed["loss_weight"].tolist() == [0.25] * 7 + [0.5] * 4
+    assert batch["loss_weight"].dtype == packed["loss_weight"].dtype == to_tree(graph)["loss_weight"].dtype
+    graph.terminate(4, "done", segments=[(3, 0.25)])
+    assert to_batch(paths, 0)["loss_weight"].tolist() == [0.25, 0.0], "the last path is not trained"
+
+
 def test_weights_of_the_tree() -> None:
     """A shared token has the weight of the first trained path. Tokens that are not trained have the weight 0."""
     graph = make_conversation()
-    assert to_tree(graph)["weight"].tolist() == [1.0] * 8, "a session that has not finished has no weights"
+    assert to_tree(graph)["loss_weight"].tolist() == [1.0] * 8, "a session that has not finished has no weights"
     graph.terminate(4, "done", segments=[(4, 0.5), (3, 0.25)])
     tree = to_tree(graph)
     expected = {node.id: 0.5 if node.id in (0, 4) else 0.25 for node in graph.nodes}
-    assert tree["weight"].tolist() == [expected[int(node)] for node in tree["node"]]
+    assert tree["loss_weight"].tolist() == [expected[int(node)] for node in tree["node"]]
     graph.terminate(4, "done", segments=[(3, 2.0)])
     tree = to_tree(graph)
-    assert tree["weight"].tolist() == [0.0 if int(node) == 4 else 2.0 for node in tree["node"]]
+    assert tree["loss_weight"].tolist() == [0.0 if int(node) == 4 else 2.0 for node in tree["node"]]
     graph.terminate(4, "error", segments=[])
-    assert not to_tree(graph)["weight"].any()
+    assert not to_tree(graph)["loss_weight"].any()
     graph.add_node(4, [1], sampled=False)
-    assert set(to_tree(graph)["weight"].tolist()) == {1.0}, "the session continues after its termination"
+    assert set(to_tree(graph)["loss_weight"].tolist()) == {1.0}, "the session continues after its termination"
 
 
 TREE_NODE = st.tuples(
@@ -550,13 +564,15 @@ def test_weights_of_the_tree_are_those_of_the_rows(nodes: list[tuple[bool, list[
     ends = data.draw(st.permutations(graph.leaves))
     weights = [data.draw(st.sampled_from([1.0, 0.0])) * 2.0**-index for index in range(len(ends))]
     segments = find_segments(graph, list(zip(ends, weights, strict=True)))
-    graph.terminate(len(nodes) - 1, "done", segments=[(segment.leaf, segment.weight) for segment in segments])
+    graph.terminate(len(nodes) - 1, "done", segments=[(segment.leaf, segment.loss_weight) for segment in segments])
     tree, expected = to_tree(graph), 0.0
     if segments:
-        batch = to_batch([(graph, segment.leaf) for segment in segments], pad_token_id=0)
-        row_weights = torch.tensor([segment.weight for segment in segments])
-        expected = float((row_weights[:, None] * batch["response_mask"]).sum())
-    assert float((tree["weight"] * tree["response_mask"]).sum()) == expected
+        paths = [(graph, segment.leaf) for segment in segments]
+        batch, packed = to_batch(paths, pad_token_id=0), to_packed(paths)
+        assert batch["loss_weight"].tolist() == [segment.loss_weight for segment in segments]
+        expected = float((batch["loss_weight"][:, None] * batch["response_mask"]).sum())
+        assert float((packed["loss_weight"] * packed["response_mask"]).sum()) == expected
+    assert float((tree["loss_weight"] * tree["response_mask"]).sum()) == expected
 
 
 def test_common_turns_are_masked_in_all_fields_of_later_rows() -> None:

@@ -243,7 +243,7 @@ class SampleRunner:
     def _record(self, sample: Sample, record: Recorder | TrajectoryGraph) -> None:
         if sample.graph.nodes:  # the termination is written last: a file that contains it is complete
             assert sample.leaf is not None
-            segments = [(segment.leaf, segment.weight) for segment in sample.segments]
+            segments = [(segment.leaf, segment.loss_weight) for segment in sample.segments]
             record.terminate(sample.leaf, sample.stop_reason, sample.error, sample.reward, segments, sample.rewards)
 
     def input_digests(self) -> InputDigests:

@@ -93,8 +93,8 @@ class Segment:
 
     leaf: int
     """Id of the last node."""
-    weight: float = 1.0
-    """Weight of the segment in the loss, as the agent loop set it (`Episode.weight`)."""
+    loss_weight: float = 1.0
+    """Weight of the segment in the loss, as the agent loop set it (`Episode.loss_weight`)."""
 
 
 @dataclass(frozen=True)

@@ -199,9 +199,9 @@ def check_masks(session: Session) -> Iterator[str]:
         rewards = sum(sum(values) for node, values in graph.rewards.items() if node in trained)
         if abs(float(scores.sum()) - rewards) > 1e-4:
             yield f"the scores sum to {float(scores.sum())}, but the rewards to {rewards}"
-    weights = torch.tensor([segment.weight for segment in session.sample.segments])
+    weights = torch.tensor([segment.loss_weight for segment in session.sample.segments])
     in_rows = float((weights[:, None] * batch["response_mask"]).sum())
-    in_tree = float((tree["weight"] * tree["response_mask"]).sum())
+    in_tree = float((tree["loss_weight"] * tree["response_mask"]).sum())
     if abs(in_rows - in_tree) > 1e-4 * max(1.0, in_rows):
         yield f"the weights of to_tree sum to {in_tree}, but those of the batch to {in_rows}"
     for row, (_, leaf) in enumerate(paths):

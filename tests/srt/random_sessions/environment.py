@@ -73,7 +73,7 @@ class PlannedEnvironment(Environment):
             await BranchActor(self, episode).act(self.plan.steps, "")
         finally:
             self.has_ended = True
-            ends = self.left_turns + [(branch.turns, branch.episode.weight) for branch in self.branches]
+            ends = self.left_turns + [(branch.turns, branch.episode.loss_weight) for branch in self.branches]
             self.log.write(
                 "end", self.session, untrained=[turn for turns, weight in ends if not weight for turn in turns]
             )
@@ -182,7 +182,7 @@ class BranchActor:
             case SetWeight() if self._environment.has_ended:
                 pass
             case SetWeight():
-                self.episode.weight = step.weight
+                self.episode.loss_weight = step.weight
             case Fail():
                 raise RuntimeError("the agent loop fails")
             case Fork() | NewRoot():
@@ -252,7 +252,7 @@ class BranchActor:
 
     def _adopt(self, actor: BranchActor) -> None:
         environment = self._environment
-        environment.left_turns.append((self.turns, self.episode.weight))
+        environment.left_turns.append((self.turns, self.episode.loss_weight))
         self.episode.adopt(actor.episode)
         self.turns = actor.turns
         environment.branches.remove(actor)

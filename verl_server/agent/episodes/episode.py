@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from verl_server.agent.episodes.cursor import Cursor
 from verl_server.agent.episodes.episode_state import EpisodeState, validate_episode_arguments
-from verl_server.agent.episodes.segments import find_segments, require_weight
+from verl_server.agent.episodes.segments import find_segments, require_loss_weight
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RaisedLimit, RolloutLimits
 from verl_server.agent.samples import Segment, Task, Turn
@@ -38,8 +38,8 @@ from verl_server.validation import require_whole_number
 class Episode:
     """A branch of an episode, which an agent loop drives with `generate`, `add_messages` and `append_text`.
 
-    The agent loop gets the first branch; `fork` and `new_root` return others. `leaf`, `weight`, `messages`, `tools`,
-    `reached_limit` and `num_context_tokens` belong to the branch; `task`, `graph`, `limits`, `segments` and
+    The agent loop gets the first branch; `fork` and `new_root` return others. `leaf`, `loss_weight`, `messages`,
+    `tools`, `reached_limit` and `num_context_tokens` belong to the branch; `task`, `graph`, `limits`, `segments` and
     `num_response_tokens` belong to the episode. `record`: a `Recorder`, or a `TrajectoryGraph` that is kept in memory
     only. `sampling_params`: SGLang's sampling parameters of every turn. `tools`: tools and functions for the policy.
     `return_routed_experts`: whether routed experts are recorded. Raises BadInputError for arguments of a wrong type.
@@ -77,7 +77,7 @@ class Episode:
 
     def _start_branch(self, name: str, leaf: int | None, fork_reason: ForkReason) -> None:
         self._cursor = Cursor(self._state, name, leaf, fork_reason)
-        self._weight = 1.0
+        self._loss_weight = 1.0
         self._number = len(self._branches)  # of its path: the first branch has the number 0
         self._left_paths: dict[int, tuple[int | None, float]] = {}  # last node and weight, see `adopt`
         self._num_forks = 0  # number of branches that `fork` and `new_root` made from this branch
@@ -91,17 +91,17 @@ class Episode:
         return self._cursor.leaf
 
     @property
-    def weight(self) -> float:
+    def loss_weight(self) -> float:
         """Weight in the loss of the path to the end of this branch. Default: 1.0, or the weight of the forked branch.
 
         A path with the weight 0.0 is not trained. A turn that several trained paths share is trained once, with the
         weight of the branch that was made first. Raises BadInputError for a value that is no finite number >= 0.
         """
-        return self._weight
+        return self._loss_weight
 
-    @weight.setter
-    def weight(self, weight: float) -> None:
-        self._weight = require_weight(weight)
+    @loss_weight.setter
+    def loss_weight(self, loss_weight: float) -> None:
+        self._loss_weight = require_loss_weight(loss_weight)
 
     @property
     def error(self) -> Json | None:
@@ -138,7 +138,7 @@ class Episode:
         for branch in (self._first or self, *self._branches):
             if not branch._is_adopted:
                 leaf = branch.leaf if branch._cursor.has_turns else None
-                ends |= {**branch._left_paths, branch._number: (leaf, branch.weight)}
+                ends |= {**branch._left_paths, branch._number: (leaf, branch.loss_weight)}
         return find_segments(self.graph, [ends[number] for number in sorted(ends)])
 
     # -- branches -----------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Episode:
         """
         if node is not None:
             self.graph.node(require_whole_number("node", node, minimum=0))
-        branch = self._new_branch(self.leaf if node is None else node, reason, self.weight)
+        branch = self._new_branch(self.leaf if node is None else node, reason, self.loss_weight)
         branch.messages, branch.tools = self._state.first_prompt(self.leaf, node) or (self.messages, self.tools)
         return branch
 
@@ -172,10 +172,10 @@ class Episode:
         return branch
 
     def adopt(self, branch: Episode) -> None:
-        """Continue at the end of `branch`, with the weight, messages and tools of `branch`.
+        """Continue at the end of `branch`, with the loss weight, messages and tools of `branch`.
 
-        `branch` cannot be used any more. The tokens that this branch leaves are trained with the weight that this
-        branch had. Raises BadInputError for a branch of another episode or of itself, and while one of the two is
+        `branch` cannot be used any more. The tokens that this branch leaves are trained with the loss weight that
+        this branch had. Raises BadInputError for a branch of another episode or of itself, and while one of the two is
         generating a turn.
         """
         if not isinstance(branch, Episode) or branch._state is not self._state or branch is self:
@@ -183,16 +183,16 @@ class Episode:
         self._require_idle()
         branch._require_idle()
         if self._cursor.has_turns:
-            self._left_paths[self._number] = self.leaf, self.weight
+            self._left_paths[self._number] = self.leaf, self.loss_weight
         self._left_paths |= branch._left_paths
         self._number = branch._number
         name, end = self._cursor.branch, branch._cursor
-        self._cursor, self.weight = Cursor(self._state, name, end.leaf, end.fork_reason), branch.weight
+        self._cursor, self.loss_weight = Cursor(self._state, name, end.leaf, end.fork_reason), branch.loss_weight
         self._cursor.has_turns = end.has_turns
         self.messages, self.tools, self._raised_limit = branch.messages, branch.tools, branch._raised_limit
         branch._is_adopted = True
 
-    def _new_branch(self, leaf: int | None, reason: ForkReason, weight: float) -> Self:
+    def _new_branch(self, leaf: int | None, reason: ForkReason, loss_weight: float) -> Self:
         if not isinstance(reason, ForkReason):
             raise BadInputError(f"reason must be a ForkReason, got {reason!r}; write ForkReason.SAMPLE, for example")
         branch = copy.copy(self)
@@ -201,7 +201,7 @@ class Episode:
         self._num_forks += 1
         self._branches.append(branch)
         branch._start_branch(name, leaf, reason)
-        branch.weight = weight
+        branch.loss_weight = loss_weight
         return branch
 
     # -- tokens -------------------------------------------------------------------------------------

@@ -39,8 +39,8 @@ def find_segments(graph: TrajectoryGraph, ends: Sequence[tuple[int | None, float
     return tuple(segments)
 
 
-def require_weight(weight: object) -> float:
+def require_loss_weight(loss_weight: object) -> float:
     """The weight of a segment. Raises BadInputError unless it is a finite number of at least 0."""
-    if not is_finite_number(weight) or weight < 0:
-        raise BadInputError(f"the weight of a branch must be a finite number of at least 0, got {weight!r}")
-    return float(weight)
+    if not is_finite_number(loss_weight) or loss_weight < 0:
+        raise BadInputError(f"the loss_weight of a branch must be a finite number of at least 0, got {loss_weight!r}")
+    return float(loss_weight)

@@ -54,9 +54,9 @@ class RolloutStep:
         Each row is a trained path (`Sample.segments`). Failed samples and samples without a turn are left out. Beside
         the fields of `to_batch` there are `group_index` [B], the position of the row's group in `groups`;
         `sample_index` [B], the index of the sample in its group; `reward` [B], the reward of the row's sample, NaN for
-        a sample without a reward; `segment_weight` [B], the weight of the path in the loss; and `uid`, a list with one
-        text for each row, equal in all rows of a group. `expert_layout`: by default that of the step. Raises
-        BadInputError if no sample can be trained, and the errors of `to_batch`.
+        a sample without a reward; and `uid`, a list with one text for each row, equal in all rows of a group.
+        `expert_layout`: by default that of the step. Raises BadInputError if no sample can be trained, and the errors
+        of `to_batch`.
         """
         import torch
         from tensordict import NonTensorStack
@@ -81,7 +81,6 @@ class RolloutStep:
         batch["sample_index"] = torch.tensor([sample.index for _, sample, _ in rows])
         rewards = [sample.reward for _, sample, _ in rows]
         batch["reward"] = torch.tensor([math.nan if reward is None else reward for reward in rewards])
-        batch["segment_weight"] = torch.tensor([segment.weight for _, _, segment in rows])
         uids = [f"{self.index}-{position}-{sample.task.id}" for position, sample, _ in rows]
         batch.set("uid", NonTensorStack(*uids))
         return batch

@@ -33,12 +33,17 @@ def to_batch(
     """Convert paths to padded tensors with B rows.
 
     `prompts` [B, P]; `responses`, `response_mask`, `rollout_log_probs`, `rm_scores`, `weight_versions` [B, R];
-    `input_ids`, `attention_mask`, `position_ids` [B, P + R]. Masked positions have log prob 0, score 0 and weight
-    version `NO_VERSION` (-1). A reward per token is stored at its token. A reward of a whole node is stored at the
-    last token of the node, or at the last sampled token before a node that the policy did not sample. A path without a
-    sampled token has no response: its row is masked, and its reward is in no score. Tokens that several paths of one
-    session have in common, for example before a fork, are trained in the row of the first of these paths only: in later
-    rows they belong to the prompt.
+    `input_ids`, `attention_mask`, `position_ids` [B, P + R]; `loss_weight` [B]. Masked positions have log prob 0, score
+    0 and weight version `NO_VERSION` (-1). A reward per token is stored at its token. A reward of a whole node is
+    stored at the last token of the node, or at the last sampled token before a node that the policy did not sample. A
+    path without a sampled token has no response: its row is masked, and its reward is in no score. Tokens that several
+    paths of one session have in common, for example before a fork, are trained in the row of the first of these paths
+    only: in later rows they belong to the prompt.
+
+    `loss_weight` is the weight of the path in the loss: multiply the row's `response_mask` with it. It is the weight of
+    the first trained segment (`TrajectoryGraph.trained_segments`) that contains the last node of the path, as in
+    `to_tree`. So it is 0 for a path that the agent loop excluded from training. It is 1 if the session has not
+    finished.
 
     Paths with images need `vision`. `position_ids` are then [B, 3, P + R], and `multi_modal_inputs` has one dict for
     each row, with `pixel_values` and `image_grid_thw` if the row has images.
@@ -64,21 +69,10 @@ def to_batch(
     rows, experts = _read(paths, vision, expert_layout)
     max_prompt = max(row.prompt_length for row in rows)
     max_response = max(row.length - row.prompt_length for row in rows)
-    input_ids = torch.full((len(rows), max_prompt + max_response), int(pad_token_id))
-    attention_mask = _zeros(rows, max_prompt + max_response)
-    for index, row in enumerate(rows):
-        start = max_prompt - row.prompt_length
-        input_ids[index, start : start + row.length] = torch.tensor(row.sequence.token_ids)
-        attention_mask[index, start : start + row.length] = 1
-    fields = _response_fields(rows, max_response) | {
-        "prompts": input_ids[:, :max_prompt].clone(),
-        "responses": input_ids[:, max_prompt:].clone(),
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
-    }
+    fields = _input_fields(rows, max_prompt, max_response, int(pad_token_id)) | _response_fields(rows, max_response)
+    fields["loss_weight"] = torch.tensor([row.loss_weight for row in rows])
     if experts:
-        fields["routed_experts"] = _pad_experts(experts, attention_mask)
+        fields["routed_experts"] = _pad_experts(experts, fields["attention_mask"])
     batch = TensorDict(fields, batch_size=[len(rows)])
     if vision is not None:
         vision.add_padded(batch, [(row.sequence.token_ids, row.images) for row in rows])
@@ -90,10 +84,11 @@ def to_packed(
 ) -> dict[str, torch.Tensor]:
     """Convert paths to tensors without padding, one path after the other.
 
-    The fields `input_ids`, `position_ids`, `response_mask`, `rollout_log_probs`, `rm_scores` and `weight_versions`
-    have the shape [T]. `cu_seqlens` [B + 1] (int32) has the offsets of the paths. Raises BadInputError for the same
-    paths as `to_batch`. With `vision`, `position_ids` are [4, T], and `pixel_values` and `image_grid_thw` have the
-    images of all paths, one after the other. With `expert_layout`, `routed_experts` are [T, L, K].
+    The fields `input_ids`, `position_ids`, `response_mask`, `rollout_log_probs`, `rm_scores`, `weight_versions` and
+    `loss_weight` (see `to_batch`) have the shape [T]. `cu_seqlens` [B + 1] (int32) has the offsets of the paths. Raises
+    BadInputError for the same paths as `to_batch`. With `vision`, `position_ids` are [4, T], and `pixel_values` and
+    `image_grid_thw` have the images of all paths, one after the other. With `expert_layout`, `routed_experts` are
+    [T, L, K].
     """
     import torch
 
@@ -106,11 +101,31 @@ def to_packed(
         "rollout_log_probs": torch.tensor([logprob for row in rows for logprob in row.sequence.logprobs]),
         "rm_scores": torch.tensor([reward for row in rows for reward in row.rewards]),
         "weight_versions": torch.tensor([version for row in rows for version in row.sequence.weight_versions]),
+        "loss_weight": torch.tensor([row.loss_weight for row in rows for _ in range(row.length)]),
         "cu_seqlens": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32),
     }
     if experts:
         fields["routed_experts"] = torch.cat(experts)
     return fields | ({} if vision is None else vision.packed([(row.sequence.token_ids, row.images) for row in rows]))
+
+
+def _input_fields(rows: Sequence[Row], max_prompt: int, max_response: int, pad: int) -> dict[str, torch.Tensor]:
+    """The token ids [B, P + R], also of the prompts and of the responses alone, their mask and their positions."""
+    import torch
+
+    input_ids = torch.full((len(rows), max_prompt + max_response), pad)
+    attention_mask = _zeros(rows, max_prompt + max_response)
+    for index, row in enumerate(rows):
+        start = max_prompt - row.prompt_length
+        input_ids[index, start : start + row.length] = torch.tensor(row.sequence.token_ids)
+        attention_mask[index, start : start + row.length] = 1
+    return {
+        "prompts": input_ids[:, :max_prompt].clone(),
+        "responses": input_ids[:, max_prompt:].clone(),
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+    }
 
 
 def _response_fields(rows: Sequence[Row], width: int) -> dict[str, torch.Tensor]:

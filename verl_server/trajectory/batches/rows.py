@@ -35,6 +35,8 @@ class Row:
     """Reward of each token."""
     images: list[str]
     """Images of the path in their order."""
+    loss_weight: float
+    """Weight of the path in the loss."""
 
     @property
     def prompt_length(self) -> int:
@@ -84,6 +86,7 @@ def make_rows(paths: Iterable[GraphPath]) -> list[Row]:
                 f"would be lost; set the reward on a turn: {SET_REWARD}"
             )
     rows, seen = [], _SeenNodes()
+    weights = {key: loss_weights(graph) for key, graph in {id(graph): graph for graph, _ in checked}.items()}
     for index, (graph, leaf) in enumerate(checked):
         shared = seen.add(graph, leaf)
         if shared and not any(node.sampled and node.token_ids for node in graph.path(leaf) if node.id not in shared):
@@ -91,7 +94,7 @@ def make_rows(paths: Iterable[GraphPath]) -> list[Row]:
                 f"path {index} (session {graph.session_id!r}) is the beginning of an earlier path of the batch, so it "
                 "has no token of its own; pass sample.paths, which leaves out such paths"
             )
-        rows.append(_make_row(graph, leaf, shared))
+        rows.append(_make_row(graph, leaf, shared, weights[id(graph)][leaf]))
     return rows
 
 
@@ -111,7 +114,7 @@ class _SeenNodes:
         return shared
 
 
-def _make_row(graph: TrajectoryGraph, leaf: int, shared: set[int]) -> Row:
+def _make_row(graph: TrajectoryGraph, leaf: int, shared: set[int], loss_weight: float) -> Row:
     """The row of a path, in which the tokens of the nodes `shared` are not trained and have no reward."""
     path = graph.path(leaf)
     sequence, rewards = graph.token_sequence(leaf), token_rewards(graph, path)
@@ -128,7 +131,7 @@ def _make_row(graph: TrajectoryGraph, leaf: int, shared: set[int]) -> Row:
         first = sequence.loss_mask.index(1)
         moved = sum(rewards[:first]) - sum(token_rewards(graph, beginning))
         rewards = [0.0] * first + [rewards[first] + moved] + rewards[first + 1 :]
-    return Row(graph, leaf, sequence, rewards, graph.images(leaf))
+    return Row(graph, leaf, sequence, rewards, graph.images(leaf), loss_weight)
 
 
 def _is_path(value: object) -> bool:
@@ -169,3 +172,18 @@ def token_rewards(graph: TrajectoryGraph, nodes: Sequence[Node]) -> list[float]:
         if values and not has_token_values and position is not None:
             rewards[position] += values[0]
     return rewards
+
+
+def loss_weights(graph: TrajectoryGraph) -> list[float]:
+    """The weight of each node in the loss: that of the first trained segment that contains the node, else 0.
+
+    All nodes have the weight 1 if the session has not finished.
+    """
+    segments = graph.trained_segments
+    if segments is None:
+        return [1.0] * len(graph.nodes)
+    weights: dict[int, float] = {}
+    for leaf, weight in segments:
+        for node in graph.path(leaf):
+            weights.setdefault(node.id, weight)
+    return [weights.get(node.id, 0.0) for node in graph.nodes]
