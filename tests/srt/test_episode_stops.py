@@ -349,7 +349,37 @@ def test_a_failed_call_counts_more_than_a_limit_of_another_call(
     assert sample.stop_reason == "error"
     assert sample.error is not None
     assert sample.error["message"] == "the container is lost"
-    assert sample.tool_counts["box/errors/failed"] == 1
+    assert sample.tool_counts == {"sub_agent/calls": 1, "box/calls": 1, "box/errors/failed": 1}
+
+
+def test_calls_that_reach_a_limit_or_are_cancelled_are_counted(run: Callable[..., list[Sample]]) -> None:
+    """They have no error."""
+
+    class Both(Environment):
+        @tool
+        async def sub_agent(self) -> str:
+            """Generates until the limit."""
+            while True:
+                await self.episode.generate(USER)
+
+        @tool(max_concurrency=1)
+        async def search(self) -> str:
+            """Does not end."""
+            await asyncio.sleep(100)
+            return ""
+
+        async def run(self, episode: Episode) -> None:
+            self.episode = episode
+            calls = [asyncio.create_task(self.tools.call(ToolCall("search", {}))) for _ in range(2)]
+            await episode.generate()  # the first call begins, and the second call waits for it
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls)
+            await self.tools.call(ToolCall("sub_agent", {}))
+
+    (sample,) = run(Both, make_tasks(1))
+    assert sample.stop_reason == "max_turns"
+    assert sample.tool_counts == {"search/calls": 1, "sub_agent/calls": 1}
 
 
 def test_a_lost_container_in_a_task_group_is_retried(run: Callable[..., list[Sample]]) -> None:

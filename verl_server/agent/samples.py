@@ -120,9 +120,10 @@ class Sample:
     """Seconds of each phase (`queue`, `setup`, `generate`, `tool`, `reward`) in this process. Concurrent calls are
     summed."""
     tool_counts: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """Number of tool calls in this process by names: `NAME/calls`, `NAME/errors/TYPE` for those of them that failed,
-    and `errors/TYPE` for calls that name no known tool or cannot be parsed. TYPE is a `ToolResult.error_type`, or
-    `failed` for a call that ended the sample or one attempt at the sample."""
+    """Number of tool calls in this process by names: `NAME/calls` for the calls that have begun, `NAME/errors/TYPE` for
+    those of them that failed, and `errors/TYPE` for calls that name no known tool or cannot be parsed. TYPE is a
+    `ToolResult.error_type`, or `failed` for a call that ended the sample or one attempt at the sample. A call that is
+    cancelled or reaches a limit of its episode has no error."""
     segments: Sequence[Segment] = ()
     """Paths that are trained, for example those before and after a compaction, and those of sub-agents, in the order in
     which their branches were made. Each sampled token is in at least one of them, unless its branch has the weight 0 or

@@ -23,21 +23,23 @@ def count_calls() -> Iterator[CallCounts]:
         _COUNTS.reset(token)
 
 
-def count_call(name: str, error_type: str | None) -> None:
-    """Count a call of the tool `name` in the present sample.
+def count_call(tool: str) -> None:
+    """Count a call of a tool in the current sample, when the call begins."""
+    _count(f"{tool}/calls")
 
-    `error_type`: that of `ToolResult`, `failed` for a call that failed the sample, or None for success.
+
+def count_error(error_type: str, tool: str | None = None) -> None:
+    """Count a call that failed in the current sample.
+
+    `error_type`: that of `ToolResult`, or `failed` for a call that failed the sample. `tool`: name of the tool. None if
+    the call is of no tool: its name is unknown, or the call cannot be parsed.
     """
-    if (counts := _COUNTS.get()) is not None:
-        counts[f"{name}/calls"] += 1
-        if error_type is not None:
-            counts[f"{name}/errors/{error_type}"] += 1
+    _count(f"errors/{error_type}" if tool is None else f"{tool}/errors/{error_type}")
 
 
-def count_error(error_type: str) -> None:
-    """Count a call in the present sample that is of no tool: its name is unknown, or the call cannot be parsed."""
+def _count(name: str) -> None:
     if (counts := _COUNTS.get()) is not None:
-        counts[f"errors/{error_type}"] += 1
+        counts[name] += 1
 
 
 def call_metrics(samples: Iterable[Mapping[str, int]]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Any
 import pydantic
 
 from verl_server.agent.phase_times import Phase, measure
-from verl_server.agent.tools.call_counts import count_call
+from verl_server.agent.tools.call_counts import count_call, count_error
 from verl_server.agent.tools.failure_log import log_failure
 from verl_server.agent.tools.options import ToolOptions, Truncation, options_of
 from verl_server.agent.tools.result_text import as_result_text
@@ -128,12 +128,14 @@ class Tool(ABC):
         """
         with measure(Phase.TOOL, **{"gen_ai.tool.name": self.name}):
             async with self.slots or contextlib.nullcontext():
+                count_call(self.name)
                 try:
                     result = await self._call(arguments)
                 except Exception:
-                    count_call(self.name, "failed")
+                    count_error("failed", self.name)
                     raise
-        count_call(self.name, result.error_type)
+        if result.error_type is not None:
+            count_error(result.error_type, self.name)
         return result
 
     async def _call(self, arguments: Mapping[str, Any]) -> ToolResult:
