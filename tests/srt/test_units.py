@@ -9,6 +9,7 @@ import inspect
 import itertools
 import mmap
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -160,6 +161,19 @@ def test_files_functions_and_folders_are_small() -> None:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno is not None
                 assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{path}: {node.name}"
+
+
+def test_lists_of_the_files_of_a_folder_are_complete() -> None:
+    """The docstring of a folder can have a line for each file: its name, at least one space, and what it contains."""
+    listed = {}
+    for path in PACKAGE.rglob("__init__.py"):
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        if names := re.findall(r"^(\w+\.py) ", docstring, re.MULTILINE):
+            listed[path.parent] = names
+    assert listed, "no folder lists its files"
+    for folder, names in listed.items():
+        files = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert sorted(names) == sorted(files), f"{folder}/__init__.py must list the files of the folder"
 
 
 def test_every_error_keeps_its_type_and_details_between_ranks() -> None:

@@ -3,6 +3,9 @@
 messages.py         which messages are valid, which images they contain, and the calls that are parsed from turns
 tokenizer.py        what a renderer needs of a tokenizer
 chat_renderer.py    `ChatRenderer`: messages with any chat template, turn by turn
+turn_ends.py        the tokens at the end of a turn
+call_turns.py       `CallTurns`: turns with tool calls in a chat template, and the text after them
+prompt_cache.py     `PromptCache`: first prompts that were rendered a moment ago
 probes.py           the conversations with which `ChatRenderer` checks a chat template
 families.py         `FamilyRenderer`: messages of a known model family; `get_renderer`
 foreign_text.py     control tokens in the text of messages, which must not become control tokens
