@@ -65,14 +65,15 @@ class EpisodeStopped(BaseException):
         return self._state is state
 
 
-class RaisedLimit:
-    """Keeps the name of the limit that the last block with this context manager has raised."""
+class LastStop:
+    """Remembers at which limit the last block with this context manager has stopped. The exception goes on."""
 
-    name: str | None = None
+    stop_reason: str | None = None
+    """Name of the limit. None if the block did not stop at a limit."""
 
     def __enter__(self) -> None:
-        self.name = None
+        self.stop_reason = None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, EpisodeStopped):
-            self.name = error.stop_reason
+            self.stop_reason = error.stop_reason

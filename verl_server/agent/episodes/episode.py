@@ -19,7 +19,7 @@ from verl_server.agent.episodes.cursor import Cursor
 from verl_server.agent.episodes.episode_state import EpisodeState, validate_episode_arguments
 from verl_server.agent.episodes.segments import find_segments, require_loss_weight
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
-from verl_server.agent.limits import EpisodeStopped, RaisedLimit, RolloutLimits
+from verl_server.agent.limits import EpisodeStopped, LastStop, RolloutLimits
 from verl_server.agent.samples import Segment, Task, Turn
 from verl_server.agent.tools.registry import ToolRegistry, as_tool_registry
 from verl_server.agent.tools.tool import Tool
@@ -83,7 +83,7 @@ class Episode:
         self._num_forks = 0  # number of branches that `fork` and `new_root` made from this branch
         self._is_adopted = False
         self._cursor_before: Cursor | None = None  # where the branch ended before the turn that it is generating
-        self._raised_limit = RaisedLimit()
+        self._last_stop = LastStop()
 
     @property
     def leaf(self) -> int | None:
@@ -115,11 +115,11 @@ class Episode:
 
     @property
     def reached_limit(self) -> str | None:
-        """Name of the limit that cut off the last turn of this branch, or that was raised after that turn.
+        """Name of the limit that cut off the last turn of this branch, or at which the branch stopped after it.
 
-        None if no limit was reached. If the sample has no turn yet: the limit that was raised last in any branch.
+        None if no limit was reached. If the sample has no turn yet: the limit at which any branch stopped last.
         """
-        return self._raised_limit.name or self._state.find_reached_limit(self.leaf)
+        return self._last_stop.stop_reason or self._state.find_reached_limit(self.leaf)
 
     @property
     def num_response_tokens(self) -> int:
@@ -189,7 +189,7 @@ class Episode:
         name, end = self._cursor.branch, branch._cursor
         self._cursor, self.loss_weight = Cursor(self._state, name, end.leaf, end.fork_reason), branch.loss_weight
         self._cursor.has_turns = end.has_turns
-        self.messages, self.tools, self._raised_limit = branch.messages, branch.tools, branch._raised_limit
+        self.messages, self.tools, self._last_stop = branch.messages, branch.tools, branch._last_stop
         branch._is_adopted = True
 
     def _new_branch(self, leaf: int | None, reason: ForkReason, loss_weight: float) -> Self:
@@ -215,7 +215,7 @@ class Episode:
         refuses, and while this branch is generating a turn.
         """
         self._require_idle()
-        with self._raised_limit:
+        with self._last_stop:
             self._append(read_images(messages, self._renderer))
 
     def _append(self, messages: Sequence[Message]) -> None:
@@ -239,7 +239,7 @@ class Episode:
         self._require_idle()
         text = self._renderer.truncate(text, self.limits.max_tool_tokens)
         token_ids = self._renderer.encode_foreign(text, prefix=prefix, suffix=suffix)
-        with self._raised_limit:
+        with self._last_stop:
             self._state.require_room(self.leaf, len(token_ids))
         self._cursor.add_context(token_ids, {"appended_text": prefix + text + suffix})
 
@@ -254,7 +254,7 @@ class Episode:
         ended, and the exceptions of the generate function.
         """
         try:
-            with self._raised_limit:
+            with self._last_stop:
                 return await self._generate_next(messages, sampling_params)
         except (BadInputError, EpisodeStopped):
             await asyncio.sleep(0)  # a loop that repeats the call without a wait must not block the event loop

@@ -89,8 +89,8 @@ class EpisodeState:
         """Messages and tools of the first prompt at each root that a branch has visited."""
         self.has_images = self.has_turns = False
         """Whether any message has an image, and whether the policy has generated a turn in any branch."""
-        self.raised_limit: str | None = None
-        """Name of the limit that was raised last, also if the agent loop has caught it."""
+        self._last_stop_reason: str | None = None
+        """Name of the limit at which any branch stopped last, also if the agent loop has caught the exception."""
 
     # -- limits -------------------------------------------------------------------------------------
 
@@ -115,15 +115,19 @@ class EpisodeState:
         return min(remaining, key=lambda entry: entry[0])
 
     def find_reached_limit(self, leaf: int | None) -> str | None:
-        """Name of the limit that cut off the turn `leaf`, or was raised before any turn. None if no limit did."""
+        """Name of the limit that cut off the turn `leaf`. Before any turn: at which any branch stopped last. Else None.
+
+        After a turn, each branch remembers its own stop (`LastStop`), because other branches may go on. A sample
+        without a turn has one stop reason, also if the agent loop called `generate` of new branches only.
+        """
         if leaf is None or self.graph.node(leaf).finish_reason != "length":
-            return None if self.has_turns else self.raised_limit
+            return None if self.has_turns else self._last_stop_reason
         remaining, limit = self.remaining_tokens(leaf)
         return limit if remaining <= 0 else None
 
     def stop(self, limit: str) -> EpisodeStopped:
         """The exception that ends the episode at a limit."""
-        self.raised_limit = limit
+        self._last_stop_reason = limit
         return EpisodeStopped(limit, self)
 
     def require_room(self, leaf: int | None, num_tokens: int) -> None:
