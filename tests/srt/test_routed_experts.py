@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -414,10 +416,26 @@ def test_layouts(tiny: Callable[..., Path], folder: Path) -> None:
     for config in (tiny("qwen3"), reference_model(tiny("qwen3")).config):
         with pytest.raises(BadInputError, match=r"Qwen3Config has no .* so its model has no routed experts; pass"):
             ExpertLayout.from_config(config)
-    with pytest.raises(BadInputError, match="the config of the model '/nowhere' cannot be loaded"):
+    with pytest.raises(BadInputError, match="cannot read the configuration of the model at /nowhere"):
         ExpertLayout.from_config("/nowhere")
     with pytest.raises(BadInputError, match="num_layers must be"):
         ExpertLayout(0, 2)
+
+
+def test_the_layout_of_a_model_with_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code is executed only with `trust_remote_code`. An exception of the code is a BadInputError."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", list(sys.path))  # transformers adds the folder
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = "from transformers import PretrainedConfig\n\n\nclass OwnConfig(PretrainedConfig):\n    model_type = 'own'\n"
+    (tmp_path / "own.py").write_text(code + "    num_hidden_layers, num_experts_per_tok = 3, 2\n")
+    with pytest.raises(BadInputError, match="trust_remote_code=True"):
+        ExpertLayout.from_config(tmp_path)
+    assert ExpertLayout.from_config(tmp_path, trust_remote_code=True) == ExpertLayout(3, 2)
+    (tmp_path / "own.py").write_text(code + "    raise RuntimeError('no')\n")
+    with pytest.raises(BadInputError, match=f"cannot read the configuration of the model at {tmp_path}: no"):
+        ExpertLayout.from_config(tmp_path, trust_remote_code=True)
 
 
 @given(

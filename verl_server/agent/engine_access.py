@@ -14,6 +14,7 @@ from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
+from verl_server.weights.model_definition import read_config
 
 if TYPE_CHECKING:
     from verl_server.adapter.blocking import HttpServerEngineAdapter
@@ -71,7 +72,7 @@ class EngineAccess:
         renderer = get_renderer(tokenizer)
         if isinstance(renderer, FamilyRenderer):  # it knows the tool calls and thoughts of the model, and no images
             return renderer
-        return _vision_renderer(path, trusts_code) or renderer
+        return _vision_renderer(self.server_info, path) or renderer
 
     def expert_layout(self) -> ExpertLayout | None:
         """The layout of the routed experts of the model. None if the engine cannot be asked.
@@ -87,36 +88,33 @@ class EngineAccess:
                 "this server does not return routed experts; start it with enable_return_routed_experts=True, or leave "
                 "out return_routed_experts"
             )
-        return ExpertLayout.from_config(load_config(self.server_info))
+        try:
+            config = read_config(self.server_info)
+        except BadInputError as error:
+            raise BadInputError(
+                f"{error.message}; pass a function such as fleet.router.generate as the engine, and "
+                "step.batch(expert_layout=ExpertLayout(...))"
+            ) from error
+        return ExpertLayout.from_config(config)
 
     def complete_limits(self, limits: RolloutLimits) -> RolloutLimits:
         """The limits, with the context length of the server as `max_context_tokens` if they have none."""
         return limits if limits.max_context_tokens else dataclasses.replace(limits, max_context_tokens=self.max_tokens)
 
 
-def load_config(server_info: Json) -> Any:
-    """The Hugging Face config of the model of a server. Raises BadInputError if it cannot be loaded."""
-    from transformers import AutoConfig
+def _vision_renderer(server_info: Json, path: str) -> ChatRenderer | None:
+    """The renderer for messages with images. None for a model without images, and if its processor cannot be used.
 
-    path = str(server_info.get("model_path"))
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=bool(server_info.get("trust_remote_code")))
-    except Exception as error:
-        raise BadInputError(
-            f"the config of the model {path!r} of the engine cannot be loaded: {error}; pass a function such as "
-            "fleet.router.generate as the engine, and step.batch(expert_layout=ExpertLayout(...))"
-        ) from error
-
-
-def _vision_renderer(path: str, trusts_code: bool) -> ChatRenderer | None:
-    """The renderer for messages with images. None for a model without images, and if its processor cannot be used."""
-    from transformers import AutoConfig, AutoProcessor
+    `path`: path of the tokenizer and the processor.
+    """
+    from transformers import AutoProcessor
 
     from verl_server.trajectory.rendering.families import get_renderer
 
     try:
-        if not hasattr(AutoConfig.from_pretrained(path, trust_remote_code=trusts_code), "vision_config"):
+        if not hasattr(read_config(server_info), "vision_config"):
             return None
+        trusts_code = bool(server_info.get("trust_remote_code"))
         return get_renderer(AutoProcessor.from_pretrained(path, trust_remote_code=trusts_code))
     except Exception as error:  # noqa: BLE001 - code of another library: torchvision is not installed, for example
         logger.info("messages with images are refused, because the processor %r cannot be used: %s", path, error)

@@ -23,7 +23,7 @@ def read_config(server_args: Mapping[str, Any]) -> Any:
             trust_remote_code=bool(server_args.get("trust_remote_code")),
             revision=server_args.get("revision"),
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the code of the model can raise anything
         raise BadInputError(f"cannot read the configuration of the model at {path}: {error}") from error
     overrides = server_args.get("json_model_override_args")
     if overrides:

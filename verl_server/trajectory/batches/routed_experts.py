@@ -30,6 +30,7 @@ from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
 from verl_server.validation import require_whole_number
+from verl_server.weights.model_definition import read_config
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,20 +63,14 @@ class ExpertLayout:
         require_whole_number("num_experts_per_token", self.num_experts_per_token)
 
     @classmethod
-    def from_config(cls, config: Any) -> ExpertLayout:
+    def from_config(cls, config: Any, *, trust_remote_code: bool = False) -> ExpertLayout:
         """The layout of a model. `config`: the Hugging Face config of the model, or the path of its folder.
 
-        Raises BadInputError for a model without experts, and for a path from which no config can be loaded.
+        `trust_remote_code`: whether a config that is code in the folder of the model may be executed. Raises
+        BadInputError for a model without experts, and for a path from which no config can be loaded.
         """
         if isinstance(config, (str, Path)):
-            from transformers import AutoConfig
-
-            try:
-                config = AutoConfig.from_pretrained(config)
-            except Exception as error:
-                raise BadInputError(
-                    f"the config of the model {str(config)!r} cannot be loaded: {error}; pass the config itself"
-                ) from error
+            config = read_config({"model_path": config, "trust_remote_code": trust_remote_code})
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
         num_layers = getattr(text_config, "num_hidden_layers", None)
         num_experts = getattr(text_config, "num_experts_per_tok", None)
