@@ -85,6 +85,13 @@ def as_pairs(named_values: Mapping[str, T] | Iterable[tuple[str, T]]) -> Iterabl
     return named_values.items() if isinstance(named_values, Mapping) else named_values
 
 
+def require_bool(name: str, value: object) -> bool:
+    """`value` as a bool if it is True or False, also of numpy. Otherwise raise BadInputError."""
+    if not is_bool(value):
+        raise BadInputError(f"{name} must be True or False, got {value!r:.80}")
+    return bool(value)
+
+
 def require_whole_number(name: str, value: object, minimum: int = 1) -> int:
     """`value` as an int if it is a whole number of at least `minimum`. Otherwise raise BadInputError."""
     if not is_whole_number(value) or value < minimum:

@@ -38,8 +38,8 @@ from verl_server.trajectory.recorder import FILE_SUFFIX
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
 from verl_server.validation import (
-    is_bool,
     make_writable_folder,
+    require_bool,
     require_callable,
     require_parameters,
     require_whole_number,
@@ -98,8 +98,7 @@ class RolloutRunner:
         return_routed_experts: bool = False,
     ) -> None:
         access = access_engine(engine)
-        if not is_bool(return_routed_experts):
-            raise BadInputError(f"return_routed_experts must be True or False, got {return_routed_experts!r}")
+        return_routed_experts = require_bool("return_routed_experts", return_routed_experts)
         self._expert_layout = access.expert_layout() if return_routed_experts else None
         params = {} if sampling_params is None else sampling_params
         if renderer is None:
@@ -129,7 +128,7 @@ class RolloutRunner:
             sampling_params=dict(params),
             rewards=[] if reward is None else [Reward("reward", reward, reward_of(reward) or RewardOptions())],
             max_attempts=require_whole_number("max_attempts", max_attempts),
-            return_routed_experts=bool(return_routed_experts),
+            return_routed_experts=return_routed_experts,
         )
         self._samples.agent.check_renderer(renderer)
         has_rewards = any(options.weight for options in self._samples.reward_options.values())

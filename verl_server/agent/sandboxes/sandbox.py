@@ -13,7 +13,7 @@ from typing import Literal, Self
 from verl_server.agent.sandboxes.arguments import require_arguments, require_content, require_env, require_path
 from verl_server.argument_names import explain_constructor
 from verl_server.errors import BadInputError, InfrastructureError, UserCodeError
-from verl_server.validation import is_bool, require_seconds, require_whole_number
+from verl_server.validation import require_bool, require_seconds, require_whole_number
 
 DEFAULT_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 15.0
@@ -105,9 +105,7 @@ class Sandbox(ABC):
         """`network`: whether commands may use the network of this machine. Raises BadInputError for another type."""
         if not isinstance(limits, (SandboxLimits, type(None))):
             raise BadInputError(f"limits must be SandboxLimits(...), got {limits!r:.80}")
-        if not is_bool(network):
-            raise BadInputError(f"network must be True or False, got {network!r:.80}")
-        self.limits, self.network = limits or SandboxLimits(), bool(network)
+        self.limits, self.network = limits or SandboxLimits(), require_bool("network", network)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: str | None = None
         """Why the sandbox does not run any more. None before that."""

@@ -9,7 +9,7 @@ from typing import Any
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, TornWeightsError, VerlServerError, from_wire, to_wire
 from verl_server.types import Json, WeightUpdateResult
-from verl_server.validation import is_bool
+from verl_server.validation import require_bool
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,15 @@ def validate_options(options: UpdateOptions, current_version: int) -> ValidatedU
         )
     if version <= current_version:
         raise BadInputError(f"weight_version must be above the current version {current_version}, got {version}")
-    for name in ("verify", "check_finite", "flush_cache"):
-        if not is_bool(value := getattr(options, name)):
-            raise BadInputError(f"{name} must be True or False, got {value!r}")
+    verify, flush_cache = require_bool("verify", options.verify), require_bool("flush_cache", options.flush_cache)
+    require_bool("check_finite", options.check_finite)
     if options.pause_mode not in list(PauseMode):
         raise BadInputError(
             f"pause_mode {options.pause_mode!r} does not exist; the modes are {[mode.value for mode in PauseMode]}"
         )
-    if options.pause_mode == PauseMode.IN_PLACE and options.flush_cache:
+    if options.pause_mode == PauseMode.IN_PLACE and flush_cache:
         raise BadInputError("pause_mode 'in_place' keeps the KV cache of running requests: pass flush_cache=False")
-    return ValidatedUpdate(version, bool(options.verify), PauseMode(options.pause_mode), bool(options.flush_cache))
+    return ValidatedUpdate(version, verify, PauseMode(options.pause_mode), flush_cache)
 
 
 def torn_error(error: VerlServerError, validated: ValidatedUpdate) -> TornWeightsError:
