@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_server.agent.environments.decorators import rewards_of
 from verl_server.agent.environments.environment import RETRY_DELAY_S, Agent
-from verl_server.agent.environments.rewards import Reward, RewardOptions, compute_rewards, rewards_of, total_reward
+from verl_server.agent.environments.rewards import Reward, RewardOptions, compute_rewards, total_reward
 from verl_server.agent.episodes.episode import Episode
 from verl_server.agent.generate_fn import GenerateFn
 from verl_server.agent.limits import RolloutLimits

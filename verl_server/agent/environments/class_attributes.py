@@ -7,9 +7,8 @@ import inspect
 import logging
 from numbers import Number
 
-from verl_server.agent.environments.rewards import reward_of
+from verl_server.agent.environments.decorators import decorators_of
 from verl_server.agent.limits import RolloutLimits
-from verl_server.agent.tools.options import options_of
 from verl_server.errors import BadInputError
 from verl_server.validation import require_parameters
 
@@ -28,22 +27,21 @@ def require_class_attributes(cls: type, base: type) -> None:
     of such a method, and for a misspelled setting. Logs a warning for a limit that belongs in `RolloutLimits`.
     """
     for name, value in vars(cls).items():
-        inner = getattr(value, "__func__", getattr(value, "fget", value))
-        if options_of(inner) is not None or reward_of(inner) is not None:
-            _require_method(cls, base, name, value)
+        tool, reward = decorators_of(value)
+        if tool is not None and reward is not None:
+            raise BadInputError(
+                f"{cls.__name__}.{name} has the decorators @tool and @reward, so the policy could call its own reward; "
+                "write two methods"
+            )
+        if tool is not None or reward is not None:
+            _require_method(cls, base, name, value, is_tool=tool is not None)
         elif isinstance(value, Number) and name not in SETTINGS:
             _require_no_setting(cls, base, name, value)
 
 
-def _require_method(cls: type, base: type, name: str, value: object) -> None:
-    inner = getattr(value, "__func__", getattr(value, "fget", value))
-    is_tool, is_reward = options_of(inner) is not None, reward_of(inner) is not None
+def _require_method(cls: type, base: type, name: str, value: object, *, is_tool: bool) -> None:
+    """Refuse what cannot be a tool or a reward. `value`: an attribute with one of the two decorators."""
     decorator = "tool" if is_tool else "reward"
-    if is_tool and is_reward:
-        raise BadInputError(
-            f"{cls.__name__}.{name} has the decorators @tool and @reward, so the policy could call its own reward; "
-            "write two methods"
-        )
     if isinstance(value, (staticmethod, classmethod, property)):
         raise BadInputError(
             f"the {decorator} {name!r} is a {type(value).__name__}; write a method, `def {name}(self, ...)`"
@@ -53,7 +51,7 @@ def _require_method(cls: type, base: type, name: str, value: object) -> None:
         raise BadInputError(f"{name!r} is a method of every environment, so it cannot be a {decorator}; {cure}")
     if not inspect.isfunction(inspect.unwrap(value)):  # type: ignore[arg-type]
         return
-    if is_reward:
+    if not is_tool:
         cure = f"write `def {name}(self, sample)`; data of the task is in sample.task.data"
         require_parameters(f"the reward {cls.__name__}.{name}", value, ("self", "sample"), cure)
         return

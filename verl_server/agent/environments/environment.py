@@ -7,19 +7,19 @@ import contextlib
 import inspect
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl_server.agent.environments.class_attributes import require_class_attributes
+from verl_server.agent.environments.decorators import reward_options_of, tools_of
 from verl_server.agent.environments.near_misses import require_no_near_miss
-from verl_server.agent.environments.rewards import RewardOptions, reward_options_of
+from verl_server.agent.environments.rewards import RewardOptions
 from verl_server.agent.environments.template_calls import CURE, find_unread_call
 from verl_server.agent.episodes.episode import Episode
 from verl_server.agent.loops import AgentLoop, ToolAgentLoop, as_agent_loop, plain_attributes, read_identity
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.samples import Task
-from verl_server.agent.tools.options import options_of
 from verl_server.agent.user_code import call_within
 from verl_server.agent.user_failures import as_exception
 from verl_server.argument_names import explain_arguments
@@ -66,7 +66,7 @@ class Environment(AgentLoop):
 
     @explain_arguments
     def __init__(self, task: Task) -> None:
-        super().__init__(_methods_with_tools(self))
+        super().__init__(tools_of(self))
         self.task = task
 
     async def setup(self) -> None:
@@ -165,7 +165,7 @@ def as_agent(agent: object) -> Agent:
     require_seconds(f"{agent.__name__}.teardown_timeout_s", agent.teardown_timeout_s)
     require_whole_number(f"{agent.__name__}.setup_attempts", agent.setup_attempts)
     example = agent.__new__(agent)  # for the schemas of the tools: no code of the user runs
-    AgentLoop.__init__(example, _methods_with_tools(example))
+    AgentLoop.__init__(example, tools_of(example))
     return Agent(agent, example)
 
 
@@ -226,14 +226,3 @@ async def _tear_down(environment: Environment) -> None:
         logger.warning("%s failed, so it may have left something behind: %s", name, failure)
     if cancelled is not None:
         raise cancelled
-
-
-def _methods_with_tools(environment: Environment) -> Sequence[Callable[..., Any]]:
-    """The bound methods with the decorator `tool`, in the order of their definition."""
-    names: dict[str, None] = {}
-    for kind in reversed(type(environment).__mro__):
-        for name, value in vars(kind).items():
-            names.pop(name, None)
-            if options_of(value) is not None:
-                names[name] = None
-    return [getattr(environment, name) for name in names]

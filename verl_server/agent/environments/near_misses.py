@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
-from verl_server.agent.environments.rewards import reward_of
-from verl_server.agent.tools.options import options_of
+from verl_server.agent.environments.decorators import decorators_of
 from verl_server.errors import BadInputError
 
 ATTRIBUTES = {
@@ -49,7 +48,7 @@ def require_no_near_miss(kind: type, base: type) -> None:
 
 
 def _is_decorated(value: object) -> bool:
-    return options_of(value) is not None or reward_of(value) is not None
+    return decorators_of(value) != (None, None)
 
 
 def _used_names(own: Mapping[str, Any], but: str) -> set[str]:

@@ -71,26 +71,10 @@ def reward(
     return decorate if function is None else decorate(function)
 
 
-def rewards_of(owner: object) -> list[Reward]:
-    """The rewards of an environment: its methods with the decorator `reward`, in the order of their definition."""
-    return [Reward(name, getattr(owner, name), options) for name, options in reward_options_of(type(owner)).items()]
-
-
 def reward_of(function: object) -> RewardOptions | None:
     """The options of a function with the decorator `reward`. None for any other object."""
     options = getattr(function, OPTIONS_ATTRIBUTE, None)
     return options if isinstance(options, RewardOptions) else None
-
-
-def reward_options_of(kind: type) -> dict[str, RewardOptions]:
-    """The options of the rewards of a class by their names."""
-    found: dict[str, RewardOptions] = {}
-    for base in reversed(kind.__mro__):
-        for name, value in vars(base).items():
-            found.pop(name, None)
-            if (options := reward_of(value)) is not None:
-                found[name] = options
-    return found
 
 
 async def compute_rewards(rewards: Sequence[Reward], sample: Sample) -> dict[str, float]:
