@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+from collections.abc import Iterator
 
 from verl_server.agent.limits import EpisodeStopped
 from verl_server.errors import InfrastructureError, UserCodeError
@@ -20,15 +22,9 @@ def find_own_stop(error: BaseException) -> EpisodeStopped | None:
     This includes an exception group, for example of a task group, that has only exceptions of this kind: the first of
     them is returned.
     """
-    episode = PRESENT_EPISODE.get()
-
-    def is_own(leaf: BaseException) -> bool:
-        return isinstance(leaf, EpisodeStopped) and leaf.is_of(episode)
-
-    if isinstance(error, BaseExceptionGroup):
-        own, others = error.split(is_own)
-        return _first_stop(own) if own is not None and others is None else None
-    return error if isinstance(error, EpisodeStopped) and is_own(error) else None
+    leaves, episode = _leaves(error), PRESENT_EPISODE.get()
+    own = [leaf for leaf in leaves if isinstance(leaf, EpisodeStopped) and leaf.is_of(episode)]
+    return own[0] if len(own) == len(leaves) else None
 
 
 def as_exception(error: BaseException) -> Exception:
@@ -38,36 +34,48 @@ def as_exception(error: BaseException) -> Exception:
     EpisodeStopped is a failure of the code that ran the episode. In an exception group, other exceptions come first. An
     InfrastructureError or a UserCodeError in a group without other exceptions is returned without the group.
     """
+    leaves = _leaves(error)
+    stops = [leaf for leaf in leaves if isinstance(leaf, EpisodeStopped)]
     if isinstance(error, BaseExceptionGroup):
-        matching, rest = error.split((InfrastructureError, UserCodeError, EpisodeStopped))
-        found: BaseException | None = None if matching is None or rest else matching.split(EpisodeStopped)[1]
-        while isinstance(found, BaseExceptionGroup):
-            found = found.exceptions[0]
-        if isinstance(found, Exception):
-            return found
+        typed = [leaf for leaf in leaves if isinstance(leaf, (InfrastructureError, UserCodeError))]
+        if typed and len(typed) + len(stops) == len(leaves):
+            return typed[0]
+        if stops and isinstance(others := error.split(EpisodeStopped)[1], ExceptionGroup):
+            return others
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     text = f"{type(error).__name__}: {error}"
-    others: BaseException | None = None if isinstance(error, EpisodeStopped) else error
-    if isinstance(error, BaseExceptionGroup):
-        _, others = error.split(EpisodeStopped)
-        if isinstance(others, ExceptionGroup):
-            return others
-    if others is None and (stop := _first_stop(error)) is not None:
+    if len(stops) == len(leaves):
         text = (
-            f"an episode that this code ran has reached its limit {stop.stop_reason}; catch EpisodeStopped around the "
-            "turns of this episode, or raise its limits"
+            f"an episode that this code ran has reached its limit {stops[0].stop_reason}; catch EpisodeStopped around "
+            "the turns of this episode, or raise its limits"
         )
     failure = RuntimeError(text)
     failure.__cause__ = error
     return failure
 
 
-def _first_stop(error: BaseException | None) -> EpisodeStopped | None:
-    """The EpisodeStopped that `error` is, or that is first in the group `error`. None for other exceptions."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error if isinstance(error, EpisodeStopped) else None
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions in a group and in its inner groups, in their order. For another exception: the exception."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+
+
+@contextlib.contextmanager
+def note_failures(note: str) -> Iterator[None]:
+    """Raise what code of a user raises in the block as an `Exception` with a note.
+
+    Raises the CancelledError of the current task unchanged.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as cancellation:
+        raise as_failure(cancellation) from None
+    except USER_FAILURES as raised:
+        failure = as_exception(raised)
+        failure.add_note(note)
+        raise failure  # noqa: B904 - a new exception has its cause
 
 
 def as_failure(cancellation: asyncio.CancelledError) -> Exception:

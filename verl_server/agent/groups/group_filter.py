@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from verl_server.agent.samples import SampleGroup
 from verl_server.agent.user_code import await_to_its_end
-from verl_server.agent.user_failures import USER_FAILURES, as_exception, as_failure
+from verl_server.agent.user_failures import note_failures
 from verl_server.errors import BadInputError
 from verl_server.validation import is_bool, require_callable
 
@@ -51,19 +51,13 @@ async def is_kept(group_filter: GroupFilter | None, group: SampleGroup) -> bool:
     """Whether the filter keeps a group. Raises the exceptions of the filter."""
     if group_filter is None:
         return True
-    try:
+    task_id = group.task.id
+    note = f"raised by group_filter for the group of task {task_id!r}; failed samples have the reward None"
+    with note_failures(note):
         kept = group_filter(group)
         if inspect.isawaitable(kept):
-            name = f"group_filter, called with the group of task {group.task.id!r},"
+            name = f"group_filter, called with the group of task {task_id!r},"
             kept = await await_to_its_end(asyncio.ensure_future(kept), name)
-    except asyncio.CancelledError as cancellation:
-        raise as_failure(cancellation) from None
-    except USER_FAILURES as raised:
-        failure = as_exception(raised)
-        failure.add_note(
-            f"raised by group_filter for the group of task {group.task.id!r}; failed samples have the reward None"
-        )
-        raise failure  # noqa: B904 - a new exception has its cause
     return _require_bool(kept, group)
 
 

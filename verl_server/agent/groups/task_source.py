@@ -7,7 +7,7 @@ import inspect
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 
 from verl_server.agent.samples import Task
-from verl_server.agent.user_failures import USER_FAILURES, as_exception, as_failure
+from verl_server.agent.user_failures import note_failures
 from verl_server.errors import BadInputError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.vision_renderer import have_images
@@ -85,20 +85,15 @@ class TaskSource:
         Raises BadInputError for an entry that is no task, and the exceptions of the iterator and of `check`.
         """
         while number >= self._num_read and not self._is_exhausted:
-            try:
-                if isinstance(self._iterator, AsyncIterator):
-                    task = await anext(self._iterator)
-                else:
-                    task = next(self._iterator)
-            except (StopIteration, StopAsyncIteration):
-                self._is_exhausted = True
-                break
-            except asyncio.CancelledError as cancellation:
-                raise as_failure(cancellation) from None
-            except USER_FAILURES as raised:
-                failure = as_exception(raised)
-                failure.add_note(f"raised by the iterator of the tasks when it was asked for task {self._num_read}")
-                raise failure  # noqa: B904 - a new exception has its cause
+            with note_failures(f"raised by the iterator of the tasks when it was asked for task {self._num_read}"):
+                try:
+                    if isinstance(self._iterator, AsyncIterator):
+                        task = await anext(self._iterator)
+                    else:
+                        task = next(self._iterator)
+                except (StopIteration, StopAsyncIteration):
+                    self._is_exhausted = True
+                    break
             self._check(self._num_read, require_task(task, self._num_read))
             if self._is_needed(self._num_read):
                 self._kept[self._num_read] = task
