@@ -110,15 +110,21 @@ def has_result(task: asyncio.Task[Any]) -> bool:
 async def wait_uncancelled(awaitable: Awaitable[Result]) -> Result:
     """The result of a coroutine that is awaited also while this task is being cancelled. CancelledError comes after."""
     task = asyncio.ensure_future(awaitable)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
+    cancelled = await wait_despite_cancellation(task)
     if cancelled is not None and (task.cancelled() or task.exception() is None):
         raise cancelled
     return task.result()
+
+
+async def wait_despite_cancellation(future: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+    """Wait until `future` is done, also while this task is being cancelled. Returns the last CancelledError."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
 
 
 async def wait_within(future: asyncio.Future[Any], timeout_s: float) -> bool:

@@ -20,7 +20,7 @@ from verl_server.agent.episodes.episode import Episode
 from verl_server.agent.loops import AgentLoop, ToolAgentLoop, as_agent_loop, plain_attributes, read_identity
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.samples import Task
-from verl_server.agent.user_code import call_within
+from verl_server.agent.user_code import call_within, wait_despite_cancellation
 from verl_server.agent.user_failures import as_exception
 from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError
@@ -214,11 +214,7 @@ async def _tear_down(environment: Environment) -> None:
     cancelled: asyncio.CancelledError | None = None
     for _ in range(2):
         call = asyncio.ensure_future(call_within(environment.teardown(), environment.teardown_timeout_s, name))
-        while not call.done():
-            try:
-                await asyncio.wait({call})
-            except asyncio.CancelledError as error:
-                cancelled = error
+        cancelled = await wait_despite_cancellation(call) or cancelled
         if not call.cancelled():
             break
     failure = "it was cancelled twice" if call.cancelled() else call.exception()

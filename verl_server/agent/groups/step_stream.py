@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -20,6 +19,7 @@ from verl_server.agent.groups.step_watch import StepWatch
 from verl_server.agent.groups.task_source import Tasks, TaskSource
 from verl_server.agent.sample_runner import flush_pool
 from verl_server.agent.samples import Task
+from verl_server.agent.user_code import wait_despite_cancellation
 from verl_server.errors import BadInputError
 from verl_server.trajectory.batches.routed_experts import ExpertLayout
 from verl_server.trajectory.recorder import session_file
@@ -200,10 +200,7 @@ async def _write_step(journal: StepJournal, delivery: Delivery) -> None:
     """Write a step without blocking the event loop. The journal may be closed when this function has ended."""
     loop = asyncio.get_running_loop()
     writing = loop.run_in_executor(flush_pool(), journal.write_step, delivery.step, delivery.numbers)
-    try:
-        await asyncio.shield(writing)
-    finally:
-        while not writing.done():  # also if this task is cancelled twice
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({writing})
-        writing.exception()  # so that asyncio does not log it if this task was cancelled
+    cancelled = await wait_despite_cancellation(writing)
+    failure = writing.exception()  # read in any case, so that asyncio does not log it
+    if error := cancelled or failure:
+        raise error
