@@ -127,7 +127,7 @@ def require_callable(name: str, value: object, hint: str, *args: object, **kwarg
         raise BadInputError(f"{name} has the wrong parameters {signature}: {error}; {hint}") from None
 
 
-def require_parameters(name: str, function: Any, parameters: Sequence[str], cure: str) -> None:
+def require_parameters(name: str, function: Any, parameters: Sequence[str], hint: str) -> None:
     """Raise BadInputError unless a function can be called with positional arguments of these `parameters`.
 
     A function with `**kwargs` is written for callers that pass arguments by name, for example a reward function of TRL:
@@ -143,7 +143,7 @@ def require_parameters(name: str, function: Any, parameters: Sequence[str], cure
         if any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values()):
             signature.bind(*own, **{parameter: None for parameter in parameters if parameter not in own})
     except TypeError as error:
-        raise BadInputError(f"{name} has the wrong parameters {signature}: {error}; {cure}") from None
+        raise BadInputError(f"{name} has the wrong parameters {signature}: {error}; {hint}") from None
 
 
 def require_parameters_of_base(cls: type, base: type, name: str) -> None:
@@ -153,8 +153,8 @@ def require_parameters_of_base(cls: type, base: type, name: str) -> None:
         return
     parameters = [item.name for item in inspect.signature(own).parameters.values() if item.default is item.empty]
     keyword = "async def" if inspect.iscoroutinefunction(inspect.unwrap(own)) else "def"
-    cure = f"write `{keyword} {name}({', '.join(parameters)})`"
-    require_parameters(f"{cls.__qualname__}.{name}", method, parameters, cure)
+    hint = f"write `{keyword} {name}({', '.join(parameters)})`"
+    require_parameters(f"{cls.__qualname__}.{name}", method, parameters, hint)
 
 
 def require_coroutine_method(cls: type, name: str, example: str) -> None:

@@ -21,8 +21,8 @@ TOKENIZER_FILES = (
 """Files of which a folder with a tokenizer has at least one."""
 
 
-def load_tokenizer(name: str, cure: str) -> Any:
-    """The tokenizer of a folder or of a name on the Hugging Face Hub. Raises BadInputError, which ends with `cure`."""
+def load_tokenizer(name: str, hint: str) -> Any:
+    """The tokenizer of a folder or of a name on the Hugging Face Hub. Raises BadInputError, which ends with `hint`."""
     from transformers import AutoTokenizer
 
     folder = Path(os.path.expanduser(name))
@@ -33,7 +33,7 @@ def load_tokenizer(name: str, cure: str) -> Any:
         return AutoTokenizer.from_pretrained(name, local_files_only=not _is_on_hub(name))
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise BadInputError(f"the tokenizer {name!r} cannot be loaded: {reason}; {cure}") from error
+        raise BadInputError(f"the tokenizer {name!r} cannot be loaded: {reason}; {hint}") from error
 
 
 def _require_tokenizer_files(folder: Path) -> None:

@@ -47,13 +47,13 @@ def _require_method(cls: type, base: type, name: str, value: object, *, is_tool:
             f"the {decorator} {name!r} is a {type(value).__name__}; write a method, `def {name}(self, ...)`"
         )
     if hasattr(base, name):
-        cure = f'give the method another name, and the tool this name: @tool(name="{name}")' if is_tool else "rename it"
-        raise BadInputError(f"{name!r} is a method of every environment, so it cannot be a {decorator}; {cure}")
+        hint = f'give the method another name, and the tool this name: @tool(name="{name}")' if is_tool else "rename it"
+        raise BadInputError(f"{name!r} is a method of every environment, so it cannot be a {decorator}; {hint}")
     if not inspect.isfunction(inspect.unwrap(value)):  # type: ignore[arg-type]
         return
     if not is_tool:
-        cure = f"write `def {name}(self, sample)`; data of the task is in sample.task.data"
-        require_parameters(f"the reward {cls.__name__}.{name}", value, ("self", "sample"), cure)
+        hint = f"write `def {name}(self, sample)`; data of the task is in sample.task.data"
+        require_parameters(f"the reward {cls.__name__}.{name}", value, ("self", "sample"), hint)
         return
     first = next(iter(inspect.signature(value).parameters.values()), None)  # type: ignore[arg-type]
     if first is None or not (first.name == "self" or first.kind is first.VAR_POSITIONAL):

@@ -34,9 +34,9 @@ def require_no_near_miss(kind: type, base: type) -> None:
     is one beside the method of `base` that it could be mistaken for.
     """
     own = vars(kind)
-    for name, cure in ATTRIBUTES.items():
+    for name, hint in ATTRIBUTES.items():
         if name in own and not _is_decorated(own[name]):
-            raise BadInputError(f"{kind.__name__}.{name} would have no effect; {cure}")
+            raise BadInputError(f"{kind.__name__}.{name} would have no effect; {hint}")
     for name, (place, text) in METHODS.items():
         if not isinstance(method := own.get(name), FunctionType) or _is_decorated(method):
             continue

@@ -55,10 +55,6 @@ class GroupRequest:
     is_load_only: bool = False
     """Whether the samples are recorded, and are only loaded."""
 
-    def session_ids(self, n: int) -> list[str]:
-        """The ids of the sessions of `n` samples."""
-        return session_ids(self.name, n)
-
 
 @dataclass(frozen=True)
 class FinishedGroup:
@@ -103,13 +99,14 @@ class GroupRunner:
         """Run the samples of a group. Raises the exception of a sample that cannot be recorded."""
         if self.failures is not None:
             self.failures.start(request.number)
+        ids = session_ids(request.name, self.n)
         if request.is_load_only and request.run_dir is not None:
-            _require_files(request.run_dir, request.session_ids(self.n))
+            _require_files(request.run_dir, ids)
         inputs = {} if request.run_dir is None else self._digests.of(request.task)
         self.num_unfinished_samples += self.n
         running = [
             asyncio.create_task(self._run_sample(request, index, session_id, inputs))
-            for index, session_id in enumerate(request.session_ids(self.n))
+            for index, session_id in enumerate(ids)
         ]
         for sample_task in running:
             sample_task.add_done_callback(self._count_finished)  # also of a sample that is cancelled before it begins
@@ -155,9 +152,9 @@ class GroupRunner:
         self.on_sample()
 
 
-def _require_files(run_dir: Path, session_ids: Sequence[str]) -> None:
-    """Raise BadInputError if the record of a sample is missing."""
-    for session_id in session_ids:
+def _require_files(run_dir: Path, ids: Sequence[str]) -> None:
+    """Raise BadInputError if the record of a sample is missing. `ids`: those of the sessions of the samples."""
+    for session_id in ids:
         if not session_file(run_dir, session_id).exists():
             raise BadInputError(
                 f"the step is recorded, but the file of its session {session_id!r} is missing in {run_dir}; pass a "

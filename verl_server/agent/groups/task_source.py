@@ -35,8 +35,8 @@ def require_tasks(tasks: object, renderer: ChatRenderer) -> None:
         name = getattr(tasks, "__name__", "tasks")
         raise BadInputError(f"tasks must be a list or an iterator of tasks, got a function; call it: {name}()")
     if isinstance(tasks, Mapping) or not isinstance(tasks, (Iterable, AsyncIterable)):
-        cure = "write [task]" if isinstance(tasks, Task) else f"pass {FROM_ROWS}"
-        raise BadInputError(f"tasks must be a list or an iterator of tasks, got {type(tasks).__name__}; {cure}")
+        hint = "write [task]" if isinstance(tasks, Task) else f"pass {FROM_ROWS}"
+        raise BadInputError(f"tasks must be a list or an iterator of tasks, got {type(tasks).__name__}; {hint}")
     if isinstance(tasks, Sequence):  # an iterator is checked while it is read
         for number, task in enumerate(tasks):
             require_task(task, number)
@@ -49,10 +49,10 @@ def require_tasks(tasks: object, renderer: ChatRenderer) -> None:
 def require_task(task: object, number: int) -> Task:
     """`task`. Raises BadInputError if it is no task."""
     if not isinstance(task, Task):
-        cure = (
+        hint = (
             "tasks are read one at a time, so pass no batches" if is_list(task) else f"for a data set, pass {FROM_ROWS}"
         )
-        raise BadInputError(f"tasks[{number}] must be a Task, got {type(task).__name__}; {cure}")
+        raise BadInputError(f"tasks[{number}] must be a Task, got {type(task).__name__}; {hint}")
     return task
 
 

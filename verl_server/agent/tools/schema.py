@@ -190,11 +190,11 @@ def _read_annotations(name: str, function: Callable[..., Any], parameters: list[
         holder: Any = types.SimpleNamespace(__annotations__=annotations)
         return typing.get_type_hints(holder, globalns=names, include_extras=True)
     except (NameError, TypeError, SyntaxError) as error:
-        cure = "Import their types at run time, not only under `if TYPE_CHECKING`"
+        hint = "Import their types at run time, not only under `if TYPE_CHECKING`"
         if not isinstance(error, NameError):
-            cure = "An annotation must be a type, for example list[int]; a description belongs in Annotated[str, ...]"
+            hint = "An annotation must be a type, for example list[int]; a description belongs in Annotated[str, ...]"
         raise BadInputError(
-            f"tool {name!r}: the annotations of its parameters cannot be read: {error}. {cure}"
+            f"tool {name!r}: the annotations of its parameters cannot be read: {error}. {hint}"
         ) from error
 
 
