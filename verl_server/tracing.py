@@ -18,13 +18,13 @@ _tracer = trace.get_tracer("verl_server")
 
 @contextlib.contextmanager
 def span(name: str, attributes: Mapping[str, AttributeValue], *, is_root: bool = False) -> Iterator[trace.Span]:
-    """A span of the block. `is_root`: the span begins a trace of its own, with a link to the present span.
+    """A span of the block. `is_root`: the span begins a trace of its own, with a link to the current span.
 
     An exception of the block is recorded in the span.
     """
-    present = trace.get_current_span().get_span_context() if is_root else trace.INVALID_SPAN_CONTEXT
+    current = trace.get_current_span().get_span_context() if is_root else trace.INVALID_SPAN_CONTEXT
     parent = context.Context() if is_root else None
-    links = [trace.Link(present)] if present.is_valid else None
+    links = [trace.Link(current)] if current.is_valid else None
     opened = _tracer.start_span(name, parent, attributes=attributes, links=links)
     if opened is trace.INVALID_SPAN:  # the program has set no provider
         yield opened
@@ -34,7 +34,7 @@ def span(name: str, attributes: Mapping[str, AttributeValue], *, is_root: bool =
 
 
 def trace_headers() -> dict[str, str]:
-    """HTTP headers that continue the present trace in another process. Empty without a trace."""
+    """HTTP headers that continue the current trace in another process. Empty without a trace."""
     headers: dict[str, str] = {}
     if trace.get_current_span().get_span_context().is_valid:
         _propagator.inject(headers)

@@ -46,7 +46,7 @@ def measure_sample() -> Iterator[PhaseTimes]:
 
 @contextlib.contextmanager
 def measure(phase: Phase, **attributes: AttributeValue) -> Iterator[Span]:
-    """Add the seconds of the block to a phase of the present sample. The block is a span with these attributes."""
+    """Add the seconds of the block to a phase of the current sample. The block is a span with these attributes."""
     times, start = _TIMES.get(), time.monotonic()
     try:
         with span(phase, attributes) as opened:

@@ -188,7 +188,7 @@ class SampleRunner:
         graph = record if isinstance(record, TrajectoryGraph) else record.graph
         record.clear_rewards()  # those of an earlier attempt, which may have ended at another node
         try:
-            async with self.agent.set_up(task) as agent:
+            async with self.agent.loop_for(task) as agent:
                 with measure(Phase.QUEUE):
                     await slots.acquire()
                 try:

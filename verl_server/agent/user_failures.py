@@ -6,24 +6,30 @@ import asyncio
 import contextlib
 import contextvars
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from verl_server.agent.limits import EpisodeStopped
 from verl_server.errors import InfrastructureError, UserCodeError
 
+if TYPE_CHECKING:
+    from verl_server.agent.episodes.episode_state import EpisodeState
+
 USER_FAILURES = (Exception, EpisodeStopped, BaseExceptionGroup)
 """What code of a user raises when it fails. `as_exception` makes an exception of it."""
-PRESENT_EPISODE: contextvars.ContextVar[object] = contextvars.ContextVar("verl_server_episode", default=None)
-"""State of the episode whose agent loop calls the present code. None in all other code."""
+CURRENT_EPISODE_STATE: contextvars.ContextVar[EpisodeState | None] = contextvars.ContextVar(
+    "verl_server_episode_state", default=None
+)
+"""State of the episode whose agent loop calls the current code. None in all other code."""
 
 
 def find_own_stop(error: BaseException) -> EpisodeStopped | None:
-    """The limit of the episode whose agent loop calls the present code, if `error` is its EpisodeStopped.
+    """The limit of the episode whose agent loop calls the current code, if `error` is its EpisodeStopped.
 
     This includes an exception group, for example of a task group, that has only exceptions of this kind: the first of
     them is returned.
     """
-    leaves, episode = _leaves(error), PRESENT_EPISODE.get()
-    own = [leaf for leaf in leaves if isinstance(leaf, EpisodeStopped) and leaf.is_of(episode)]
+    leaves, state = _leaves(error), CURRENT_EPISODE_STATE.get()
+    own = [leaf for leaf in leaves if isinstance(leaf, EpisodeStopped) and leaf.is_of(state)]
     return own[0] if len(own) == len(leaves) else None
 
 
@@ -81,7 +87,7 @@ def note_failures(note: str) -> Iterator[None]:
 def as_failure(cancellation: asyncio.CancelledError) -> Exception:
     """The failure of user code that raised CancelledError by itself, for example of a task that it has cancelled.
 
-    Raises `cancellation` if the present task is being cancelled.
+    Raises `cancellation` if the current task is being cancelled.
     """
     task = asyncio.current_task()
     if task is None or task.cancelling():

@@ -133,8 +133,8 @@ class Agent:
             logger.warning("%s, so no call of the tools %s is executed. %s", problem, tools.names, CURE)
 
     @contextlib.asynccontextmanager
-    async def set_up(self, task: Task) -> AsyncIterator[AgentLoop]:
-        """The agent loop of a sample. An environment is set up before the body and torn down after it in any case.
+    async def loop_for(self, task: Task) -> AsyncIterator[AgentLoop]:
+        """The agent loop for a sample. An environment is set up before the body and torn down after it in any case.
 
         Each attempt at the setup has an instance of its own. Raises the exception of the last attempt.
         """

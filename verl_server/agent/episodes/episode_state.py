@@ -14,7 +14,7 @@ from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.tools.registry import ToolRegistry
 from verl_server.agent.user_code import NO_TIMEOUT_S, has_result, wait_until_done
-from verl_server.agent.user_failures import PRESENT_EPISODE
+from verl_server.agent.user_failures import CURRENT_EPISODE_STATE
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
@@ -165,7 +165,7 @@ class EpisodeState:
             f"the episode of task {self._task_id!r} has ended, and one of its branches is still used; await all "
             "branches before the agent loop returns"
         )
-        return asyncio.CancelledError(text) if PRESENT_EPISODE.get() is self else BadInputError(text)
+        return asyncio.CancelledError(text) if CURRENT_EPISODE_STATE.get() is self else BadInputError(text)
 
     async def end_if_closed(self) -> None:
         """Raise the errors of `require_open` after a pause, so that a branch that repeats its turn blocks nothing."""

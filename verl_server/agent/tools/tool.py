@@ -22,7 +22,7 @@ from verl_server.agent.tools.options import ToolOptions, Truncation, options_of
 from verl_server.agent.tools.result_text import as_result_text
 from verl_server.agent.tools.schema import find_inner_function, make_arguments_model, read_description, require_function
 from verl_server.agent.user_code import call_user_function, create_user_task, wait_until_done
-from verl_server.agent.user_failures import PRESENT_EPISODE
+from verl_server.agent.user_failures import CURRENT_EPISODE_STATE
 from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError, InfrastructureError, UserCodeError
 from verl_server.trajectory.rendering.messages import copy_json
@@ -139,7 +139,7 @@ class Tool(ABC):
         return result
 
     async def _call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        task = create_user_task(self._run_as_text(arguments), PRESENT_EPISODE.get())
+        task = create_user_task(self._run_as_text(arguments), CURRENT_EPISODE_STATE.get())
         timed_out = await wait_until_done(task, self.timeout_s, f"the tool {self.name!r}")
         try:
             return ToolResult(self.name, task.result())
