@@ -295,6 +295,16 @@ class Careless(Environment):
         """Tells the policy that it has made a mistake."""
         raise ValueError("there is no such file")
 
+    @tool
+    def condition(self) -> None:
+        """Tells the policy that it has made a mistake, in one line."""
+        if self.task: raise ValueError("é: there is no such file")  # fmt: skip # noqa: E701
+
+    @tool
+    def key_of_answer(self) -> str:
+        """Fails before the statement `raise` has an exception."""
+        raise ValueError(self.task.data["corpus"])
+
     @tool(timeout_s=0.05)
     async def slow(self) -> str:
         """Takes too long."""
@@ -312,6 +322,8 @@ class Careless(Environment):
         ("attribute", "raised", AttributeError),
         ("key", "raised", KeyError),
         ("answer", "raised", None),
+        ("condition", "raised", None),
+        ("key_of_answer", "raised", KeyError),
         ("slow", "timeout", None),
     ],
 )

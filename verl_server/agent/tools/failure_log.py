@@ -37,6 +37,6 @@ def log_failure(name: str, error: Exception, source_file: str | None) -> None:
 
 
 def _is_raise(frame: traceback.FrameSummary) -> bool:
-    """Whether the line of a frame is a statement `raise`."""
-    line = linecache.getline(frame.filename, frame.lineno or 0)
-    return line.split("#")[0].lstrip().split(maxsplit=1)[:1] == ["raise"]
+    """Whether a frame is at a statement `raise`, also at one behind `if ...:` on the same line."""
+    line = linecache.getline(frame.filename, frame.lineno or 0).encode()
+    return line[frame.colno or 0 :].split(b"#")[0].split(maxsplit=1)[:1] == [b"raise"]
