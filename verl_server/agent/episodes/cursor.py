@@ -11,7 +11,7 @@ from verl_server.agent.generate_fn import generate_whole_turn
 from verl_server.agent.samples import Turn
 from verl_server.errors import BadInputError
 from verl_server.router.resumable_generation import version_spans
-from verl_server.trajectory.batches.routed_experts import num_routed_tokens, pack_experts
+from verl_server.trajectory.batches.routed_experts import num_recorded_expert_tokens, pack_experts
 from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
 from verl_server.trajectory.rendering.images import image_data_url
 from verl_server.trajectory.rendering.messages import Message
@@ -52,7 +52,8 @@ class Cursor:
     def add_context(self, token_ids: Sequence[int], message: Json, tools_digest: str | None = None) -> None:
         """Record tokens that the policy did not sample, or move to their node (`RecordedNodes.find_context`).
 
-        No tokens need no node: the renderer looks for the end marker of a turn in the last node.
+        No node is added for an empty list of tokens: the last node stays the turn, in which the renderer looks for the
+        end marker.
         """
         node = self._state.recorded.find_context(self.leaf, self.branch, token_ids, message, tools_digest)
         if node is not None:
@@ -136,7 +137,7 @@ class Cursor:
     def _routed_experts_fields(self) -> Json:
         if not self._state.return_routed_experts:
             return {}
-        start = num_routed_tokens(self._graph, self.leaf)  # earlier turns of the path have those of these tokens
+        start = num_recorded_expert_tokens(self._graph, self.leaf)  # earlier turns have those of these tokens
         return {"return_routed_experts": True} | ({"routed_experts_start_len": start} if start else {})
 
     def _prompt_fields(self) -> Json:

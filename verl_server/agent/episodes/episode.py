@@ -67,7 +67,7 @@ class Episode:
         self._renderer = renderer
         self._state = EpisodeState(task.id, record, generate, renderer, limits, return_routed_experts)
         self._sampling_params = require_sampling_params(sampling_params)
-        self._first: Episode | None = None  # None in the first branch, which must not refer to itself
+        self._first: Episode | None = None  # None in the first branch: a cycle would keep the sample in memory
         self._branches: list[Episode] = []  # all other branches
         self._start_branch("", None, ForkReason.RETRY)
         self.stop_reason: str | None = None
@@ -78,8 +78,8 @@ class Episode:
     def _start_branch(self, name: str, leaf: int | None, fork_reason: ForkReason) -> None:
         self._cursor = Cursor(self._state, name, leaf, fork_reason)
         self._loss_weight = 1.0
-        self._number = len(self._branches)  # of its path: the first branch has the number 0
-        self._left_paths: dict[int, tuple[int | None, float]] = {}  # last node and weight, see `adopt`
+        self._order = len(self._branches)  # position of the branch's path in `segments`; `adopt` hands it over
+        self._left_paths: dict[int, tuple[int | None, float]] = {}  # by position: last node and weight, see `adopt`
         self._num_forks = 0  # number of branches that `fork` and `new_root` made from this branch
         self._is_adopted = False
         self._cursor_before: Cursor | None = None  # where the branch ended before the turn that it is generating
@@ -138,8 +138,8 @@ class Episode:
         for branch in (self._first or self, *self._branches):
             if not branch._is_adopted:
                 leaf = branch.leaf if branch._cursor.has_turns else None
-                ends |= {**branch._left_paths, branch._number: (leaf, branch.loss_weight)}
-        return find_segments(self.graph, [ends[number] for number in sorted(ends)])
+                ends |= {**branch._left_paths, branch._order: (leaf, branch.loss_weight)}
+        return find_segments(self.graph, [ends[order] for order in sorted(ends)])
 
     # -- branches -----------------------------------------------------------------------------------
 
@@ -183,9 +183,9 @@ class Episode:
         self._require_idle()
         branch._require_idle()
         if self._cursor.has_turns:
-            self._left_paths[self._number] = self.leaf, self.loss_weight
+            self._left_paths[self._order] = self.leaf, self.loss_weight
         self._left_paths |= branch._left_paths
-        self._number = branch._number
+        self._order = branch._order
         name, end = self._cursor.branch, branch._cursor
         self._cursor, self.loss_weight = Cursor(self._state, name, end.leaf, end.fork_reason), branch.loss_weight
         self._cursor.has_turns = end.has_turns
@@ -277,7 +277,7 @@ class Episode:
                 self._append(messages)
             return await self._cursor.generate_turn(params, self.tools.schemas)
         except BaseException as failure:
-            if before.leaf is not None or not isinstance(failure, EpisodeStopped):  # the first prompt gets the reward
+            if before.leaf is not None or not isinstance(failure, EpisodeStopped):  # a limit keeps the first prompt
                 self._cursor = before
             raise
         finally:

@@ -187,7 +187,8 @@ class EpisodeState:
     def require_new_messages(self, messages: Sequence[Message], leaf: int | None) -> None:
         """Raise BadInputError for messages that cannot follow the node `leaf`.
 
-        A template writes an assistant turn between two lists of messages, and the prompt has the turns of the policy.
+        Two lists of messages without a turn between them would give a prompt that the template never writes. The turns
+        of the policy are in the prompt already, so an assistant message would be a second turn.
         """
         validate_messages(messages)
         if leaf is None:

@@ -115,7 +115,7 @@ class StepSchedule:
     def next_number(self) -> int | None:
         """Number of the group to be started next. None if no group may start now."""
         is_full = len(self._groups) - len(self._waiting) >= self._max_undelivered
-        # Those that must be delivered first come first: a group that waits would hold back its step for ever.
+        # Groups that have begun come first: the step that must deliver them waits until they have finished.
         for heap in (self._waiting_in_order, self._waiting_without_step):
             while heap and not self._is_waiting(*heap[0]):
                 heapq.heappop(heap)

@@ -102,9 +102,9 @@ def pack_experts(text: str | None) -> str | None:
     return f"{name}:{base64.b64encode(experts.astype(PACKED_DTYPES[name]).tobytes()).decode()}"
 
 
-def num_routed_tokens(graph: TrajectoryGraph, leaf: int | None) -> int:
-    """The number of first tokens of a path whose routed experts its turns have: the `routed_experts_start_len` of the
-    next turn. 0 if no turn of the path has routed experts. `leaf`: id of the last node of the path, None before it.
+def num_recorded_expert_tokens(graph: TrajectoryGraph, leaf: int | None) -> int:
+    """Number of tokens at the beginning of a path whose routed experts are recorded: the `routed_experts_start_len` of
+    the next turn. 0 if no turn of the path has routed experts. `leaf`: id of the last node of the path, None before it.
     """
     while leaf is not None:
         node = graph.node(leaf)
@@ -202,7 +202,7 @@ def _new_experts(graph: TrajectoryGraph, node: Node, layout: ExpertLayout) -> tu
             f"{place} are no base64 text: {error}; the record is damaged, or another program wrote it, so generate the "
             "sample again"
         ) from error
-    start, end = num_routed_tokens(graph, node.parent), max(0, graph.num_tokens(node.id) - 1)
+    start, end = num_recorded_expert_tokens(graph, node.parent), max(0, graph.num_tokens(node.id) - 1)
     num_bytes = layout.num_layers * layout.num_experts_per_token * dtype.itemsize
     if len(content) not in ((end - start) * num_bytes, end * num_bytes):
         raise BadInputError(

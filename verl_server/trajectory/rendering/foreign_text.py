@@ -109,7 +109,7 @@ def require_shown(messages: Sequence[Message], rendered: str) -> None:
     for index, message in enumerate(messages):
         for text in texts_of(message) if message["role"] != "assistant" else ():
             form = "".join(text.split())
-            found = shown[0].find(form, position)  # templates write messages in their order
+            found = shown[0].find(form, position)  # after the last message, which is fast; else in the whole text
             if found >= 0:
                 position = found + len(form)
             elif not any(form in shown_text for form in _forms_of(text) for shown_text in shown):
