@@ -121,7 +121,7 @@ def read_experts(paths: Sequence[tuple[TrajectoryGraph, int]], layout: ExpertLay
     """
     path_nodes = [graph.path(leaf) for graph, leaf in paths]
     names = [f"path {index} (session {graph.session_id!r})" for index, (graph, _) in enumerate(paths)]
-    if not _has_experts(names, path_nodes, layout) or layout is None:
+    if (layout := _check_layout(names, path_nodes, layout)) is None:
         return []
     arrays = []
     for (graph, leaf), nodes in zip(paths, path_nodes, strict=True):
@@ -142,7 +142,7 @@ def read_tree_experts(graph: TrajectoryGraph, layout: ExpertLayout | None) -> to
     """
     import numpy as np
 
-    if not _has_experts([f"session {graph.session_id!r}"], [graph.nodes], layout) or layout is None:
+    if (layout := _check_layout([f"session {graph.session_id!r}"], [graph.nodes], layout)) is None:
         return None
     offsets = np.cumsum([0, *(len(node.token_ids) for node in graph.nodes)])
     experts, is_known = _zeros(int(offsets[-1]), layout), np.zeros(int(offsets[-1]), dtype=bool)
@@ -157,8 +157,10 @@ def read_tree_experts(graph: TrajectoryGraph, layout: ExpertLayout | None) -> to
     return _to_tensors([experts])[0]
 
 
-def _has_experts(names: Sequence[str], node_lists: Sequence[Sequence[Node]], layout: ExpertLayout | None) -> bool:
-    """Whether turns have routed experts. Raises BadInputError if only some have, or if the layout is missing or wrong.
+def _check_layout(
+    names: Sequence[str], node_lists: Sequence[Sequence[Node]], layout: ExpertLayout | None
+) -> ExpertLayout | None:
+    """`layout`. Raises BadInputError if only some turns have routed experts, or if the layout is missing or wrong.
 
     `names`: the names of the node lists in errors. A list without a turn fits to both.
     """
@@ -173,15 +175,13 @@ def _has_experts(names: Sequence[str], node_lists: Sequence[Sequence[Node]], lay
     if layout is None and True in found:
         name, node_id = found[True]
         raise BadInputError(f"{name} has routed experts (node {node_id}); pass {PASS_LAYOUT} to convert them")
-    if layout is None:
-        return False
-    if False in found:
+    if layout is not None and False in found:
         (name, node_id), others = found[False], "" if True not in found else f", but {found[True][0]} has"
         raise BadInputError(
             f"{name} has no routed experts for the turn at node {node_id}{others}; generate all samples with "
             f"{SWITCH_ON}, or leave out expert_layout and the paths with routed experts"
         )
-    return True
+    return layout
 
 
 def _new_experts(graph: TrajectoryGraph, node: Node, layout: ExpertLayout) -> tuple[int, NDArray[np.integer[Any]]]:
