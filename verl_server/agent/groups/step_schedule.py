@@ -25,9 +25,6 @@ from dataclasses import dataclass, field
 from verl_server.agent.groups.step_journal import StepLog
 from verl_server.errors import BadInputError
 
-NO_STEP = -1
-"""In a heap, the step of a group that has not begun."""
-
 
 class GroupState(enum.Enum):
     """State of a group that was not delivered."""
@@ -97,8 +94,8 @@ class StepSchedule:
         """Groups that are to be started."""
         self._waiting_in_order: list[tuple[int, int]] = []
         """Heap of the step in which a waiting group began, and its number. Started groups are removed later."""
-        self._waiting_without_step: list[tuple[int, int]] = []
-        """Such a heap of the waiting groups that have not begun."""
+        self._waiting_without_step: list[int] = []
+        """Heap of the numbers of waiting groups that have not begun. Started groups are removed later."""
         self._num_started: Counter[int] = Counter()
         """Number of undelivered groups by the step in which they were started, also by an earlier process."""
         self._num_finished: Counter[int] = Counter()
@@ -115,22 +112,24 @@ class StepSchedule:
     def next_number(self) -> int | None:
         """Number of the group to be started next. None if no group may start now."""
         is_full = len(self._groups) - len(self._waiting) >= self._max_undelivered
-        # Groups that have begun come first: the step that must deliver them waits until they have finished.
-        for heap in (self._waiting_in_order, self._waiting_without_step):
-            while heap and not self._is_waiting(*heap[0]):
-                heapq.heappop(heap)
-            if heap:
-                step, number = heap[0]
-                is_young = self._can_be_delivered if step == NO_STEP else step <= self._weights_step
-                if is_young and (self.is_step_recorded or not is_full):
-                    return number
+        begun, new = self._waiting_in_order, self._waiting_without_step
+        while begun and not self._is_waiting(*begun[0]):
+            heapq.heappop(begun)
+        while new and not self._is_waiting(None, new[0]):
+            heapq.heappop(new)
+        if self.is_step_recorded or not is_full:
+            # Groups that have begun come first: the step that must deliver them waits until they have finished.
+            if begun and begun[0][0] <= self._weights_step:
+                return begun[0][1]
+            if new and self._can_be_delivered:
+                return new[0]
         if self.is_step_recorded or self._waiting or self._are_tasks_exhausted or is_full:
             return None
         return self._next_number
 
-    def _is_waiting(self, step: int, number: int) -> bool:
-        """Whether a group still waits to be started, and has begun in `step`."""
-        return number in self._waiting and self._groups[number].step == (None if step == NO_STEP else step)
+    def _is_waiting(self, step: int | None, number: int) -> bool:
+        """Whether a group still waits to be started, and has begun in `step`. None: it has not begun."""
+        return number in self._waiting and self._groups[number].step == step
 
     def start(self, number: int) -> Start:
         """Note that the group is started."""
@@ -254,7 +253,7 @@ class StepSchedule:
         self._groups[number] = group
         self._waiting.add(number)
         if group.step is None:
-            heapq.heappush(self._waiting_without_step, (NO_STEP, number))
+            heapq.heappush(self._waiting_without_step, number)
         else:
             heapq.heappush(self._waiting_in_order, (group.step, number))
             self._num_started[group.step] += 1
