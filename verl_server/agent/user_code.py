@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-NO_TIMEOUT_S = 1e9
-"""Seconds of a wait without a deadline."""
 CANCEL_TIMEOUT_S = 5.0
 """Seconds for a cancelled tool or request to end."""
 END_TIMEOUT_S = 30.0
@@ -101,7 +99,7 @@ async def await_to_its_end(task: asyncio.Task[Any], name: str) -> Any:
     If the caller is cancelled, the task is cancelled and has `END_TIMEOUT_S` seconds to end. After that the task is
     left running, and a warning has its `name`.
     """
-    await wait_until_done(task, NO_TIMEOUT_S, name, END_TIMEOUT_S)
+    await wait_until_done(task, None, name, END_TIMEOUT_S)
     return task.result()
 
 
@@ -130,19 +128,20 @@ async def wait_despite_cancellation(future: asyncio.Future[Any]) -> asyncio.Canc
     return cancelled
 
 
-async def wait_within(future: asyncio.Future[Any], timeout_s: float) -> bool:
-    """Wait until `future` is done, at most `timeout_s` seconds. Returns whether they were exceeded.
+async def wait_within(future: asyncio.Future[Any], timeout_s: float | None) -> bool:
+    """Wait until `future` is done, at most `timeout_s` seconds if given. Returns whether they were exceeded.
 
     If another coroutine blocked the event loop at the end of the timeout, the wait is extended once by the seconds that
     the event loop was blocked: a result that arrived meanwhile may not be processed yet, and is then there also if the
     timeout was exceeded.
     """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    await _wait(future, None if timeout_s >= NO_TIMEOUT_S else timeout_s)
-    if is_late := not future.done():
-        await _wait(future, max(loop.time() - deadline, 0.0))
-    return is_late
+    started = loop.time()
+    await _wait(future, timeout_s)
+    if timeout_s is None or future.done():
+        return False
+    await _wait(future, max(loop.time() - started - timeout_s, 0.0))
+    return True
 
 
 async def _wait(future: asyncio.Future[Any], timeout_s: float | None) -> None:
@@ -167,7 +166,7 @@ async def _wait(future: asyncio.Future[Any], timeout_s: float | None) -> None:
 
 
 async def wait_until_done(
-    task: asyncio.Task[Any], timeout_s: float, name: str, cancel_timeout_s: float | None = None
+    task: asyncio.Task[Any], timeout_s: float | None, name: str, cancel_timeout_s: float | None = None
 ) -> bool:
     """Wait until `task` has ended. Cancel it if it does not end. Returns whether `timeout_s` seconds were exceeded.
 

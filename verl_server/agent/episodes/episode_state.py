@@ -13,7 +13,7 @@ from verl_server.agent.generate_fn import GenerateFn, require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.tools.registry import ToolRegistry
-from verl_server.agent.user_code import NO_TIMEOUT_S, has_result, wait_until_done
+from verl_server.agent.user_code import has_result, wait_until_done
 from verl_server.agent.user_failures import CURRENT_EPISODE_STATE
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
@@ -232,7 +232,7 @@ class EpisodeState:
         task = asyncio.create_task(coroutine)
         self._requests.add(task)
         try:
-            remaining_s = NO_TIMEOUT_S if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+            remaining_s = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
             # This ends also if the coroutine ignores its cancellation.
             is_late = await wait_until_done(task, remaining_s, f"{name} of task {self._task_id!r}")
         finally:
