@@ -71,9 +71,9 @@ class Episode:
         self._branches: list[Episode] = []  # all other branches
         self._start_branch("", None, ForkReason.RETRY)
         self.stop_reason: str | None = None
-        """Why the episode stopped: `done`, `error`, or the name of a limit. None while the episode runs."""
+        """Why the episode stopped: `done`, `error`, or the name of a limit. None before that, and in other branches."""
         self.exception: Exception | None = None
-        """Exception of a failed episode."""
+        """Exception of a failed episode. None in other branches than the first."""
 
     def _start_branch(self, name: str, leaf: int | None, fork_reason: ForkReason) -> None:
         self._cursor = Cursor(self._state, name, leaf, fork_reason)
