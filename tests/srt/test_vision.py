@@ -84,9 +84,9 @@ class Served(VisionModel):
         self.prompts.append(reply["prompt_token_ids"])
         return reply
 
-    def episode(self, record: Recorder | TrajectoryGraph) -> Episode:
+    def episode(self, record: Recorder | TrajectoryGraph, renderer: ChatRenderer | None = None) -> Episode:
         params = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
-        return Episode(Task("t", FIRST), record, self.generate, self.renderer, RolloutLimits(500), params)
+        return Episode(Task("t", FIRST), record, self.generate, renderer or self.renderer, RolloutLimits(500), params)
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
@@ -229,8 +229,7 @@ def test_another_image_processor_than_the_server_has_is_found(served: Served) ->
     """The server reads fewer tokens of a large image."""
     processor = AutoProcessor.from_pretrained(served.folder)
     processor.image_processor.size = processor.image_processor.size | {"longest_edge": 2000}
-    episode = served.episode(TrajectoryGraph("s"))
-    episode._renderer = get_renderer(processor)
+    episode = served.episode(TrajectoryGraph("s"), get_renderer(processor))
     with pytest.raises(BadInputError, match=r"the server has read a prompt of .* pass the processor of the served"):
         asyncio.run(episode.generate())
 
