@@ -3,17 +3,15 @@
 The program trains the policy of `calculator.py` twice from the same random weights, each time for the same number of
 steps: with `max_staleness=0` (synchronous) and with `max_staleness=1` (asynchronous). The calculator answers as late as
 real tools do: most calls take a part of a second, a few take several seconds. `correct_staleness` in
-`calculator_training.py` corrects the loss for samples of older weights. One trainer process and one server need about
-eight minutes for both forms on two CPU cores. `--png` writes a plot of the reward over the seconds.
+`grpo_training.py` corrects the loss for samples of older weights. One trainer process and one server need about
+eight minutes for both settings on two CPU cores. `--png` writes a plot of the reward over the seconds.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import math
-import os
 import random
 import tempfile
 import time
@@ -23,25 +21,15 @@ from pathlib import Path
 from statistics import fmean
 
 import calculator_task as task
-import torch
-import torch.distributed as dist
-from calculator_training import (
-    LIMITS,
-    PROMPTS_PER_STEP,
-    SAMPLES_PER_PROMPT,
-    SAMPLING_PARAMS,
-    SERVER_ARGUMENTS,
-    Trainer,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from word_policy import write_policy
+from grpo_training import Trainer, parse_options, save_plot, trainer_rank
+from word_policy import SERVER_ARGUMENTS, write_policy
 
 from verl_server import RolloutManager, VerlEngine
 from verl_server.agent import FunctionTool, RolloutRunner
 
-FORMS = {"synchronous": 0, "asynchronous": 1}
-"""`max_staleness` of each form."""
-SAMPLES_PER_STEP = PROMPTS_PER_STEP * SAMPLES_PER_PROMPT
+SETTINGS = {"synchronous": 0, "asynchronous": 1}
+"""`max_staleness` of each setting."""
+SAMPLES_PER_STEP = task.PROMPTS_PER_STEP * task.SAMPLES_PER_PROMPT
 TOOL_MEDIAN_S, TOOL_SIGMA = 0.25, 1.0
 """Log-normal distribution of the seconds of a tool call: mean 0.4 s, one call in 100 takes more than 2.5 s."""
 LAST_STEPS = 5
@@ -65,7 +53,7 @@ class SlowCalculatorEnvironment(task.CalculatorEnvironment):
 
 @dataclass
 class Curve:
-    """What one form has measured."""
+    """Measurements of the training with one setting."""
 
     step_s: list[float] = field(default_factory=list)
     """Seconds from the start to the delivery of each step."""
@@ -87,14 +75,14 @@ async def train(fleet: RolloutManager, trainer: Trainer, max_staleness: int, ste
     runner = RolloutRunner(
         SlowCalculatorEnvironment,
         fleet,
-        limits=LIMITS,
-        sampling_params=SAMPLING_PARAMS,
-        n=SAMPLES_PER_PROMPT,
+        limits=task.LIMITS,
+        sampling_params=task.SAMPLING_PARAMS,
+        n=task.SAMPLES_PER_PROMPT,
         max_staleness=max_staleness,
         max_concurrency=2 * SAMPLES_PER_STEP,
     )
     curve, started = Curve(), time.perf_counter()
-    async with contextlib.aclosing(runner.steps(task.endless_tasks(seed), PROMPTS_PER_STEP)) as rollout:
+    async with contextlib.aclosing(runner.steps(task.endless_tasks(seed), task.PROMPTS_PER_STEP)) as rollout:
         async for step in rollout:
             curve.step_s.append(time.perf_counter() - started)
             curve.rewards.append(step.metrics["reward/mean"])
@@ -114,63 +102,46 @@ async def train(fleet: RolloutManager, trainer: Trainer, max_staleness: int, ste
     return curve
 
 
-def report(form: str, curve: Curve) -> None:
-    """Print the figures of one form."""
+def report(setting: str, curve: Curve) -> None:
+    """Print the figures of one setting."""
     print(
-        f"{form}: {curve.seconds:.0f} s, {curve.samples_per_s:.1f} samples/s, "
+        f"{setting}: {curve.seconds:.0f} s, {curve.samples_per_s:.1f} samples/s, "
         f"mean staleness {fmean(curve.staleness):.2f}, reward at the end {fmean(curve.rewards[-LAST_STEPS:]):.3f}",
         flush=True,
     )
 
 
-def plot(curves: Mapping[str, Curve], png: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for form, curve in curves.items():
-        axes.plot(curve.step_s, curve.rewards, label=f"{form} (max_staleness={FORMS[form]})")
-    axes.set(xlabel="seconds", ylabel="mean reward", ylim=(0, None), title="The same number of training steps (GRPO)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(png, dpi=120)
-    print(f"curves: {png}")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--png", type=Path)
-    options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # for the server: the other core is for the trainer
-    torch.set_num_threads(1)
+    options = parse_options(__doc__, steps=60)
+    curves: dict[str, Curve] = {}
     with tempfile.TemporaryDirectory(prefix="verl-example-") as folder:
         path = Path(folder) / "policy"
         write_policy(path, task.VOCABULARY, options.seed)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-        curves: dict[str, Curve] = {}
         with (
+            trainer_rank(Path(folder)) as mesh,
             RolloutManager(
                 1, mode="standalone", model_path=str(path), random_seed=options.seed, **SERVER_ARGUMENTS
             ) as fleet,
             VerlEngine(mesh, fleet=fleet, model_path=str(path), dtype="float32") as engine,
         ):
-            for form, max_staleness in FORMS.items():
+            for setting, max_staleness in SETTINGS.items():
                 LATENCIES.seed(options.seed)
                 # Running samples go on during an update of the weights: their next tokens are of the new weights.
                 trainer = Trainer(path, mesh, engine, options.steps, pause_mode="in_place", flush_cache=False)
-                curves[form] = asyncio.run(train(fleet, trainer, max_staleness, options.steps, options.seed))
-                report(form, curves[form])
-        dist.destroy_process_group()
+                curves[setting] = asyncio.run(train(fleet, trainer, max_staleness, options.steps, options.seed))
+                report(setting, curves[setting])
     synchronous, asynchronous = (curve.samples_per_s for curve in curves.values())
     print(f"asynchronous training has {asynchronous / synchronous:.2f} times the samples/s of synchronous training")
     if options.png is not None:
         plot(curves, options.png)
+
+
+def plot(curves: Mapping[str, Curve], png: Path) -> None:
+    lines = {
+        f"{name} (max_staleness={SETTINGS[name]})": (curve.step_s, curve.rewards) for name, curve in curves.items()
+    }
+    title = "The same number of training steps (GRPO)"
+    save_plot(png, lines, title=title, xlabel="seconds", ylabel="mean reward", ylim=(0, None))
 
 
 if __name__ == "__main__":

@@ -7,73 +7,59 @@ seven minutes on two CPU cores. `--png` writes a plot of the reward and of the f
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import calculator_task as task
-import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
-from calculator_training import (
-    LIMITS,
-    PROMPTS_PER_STEP,
-    SAMPLES_PER_PROMPT,
-    SAMPLING_PARAMS,
-    SERVER_ARGUMENTS,
-    Trainer,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from word_policy import write_policy
+from grpo_training import Trainer, parse_options, save_plot, trainer_rank
+from word_policy import SERVER_ARGUMENTS, write_policy
 
 from verl_server import RolloutManager, VerlEngine
 from verl_server.agent import RolloutRunner
 
 NUM_RANKS, NUM_REPLICAS = 2, 2
+CURVES = {"reward/mean": "mean reward", "rewards/used_tool": "fraction of samples that used the tool"}
+"""Label of each metric in the plot."""
 
 
 async def roll_out_and_train(
     fleet: RolloutManager, trainer: Trainer, steps: int, seed: int
-) -> list[tuple[float, float]]:
-    """The loop of rank 0. Returns the mean reward and the fraction of samples that used the tool, for each step."""
+) -> list[Mapping[str, float]]:
+    """The loop of rank 0. Returns the metrics of each step."""
     runner = RolloutRunner(
         task.CalculatorEnvironment,
         fleet,
-        limits=LIMITS,
-        sampling_params=SAMPLING_PARAMS,
-        n=SAMPLES_PER_PROMPT,
+        limits=task.LIMITS,
+        sampling_params=task.SAMPLING_PARAMS,
+        n=task.SAMPLES_PER_PROMPT,
     )
-    curves: list[tuple[float, float]] = []
-    async with contextlib.aclosing(runner.steps(task.endless_tasks(seed), PROMPTS_PER_STEP)) as rollout:
+    metrics: list[Mapping[str, float]] = []
+    async with contextlib.aclosing(runner.steps(task.endless_tasks(seed), task.PROMPTS_PER_STEP)) as rollout:
         async for step in rollout:
             gap = await asyncio.to_thread(trainer.train_step, step.index, step)
-            curves.append((step.metrics["reward/mean"], step.metrics["rewards/used_tool"]))
+            metrics.append(step.metrics)
             print(
-                f"step {step.index}: reward {curves[-1][0]:.3f}, tool used {curves[-1][1]:.3f}, "
-                f"log prob gap {gap:.1e}, {step.metrics['time/wait_s']:.1f} s rolled out",
+                f"step {step.index}: reward {step.metrics['reward/mean']:.3f}, "
+                f"tool used {step.metrics['rewards/used_tool']:.3f}, log prob gap {gap:.1e}, "
+                f"{step.metrics['time/wait_s']:.1f} s rolled out",
                 flush=True,
             )
             if step.index % 10 == 9:
                 print("   ", task.transcript(step.samples[0]), flush=True)
             if step.index == steps - 1:
                 break
-    return curves
+    return metrics
 
 
 def train(rank: int, folder: Path, steps: int, seed: int, png: Path | None) -> None:
     """Train with GRPO. Runs in the process of each trainer rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
-    mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("tp",))
     path = folder / "policy"
-    if rank == 0:
-        write_policy(path, task.VOCABULARY, seed)
-    dist.barrier()
     with (
+        trainer_rank(folder, rank, NUM_RANKS) as mesh,
         RolloutManager(NUM_REPLICAS, model_path=str(path), random_seed=seed, **SERVER_ARGUMENTS)
         if rank == 0
         else contextlib.nullcontext() as fleet,
@@ -84,37 +70,21 @@ def train(rank: int, folder: Path, steps: int, seed: int, png: Path | None) -> N
             for index in range(steps):
                 trainer.train_step(index, None)
         else:
-            curves = asyncio.run(roll_out_and_train(fleet, trainer, steps, seed))
+            metrics = asyncio.run(roll_out_and_train(fleet, trainer, steps, seed))
             if png is not None:
-                plot(curves, png)
-    dist.destroy_process_group()
+                plot(metrics, png)
 
 
-def plot(curves: Sequence[tuple[float, float]], png: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    axes.plot([reward for reward, _ in curves], label="mean reward")
-    axes.plot([used for _, used in curves], label="fraction of samples that used the tool")
-    axes.set(xlabel="step", ylim=(0, 1.02), title="A policy learns to call a calculator (GRPO, from random weights)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(png, dpi=120)
-    print(f"curves: {png}")
+def plot(metrics: Sequence[Mapping[str, float]], png: Path) -> None:
+    curves = {label: (range(len(metrics)), [figures[name] for figures in metrics]) for name, label in CURVES.items()}
+    title = "A policy learns to call a calculator (GRPO, from random weights)"
+    save_plot(png, curves, title=title, xlabel="step", ylim=(0, 1.02))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--png", type=Path)
-    options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # more threads do not make operations on tiny matrices faster
+    options = parse_options(__doc__, steps=100)
     with tempfile.TemporaryDirectory(prefix="verl-example-") as folder:
+        write_policy(Path(folder) / "policy", task.VOCABULARY, options.seed)
         arguments = (Path(folder), options.steps, options.seed, options.png)
         mp.spawn(train, arguments, nprocs=NUM_RANKS)  # type: ignore[attr-defined, no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""The task of `calculator.py` and `async_training.py`: questions, the tool, the reward, and the vocabulary.
+"""The task of `calculator.py` and `async_training.py`: questions, tool, reward, vocabulary, limits.
 
 A sample of the task, one token per word:
 
@@ -11,17 +11,19 @@ result.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
-from verl_server.agent import Environment, Episode, FunctionTool, Sample, Task, reward
+from word_policy import fraction_correct
+
+from verl_server.agent import Environment, Episode, FunctionTool, RolloutLimits, Sample, Task, reward
 
 VOCABULARY = (*"0123456789", "+", "?", "<call>", "</call>", "<user>", "<assistant>", "<tool>", "<end>")
 """Words of the task, one token each. `?` stands for all other words."""
-MAX_TURN_TOKENS = 9
-"""Maximum number of tokens of one turn: the correct call and one additional token."""
-MAX_RESPONSE_TOKENS = 24
-"""Maximum number of tokens of both turns and the tool result."""
+PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 48, 6
+LIMITS = RolloutLimits(max_response_tokens=24, max_turns=2, max_tool_tokens=4)
+SAMPLING_PARAMS = {"temperature": 1.0, "max_new_tokens": 9}
+"""9 tokens are the correct call and one additional token."""
 
 
 def calculate(expression: str) -> str:
@@ -89,8 +91,3 @@ def used_tool(sample: Sample) -> bool:
             if message["role"] == "tool":
                 return not str(message["content"]).startswith("Error")
     return False
-
-
-def fraction_correct(words: Sequence[str], expected: Sequence[str]) -> float:
-    """Fraction of positions with the expected word. Missing and additional words count as wrong positions."""
-    return sum(a == b for a, b in zip(words, expected, strict=False)) / max(len(words), len(expected), 1)

@@ -1,4 +1,4 @@
-"""Shared by the training examples: a policy with random weights, and a tokenizer with one token per word."""
+"""Shared by the examples that train: a policy with random weights, one token per word, and a score for words."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from verl_server.demo import policy
 from verl_server.tiny import Architecture, make_config
 
 CONTEXT_LENGTH = 64
+SERVER_ARGUMENTS: dict[str, Any] = {
+    "dtype": "float32",
+    "context_length": CONTEXT_LENGTH,
+    "max_total_tokens": 16384,
+    "log_level": "warning",
+}
 END, UNKNOWN = "<end>", "?"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
@@ -48,3 +54,8 @@ def make_tokenizer(folder: Path, vocabulary: Sequence[str]) -> Any:
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+def fraction_correct(words: Sequence[str], expected: Sequence[str]) -> float:
+    """Fraction of positions with the expected word. Missing and additional words count as wrong positions."""
+    return sum(a == b for a, b in zip(words, expected, strict=False)) / max(len(words), len(expected))

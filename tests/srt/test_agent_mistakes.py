@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from agent_helpers import ScriptedGenerateFn, add, call_text, renderer_with_template
 from helpers import QWEN
 from typer.testing import CliRunner
@@ -259,19 +258,6 @@ def test_the_batch_has_the_outcome_reward_of_each_row(renderer: ChatRenderer) ->
     assert len(batch["reward"]) == 12
     assert sorted(set(batch["rm_scores"].sum(-1).tolist())) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
     assert math.isnan(first_step(SingleTurnLoop(), renderer).batch()["reward"][0])
-
-
-def test_the_advantages_of_the_documentation_count_each_sample_once() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    start = text.index("import torch\nfrom tensordict")
-    names: dict[str, Any] = {}
-    exec(text[start : text.index("```", start)], names)
-    advantages = names["group_advantages"]({
-        "group_index": torch.tensor([0, 0, 0, 1, 1]),
-        "sample_index": torch.tensor([0, 0, 2, 0, 1]),
-        "reward": torch.tensor([1.0, 1.0, 0.0, 5.0, 5.0]),
-    })  # fmt: skip
-    assert torch.allclose(advantages, torch.tensor([1.0, 1.0, -1.0, 0.0, 0.0]), atol=1e-4)
 
 
 # -- failures of tools ---------------------------------------------------------------------------------

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import calculator_task
-import calculator_training
+import grpo_training
 import pytest
+import torch
 import word_policy
 from agent_helpers import ScriptedGenerateFn
 from helpers import run_in_fork
+from tensordict import TensorDict
 
-from verl_server.agent import RolloutRunner, RolloutStep, Sample, SingleTurnLoop, Task
-from verl_server.trajectory import ChatRenderer
+from verl_server.agent import Environment, Episode, RolloutRunner, RolloutStep, Sample, SingleTurnLoop, Task
+from verl_server.trajectory import ChatRenderer, ForkReason
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -88,42 +93,81 @@ def test_async_training(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_failed_samples_of_the_calculator_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_advantages_count_each_sample_once() -> None:
+    """The samples of a group differ in their number of rows, and a sample can be alone in its group."""
+    batch = TensorDict({
+        "group_index": torch.tensor([0, 1, 0, 0, 1, 2]),
+        "sample_index": torch.tensor([0, 1, 0, 2, 0, 0]),
+        "reward": torch.tensor([1.0, 5.0, 1.0, 0.0, 5.0, 3.0]),
+    })  # fmt: skip
+    expected = torch.tensor([1.0, 0.0, 1.0, -1.0, 0.0, 0.0])
+    assert torch.allclose(grpo_training.group_advantages(batch), expected, atol=1e-4)
+
+
+def test_the_documentation_shows_the_advantages_of_the_examples() -> None:
+    text = (EXAMPLES.parent / "docs" / "training.md").read_text()
+    assert inspect.getsource(grpo_training.group_advantages) in text
+
+
+def test_failed_samples_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The advantages are those of the other samples of the group. A sample that is alone in its group has 0."""
-    tokenizer = word_policy.make_tokenizer(tmp_path, calculator_task.VOCABULARY)
 
     def reward(sample: Sample) -> float:
         if (sample.task.data["group"], sample.index) in {(0, 1), (1, 0), (1, 2)}:
             raise RuntimeError("no reward")
         return float(sample.index)
 
-    async def first_step() -> RolloutStep:
-        question = next(calculator_task.endless_tasks(seed=0))
-        tasks = [Task(str(number), question.messages, {"group": number}) for number in range(2)]
-        runner = RolloutRunner(
-            SingleTurnLoop(),
-            ScriptedGenerateFn(tokenizer, lambda prompt: "8 5 <end>"),
-            renderer=ChatRenderer(tokenizer),
-            limits=calculator_training.LIMITS,
-            sampling_params=calculator_training.SAMPLING_PARAMS,
-            n=3,
-            reward=reward,
+    batch = grpo_training.make_batch(first_step(tmp_path, SingleTurnLoop(), reward))
+    advantages = {
+        (group, sample): value
+        for group, sample, value in zip(
+            batch["group_index"].tolist(), batch["sample_index"].tolist(), batch["advantage"].tolist(), strict=True
         )
+    }
+    assert advantages == pytest.approx({(0, 0): -1.0, (0, 2): 1.0, (1, 1): 0.0}, abs=1e-3)
+    assert "3 samples failed" in capsys.readouterr().out
+
+
+def test_the_weight_of_a_segment_is_a_factor_of_its_tokens(tmp_path: Path) -> None:
+    """The loss counts the tokens of the policy, and those of the second segment a quarter."""
+    batch = grpo_training.make_batch(first_step(tmp_path, TwoSegments, lambda sample: float(sample.index)))
+    assert torch.equal(batch["token_weight"] > 0, batch["response_mask"] > 0)
+    weights = [row[row > 0].unique().tolist() for row in batch["token_weight"]]
+    assert weights == [[1.0], [0.25]] * 6
+    assert torch.equal(batch["advantage"][0::2], batch["advantage"][1::2]), "both segments have that of the sample"
+
+
+class TwoSegments(Environment):
+    """A sample with two segments, of which the second has the weight 0.25."""
+
+    async def run(self, episode: Episode) -> None:
+        await episode.generate()
+        second = episode.new_root(self.task.messages, reason=ForkReason.COMPACTED)
+        second.loss_weight = 0.25
+        episode.adopt(second)
+        await episode.generate()
+
+
+def first_step(folder: Path, agent: Any, reward: Callable[[Sample], float]) -> RolloutStep:
+    """Two groups of three samples, whose policy always answers the same."""
+    tokenizer = word_policy.make_tokenizer(folder, calculator_task.VOCABULARY)
+    question = next(calculator_task.endless_tasks(seed=0))
+    tasks = [Task(str(number), question.messages, {"group": number}) for number in range(2)]
+    runner = RolloutRunner(
+        agent,
+        ScriptedGenerateFn(tokenizer, lambda prompt: "8 5 <end>"),
+        renderer=ChatRenderer(tokenizer),
+        limits=calculator_task.LIMITS,
+        sampling_params=calculator_task.SAMPLING_PARAMS,
+        n=3,
+        reward=reward,
+    )
+
+    async def run() -> RolloutStep:
         async with contextlib.aclosing(runner.steps(tasks, num_groups=2)) as steps:
             return await anext(steps)
 
-    step = asyncio.run(first_step())
-    batch = calculator_training.make_batch(step)
-    advantages = {
-        (group.task.id, index): value
-        for (group, index), value in zip(
-            [(group, sample.index) for group in step.groups for sample in group.samples if sample.error is None],
-            batch.advantages.tolist(),
-            strict=True,
-        )
-    }
-    assert advantages == pytest.approx({("0", 0): -0.7071, ("0", 2): 0.7071, ("1", 1): 0.0}, abs=1e-3)
-    assert "3 samples failed" in capsys.readouterr().out
+    return asyncio.run(run())
 
 
 def test_coding(tmp_path: Path) -> None:

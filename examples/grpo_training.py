@@ -1,0 +1,188 @@
+"""Shared by the examples that train: GRPO on any number of trainer ranks, the options of the command line, the plot.
+
+The loss is `policy_loss` of `verl_server/demo/grpo.py`. `calculator.py`, `async_training.py` and `coding.py` use this
+module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from verl_server import VerlEngine
+from verl_server.agent import RolloutStep
+from verl_server.demo import grpo, policy
+
+EPOCHS, MINIBATCHES, CLIP = 2, 4, 0.2
+WARMUP_STEPS = 5
+FINAL_RATE = 0.1
+"""Learning rate of the last step, as a fraction of the full learning rate."""
+MAX_IMPORTANCE_WEIGHT = 2.0
+
+
+def group_advantages(batch: TensorDict) -> torch.Tensor:
+    """The advantage of each row: the reward of its sample, normalized over the samples of its group."""
+    groups, samples, rewards = batch["group_index"], batch["sample_index"], batch["reward"]
+    advantages = torch.zeros_like(rewards)
+    for group in groups.unique():
+        rows = groups == group
+        of_samples = dict(zip(samples[rows].tolist(), rewards[rows], strict=True))  # each sample counts once
+        values = torch.stack(list(of_samples.values()))
+        advantages[rows] = (rewards[rows] - values.mean()) / (values.std(correction=0) + 1e-6)
+    return advantages
+
+
+def make_batch(step: RolloutStep) -> TensorDict:
+    """The fields of `step.batch()`, the advantage of each row, and the weight of each token in the loss.
+
+    `step.batch()` leaves out failed samples. The groups of a step can therefore have different sizes here.
+    """
+    if errors := [sample.error for sample in step.samples if sample.error is not None]:
+        print(f"step {step.index}: {len(errors)} samples failed and are left out, the first by {errors[0]}", flush=True)
+    batch = step.batch()
+    batch["advantage"] = group_advantages(batch)
+    batch["token_weight"] = batch["response_mask"] * batch["loss_weight"][:, None]
+    return batch
+
+
+def response_logprobs(model: Any, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log probability of each token of the responses, and the entropy of its distribution. Both are [B, R], in nats."""
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    logits = model(**inputs, use_cache=False).logits
+    logprobs, entropy = grpo.token_logprobs(logits, batch["input_ids"])
+    start = batch["prompts"].shape[1]
+    return logprobs[:, start:], entropy[:, start:]
+
+
+def correct_staleness(model: Any, batch: TensorDict) -> tuple[grpo.Batch, float]:
+    """Prepare samples that older weights may have generated for `grpo.policy_loss`.
+
+    `rollout_log_probs` has the log probability of each token under the weights that sampled this token. With
+    `max_staleness=1` these are not the present weights: for about half of the tokens, the ratio of probabilities is
+    outside the clip range before the first optimizer step. A loss that clips this ratio therefore learns slowly. Here
+    the loss clips the ratio to the present weights, and each token counts with its importance weight, the probability
+    under the present weights over that under the weights that sampled it. This is the decoupled objective of PPO
+    (arXiv 2110.00641), as AReaL uses it (arXiv 2505.24298). Without staleness all importance weights are 1.
+
+    Also returns the largest difference between the log probabilities of the present weights and of the rollout.
+    """
+    with torch.no_grad():
+        logprobs, _ = response_logprobs(model, batch)
+    difference = (logprobs - batch["rollout_log_probs"]) * batch["response_mask"]
+    weights = difference.exp().clamp(max=MAX_IMPORTANCE_WEIGHT) * batch["token_weight"]
+    return grpo.Batch(batch["responses"], weights, logprobs, batch["advantage"]), float(difference.abs().max())
+
+
+class Trainer:
+    """The training of one rank. All ranks call `train_step` once for each step.
+
+    `folder`: the checkpoint of the policy. `steps`: the number of steps, over which the learning rate falls.
+    `update_options`: arguments of `VerlEngine.update_weights_from_tensor` in each step.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mesh: DeviceMesh,
+        engine: VerlEngine,
+        steps: int,
+        *,
+        learning_rate: float = 3e-3,
+        entropy_weight: float = 0.02,
+        **update_options: Any,
+    ) -> None:
+        self._engine, self._steps, self._update_options = engine, steps, update_options
+        self._learning_rate, self._entropy_weight = learning_rate, entropy_weight
+        self._model = policy.load_sharded(folder, mesh)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        engine.update_weights_from_tensor(policy.named_weights(self._model))
+
+    def train_step(self, index: int, step: RolloutStep | None) -> float:
+        """Train on the samples of rank 0 and push the weights.
+
+        Returns the largest difference between the log probabilities of the trainer and of the rollout.
+        """
+        rate = min(1.0, (index + 1) / WARMUP_STEPS) * (1.0 - (1.0 - FINAL_RATE) * index / self._steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._learning_rate * rate
+        shared = [None if step is None else make_batch(step)]
+        dist.broadcast_object_list(shared, src=0)
+        assert shared[0] is not None
+        gap = self._optimize(shared[0], torch.Generator().manual_seed(index))
+        self._engine.update_weights_from_tensor(policy.named_weights(self._model), **self._update_options)
+        return gap
+
+    def _optimize(self, batch: TensorDict, generator: torch.Generator) -> float:
+        """Run the optimizer steps of this rank on its rows. `generator` is equal on all ranks."""
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        parts, gaps = [], []
+        for rows in torch.randperm(len(batch), generator=generator).chunk(MINIBATCHES):
+            own = batch[rows[rank::num_ranks]]
+            corrected, gap = correct_staleness(self._model, own)
+            parts.append((own, corrected, float(batch["token_weight"][rows].sum()) / num_ranks))
+            gaps.append(gap)
+        for _ in range(EPOCHS):
+            for own, corrected, num_tokens in parts:
+                logprobs, entropy = response_logprobs(self._model, own)
+                loss = grpo.policy_loss(
+                    logprobs, entropy, corrected, clip=CLIP, entropy_weight=self._entropy_weight, num_tokens=num_tokens
+                )
+                loss.backward()  # type: ignore[no-untyped-call]
+                torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+        return max(gaps)
+
+
+@contextlib.contextmanager
+def trainer_rank(folder: Path, rank: int = 0, num_ranks: int = 1) -> Iterator[DeviceMesh]:
+    """Join the process group of the trainer ranks, and leave it at the end of the context.
+
+    `folder`: the same directory on all ranks. This process and the servers that it starts use one thread each: more
+    threads do not make operations on tiny matrices faster.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    try:
+        yield init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))
+    finally:
+        dist.destroy_process_group()
+
+
+def parse_options(description: str | None, *, steps: int) -> argparse.Namespace:
+    """The options of the command line: `steps`, `seed`, and `png`, the file of the plot or None."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--png", type=Path)
+    return parser.parse_args()
+
+
+def save_plot(png: Path, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], **axes_options: Any) -> None:
+    """Draw a line for each label of `curves`, with its x and y values. `axes_options`: arguments of `Axes.set`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for label, (x, y) in curves.items():
+        axes.plot(x, y, label=label)
+    axes.set(**axes_options)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(png, dpi=120)
+    print(f"curves: {png}")
