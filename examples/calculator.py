@@ -2,7 +2,7 @@
 
 Two trainer ranks (FSDP2) train on samples of two turns, which two replicas behind a router generate. Rank 0 runs the
 agents. Each rank trains on half of the batch. After each step both replicas get the new weights. 100 steps take about
-seven minutes on two CPU cores. `--png` writes a plot of the reward and of the fraction of samples that use the tool.
+six minutes on two CPU cores. `--png` writes a plot of the reward and of the fraction of samples that use the tool.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The task of `coding.py`: programs, the sandbox, the compaction and the rewards. A word is a token of the policy.
 
-The policy completes the program `return x ...` with `+ 3` or `* 3`. Both tasks have the same prompt, `_ 3`, so the
-policy can only guess the operator. It writes a program, reads from a test in the sandbox whether the result is too low
-or too high, and writes a summary: the program that it believes to be right. The environment then compacts the history
-to this summary, and the policy writes its last program. A sample with the full reward, as two segments:
+The user asks for a function: `write f : x plus 3`. The policy completes the program `return x ...` with `+ 3`. A test
+runs the program in the sandbox, and the policy reads whether the result is right, too low or too high. Then it writes a
+summary: the program that it believes to be right. The environment compacts the history to this summary, and the policy
+writes its last program, which the hidden tests run. A sample with the full reward, as two segments:
 
-    <user> _ 3 <end> <assistant> + 3 <end> <tool> low <end> <user> summary <end> <assistant> * 3 <end>
-    <user> * 3 <end> <assistant> * 3 <end>
+    <user> write f : x plus 3 <end> <assistant> + 3 <end> <tool> pass <end> <user> summary <end> <assistant> + 3 <end>
+    <user> + 3 <end> <assistant> + 3 <end>
 
 The second segment knows of the first one only the summary. Both segments are trained with the reward of the sample.
 """
@@ -14,16 +14,36 @@ The second segment knows of the first one only the summary. Both segments are tr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 
-from verl_server.agent import CommandResult, Environment, Episode, LocalSandbox, Sample, SandboxLimits, Task, reward
+from word_policy import fraction_correct
+
+from verl_server.agent import (
+    CommandResult,
+    Environment,
+    Episode,
+    LocalSandbox,
+    RolloutLimits,
+    Sample,
+    SandboxLimits,
+    Task,
+    reward,
+)
 from verl_server.trajectory import ForkReason
 
-NUMBER, OPERATORS, RESULTS = "3", "+*", ("pass", "low", "high", "error")
-VOCABULARY = (NUMBER, *OPERATORS, "_", *RESULTS, "summary", "?", "<user>", "<assistant>", "<tool>", "<end>")
+NUMBER = "3"
+OPERATIONS = {"plus": ("+", operator.add), "times": ("*", operator.mul)}
+"""Operator of each operation in a program, and its meaning."""
+REQUEST = "write f : x {operation} {number}"
+VOCABULARY = (
+    *("write", "f", ":", "x", *OPERATIONS, NUMBER, *(symbol for symbol, _ in OPERATIONS.values())),
+    *("pass", "low", "high", "error", "summary", "?", "<user>", "<assistant>", "<tool>", "<end>"),
+)
 """Words of the task. `?` stands for all other words."""
-MAX_TURN_TOKENS = 4
-"""Maximum number of tokens of a turn: the correct turn with its `<end>`, and one additional token."""
+LIMITS = RolloutLimits(max_response_tokens=32, max_turns=3)
+SAMPLING_PARAMS = {"temperature": 1.0, "max_new_tokens": 4}
+"""4 tokens are the correct turn and one additional token."""
 VISIBLE_INPUTS, HIDDEN_INPUTS = (4,), (5, 7, 8)
 """Values of x in the test that the policy sees, and in the tests of the reward."""
 RUN_TESTS = """
@@ -44,6 +64,7 @@ class CodingEnvironment(Environment):
     async def setup(self) -> None:
         self.turns: list[list[str]] = []
         """Words of each turn: the first program, the summary, and the last program."""
+        self.solution = [self.task.data["operator"], NUMBER, "<end>"]
         self.box = LocalSandbox(SandboxLimits(memory_bytes=256 << 20, max_processes=16))
         await self.box.start()
 
@@ -52,9 +73,9 @@ class CodingEnvironment(Environment):
 
     async def run(self, episode: Episode) -> None:
         result = await self.run_tests("first.py", await self.generate(episode), VISIBLE_INPUTS)
-        verdict = "error" if result.exit_code else result.stdout.strip()
+        self.verdict = "error" if result.exit_code else result.stdout.strip()
         summary = await self.generate(
-            episode, [{"role": "tool", "content": verdict}, {"role": "user", "content": "summary"}]
+            episode, [{"role": "tool", "content": self.verdict}, {"role": "user", "content": "summary"}]
         )
         compacted = [{"role": "user", "content": summary}]
         episode.adopt(episode.new_root(compacted, reason=ForkReason.COMPACTED))
@@ -78,44 +99,32 @@ class CodingEnvironment(Environment):
         result = await self.run_tests("last.py", self.program, HIDDEN_INPUTS)
         return result.stdout.split().count("pass") / len(HIDDEN_INPUTS)
 
-    @reward(weight=2)
-    async def has_format(self, sample: Sample) -> float:
-        """Fraction of words of the correct kind in the three turns: an operator, the number, the end.
-
-        A policy with random weights gets this partial credit long before its programs run. With a smaller weight it
-        neglects the first program, whose words the other rewards do not see.
-        """
-        expected = [OPERATORS, NUMBER, ("<end>",)]
-        return sum(fraction_correct(turn, expected) for turn in self.turns) / len(self.turns)
+    @reward(weight=0.5)
+    async def visible_test_passes(self, sample: Sample) -> float:
+        """Whether the first program passes the test whose result the policy sees."""
+        return float(self.verdict == "pass")
 
     @reward(weight=0.5)
     async def summary_is_right(self, sample: Sample) -> float:
-        """Whether the summary is the correct program."""
-        return float(self.turns[1] == [self.task.data["operator"], NUMBER, "<end>"])
+        """Whether the summary is the reference solution."""
+        return float(self.turns[1] == self.solution)
 
-    @reward(weight=0)
-    async def first_passes(self, sample: Sample) -> float:
-        """Whether the first program is correct. The policy can only guess the operator."""
-        return float(self.turns[0] == [self.task.data["operator"], NUMBER, "<end>"])
+    @reward(weight=2)
+    async def similarity(self, sample: Sample) -> float:
+        """Fraction of words of the three turns that agree with the reference solution.
 
-
-def fraction_correct(words: Sequence[str], expected: Sequence[Collection[str]]) -> float:
-    """Fraction of positions with one of the expected words. Missing and additional words count as wrong positions."""
-    num_correct = sum(word in allowed for word, allowed in zip(words, expected, strict=False))
-    return num_correct / max(len(words), len(expected))
+        A policy with random weights gets this partial credit long before its programs run. Training on real
+        repositories has such rewards too: SWE-RL (arXiv 2502.18449) compares the patch with that of the developers.
+        """
+        return sum(fraction_correct(turn, self.solution) for turn in self.turns) / len(self.turns)
 
 
 def endless_tasks() -> Iterator[Task]:
-    """Both tasks in turn, so that each step has the same number of each."""
-    for operator in itertools.cycle(OPERATORS):
-        answers = {
-            x: x + int(NUMBER) if operator == "+" else x * int(NUMBER) for x in (*VISIBLE_INPUTS, *HIDDEN_INPUTS)
-        }
-        yield Task(
-            f"x{operator}{NUMBER}",
-            [{"role": "user", "content": f"_ {NUMBER}"}],
-            {"operator": operator, "answers": answers},
-        )
+    """A task for each operation in turn, so that each step has the same number of each."""
+    for operation, (symbol, compute) in itertools.cycle(OPERATIONS.items()):
+        request = REQUEST.format(operation=operation, number=NUMBER)
+        answers = {x: compute(x, int(NUMBER)) for x in (*VISIBLE_INPUTS, *HIDDEN_INPUTS)}
+        yield Task(operation, [{"role": "user", "content": request}], {"operator": symbol, "answers": answers})
 
 
 def transcript(sample: Sample) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import calculator_task
+import coding_task
 import grpo_training
 import pytest
 import torch
@@ -170,13 +172,41 @@ def first_step(folder: Path, agent: Any, reward: Callable[[Sample], float]) -> R
     return asyncio.run(run())
 
 
+def test_the_hidden_tests_run_the_last_program(tmp_path: Path) -> None:
+    """A policy that always writes `+ 3` gets the full reward for the addition. Its product is too low."""
+    tokenizer = word_policy.make_tokenizer(tmp_path, coding_task.VOCABULARY)
+    runner = RolloutRunner(
+        coding_task.CodingEnvironment,
+        ScriptedGenerateFn(tokenizer, lambda prompt: "+ 3 <end>"),
+        renderer=ChatRenderer(tokenizer),
+        limits=coding_task.LIMITS,
+        sampling_params=coding_task.SAMPLING_PARAMS,
+    )
+
+    async def run() -> list[Sample]:
+        tasks = itertools.islice(coding_task.endless_tasks(), 2)
+        return [sample async for group in runner.run(tasks) for sample in group.samples]
+
+    plus, times = sorted(asyncio.run(run()), key=lambda sample: sample.task.id)
+    assert coding_task.transcript(plus) == (
+        "<user> write f : x plus 3 <end> <assistant> + 3 <end> <tool> pass <end> <user> summary <end> <assistant> "
+        "+ 3 <end> | <user> + 3 <end> <assistant> + 3 <end>"
+    )
+    assert "<user> write f : x times 3 <end> <assistant> + 3 <end> <tool> low <end>" in coding_task.transcript(times)
+    names = ("tests_pass", "visible_test_passes", "summary_is_right", "similarity")
+    assert [plus.rewards[name] for name in names] == [1, 1, 1, 1]
+    assert [times.rewards[name] for name in names] == pytest.approx([0, 0, 0, 2 / 3])
+    assert (plus.reward, times.reward) == pytest.approx((4, 4 / 3))
+
+
 def test_coding(tmp_path: Path) -> None:
     """Three steps: the reward does not rise yet, but both segments are trained, and their logprobs agree."""
     output = run_example("coding.py", tmp_path, "--steps", "3", "--png", str(tmp_path / "curves.png"))
     steps = re.findall(
-        r"step (\d): tests passed (\S+), summaries \S+, format (\S+), first programs \S+, log prob gap (\S+),", output
+        r"step (\d): tests passed (\S+), visible tests \S+, summaries \S+, similarity (\S+), log prob gap (\S+),",
+        output,
     )
     assert [step for step, *_ in steps] == ["0", "1", "2"], output
-    assert all(0 <= float(tests) < 1 and 0 < float(form) < 1 for _, tests, form, _ in steps)
+    assert all(0 <= float(tests) < 1 and 0 < float(words) < 1 for _, tests, words, _ in steps)
     assert all(0 < float(gap) < 1e-3 for *_, gap in steps), "the trainer has the inputs and weights of the rollout"
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
