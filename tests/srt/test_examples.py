@@ -79,7 +79,7 @@ def test_calculator(tmp_path: Path) -> None:
 
 
 def test_async_training(tmp_path: Path) -> None:
-    """Two steps of each form. With staleness 1, the second step has samples that older weights have generated."""
+    """Two steps of each setting. With staleness 1, the second step has samples that older weights have generated."""
     output = run_example("async_training.py", tmp_path, "--steps", "2", "--png", str(tmp_path / "curves.png"))
     steps = re.findall(r"step (\d): reward (\d\.\d+), .* staleness (\d\.\d+), log prob gap (\S+),", output)
     assert [step for step, *_ in steps] == ["0", "1", "0", "1"]
