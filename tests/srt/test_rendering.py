@@ -250,10 +250,14 @@ def test_family_renderer_keeps_thoughts_and_parses_tool_calls(tokenizer: Any) ->
     prompt_ids = renderer.render_prompt([{"role": "user", "content": "u"}], tools)
     text = '<think>hm</think>yes<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><tool_call>{</tool_call>'
     turn_ids = tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
-    good, bad = renderer.parse_tool_calls(turn_ids, prompt_ids, []) or []
+    parsed = renderer.parse_turn(turn_ids, prompt_ids, [])
+    assert parsed is not None
+    good, bad = parsed.tool_calls
     assert (good.name, good.arguments, good.parse_error) == ("add", {"a": 1}, None)
     assert bad.parse_error is not None
-    assert renderer.parse_tool_calls(tokenizer.encode("no", add_special_tokens=False), prompt_ids, []) == []
+    assert (parsed.text, parsed.reasoning) == ("yes", "hm")
+    without_calls = renderer.parse_turn(tokenizer.encode("no", add_special_tokens=False), prompt_ids, [])
+    assert list(without_calls.tool_calls) == []
     next_ids = renderer.render_next_turn([{"role": "user", "content": "v"}], turn_ids, prompt_ids)
     assert "<think>hm</think>yes" in tokenizer.decode([*prompt_ids, *turn_ids, *next_ids])
 

@@ -24,9 +24,11 @@ def find_unread_call(renderer: ChatRenderer) -> str | None:
     if (sampled := sample_call_turn(renderer)) is None:
         return None
     turn_ids, tools = sampled
-    parsed, decoded = renderer.parse_tool_calls(turn_ids, (), tools), renderer.decode(turn_ids)
+    parsed, decoded = renderer.parse_turn(turn_ids, (), tools), renderer.decode(turn_ids)
     text = renderer.decode_raw(turn_ids, decoded)
-    calls = ToolAgentLoop().parse_tool_calls(Turn(decoded, turn_ids, 0, "stop", parsed, text))
+    calls = ToolAgentLoop().parse_tool_calls(
+        Turn(decoded, turn_ids, 0, "stop", None if parsed is None else parsed.tool_calls, text)
+    )
     if calls == [ToolCall(NAME, ARGUMENTS)]:
         return ""
     if not calls:

@@ -160,7 +160,8 @@ class Cursor:
     def as_turn(self, node: Node, tools: Sequence[Json]) -> Turn:
         """The turn that a node contains. `tools`: schemas of the tools that the turn may call."""
         token_ids = list(node.token_ids)
-        tool_calls = self._renderer.parse_tool_calls(token_ids, self.preceding_ids(node.id), tools)
+        parsed = self._renderer.parse_turn(token_ids, self.preceding_ids(node.id), tools)
+        tool_calls = None if parsed is None else parsed.tool_calls
         text = str((node.message or {})["content"])
         raw_text = self._renderer.decode_raw(token_ids, text)
         return Turn(text, token_ids, node.id, node.finish_reason or "", tool_calls, raw_text)

@@ -28,7 +28,7 @@ from verl_server.trajectory.rendering.messages import (
     ASSISTANT_PLACEHOLDER,
     SURROGATE_CURE,
     Message,
-    ParsedToolCall,
+    ParsedTurn,
     as_json,
     user_hint,
     validate_messages,
@@ -174,10 +174,10 @@ class ChatRenderer:
             self._white_space[token_id] = not self._decode_all([token_id]).strip()
         return self._white_space[token_id]
 
-    def parse_tool_calls(
+    def parse_turn(
         self, turn_ids: Sequence[int], preceding_ids: Sequence[int], tools: Sequence[Json]
-    ) -> list[ParsedToolCall] | None:
-        """Tool calls in the token ids of a turn. None if this renderer does not know the model family's tool tokens."""
+    ) -> ParsedTurn | None:
+        """Text, thoughts and tool calls of a turn. None if this renderer does not know the model family's tokens."""
         return None
 
     @property

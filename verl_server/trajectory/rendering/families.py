@@ -28,7 +28,13 @@ from verl_server.trajectory.rendering.foreign_text import (
     require_tools_shown,
     texts_of,
 )
-from verl_server.trajectory.rendering.messages import Message, ParsedToolCall, validate_messages, with_call_ids
+from verl_server.trajectory.rendering.messages import (
+    Message,
+    ParsedToolCall,
+    ParsedTurn,
+    validate_messages,
+    with_call_ids,
+)
 from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT, require_tokenizer
 from verl_server.trajectory.rendering.vision_renderer import VisionRenderer, is_vision_processor
 from verl_server.types import Json
@@ -204,13 +210,12 @@ class FamilyRenderer(ChatRenderer):
         self._marking_tokenizer.mark = mark
         return (self._marking_family if mark else self._family), marked
 
-    def parse_tool_calls(
-        self, turn_ids: Sequence[int], preceding_ids: Sequence[int], tools: Sequence[Json]
-    ) -> list[ParsedToolCall] | None:
+    def parse_turn(self, turn_ids: Sequence[int], preceding_ids: Sequence[int], tools: Sequence[Json]) -> ParsedTurn:
         response = self._family.parse_response(
             list(turn_ids), tools=list(tools) or None, prompt_ids=list(preceding_ids) or None
         )
-        return [_as_parsed_tool_call(call) for call in response.tool_calls]
+        calls = [_as_parsed_tool_call(call) for call in response.tool_calls]
+        return ParsedTurn(response.content, response.reasoning_content or "", calls)
 
 
 class _MarkingTokenizer:

@@ -45,6 +45,17 @@ class ParsedToolCall:
     """Reason why the call cannot be parsed. None for a well-formed call."""
 
 
+@dataclass(frozen=True)
+class ParsedTurn:
+    """The parts of a turn that a renderer found in its tokens."""
+
+    text: str
+    """Text outside of thoughts and tool calls."""
+    reasoning: str
+    """Text of the thoughts. Empty without thoughts."""
+    tool_calls: Sequence[ParsedToolCall]
+
+
 def validate_messages(messages: Sequence[Message]) -> None:
     """Raise BadInputError unless `messages` is a list of messages that can be rendered and recorded.
 
