@@ -16,6 +16,7 @@ from rich.console import Console
 
 from verl_server.cli import arguments as options
 from verl_server.cli.arguments import ADMIN_API_KEY, API_KEY, LOOPBACK, REPLICA_API_KEY, take_key
+from verl_server.cli.gateway import gateway
 from verl_server.cli.output import print_line, print_replicas, show_progress
 from verl_server.cli.server import run_server
 from verl_server.cli.signals import exit_after_cleanup
@@ -267,6 +268,7 @@ def conformance(
 
 
 app.command()(check_template)
+app.command()(gateway)
 
 
 def main() -> None:

@@ -1,0 +1,62 @@
+"""`Access`: which session a request belongs to, by its key, and whether it may use the admin API."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+
+from fastapi import Request
+
+from verl_server.gateway.config import GatewayConfig
+from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.gateway.session import Session
+from verl_server.gateway.session_store import SessionStore
+
+OPEN_SESSION = "open"
+"""Id of the session of requests without a key, in the open mode."""
+
+
+class Access:
+    """Checks the keys of requests."""
+
+    def __init__(self, store: SessionStore, config: GatewayConfig) -> None:
+        self._store, self._config = store, config
+
+    def session_of(self, request: Request) -> Session:
+        """The session of a request. Its key is in the path, a Bearer token, or the header `x-api-key`.
+
+        Raises GatewayError: 401 without the key of a session, 403 for a session that has ended, 404 for a path with
+        the id of another session than that of the key.
+        """
+        in_path = request.path_params.get("session_key")
+        key = key_of(request.headers)
+        if in_path is not None and (session_id := self._store.find_by_key(in_path)) is not None:
+            return self._store.session(session_id)
+        session_id = None if key is None else self._store.find_by_key(key)
+        if session_id is None and self._config.is_open and in_path is None:
+            session_id = OPEN_SESSION
+            if all(info.id != OPEN_SESSION for info in self._store.infos()):
+                self._store.create(OPEN_SESSION)
+        if session_id is None:
+            raise GatewayError(
+                ErrorKind.AUTHENTICATION,
+                "the key of the session is missing or wrong; send it as `Authorization: Bearer KEY`, as `x-api-key`, "
+                "or in the path: /session/KEY/v1/...",
+            )
+        if in_path is not None and in_path != session_id:
+            raise GatewayError(ErrorKind.NOT_FOUND, "there is no such session for this key")
+        return self._store.session(session_id)
+
+    def require_admin(self, request: Request) -> None:
+        """Raise GatewayError (401) unless the request has the key of the admin API."""
+        key, expected = key_of(request.headers), self._config.admin_key
+        if key is None or expected is None or not hmac.compare_digest(key.encode(), expected.encode()):
+            raise GatewayError(ErrorKind.AUTHENTICATION, "the key of the admin API is missing or wrong")
+
+
+def key_of(headers: Mapping[str, str]) -> str | None:
+    """The key that a request carries."""
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer" and token.strip():
+        return token.strip()
+    return headers.get("x-api-key") or None

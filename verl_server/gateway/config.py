@@ -1,0 +1,30 @@
+"""`GatewayConfig`: the settings of a gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_server.agent.limits import RolloutLimits
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """Settings of a gateway."""
+
+    run_dir: Path
+    """Folder of the records."""
+    admin_key: str | None
+    """Key of the admin API. None switches the admin API off."""
+    limits: RolloutLimits
+    """Limits of each session."""
+    is_open: bool = False
+    """Whether a request without the key of a session is served, in the session `open`. For a laptop only."""
+    model_names: tuple[str, ...] = ("policy",)
+    """Names of the model that `/v1/models` lists. Any other name is accepted too."""
+    max_body_bytes: int = 64 << 20
+    """Maximum number of bytes of a request."""
+    keep_alive_s: float = 10.0
+    """Seconds between two signs of life of a stream whose turn is being generated."""
+    session_expiry_s: float | None = None
+    """Seconds after which a session ends by itself."""

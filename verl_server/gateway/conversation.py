@@ -1,0 +1,103 @@
+"""What every dialect is converted to and from: the request for one turn, and the turn that the policy generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from verl_server.trajectory.rendering.messages import Message
+from verl_server.types import Json
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """A request of an agent for the next turn, in no dialect."""
+
+    model: str
+    """Name of the model as the agent wrote it. Replies repeat the name."""
+    messages: Sequence[Message]
+    """Whole conversation as chat templates take it. Empty with `raw_prompt`."""
+    tools: Sequence[Json] = ()
+    """Tools that the policy may call: `{"type": "function", "function": {name, description, parameters}}`."""
+    sampling_params: Json = field(default_factory=dict)
+    """SGLang's sampling parameters that the agent has set."""
+    stream: bool = False
+    """Whether the agent wants server-sent events."""
+    logprobs: bool = False
+    """Whether the agent wants the log probabilities of the sampled tokens."""
+    include_usage: bool = False
+    """Whether a stream of OpenAI's chat dialect ends with the numbers of tokens."""
+    raw_prompt: str | Sequence[int] | None = None
+    """Prompt that is not a chat: a text, or token ids. The turn after a raw prompt is not split into parts."""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """A call of a tool in a turn."""
+
+    id: str
+    """Id that the agent repeats beside the result. It is derived from the session, the turn and the position."""
+    name: str
+    arguments: str
+    """Arguments as JSON text."""
+
+
+@dataclass(frozen=True)
+class AssistantTurn:
+    """A turn of the policy, in no dialect."""
+
+    id: str
+    """Unique name of the turn in the gateway: the session and the node of the turn."""
+    node: int
+    """Id of the turn's node in the trajectory graph."""
+    text: str
+    """Text outside of thoughts and tool calls."""
+    reasoning: str
+    """Text of the thoughts."""
+    tool_calls: Sequence[ToolUse]
+    finish_reason: FinishReason
+    stop_sequence: str | None
+    """Stop sequence of the request at which the turn ended."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Number of prompt tokens that the engine found in its prefix cache."""
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Log probability of each token in nats."""
+    tokens: Sequence[str]
+    """Text of each token."""
+
+
+def message_of(turn: AssistantTurn) -> Json:
+    """The turn as an assistant message in the form of chat templates, as agents repeat it."""
+    message: Json = {"role": "assistant", "content": turn.text}
+    if turn.tool_calls:
+        message["tool_calls"] = [as_template_call(call.id, call.name, call.arguments) for call in turn.tool_calls]
+    return message
+
+
+def fold_system_messages(messages: Sequence[Json]) -> list[Json]:
+    """The messages with system messages at the beginning only, as many chat templates need them.
+
+    Agents also send system messages later: Claude Code sends one after the first message of the user. Such a message
+    stays at its place, as text of the user: at the end of the message of the user before it, or as its own message.
+    System messages after a first system message are joined with it.
+    """
+    folded = list[Json]()
+    for message in messages:
+        last = folded[-1] if folded else None
+        if message["role"] != "system" or last is None:
+            folded.append(message)
+        elif last["role"] in ("system", "user") and all(isinstance(item["content"], str) for item in (last, message)):
+            folded[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+        else:
+            folded.append({**message, "role": "user"})
+    return folded
+
+
+def as_template_call(call_id: str, name: str, arguments: str | Json) -> Json:
+    """A tool call in the form of chat templates. `arguments`: a dict, or JSON text."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,0 +1,185 @@
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`.
+
+What differs from Anthropic's own servers:
+
+- Thoughts of earlier turns (`thinking`, `redacted_thinking`) are dropped. The recorded tokens of a turn contain them.
+  The signature of a thought is empty and is not checked. `thinking` and `output_config.effort` have no effect.
+- A `system` message between other messages becomes text of the user at its place (`fold_system_messages`).
+- Tools that Anthropic's servers run (`web_search_...`, `code_execution_...`, `mcp_servers`) are left out: the policy
+  does not see them. Tools of Anthropic that the agent runs and that have no `input_schema` (`bash_...`,
+  `text_editor_...`, `computer_...`, `browser_...`, `memory_...`) are refused: the agent cannot act without them.
+- `is_error` of a result is not shown to the policy, unless the result is empty: it becomes the text `Error`.
+- Images are sent as base64. Images by URL or by file, documents and other content blocks are refused.
+- The policy cannot be forced to call a tool, nor to continue an assistant message at the end of the conversation.
+- `max_tokens` may be more than the context has left: then the turn ends earlier, with the reason `max_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from verl_server.gateway.conversation import AssistantTurn, TurnRequest, fold_system_messages
+from verl_server.gateway.dialects.anthropic_content import (
+    parse_messages,
+    parse_output_format,
+    parse_system,
+    parse_tools,
+)
+from verl_server.gateway.dialects.dialect import Dialect, Event
+from verl_server.gateway.dialects.fields import (
+    bad_request,
+    read_count,
+    read_flag,
+    read_number,
+    read_objects,
+    read_stop,
+    read_text,
+    read_top_k,
+    sampling_params,
+)
+from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.types import Json
+
+OVERLOADED_STATUS = 529
+ERROR_TYPES = {
+    ErrorKind.INVALID_REQUEST: "invalid_request_error",
+    ErrorKind.CONTEXT_OVERFLOW: "invalid_request_error",
+    ErrorKind.AUTHENTICATION: "authentication_error",
+    ErrorKind.PERMISSION: "permission_error",
+    ErrorKind.NOT_FOUND: "not_found_error",
+    ErrorKind.TOO_LARGE: "request_too_large",
+    ErrorKind.LIMIT_REACHED: "rate_limit_error",
+    ErrorKind.OVERLOADED: "overloaded_error",
+    ErrorKind.INTERNAL: "api_error",
+}
+
+
+class AnthropicDialect(Dialect):
+    """Anthropic's Messages API."""
+
+    path = "/v1/messages"
+    count_path = "/v1/messages/count_tokens"
+
+    def parse(self, body: Json) -> TurnRequest:
+        request = self.parse_count(body)
+        if "max_new_tokens" not in request.sampling_params:
+            raise bad_request("'max_tokens' is required")
+        if request.messages[-1]["role"] == "assistant":
+            raise bad_request("'messages' must not end with an assistant message: the policy cannot continue it")
+        return request
+
+    def parse_count(self, body: Json) -> TurnRequest:
+        messages = read_objects(body, "messages", is_needed=True)
+        return TurnRequest(
+            model=read_text(body, "model"),
+            messages=fold_system_messages([*parse_system(body.get("system")), *parse_messages(messages)]),
+            tools=parse_tools(body),
+            sampling_params=sampling_params(
+                max_new_tokens=read_count(body, "max_tokens"),
+                temperature=read_number(body, "temperature", 0, 100),
+                top_p=read_number(body, "top_p", 0, 1),
+                top_k=read_top_k(body),
+                stop=read_stop(body, "stop_sequences"),
+                **parse_output_format(body),
+            ),
+            stream=read_flag(body, "stream"),
+        )
+
+    def reply(self, request: TurnRequest, turn: AssistantTurn) -> Json:
+        ending = _ending(turn)
+        return {**_message(request, turn.id), "content": _blocks(turn), **ending, "usage": _usage(turn)}
+
+    def begin(self, request: TurnRequest, reply_id: str, num_prompt_tokens: int) -> list[Event]:
+        return [_event("message_start", message=_message(request, reply_id, num_prompt_tokens))]
+
+    def keep_alive(self) -> bytes:
+        return _event("ping").encode()
+
+    def events(self, request: TurnRequest, turn: AssistantTurn, reply_id: str) -> Iterator[Event]:
+        for index, block in enumerate(_blocks(turn)):
+            empty, deltas = _in_deltas(block)
+            yield _event("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        yield _event("message_delta", delta=_ending(turn), usage=_usage(turn))
+        yield _event("message_stop")
+
+    def error(self, error: GatewayError) -> tuple[int, Json]:
+        message, status = error.message, error.kind.status
+        if error.kind is ErrorKind.CONTEXT_OVERFLOW:  # Claude Code shortens its conversation at these words
+            count = f"more than {error.max_tokens}" if error.num_tokens is None else error.num_tokens
+            message = f"prompt is too long: {count} tokens > {error.max_tokens} maximum"
+        if error.kind is ErrorKind.OVERLOADED:
+            status = OVERLOADED_STATUS
+        return status, {"type": "error", "error": {"type": ERROR_TYPES[error.kind], "message": message}}
+
+
+def _event(kind: str, **fields: Any) -> Event:
+    return Event({"type": kind, **fields}, kind)
+
+
+def _message(request: TurnRequest, reply_id: str, num_prompt_tokens: int = 0) -> Json:
+    """A message that has no content yet."""
+    return {
+        "id": f"msg_{reply_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": request.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage_of(num_prompt_tokens, 0, 0),
+    }
+
+
+def _usage(turn: AssistantTurn) -> Json:
+    return _usage_of(turn.num_prompt_tokens, turn.num_cached_tokens, len(turn.token_ids))
+
+
+def _usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> Json:
+    """The numbers of tokens. `input_tokens` does not contain the cached tokens."""
+    return {
+        "input_tokens": num_prompt_tokens - num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached_tokens,
+        "output_tokens": num_output_tokens,
+    }
+
+
+def _blocks(turn: AssistantTurn) -> list[Json]:
+    """The content blocks of a turn. Without text and calls, the text is empty: many agents read the first block."""
+    blocks = list[Json]()
+    if turn.reasoning:
+        blocks.append({"type": "thinking", "thinking": turn.reasoning, "signature": ""})
+    if turn.text.strip() or not turn.tool_calls:
+        blocks.append({"type": "text", "text": turn.text})
+    for call in turn.tool_calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": orjson.loads(call.arguments)})
+    return blocks
+
+
+def _in_deltas(block: Json) -> tuple[Json, list[Json]]:
+    """A content block at its start, and the deltas that complete the block."""
+    if block["type"] == "thinking":
+        thought = {"type": "thinking_delta", "thinking": block["thinking"]}
+        signature = {"type": "signature_delta", "signature": block["signature"]}
+        return {**block, "thinking": "", "signature": ""}, [thought, signature]
+    if block["type"] == "text":
+        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}] if block["text"] else []
+    arguments = orjson.dumps(block["input"]).decode()
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
+
+
+def _ending(turn: AssistantTurn) -> Json:
+    """Why the turn ended. Tool calls come before a stop sequence: agents run tools only for the reason `tool_use`."""
+    if turn.finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if turn.tool_calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if turn.stop_sequence is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": turn.stop_sequence}
+    return {"stop_reason": "end_turn", "stop_sequence": None}

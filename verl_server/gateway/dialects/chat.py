@@ -1,0 +1,242 @@
+"""OpenAI's `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from verl_server.gateway.conversation import AssistantTurn, TurnRequest, as_template_call, fold_system_messages
+from verl_server.gateway.dialects.dialect import Dialect, Event, openai_error
+from verl_server.gateway.dialects.fields import (
+    bad_request,
+    read_count,
+    read_number,
+    read_objects,
+    read_stop,
+    read_text,
+    read_top_k,
+    refuse,
+    require_recordable,
+    sampling_params,
+)
+from verl_server.gateway.errors import GatewayError
+from verl_server.types import Json
+
+
+class ChatDialect(Dialect):
+    """Chat completions."""
+
+    path = "/v1/chat/completions"
+
+    def parse(self, body: Json) -> TurnRequest:
+        refuse(body, "n", (1,), "send several requests")
+        tool_choice = body.get("tool_choice")
+        refuse(body, "tool_choice", ("auto", "none"), "the policy chooses its tools")
+        tools = [] if tool_choice == "none" else read_objects(body, "tools")
+        return TurnRequest(
+            model=read_text(body, "model", default=""),
+            messages=fold_system_messages(
+                [_parse_message(message) for message in read_objects(body, "messages", is_needed=True)]
+            ),
+            tools=[_parse_tool(tool) for tool in tools],
+            sampling_params=sampling_params(
+                max_new_tokens=read_count(body, "max_completion_tokens", "max_tokens"),
+                temperature=read_number(body, "temperature", 0, 100),
+                top_p=read_number(body, "top_p", 0, 1),
+                top_k=read_top_k(body),
+                presence_penalty=read_number(body, "presence_penalty", -2, 2),
+                frequency_penalty=read_number(body, "frequency_penalty", -2, 2),
+                stop=read_stop(body, "stop"),
+                **parse_response_format(body.get("response_format")),
+            ),
+            stream=bool(body.get("stream")),
+            logprobs=bool(body.get("logprobs")),
+            include_usage=bool((body.get("stream_options") or {}).get("include_usage"))
+            if isinstance(body.get("stream_options"), dict)
+            else False,
+        )
+
+    def reply(self, request: TurnRequest, turn: AssistantTurn) -> Json:
+        message: Json = {"role": "assistant", "content": turn.text if turn.text or not turn.tool_calls else None}
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
+        if turn.tool_calls:
+            message["tool_calls"] = [as_template_call(call.id, call.name, call.arguments) for call in turn.tool_calls]
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": _logprobs(turn) if request.logprobs else None,
+            "finish_reason": turn.finish_reason,
+        }
+        return {
+            "id": f"chatcmpl-{turn.id}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": request.model,
+            "choices": [choice],
+            "usage": usage(turn),
+        }
+
+    def begin(self, request: TurnRequest, reply_id: str, num_prompt_tokens: int) -> list[Event]:
+        return [self._chunk(request, reply_id, {"role": "assistant", "content": ""})]
+
+    def keep_alive(self) -> bytes:
+        return b": keep-alive\n\n"
+
+    def events(self, request: TurnRequest, turn: AssistantTurn, reply_id: str) -> Iterator[Event]:
+        if turn.reasoning:
+            yield self._chunk(request, reply_id, {"reasoning_content": turn.reasoning})
+        if turn.text:
+            logprobs = _logprobs(turn) if request.logprobs else None
+            yield self._chunk(request, reply_id, {"content": turn.text}, logprobs=logprobs)
+        for index, call in enumerate(turn.tool_calls):
+            started = {"index": index, **as_template_call(call.id, call.name, "")}
+            yield self._chunk(request, reply_id, {"tool_calls": [started]})
+            arguments = {"index": index, "function": {"arguments": call.arguments}}
+            yield self._chunk(request, reply_id, {"tool_calls": [arguments]})
+        yield self._chunk(request, reply_id, {}, finish_reason=turn.finish_reason)
+        if request.include_usage:
+            yield Event({**self._head(request, reply_id), "choices": [], "usage": usage(turn)})
+        yield Event("[DONE]")
+
+    def error(self, error: GatewayError) -> tuple[int, Json]:
+        return openai_error(error)
+
+    def error_event(self, error: GatewayError) -> Event:
+        return Event(self.error(error)[1])
+
+    def _head(self, request: TurnRequest, reply_id: str) -> Json:
+        head = {"id": f"chatcmpl-{reply_id}", "object": "chat.completion.chunk", "created": int(time.time())}
+        return {**head, "model": request.model}
+
+    def _chunk(
+        self,
+        request: TurnRequest,
+        reply_id: str,
+        delta: Json,
+        *,
+        finish_reason: str | None = None,
+        logprobs: Json | None = None,
+    ) -> Event:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return Event({**self._head(request, reply_id), "choices": [choice]})
+
+
+def usage(turn: AssistantTurn) -> Json:
+    """The numbers of tokens of a turn."""
+    num_completion_tokens = len(turn.token_ids)
+    return {
+        "prompt_tokens": turn.num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": turn.num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": turn.num_cached_tokens},
+    }
+
+
+def parse_response_format(value: Any) -> Json:
+    """SGLang's sampling parameters for structured output."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if value is None or kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": '{"type": "object"}'}
+    schema = value.get("json_schema") if isinstance(value, Mapping) else None
+    if kind == "json_schema" and isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping):
+        require_recordable("response_format", schema)
+        return {"json_schema": orjson.dumps(schema["schema"]).decode()}
+    raise bad_request("'response_format' must have the type text, json_object or json_schema")
+
+
+def _parse_tool(tool: Json) -> Json:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad_request('a tool must be {"type": "function", "function": {"name": ..., "parameters": {...}}}')
+    return tool_schema(function["name"], function.get("description"), function.get("parameters"))
+
+
+def tool_schema(name: str, description: Any, parameters: Any) -> Json:
+    """The schema of a tool in the form that all dialects share."""
+    if not isinstance(parameters or {}, dict):
+        raise bad_request(f"the parameters of the tool {name!r} must be a JSON schema")
+    require_recordable("parameters", parameters)
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": str(description or ""),
+            "parameters": parameters or {"type": "object", "properties": {}},
+        },
+    }
+
+
+def _parse_message(message: Json) -> Json:
+    role, content = message.get("role"), message.get("content")
+    parsed: Json = {"role": "system" if role == "developer" else role, "content": parse_content(content)}
+    if role == "tool":
+        parsed["tool_call_id"] = read_text(message, "tool_call_id")
+    if role == "assistant":
+        parsed["content"] = parsed["content"] or ""
+        calls = read_objects(message, "tool_calls")
+        if calls:
+            parsed["tool_calls"] = [_parse_call(call) for call in calls]
+    return parsed
+
+
+def parse_content(content: Any) -> Any:
+    """The content of a message: a text, or a list of parts if there are images."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise bad_request("the content of a message must be a string or a list of content parts")
+    parts = [_parse_part(part) for part in content]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _parse_part(part: Json) -> Json:
+    """A content part. An image is in the request: the gateway reads no URL and no file for an agent."""
+    kind = part.get("type")
+    if kind in ("text", "refusal"):
+        return {"type": "text", "text": read_text(part, str(kind))}
+    if kind != "image_url":
+        raise bad_request(f"content parts of the type {str(kind)[:40]!r} are not supported; texts and images are")
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
+    if not isinstance(url, str) or not url.startswith("data:image/"):
+        raise bad_request("'image_url' must be a data URL, data:image/png;base64,...: the gateway downloads no images")
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _parse_call(call: Json) -> Json:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad_request("a tool call must have a function with a name")
+    return as_template_call(str(call.get("id") or ""), function["name"], parse_arguments(function.get("arguments")))
+
+
+def parse_arguments(arguments: Any) -> Any:
+    """The arguments of a tool call as a dict, which chat templates need, or as they are if they are no JSON object."""
+    if isinstance(arguments, str):
+        try:
+            value = orjson.loads(arguments or "{}")
+        except orjson.JSONDecodeError:
+            return arguments
+        value = value if isinstance(value, dict) else arguments
+    else:
+        value = arguments if isinstance(arguments, dict) else {}
+    require_recordable("arguments", value)
+    return value
+
+
+def _logprobs(turn: AssistantTurn) -> Json:
+    entries = [
+        {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(turn.tokens, turn.logprobs, strict=True)
+        if math.isfinite(logprob)
+    ]
+    return {"content": entries, "refusal": None}

@@ -1,0 +1,128 @@
+"""OpenAI's `/v1/completions`: the policy continues a text or a list of token ids. The prompt is not a chat.
+
+A text is encoded as it is: control tokens in the text become control tokens, and no token is added at the beginning.
+Prompts as token ids continue a recorded path exactly: send the ids of an earlier prompt, the ids of its turn (the field
+`token_ids` of a choice, which vLLM's replies have too), and further ids.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from verl_server.gateway.conversation import AssistantTurn, TurnRequest
+from verl_server.gateway.dialects.chat import usage
+from verl_server.gateway.dialects.dialect import Dialect, Event, openai_error
+from verl_server.gateway.dialects.fields import (
+    bad_request,
+    read_count,
+    read_flag,
+    read_number,
+    read_object,
+    read_stop,
+    read_text,
+    read_top_k,
+    refuse,
+    require_recordable,
+    sampling_params,
+)
+from verl_server.gateway.errors import GatewayError
+from verl_server.types import Json
+
+DEFAULT_MAX_TOKENS = 16
+"""Maximum number of tokens of a completion without `max_tokens`, as OpenAI documents it."""
+
+
+class CompletionsDialect(Dialect):
+    """Completions of raw prompts."""
+
+    path = "/v1/completions"
+
+    def parse(self, body: Json) -> TurnRequest:
+        require_recordable("body", body)
+        for name in ("n", "best_of"):
+            refuse(body, name, (1,), "send several requests")
+        refuse(body, "echo", (False,), "replies have the new tokens only")
+        refuse(body, "suffix", ("",), "the policy continues the prompt")
+        refuse(body, "logit_bias", ({},), "set sampling parameters for the session")
+        if isinstance(body.get("logprobs"), bool):
+            raise bad_request("'logprobs' must be 0 or 1")
+        refuse(body, "logprobs", (0, 1), "replies have the log probabilities of the sampled tokens only; use 0 or 1")
+        return TurnRequest(
+            model=read_text(body, "model", default=""),
+            messages=(),
+            sampling_params=sampling_params(
+                max_new_tokens=read_count(body, "max_tokens") or DEFAULT_MAX_TOKENS,
+                temperature=read_number(body, "temperature", 0, 100),
+                top_p=read_number(body, "top_p", 0, 1),
+                top_k=read_top_k(body),
+                presence_penalty=read_number(body, "presence_penalty", -2, 2),
+                frequency_penalty=read_number(body, "frequency_penalty", -2, 2),
+                stop=read_stop(body, "stop"),
+            ),
+            stream=read_flag(body, "stream"),
+            logprobs=body.get("logprobs") is not None,
+            include_usage=read_flag(read_object(body, "stream_options"), "include_usage"),
+            raw_prompt=_parse_prompt(body.get("prompt")),
+        )
+
+    def reply(self, request: TurnRequest, turn: AssistantTurn) -> Json:
+        choice = _choice(turn.text, turn.finish_reason, _logprobs(turn) if request.logprobs else None, turn.token_ids)
+        return {**_head(request, turn.id), "choices": [choice], "usage": usage(turn)}
+
+    def begin(self, request: TurnRequest, reply_id: str, num_prompt_tokens: int) -> list[Event]:
+        return []
+
+    def keep_alive(self) -> bytes:
+        return b": keep-alive\n\n"
+
+    def events(self, request: TurnRequest, turn: AssistantTurn, reply_id: str) -> Iterator[Event]:
+        head = _head(request, reply_id)
+        if turn.text or turn.token_ids:
+            logprobs = _logprobs(turn) if request.logprobs else None
+            yield Event({**head, "choices": [_choice(turn.text, None, logprobs, turn.token_ids)]})
+        yield Event({**head, "choices": [_choice("", turn.finish_reason, None, ())]})
+        if request.include_usage:
+            yield Event({**head, "choices": [], "usage": usage(turn)})
+        yield Event("[DONE]")
+
+    def error(self, error: GatewayError) -> tuple[int, Json]:
+        return openai_error(error)
+
+    def error_event(self, error: GatewayError) -> Event:
+        return Event(self.error(error)[1])
+
+
+def _parse_prompt(value: Any) -> str | tuple[int, ...]:
+    """A text or token ids. A list with one prompt is accepted, too."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return value
+    is_list = isinstance(value, list) and bool(value)
+    if is_list and all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in value):
+        return tuple(value)
+    raise bad_request("'prompt' must be one text or one list of token ids, not empty; send several requests otherwise")
+
+
+def _head(request: TurnRequest, reply_id: str) -> Json:
+    head = {"id": f"cmpl-{reply_id}", "object": "text_completion", "created": int(time.time())}
+    return {**head, "model": request.model}
+
+
+def _choice(text: str, finish_reason: str | None, logprobs: Json | None, token_ids: Sequence[int]) -> Json:
+    choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    return {**choice, "token_ids": list(token_ids)}
+
+
+def _logprobs(turn: AssistantTurn) -> Json:
+    """The log probabilities of the sampled tokens. Those of other tokens are not known."""
+    offsets = itertools.accumulate((len(token) for token in turn.tokens), initial=0)
+    return {
+        "tokens": list(turn.tokens),
+        "token_logprobs": list(turn.logprobs),
+        "top_logprobs": None,
+        "text_offset": list(offsets)[: len(turn.tokens)],
+    }

@@ -1,0 +1,124 @@
+"""Reading of fields of request bodies, with errors that name the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.types import Json
+
+LARGEST_TOP_K = 1 << 30
+"""SGLang's value for all tokens. Larger values do not fit into its tensors."""
+OUTER_LEVELS = 100
+"""Number of levels of objects and lists that the gateway may put around a value of a body in its record."""
+
+
+def bad_request(message: str) -> GatewayError:
+    """The error for a body that the dialect does not allow."""
+    return GatewayError(ErrorKind.INVALID_REQUEST, message)
+
+
+def read_list(body: Mapping[str, Any], name: str, *, is_needed: bool = False) -> list[Any]:
+    """A list. Empty if the field is missing or null, unless it is needed."""
+    value = body.get(name)
+    if value is None and not is_needed:
+        return []
+    if not isinstance(value, list) or (is_needed and not value):
+        raise bad_request(f"{name!r} must be a list{' that is not empty' if is_needed else ''}")
+    return value
+
+
+def read_objects(body: Mapping[str, Any], name: str, *, is_needed: bool = False) -> list[Json]:
+    """A list of JSON objects."""
+    values = read_list(body, name, is_needed=is_needed)
+    if not all(isinstance(value, dict) for value in values):
+        raise bad_request(f"{name!r} must be a list of objects")
+    return values
+
+
+def read_text(body: Mapping[str, Any], name: str, *, default: str | None = None) -> str:
+    """A string. Raises GatewayError if the field is missing and there is no default."""
+    value = body.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, str):
+        raise bad_request(f"{name!r} must be a string")
+    return value
+
+
+def require_recordable(name: str, value: Any) -> None:
+    """Raise GatewayError for a value with so many levels that a record with the value cannot be written."""
+    for _ in range(OUTER_LEVELS):
+        value = [value]
+    try:
+        orjson.dumps(value)
+    except TypeError:
+        raise bad_request(f"{name!r} has too many levels of objects and lists") from None
+
+
+def read_object(body: Mapping[str, Any], name: str) -> Json:
+    """A JSON object. Empty if the field is missing or null."""
+    value = body.get(name)
+    if not isinstance(value, dict | None):
+        raise bad_request(f"{name!r} must be an object")
+    return value or {}
+
+
+def read_number(body: Mapping[str, Any], name: str, minimum: float, maximum: float) -> float | None:
+    """A number, or None if the field is missing or null."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
+        raise bad_request(f"{name!r} must be a number from {minimum:g} to {maximum:g}")
+    return value
+
+
+def read_count(body: Mapping[str, Any], *names: str) -> int | None:
+    """A whole number of at least 1: the first of the fields that is given."""
+    for name in names:
+        value = body.get(name)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise bad_request(f"{name!r} must be a whole number of at least 1")
+            return value
+    return None
+
+
+def read_top_k(body: Mapping[str, Any]) -> int | None:
+    """SGLang's `top_k` from the field of this name: -1 for all tokens, or at least 1. SGLang has 32 bits for it."""
+    if body.get("top_k") in (-1, 0) and not isinstance(body["top_k"], bool):
+        return -1
+    count = read_count(body, "top_k")
+    return None if count is None else min(count, LARGEST_TOP_K)
+
+
+def read_flag(body: Mapping[str, Any], name: str) -> bool:
+    """True or false. False if the field is missing or null."""
+    value = body.get(name)
+    if not (value is None or isinstance(value, bool)):
+        raise bad_request(f"{name!r} must be true or false")
+    return bool(value)
+
+
+def read_stop(body: Mapping[str, Any], name: str) -> list[str]:
+    """Stop sequences: a string or a list of strings."""
+    value = body.get(name)
+    stop = [value] if isinstance(value, str) else value or []
+    if not isinstance(stop, Sequence) or not all(isinstance(item, str) and item for item in stop):
+        raise bad_request(f"{name!r} must be a string or a list of strings that are not empty")
+    return list(stop)
+
+
+def refuse(body: Mapping[str, Any], name: str, allowed: tuple[Any, ...], reason: str) -> None:
+    """Raise GatewayError for a value that the gateway cannot honour."""
+    if body.get(name) is not None and body[name] not in allowed:
+        raise bad_request(f"{name!r} = {str(body[name])[:40]} is not supported: {reason}")
+
+
+def sampling_params(**values: Any) -> Json:
+    """SGLang's sampling parameters without those that are None or empty."""
+    return {name: value for name, value in values.items() if value is not None and value != []}

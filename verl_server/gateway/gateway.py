@@ -1,0 +1,146 @@
+"""`Gateway`: serves agent programs over HTTP, in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import uvicorn
+
+from verl_server.agent.engine_access import Engine, access_engine
+from verl_server.agent.limits import RolloutLimits
+from verl_server.errors import DeadlineError, StartupError
+from verl_server.gateway.app import make_app
+from verl_server.gateway.config import GatewayConfig
+from verl_server.gateway.session import Session
+from verl_server.gateway.session_store import SessionInfo, SessionStore
+from verl_server.trajectory.recorder import Recorder
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.types import Json
+
+Result = TypeVar("Result")
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 10.0
+EXPIRY_INTERVAL_S = 5.0
+"""Seconds between two searches for sessions that have expired."""
+
+
+class Gateway:
+    """HTTP server through which unmodified agents act: OpenAI's and Anthropic's APIs in front of a policy.
+
+    Use it as a context manager, or call `shutdown`. Methods can be called from any thread.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        run_dir: Path | str,
+        *,
+        renderer: ChatRenderer | None = None,
+        limits: RolloutLimits | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        admin_key: str | None = None,
+        is_open: bool = False,
+        model_names: tuple[str, ...] = ("policy",),
+        session_expiry_s: float | None = None,
+    ) -> None:
+        """`engine`: as in `RolloutRunner`. `port` 0: a free port. `admin_key` None: a random key."""
+        access = access_engine(engine)
+        renderer = renderer or access.make_renderer()
+        limits = access.complete_limits(limits or RolloutLimits(max_turns=1_000_000))
+        self.admin_key = admin_key or f"sk-admin-{secrets.token_urlsafe(32)}"
+        self.config = GatewayConfig(
+            Path(run_dir).expanduser(), self.admin_key, limits, is_open, model_names, session_expiry_s=session_expiry_s
+        )
+
+        def open_session(record: Recorder, limits: RolloutLimits, sampling_params: Json) -> Session:
+            return Session(record, access.generate, renderer, limits, sampling_params)
+
+        self._store = SessionStore(self.config.run_dir, open_session, limits, session_expiry_s)
+        self._server = uvicorn.Server(
+            uvicorn.Config(make_app(self._store, self.config), host=host, port=port, log_config=None, access_log=False)
+        )
+        self._socket = self._server.config.bind_socket()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="verl-gateway", daemon=True)
+        self._ready = threading.Event()
+        self._thread.start()
+        if not self._ready.wait(START_TIMEOUT_S):
+            self.shutdown()
+            raise StartupError("the gateway did not start; see its log")
+
+    @property
+    def url(self) -> str:
+        """Base URL without `/v1`, as Anthropic's clients take it."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{host}:{port}"
+
+    @property
+    def openai_url(self) -> str:
+        """Base URL with `/v1`, as OpenAI's clients take it."""
+        return f"{self.url}/v1"
+
+    def create_session(self, session_id: str | None = None, **settings: Any) -> tuple[SessionInfo, str]:
+        """Create a session. Returns the session and its key. `settings`: see `SessionStore.create`."""
+        return self._call(lambda: self._store.create(session_id, **settings))
+
+    def end_session(self, session_id: str, reward: float | None = None, **result: Any) -> SessionInfo:
+        """End a session, and record its reward. `result`: see `SessionStore.end`."""
+        return self._call(lambda: self._store.end(session_id, reward=reward, **result))
+
+    def sessions(self) -> list[SessionInfo]:
+        """All sessions, in the order of their creation."""
+        return self._call(self._store.infos)
+
+    def shutdown(self) -> None:
+        """Abort all turns, close the records and stop the server. Calling this a second time has no effect."""
+        self._server.should_exit = True
+        self._thread.join(STOP_TIMEOUT_S)
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        try:
+            while not self._server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            self._ready.set()
+            while not serving.done():
+                self._store.end_expired()
+                await asyncio.wait((serving,), timeout=EXPIRY_INTERVAL_S)
+            serving.result()
+        finally:
+            self._store.close()
+
+    def _call(self, function: Callable[[], Result]) -> Result:
+        """Call a function in the event loop of the server, which owns the sessions."""
+        assert self._loop is not None
+        result: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - raised in the thread of the caller
+                result.set_exception(error)
+
+        self._loop.call_soon_threadsafe(run)
+        try:
+            return result.result(STOP_TIMEOUT_S)
+        except TimeoutError:
+            raise DeadlineError("the gateway did not answer", operation="gateway", seconds=STOP_TIMEOUT_S) from None

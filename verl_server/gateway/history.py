@@ -1,0 +1,105 @@
+"""`History`: finds the recorded path that a conversation continues, by the meaning of its messages.
+
+An agent sends the whole conversation with each request, and writes the turns of the policy in its own way: without the
+thoughts, and with the arguments of tool calls as other JSON text. Two conversations are equal here if their messages
+mean the same. The key of a conversation is a hash over its tools and messages; the key of a longer conversation is
+computed from the key of the shorter conversation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from verl_server.trajectory.rendering.messages import Message, as_json
+from verl_server.types import Json
+
+Key = bytes
+
+
+def tools_digest(tools: Sequence[Json]) -> str:
+    """Digest of the schemas of tools."""
+    return hashlib.blake2b(as_json(list(tools)), digest_size=16).hexdigest()
+
+
+def conversation_keys(digest: str, messages: Sequence[Message], start: Key | None = None) -> list[Key]:
+    """The keys of the conversations that end with each of the messages.
+
+    `digest`: that of the tools (`tools_digest`). `start`: key of the conversation that the messages continue.
+    """
+    keys = list[Key]()
+    key = digest.encode() if start is None else start
+    for message in messages:
+        key = hashlib.blake2b(key + as_json(meaning(message)), digest_size=16).digest()
+        keys.append(key)
+    return keys
+
+
+def meaning(message: Message) -> list[Any]:
+    """What a message says: without thoughts, and with the arguments of tool calls as values."""
+    role = "system" if message["role"] == "developer" else message["role"]
+    content = message.get("content")
+    if role == "assistant":
+        return [role, _text_of(content).strip(), [_meaning_of_call(call) for call in message.get("tool_calls") or ()]]
+    if role == "tool":
+        return [role, message.get("tool_call_id"), _parts_of(content)]
+    return [role, _parts_of(content)]
+
+
+def _parts_of(content: Any) -> list[Any]:
+    """The content as text and other parts, in which neighbouring texts are joined."""
+    parts = list[Any]()
+    for part in [content] if isinstance(content, str) else content or ():
+        value = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        if isinstance(value, str) and parts and isinstance(parts[-1], str):
+            parts[-1] += value
+        else:
+            parts.append(value)
+    return parts
+
+
+def _text_of(content: Any) -> str:
+    return "".join(part for part in _parts_of(content) if isinstance(part, str))
+
+
+def _meaning_of_call(call: Mapping[str, Any]) -> list[Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(orjson.JSONDecodeError):  # other text means itself
+            arguments = orjson.loads(arguments or "{}")
+    with contextlib.suppress(RecursionError):
+        arguments = _with_floats(arguments)
+    return [call.get("id"), function.get("name"), arguments]
+
+
+def _with_floats(value: Any) -> Any:
+    """The value with floats in place of integers: agents in JavaScript write 1.0 as 1, and -0.0 as 0."""
+    if isinstance(value, Mapping):
+        return {key: _with_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value + 0.0 if is_number else value
+
+
+class History:
+    """The recorded conversations of a session by their keys."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[Key, int] = {}
+
+    def add(self, key: Key, node: int) -> None:
+        """Record that a conversation ends with `node`. The latest node of equal conversations is found."""
+        self._nodes[key] = node
+
+    def find(self, keys: Sequence[Key]) -> tuple[int, int | None]:
+        """Number of messages of the longest recorded conversation among `keys`, and its node. (0, None) without one."""
+        for count in range(len(keys), 0, -1):
+            if (node := self._nodes.get(keys[count - 1])) is not None:
+                return count, node
+        return 0, None

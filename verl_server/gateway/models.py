@@ -1,0 +1,43 @@
+"""The routes for names of models and for health."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request, Response
+
+from verl_server.gateway.access import Access
+from verl_server.gateway.config import GatewayConfig
+from verl_server.types import Json
+
+HEALTH_PATHS = ("/health/liveliness", "/health/liveness", "/health/readiness", "/health")
+CREATED_AT = "2026-01-01T00:00:00Z"
+
+
+def add_model_routes(app: FastAPI, access: Access, config: GatewayConfig) -> None:
+    """Add `/v1/models` and the health routes."""
+
+    async def models(request: Request) -> Json:
+        access.session_of(request)
+        return list_models(config.model_names, request.headers)
+
+    async def alive() -> Json:
+        return {"status": "healthy"}
+
+    async def root() -> Response:
+        return Response()
+
+    for prefix in ("", "/session/{session_key}"):
+        app.add_api_route(f"{prefix}/v1/models", models, methods=["GET"])
+        app.add_api_route(f"{prefix}/", root, methods=["GET", "HEAD"])
+    for path in HEALTH_PATHS:
+        app.add_api_route(path, alive, methods=["GET"])
+
+
+def list_models(names: tuple[str, ...], headers: Mapping[str, str]) -> Json:
+    """The names of the model, as Anthropic writes them for its clients, and otherwise as OpenAI does."""
+    if "anthropic-version" in headers:
+        data = [{"type": "model", "id": name, "display_name": name, "created_at": CREATED_AT} for name in names]
+        return {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+    models = [{"id": name, "object": "model", "created": 0, "owned_by": "verl_server"} for name in names]
+    return {"object": "list", "data": models}

@@ -1,0 +1,69 @@
+"""Prompts that are no chats: their tokens, and the turns after them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import orjson
+
+from verl_server.agent.episodes.cursor import Cursor
+from verl_server.agent.episodes.episode_state import EpisodeState
+from verl_server.errors import BadInputError
+from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.gateway.history import Key
+from verl_server.gateway.turn_parsing import TurnParts
+from verl_server.trajectory.nodes import ForkReason
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.vision_renderer import VisionRenderer
+
+
+def append_raw_prompt(state: EpisodeState, branch: str, prompt: str | Sequence[int]) -> tuple[Cursor, Key]:
+    """Record a raw prompt after the longest recorded path with which the prompt begins.
+
+    Returns the end of the prompt, and the key of the prompt. Raises GatewayError for tokens that the model cannot read,
+    and EpisodeStopped if the prompt does not fit into the limits.
+    """
+    token_ids = state.renderer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    leaf, num_known = state.graph.longest_prefix(token_ids)
+    new_ids = token_ids[num_known:]
+    reason = ForkReason.SUB_AGENT if leaf is None else ForkReason.EDITED if new_ids else ForkReason.SAMPLE
+    cursor = Cursor(state, branch, leaf, reason)
+    if new_ids or leaf is None:
+        _require_readable(state.renderer, new_ids)
+        if leaf is not None:
+            state.require_room(leaf, len(new_ids))
+        elif len(new_ids) >= (state.limits.max_context_tokens or len(new_ids) + 1):
+            raise state.stop("max_context_tokens")
+        text = str(state.renderer.tokenizer.decode(new_ids, skip_special_tokens=False))
+        cursor.add_context(new_ids, {"appended_text": text})
+    return cursor, raw_prompt_key(token_ids)
+
+
+def _require_readable(renderer: ChatRenderer, token_ids: Sequence[int]) -> None:
+    """Raise GatewayError unless the tokenizer has the tokens, and for tokens that stand for an image.
+
+    A token that is too large ends the process of a server. The policy may sample such a token: the model can have more
+    tokens than the tokenizer. These tokens are in the recorded path.
+    """
+    num_tokens = len(renderer.tokenizer)
+    if not token_ids or max(token_ids) >= num_tokens:
+        raise GatewayError(
+            ErrorKind.INVALID_REQUEST, f"'prompt' must have token ids from 0 to {num_tokens - 1}, and at least one"
+        )
+    if isinstance(renderer, VisionRenderer):
+        try:
+            renderer.require_no_placeholder(token_ids)
+        except BadInputError:
+            message = "'prompt' has a token that stands for an image; send images as messages of a chat"
+            raise GatewayError(ErrorKind.INVALID_REQUEST, message) from None
+
+
+def raw_prompt_key(token_ids: Sequence[int]) -> Key:
+    """The key of a raw prompt in `History`. No chat has this key."""
+    return hashlib.blake2b(b"raw prompt" + orjson.dumps(list(token_ids)), digest_size=16).digest()
+
+
+def unsplit_turn(renderer: ChatRenderer, token_ids: Sequence[int], *_: object) -> TurnParts:
+    """The turn after a raw prompt: thoughts and tool calls stay in the text. Takes the arguments of `split_turn`."""
+    return TurnParts(renderer.decode_raw(token_ids, renderer.decode(token_ids)), "", ())
