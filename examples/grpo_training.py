@@ -31,13 +31,13 @@ MAX_IMPORTANCE_WEIGHT = 2.0
 
 def group_advantages(batch: TensorDict) -> torch.Tensor:
     """The advantage of each row: the reward of its sample, normalized over the samples of its group."""
-    groups, samples, rewards = batch["group_index"], batch["sample_index"], batch["reward"]
-    advantages = torch.zeros_like(rewards)
+    groups, samples, rewards = batch["group_index"], batch["sample_index"], batch["reward"].double()
+    advantages = torch.zeros(len(rewards))
     for group in groups.unique():
         rows = groups == group
         of_samples = dict(zip(samples[rows].tolist(), rewards[rows], strict=True))  # each sample counts once
         values = torch.stack(list(of_samples.values()))
-        advantages[rows] = (rewards[rows] - values.mean()) / (values.std(correction=0) + 1e-6)
+        advantages[rows] = ((rewards[rows] - values.mean()) / (values.std(correction=0) + 1e-6)).float()
     return advantages
 
 

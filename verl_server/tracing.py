@@ -26,11 +26,18 @@ def span(name: str, attributes: Mapping[str, AttributeValue], *, is_root: bool =
     parent = context.Context() if is_root else None
     links = [trace.Link(current)] if current.is_valid else None
     opened = _tracer.start_span(name, parent, attributes=attributes, links=links)
-    if opened is trace.INVALID_SPAN:  # the program has set no provider
+    if opened is trace.INVALID_SPAN or _is_stand_in(opened):  # the program has set no provider
         yield opened
         return
     with trace.use_span(opened, end_on_exit=True):
         yield opened
+
+
+def _is_stand_in(opened: trace.Span) -> bool:
+    """Whether a span only stands for the current span, which must stay the current span. It may be of a provider that
+    the program has not set as the provider of all libraries.
+    """
+    return not opened.is_recording() and opened.get_span_context() == trace.get_current_span().get_span_context()
 
 
 def trace_headers() -> dict[str, str]:

@@ -541,6 +541,14 @@ def test_mistakes_that_only_the_run_shows_are_named(renderer: ChatRenderer, tmp_
         asyncio.run(run())
     assert "raised by group_filter for the group of task 't0'; failed samples" in raised.value.__notes__[0]
 
+    async def run_filter_with_stop_iteration() -> None:
+        runner = make_runner(renderer, group_filter=lambda group: next(iter(())))
+        _ = [group async for group in runner.run(make_tasks(1))]
+
+    with pytest.raises(RuntimeError, match="StopIteration") as stopped:
+        asyncio.run(run_filter_with_stop_iteration())
+    assert "raised by group_filter for the group of task 't0'" in stopped.value.__notes__[0]
+
     groups, _ = collect_groups(make_runner(renderer, agent=NoTurnLoop()), make_tasks(1))
     with pytest.raises(BadInputError, match=r"has no tokens: .*NoTurnLoop.run returned without a turn.*; leave out su"):
         _ = groups[0].samples[0].path

@@ -617,6 +617,52 @@ def test_a_mistake_in_the_class_of_a_tool_is_raised() -> None:
         asyncio.run(UsesUnknownName("look", "Look.", parameters, 5.0).call({}))
 
 
+@pytest.mark.parametrize("error", [NameError("name 'foo' is not defined"), ImportError("os is not allowed")])
+def test_an_error_that_a_tool_raises_by_itself_is_an_answer(error: Exception) -> None:
+    class Interprets(Tool):
+        async def run(self, arguments: Mapping[str, Any]) -> Any:
+            raise error
+
+    def interpret() -> str:
+        """Interpret."""
+        raise error
+
+    for one in (
+        Interprets("interpret", "Interpret.", {"type": "object", "properties": {}}, 5.0),
+        FunctionTool(interpret),
+    ):
+        result = asyncio.run(one.call({}))
+        assert (result.error_type, result.content) == ("raised", f"Error: {type(error).__name__}: {error}")
+
+
+def test_a_tool_may_set_its_attributes_by_itself() -> None:
+    class Own(Tool):
+        def __init__(self) -> None:
+            self.name, self.timeout_s = "own", 5.0
+            self.schema = {"type": "function", "function": {"name": "own", "parameters": {"type": "object"}}}
+
+        async def run(self, arguments: Mapping[str, Any]) -> Any:
+            raise ValueError("no such item")
+
+    result = asyncio.run(ToolRegistry([Own()]).call(ToolCall("own", {})))
+    assert (result.error_type, result.content) == ("raised", "Error: ValueError: no such item")
+
+
+def test_a_tool_without_a_deadline_is_refused() -> None:
+    """A call without a deadline could block its sample for ever."""
+
+    class Waits(Tool):
+        def __init__(self) -> None:
+            super().__init__("wait", "Wait.", {"type": "object", "properties": {}}, 5.0)
+            self.timeout_s = None  # type: ignore[assignment]
+
+        async def run(self, arguments: Mapping[str, Any]) -> Any:
+            await asyncio.sleep(60)
+
+    with pytest.raises(BadInputError, match="timeout_s must be"):
+        asyncio.run(asyncio.wait_for(Waits().call({}), 20))
+
+
 def test_a_synchronous_decorator_around_a_coroutine_function_is_awaited() -> None:
     async def greet(name: str) -> str:
         """Greet."""

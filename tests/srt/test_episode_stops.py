@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from agent_helpers import ScriptedGenerateFn, make_tasks
 from helpers import chat_tokenizer
@@ -454,7 +455,7 @@ def test_a_limit_that_any_method_raises_is_the_stop_reason(run: Callable[..., li
 
 
 @pytest.mark.parametrize("run_dir", [True, False])
-@pytest.mark.parametrize("wrong", [[math.nan], 1.0, ["a"], [1.0, 2.0]])
+@pytest.mark.parametrize("wrong", [[math.nan], 1.0, ["a"], [1.0, 2.0], np.array(0.5), [10**400], {0.5}])
 @pytest.mark.parametrize("fails", [False, True])
 def test_wrong_rewards_on_the_graph_fail_only_their_sample(
     run: Callable[..., list[Sample]], tmp_path: Path, run_dir: bool, wrong: Any, fails: bool
@@ -500,3 +501,27 @@ def test_a_sample_without_room_after_its_compaction_ends_with_its_trained_path(
     assert [segment.leaf for segment in sample.segments] == [sample.leaf]
     assert seen == [(sample.text, 1)]
     assert sample.text.startswith("hel")
+
+
+def test_a_failed_sample_with_wrong_rewards_keeps_its_turns(run: Callable[..., list[Sample]], tmp_path: Path) -> None:
+    """Also when the run that resumes the sample has a reward and the first run had none."""
+
+    class SetsReward(SingleTurnLoop):
+        async def run(self, episode: Episode) -> None:
+            await super().run(episode)
+            if fails:
+                episode.graph.rewards[0] = [math.nan]
+
+    def reward(sample: Sample) -> float:
+        if sample.task.id == "t1":
+            sample.graph.rewards["x"] = [1.0]  # type: ignore[index]
+        return 1.0
+
+    fails = True
+    (failed,) = run(SetsReward(), make_tasks(1))
+    assert failed.error is not None
+    assert (failed.stop_reason, failed.num_turns, len(failed.segments)) == ("error", 1, 1)
+    fails = False
+    run(SetsReward(), make_tasks(3), run_dir=tmp_path)
+    samples = run(SetsReward(), make_tasks(3), run_dir=tmp_path, reward=reward)
+    assert {sample.task.id: sample.error is None for sample in samples} == {"t0": True, "t1": False, "t2": True}

@@ -106,6 +106,18 @@ def test_advantages_count_each_sample_once() -> None:
     assert torch.allclose(grpo_training.group_advantages(batch), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("size", [6, 32])
+def test_a_group_of_equal_rewards_has_no_advantage(size: int) -> None:
+    """Also for rewards that are no sums of powers of two: a rounded mean would give all samples the same sign."""
+    for reward in (2 / 3, 2.1111, 3.2222, 1 / 7):
+        batch = TensorDict({
+            "group_index": torch.zeros(size, dtype=torch.long),
+            "sample_index": torch.arange(size),
+            "reward": torch.full((size,), reward),
+        })  # fmt: skip
+        assert grpo_training.group_advantages(batch).tolist() == [0.0] * size
+
+
 def test_the_documentation_shows_the_advantages_of_the_examples() -> None:
     text = (EXAMPLES.parent / "docs" / "training.md").read_text()
     assert inspect.getsource(grpo_training.group_advantages) in text

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -155,3 +157,16 @@ def trace_id(item: ReadableSpan) -> int:
 
 def span_id(item: ReadableSpan) -> int:
     return item.get_span_context().span_id  # type: ignore[union-attr]
+
+
+def test_a_span_of_another_provider_stays_the_current_span() -> None:
+    """A program can hold a provider by itself. Tools set attributes on its span, in a process without this fixture."""
+    code = """
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from verl_server.tracing import span
+with TracerProvider().get_tracer("own").start_as_current_span("outer") as outer, span("inner", {}):
+    trace.get_current_span().set_attribute("user", 1)
+assert dict(outer.attributes) == {"user": 1}, outer.attributes
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -175,10 +175,6 @@ class SampleRunner:
                 break
             await asyncio.sleep(RETRY_DELAY_S * 2 ** (attempt - 1))
         if exception is not None:
-            try:
-                sample.graph.require_valid_rewards()
-            except BadInputError:
-                record.clear_rewards()  # the sample has failed, perhaps because of these rewards
             self._record(sample, record)
         return sample, exception
 
@@ -237,11 +233,17 @@ class SampleRunner:
             reward = total_reward({item.name: item.options for item in rewards}, values)
             if reward is not None:
                 _set_reward(sample, reward)
+            sample.graph.require_valid_rewards()  # code of users may have set rewards of turns
         except Exception as error:  # noqa: BLE001 - a failure of a reward belongs to this sample
             return dataclasses.replace(sample, stop_reason="error", error=to_wire(error)), error
         return dataclasses.replace(sample, reward=reward, rewards=values), None
 
     def _record(self, sample: Sample, record: Recorder | TrajectoryGraph) -> None:
+        if sample.error is not None:
+            try:
+                sample.graph.require_valid_rewards()
+            except BadInputError:
+                record.clear_rewards()  # the sample has failed, perhaps because of these rewards
         if sample.graph.nodes:  # the termination is written last: a file that contains it is complete
             assert sample.leaf is not None
             segments = [(segment.leaf, segment.loss_weight) for segment in sample.segments]

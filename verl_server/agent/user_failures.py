@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from verl_server.agent.limits import EpisodeStopped
@@ -68,20 +66,26 @@ def _leaves(error: BaseException) -> list[BaseException]:
     return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
 
 
-@contextlib.contextmanager
-def note_failures(note: str) -> Iterator[None]:
-    """Raise what code of a user raises in the block as an `Exception` with a note.
+class NotedFailures:
+    """Raises what code of a user raises in the block as an `Exception` with a note.
 
-    Raises the CancelledError of the current task unchanged.
+    Raises the CancelledError of the current task unchanged. It is no generator: `contextlib` would raise the
+    StopIteration of a user's code instead of the exception with the note.
     """
-    try:
-        yield
-    except asyncio.CancelledError as cancellation:
-        raise as_failure(cancellation) from None
-    except USER_FAILURES as raised:
-        failure = as_exception(raised)
-        failure.add_note(note)
-        raise failure  # noqa: B904 - a new exception has its cause
+
+    def __init__(self, note: str) -> None:
+        self._note = note
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            raise as_failure(error) from None
+        if isinstance(error, USER_FAILURES):
+            failure = as_exception(error)
+            failure.add_note(self._note)
+            raise failure from failure.__cause__
 
 
 def as_failure(cancellation: asyncio.CancelledError) -> Exception:

@@ -8,7 +8,7 @@ to it. Recorded tokens are never decoded and tokenized again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from verl_server.errors import BadInputError
 from verl_server.trajectory.nodes import ForkReason, Node, Span, TokenSequence, concatenate_nodes, validate_node
 from verl_server.trajectory.rendering.messages import image_sources
 from verl_server.types import Json
+from verl_server.validation import require_whole_number
 
 
 @dataclass(frozen=True)
@@ -124,17 +125,19 @@ class TrajectoryGraph:
         self.rewards[node] = self._validate_rewards(node, values)
 
     def _validate_rewards(self, node: int, values: Sequence[float]) -> list[float]:
-        num_tokens = len(self.node(node).token_ids)
-        if not hasattr(values, "__len__"):
+        num_tokens = len(self.node(require_whole_number("node", node, minimum=0)).token_ids)
+        if isinstance(values, (str, Mapping, Set)) or not hasattr(values, "__len__"):
             raise BadInputError(f"rewards must be a list of numbers, got {values!r:.80}; write [{values!r:.80}]")
-        if len(values) not in (1, num_tokens):
-            raise BadInputError(
-                f"node {node} has {num_tokens} tokens; pass 1 or {num_tokens} reward values, got {len(values)}"
-            )
         try:
             rewards = [float(value) for value in values]
-        except (TypeError, ValueError) as error:
-            raise BadInputError(f"the rewards of node {node} must be numbers, got {values!r:.80}") from error
+        except Exception as error:  # an array without a dimension or with two of them, or a number that is too large
+            raise BadInputError(
+                f"the rewards of node {node} must be a list of numbers, got {values!r:.80}: {error}"
+            ) from error
+        if len(rewards) not in (1, num_tokens):
+            raise BadInputError(
+                f"node {node} has {num_tokens} tokens; pass 1 or {num_tokens} reward values, got {len(rewards)}"
+            )
         if not all(map(math.isfinite, rewards)):
             raise BadInputError(f"the rewards of node {node} must be finite numbers, got {rewards[:8]}")
         return rewards
@@ -144,9 +147,11 @@ class TrajectoryGraph:
         self.rewards.clear()
 
     def require_valid_rewards(self) -> None:
-        """Raise BadInputError for rewards that `set_rewards` would refuse. Code of users may write to `rewards`."""
-        for node, values in self.rewards.items():
-            self._validate_rewards(node, values)
+        """Make lists of floats of all `rewards`, to which code of users may have written.
+
+        Raises BadInputError for rewards that `set_rewards` would refuse.
+        """
+        self.rewards.update({node: self._validate_rewards(node, values) for node, values in self.rewards.items()})
 
     def terminate(
         self,
@@ -157,7 +162,7 @@ class TrajectoryGraph:
         segments: Sequence[tuple[int, float]] | None = None,
         rewards: Mapping[str, float] | None = None,
     ) -> Termination:
-        """Record that an episode stopped at a node, and why.
+        """Record that an episode stopped at a node, and why. Without `segments`, only the path to the node is trained.
 
         Raises BadInputError for an unknown node, for a reward or a weight that is no finite number, and for values in
         `rewards` of this graph that `set_rewards` would refuse. The graph is unchanged then.

@@ -213,7 +213,7 @@ async def _tear_down(environment: Environment) -> None:
     name = f"{type(environment).__name__}.teardown"
     cancelled: asyncio.CancelledError | None = None
     for _ in range(2):
-        call = asyncio.ensure_future(call_within(environment.teardown(), environment.teardown_timeout_s, name))
+        call = asyncio.ensure_future(call_within(environment.teardown(), type(environment).teardown_timeout_s, name))
         cancelled = await wait_despite_cancellation(call) or cancelled
         if not call.cancelled():
             break

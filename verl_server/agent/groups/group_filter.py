@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from verl_server.agent.samples import SampleGroup
 from verl_server.agent.user_code import await_to_its_end
-from verl_server.agent.user_failures import note_failures
+from verl_server.agent.user_failures import NotedFailures
 from verl_server.errors import BadInputError
 from verl_server.validation import is_bool, require_callable
 
@@ -53,7 +53,7 @@ async def is_kept(group_filter: GroupFilter | None, group: SampleGroup) -> bool:
         return True
     task_id = group.task.id
     note = f"raised by group_filter for the group of task {task_id!r}; failed samples have the reward None"
-    with note_failures(note):
+    with NotedFailures(note):
         kept = group_filter(group)
         if inspect.isawaitable(kept):
             name = f"group_filter, called with the group of task {task_id!r},"

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 
 from verl_server.agent.samples import Task
-from verl_server.agent.user_failures import note_failures
+from verl_server.agent.user_failures import NotedFailures
 from verl_server.errors import BadInputError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.vision_renderer import have_images
@@ -85,7 +85,7 @@ class TaskSource:
         Raises BadInputError for an entry that is no task, and the exceptions of the iterator and of `check`.
         """
         while number >= self._num_read and not self._is_exhausted:
-            with note_failures(f"raised by the iterator of the tasks when it was asked for task {self._num_read}"):
+            with NotedFailures(f"raised by the iterator of the tasks when it was asked for task {self._num_read}"):
                 try:
                     if isinstance(self._iterator, AsyncIterator):
                         task = await anext(self._iterator)

@@ -20,7 +20,7 @@ def log_failure(name: str, error: Exception, source_file: str | None) -> None:
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == source_file]
-    if own and own[-1] is frames[-1] and _is_raise(own[-1]):
+    if own and own[-1] is frames[-1] and is_raise(own[-1]):
         return
     line = (own or frames)[-1].lineno if frames else None
     failure = (name, type(error).__name__, source_file, line or 0)
@@ -36,7 +36,7 @@ def log_failure(name: str, error: Exception, source_file: str | None) -> None:
         )
 
 
-def _is_raise(frame: traceback.FrameSummary) -> bool:
+def is_raise(frame: traceback.FrameSummary) -> bool:
     """Whether a frame is at a statement `raise`, also at one behind `if ...:` on the same line."""
     line = linecache.getline(frame.filename, frame.lineno or 0).encode()
     return line[frame.colno or 0 :].split(b"#")[0].split(maxsplit=1)[:1] == [b"raise"]

@@ -17,7 +17,7 @@ import pydantic
 
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.tools.call_counts import count_call, count_error
-from verl_server.agent.tools.failure_log import log_failure
+from verl_server.agent.tools.failure_log import is_raise, log_failure
 from verl_server.agent.tools.options import ToolOptions, Truncation, options_of
 from verl_server.agent.tools.result_text import as_result_text
 from verl_server.agent.tools.schema import find_inner_function, make_arguments_model, read_description, require_function
@@ -74,6 +74,12 @@ class ToolArgumentsError(Exception):
     """The arguments of a tool call do not fit the tool's schema."""
 
 
+def _source_file(function: Callable[..., Any]) -> str | None:
+    """The file that defines a function or a method, also behind decorators and in a `functools.partial`."""
+    code = getattr(find_inner_function(function), "__code__", None)
+    return None if code is None else code.co_filename
+
+
 class Tool(ABC):
     """A tool that a policy may call: a name, a JSON schema as chat templates take it, and a timeout per call."""
 
@@ -87,14 +93,15 @@ class Tool(ABC):
             "type": "function",
             "function": {"name": name, "description": description, "parameters": parameters},
         }
-        self.source_file = _source_file(type(self).run)
-        """Path of the file that defines the tool. None if the tool is not defined in Python."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         require_coroutine_method(cls, "run", RUN_EXAMPLE)
         require_parameters_of_base(cls, Tool, "run")
+        cls.source_file = _source_file(cls.run)
 
+    source_file: str | None = None
+    """Path of the file that defines the tool. None if the tool is not defined in Python."""
     max_result_tokens: int | None = None
     """Maximum number of tokens of a result. None: `RolloutLimits.max_tool_tokens`."""
     truncate: Truncation = "end"
@@ -120,11 +127,12 @@ class Tool(ABC):
         is discarded.
 
         A NameError or an ImportError in the source file of the tool is raised, and the episode fails: it is a mistake
-        in the tool, not in the call. InfrastructureError is raised, too. UserCodeError is raised for a sandbox that was
-        not started, and if `run` returns an iterator, nothing to await, or a value that has no text (see
-        `as_result_text`). EpisodeStopped is raised for a limit of the episode whose agent loop calls the tool, and not
-        for a limit of another episode. An exception that is not raised by a statement `raise` of the tool is logged
-        with its traceback, once for each line.
+        in the tool, not in the call. If a statement `raise` of the tool raises it, it is a result. InfrastructureError
+        is raised, too. UserCodeError is raised for a sandbox that was not started, and if `run` returns an iterator,
+        nothing to await, or a value that has no text (see `as_result_text`). EpisodeStopped is raised for a limit of
+        the episode whose agent loop calls the tool, and not for a limit of another episode. An exception that is not
+        raised by a statement `raise` of the tool is logged with its traceback, once for each line. Raises BadInputError
+        for a `timeout_s` that is not a positive number.
         """
         with measure(Phase.TOOL, **{"gen_ai.tool.name": self.name}):
             async with self.slots or contextlib.nullcontext():
@@ -139,8 +147,9 @@ class Tool(ABC):
         return result
 
     async def _call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        timeout_s = require_seconds("Tool.timeout_s", self.timeout_s)
         task = create_user_task(self._run_as_text(arguments), CURRENT_EPISODE_STATE.get())
-        timed_out = await wait_until_done(task, self.timeout_s, f"the tool {self.name!r}")
+        timed_out = await wait_until_done(task, timeout_s, f"the tool {self.name!r}")
         try:
             return ToolResult(self.name, task.result())
         except (InfrastructureError, UserCodeError):
@@ -246,10 +255,4 @@ def _is_mistake_in_source(error: Exception, source_file: str | None) -> bool:
     if type(error) not in (NameError, UnboundLocalError, ImportError, ModuleNotFoundError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename == source_file
-
-
-def _source_file(function: Callable[..., Any]) -> str | None:
-    """The file that defines a function or a method, also behind decorators and in a `functools.partial`."""
-    code = getattr(find_inner_function(function), "__code__", None)
-    return None if code is None else code.co_filename
+    return bool(frames) and frames[-1].filename == source_file and not is_raise(frames[-1])
