@@ -17,6 +17,7 @@ from helpers import QWEN
 
 from verl_server import BadInputError, InfrastructureError
 from verl_server.agent import (
+    AgentLoop,
     Environment,
     Episode,
     FunctionTool,
@@ -271,7 +272,7 @@ class Slow(Shop):
         return 1.0
 
 
-def test_rewards_do_not_hold_the_place_of_an_episode(renderer: ChatRenderer) -> None:
+def test_limits_of_concurrency_hold_in_every_phase(renderer: ChatRenderer) -> None:
     samples = run(Slow, buying_policy(renderer), renderer, make_tasks(*[["pear"]] * 6), n=4, max_concurrency=3)
     assert [sample.stop_reason for sample in samples] == ["done"] * 24
     assert Slow.most["episodes"] == 3
@@ -281,6 +282,56 @@ def test_rewards_do_not_hold_the_place_of_an_episode(renderer: ChatRenderer) -> 
         assert set(sample.times) == {"queue", "setup", "generate", "tool", "reward"}
         assert all(seconds > 0.0 for seconds in sample.times.values())
         assert sample.times["tool"] >= 0.02
+
+
+class TwoEpisodes(Environment):
+    """The reward of each sample waits until two episodes have begun."""
+
+    _has_second_begun: ClassVar[asyncio.Event]
+    _num_begun: ClassVar[int] = 0
+
+    @classmethod
+    def begin(cls) -> None:
+        cls._num_begun += 1
+        if cls._num_begun == 2:
+            cls._has_second_begun.set()
+
+    async def run(self, episode: Episode) -> None:
+        self.begin()
+        await episode.generate()
+
+    @reward(timeout_s=5.0)
+    async def wait_for_the_second_episode(self, sample: Sample) -> float:
+        await self._has_second_begun.wait()
+        return 1.0
+
+
+class TwoEpisodesLoop(AgentLoop):
+    """An agent loop that counts its episodes as `TwoEpisodes` does."""
+
+    async def run(self, episode: Episode) -> None:
+        TwoEpisodes.begin()
+        await episode.generate()
+
+
+@reward(timeout_s=5.0)
+async def wait_for_the_second_episode(sample: Sample) -> float:
+    await TwoEpisodes._has_second_begun.wait()
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "arguments"),
+    [(TwoEpisodes, {}), (TwoEpisodesLoop(), {"reward": wait_for_the_second_episode})],
+    ids=["environment", "function"],
+)
+def test_an_episode_begins_while_a_reward_is_computed(
+    agent: Any, arguments: dict[str, Any], renderer: ChatRenderer
+) -> None:
+    TwoEpisodes._num_begun, TwoEpisodes._has_second_begun = 0, asyncio.Event()
+    tasks = make_tasks(["a"], ["b"])
+    samples = run(agent, buying_policy(renderer), renderer, tasks, max_concurrency=1, **arguments)
+    assert [sample.reward for sample in samples] == [1.0, 1.0]
 
 
 def test_the_teardown_of_a_cancelled_run_is_called(renderer: ChatRenderer) -> None:

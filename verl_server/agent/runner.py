@@ -66,8 +66,8 @@ class RolloutRunner:
     None keeps all groups. `max_staleness`: maximum number of steps between the start and the delivery of a sample, for
     `steps` only. `run_dir`: directory of the recorded sessions, which is created; it belongs to one call of `run`, or
     to the steps of one training run. None keeps sessions in memory only. `max_concurrency`: maximum number of episodes
-    that run at a time. With an `Environment`, at most `2 * max_concurrency` samples are active, including those in
-    setup, rewards and teardown. With an agent loop, a sample counts until its reward is computed.
+    that run at a time. With an `Environment` or a `reward`, at most `2 * max_concurrency` samples are active, including
+    those in setup, rewards and teardown.
     `max_attempts`: maximum number of attempts at a sample that fails with `InfrastructureError`.
     `return_routed_experts`: whether the experts that a mixture-of-experts model chose for each token are recorded, for
     a trainer that replays them; the servers need `enable_return_routed_experts=True`.
@@ -141,7 +141,7 @@ class RolloutRunner:
 
         `tasks`: an iterable or an asynchronous iterable. A task is read when a sample can run, so the tasks may be
         endless. If the groups are not taken, no more tasks are read when `2 * max_concurrency` samples wait (with an
-        `Environment`: `4 * max_concurrency`). Samples that run then still finish.
+        `Environment` or a `reward`: `4 * max_concurrency`). Samples that run then still finish.
 
         A sample whose agent loop or reward raises an exception has the stop reason `error` and the reward None, and the
         other samples go on. If the first sample of each of the first 8 tasks fails with the same type of exception at

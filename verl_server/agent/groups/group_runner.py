@@ -69,9 +69,9 @@ class FinishedGroup:
 class GroupRunner:
     """Runs groups of `n` samples for one iterator of a `RolloutRunner`.
 
-    `max_concurrency`: maximum number of episodes that run at a time. With an `Environment`, at most twice as many
-    samples are active, including those in setup, rewards and teardown. `logs_common_failure`: whether a failure of all
-    samples is logged.
+    `max_concurrency`: maximum number of episodes that run at a time. With an `Environment` or a reward, at most twice
+    as many samples are active, including those in setup, rewards and teardown. `logs_common_failure`: whether a failure
+    of all samples is logged.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class GroupRunner:
         logs_common_failure: bool,
     ) -> None:
         self.n = n
-        self.max_admitted_samples = max_concurrency * (2 if samples.agent.environment is not None else 1)
+        has_other_phases = samples.agent.environment is not None or bool(samples.rewards)
+        self.max_admitted_samples = max_concurrency * (2 if has_other_phases else 1)
         """Maximum number of active samples: in setup, episode, rewards or teardown."""
         self._samples, self._counters = samples, counters
         self.on_sample: Callable[[], None] = lambda: None
