@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -266,3 +267,42 @@ def test_a_thread_that_cannot_start_is_no_answer_of_a_tool() -> None:
     """At the limit of processes the policy would read, and be trained on, an error of this machine."""
     done = subprocess.run([sys.executable, "-c", NO_THREADS], capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout == "{'1'} {'InfrastructureError'}\n", done.stderr
+
+
+@pytest.mark.parametrize("method", ["run", "steps"])
+def test_the_event_loop_never_waits_for_the_disk(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Samples with tools and rewards, also of a run that is continued, are flushed in other threads."""
+    threads: list[int] = []
+    sync_file = os.fdatasync
+
+    def record_thread(fd: int) -> None:
+        threads.append(threading.get_ident())
+        sync_file(fd)
+
+    monkeypatch.setattr(os, "fdatasync", record_thread)
+    generate = ScriptedGenerateFn(tokenizer, lambda prompt: "42" if "\n42" in prompt else call_text("answer"))
+
+    async def run(rewards: Callable[[Sample], float]) -> None:
+        runner = RolloutRunner(
+            [answer], generate, renderer=ChatRenderer(tokenizer), limits=RolloutLimits(5000), n=2, run_dir=tmp_path,
+            reward=rewards,
+        )  # fmt: skip
+        tasks = [Task(f"t{index}", [{"role": "user", "content": "x"}]) for index in range(3)]
+        results: Any = runner.run(tasks) if method == "run" else runner.steps(tasks, num_groups=2)
+        num_samples = 0
+        async for result in results:
+            assert all(sample.error is None for sample in result.samples)
+            num_samples += len(result.samples)
+        assert num_samples == 6
+
+    asyncio.run(run(lambda sample: 1.0))
+    assert len(threads) >= 6
+    asyncio.run(run(lambda sample: 2.0))
+    assert threading.get_ident() not in threads
+
+
+def answer() -> str:
+    """The answer."""
+    return "42"
