@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,10 @@ def test_runner_refuses_wrong_arguments(renderer: ChatRenderer, overrides: dict[
         ({"tasks": [{"id": "t", "messages": []}]}, r"tasks\[0\] must be a Task, got dict"),
         ({"tasks": make_tasks(1) * 8}, "tasks 0 and 1 have the id 't0'.* pass n to the runner"),
         ({"tasks": "t"}, r"tasks\[0\] must be a Task, got str"),
-        ({"tasks": [*make_tasks(1), Task("a/b", [USER_MESSAGE])]}, "the id of a recorded session .*'a/b-0'"),
+        (
+            {"tasks": [*make_tasks(1), Task("a/b", [USER_MESSAGE])]},
+            r"tasks\[1\], 'a/b': the id of a recorded session .*'a/b-0'",
+        ),
     ],
 )
 def test_run_refuses_wrong_arguments_at_once(
@@ -198,6 +201,35 @@ def test_run_refuses_wrong_arguments_at_once(
     with pytest.raises(BadInputError, match=expected):
         runner.run(**{"tasks": make_tasks(1), **arguments})
     assert list(tmp_path.iterdir()) == []
+
+
+async def read_all(groups: AsyncIterator[Any]) -> list[Any]:
+    return [group async for group in groups]
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("method", ["run", "steps"])
+def test_a_task_that_is_read_later_and_cannot_be_recorded_is_named(
+    renderer: ChatRenderer, tmp_path: Path, method: str, is_asynchronous: bool
+) -> None:
+    """The iterator raises the error. No session of the task is recorded."""
+
+    def read_tasks() -> Iterator[Task]:
+        yield from make_tasks(2)
+        yield Task("a/b", [USER_MESSAGE])
+        raise AssertionError("a task was read after the error")
+
+    async def read_tasks_later() -> AsyncIterator[Task]:
+        for task in read_tasks():
+            await asyncio.sleep(0)
+            yield task
+
+    runner = make_runner(renderer, run_dir=tmp_path)
+    tasks: Any = read_tasks_later() if is_asynchronous else read_tasks()
+    groups: Any = runner.run(tasks) if method == "run" else runner.steps(tasks, num_groups=1)
+    with pytest.raises(BadInputError, match=r"^tasks\[2\], 'a/b': the id of a recorded session .*'a/b-"):
+        asyncio.run(read_all(groups))
+    assert not [path for path in tmp_path.rglob("*b*.jsonl")]
 
 
 def test_other_constructors_refuse_wrong_arguments(renderer: ChatRenderer) -> None:

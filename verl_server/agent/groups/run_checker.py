@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from verl_server.agent.groups.group_runner import session_ids
@@ -12,6 +12,14 @@ from verl_server.errors import BadInputError
 from verl_server.trajectory.recorder import has_recorded_nodes, session_file
 
 logger = logging.getLogger(__name__)
+
+
+def session_paths(run_dir: Path, number: int, task: Task, ids: Sequence[str]) -> list[Path]:
+    """The files of sessions of a task. Raises BadInputError that names the task if an id is no file name."""
+    try:
+        return [session_file(run_dir, session_id) for session_id in ids]
+    except BadInputError as error:
+        raise BadInputError(f"tasks[{number}], {task.id!r:.250}: {error.message}", **error.details) from None
 
 
 class RunChecker:
@@ -47,7 +55,7 @@ class RunChecker:
             )
         if self._run_dir is None:
             return 0
-        paths = [session_file(self._run_dir, session_id) for session_id in session_ids(task.id, self._n)]
+        paths = session_paths(self._run_dir, number, task, session_ids(task.id, self._n))
         digests = self._digests_of(task)
         return sum(has_recorded_nodes(path, digests) for path in paths)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from verl_server.agent.groups.group_filter import GroupFilter, is_kept
 from verl_server.agent.groups.group_runner import FinishedGroup, GroupRequest, GroupRunner, session_ids
+from verl_server.agent.groups.run_checker import session_paths
 from verl_server.agent.groups.running_groups import RunningGroups
 from verl_server.agent.groups.step import RolloutStep, step_metrics
 from verl_server.agent.groups.step_journal import StepJournal, StepLog
@@ -22,7 +23,6 @@ from verl_server.agent.samples import Task
 from verl_server.agent.user_code import wait_despite_cancellation
 from verl_server.errors import BadInputError
 from verl_server.trajectory.batches.routed_experts import ExpertLayout
-from verl_server.trajectory.recorder import session_file
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +176,8 @@ class StepStream:
                 argument="tasks",
             )
         if self._options.run_dir is not None:
-            session_file(self._options.run_dir, session_ids(_group_name(task, number, MAX_ATTEMPT), self._runner.n)[-1])
+            ids = session_ids(_group_name(task, number, MAX_ATTEMPT), self._runner.n)
+            session_paths(self._options.run_dir, number, task, ids[-1:])
 
     def _warn_of_recorded_steps(self, run_dir: Path) -> None:
         start, last = self._options.start_step, max(self._log.steps, default=-1)
