@@ -363,6 +363,11 @@ def test_the_batch_has_all_trained_rows(renderer: ChatRenderer) -> None:
     assert batch["input_ids"][batch["attention_mask"] == 0].unique().tolist() in ([], [renderer.pad_token_id])
     assert step.metrics["groups/failed"] == 1
     assert step.metrics["turns/mean"] == 2.0
+    fixed = step.batch(prompt_length=100, response_length=10)
+    assert (fixed["prompts"].shape, fixed["responses"].shape) == ((8, 100), (8, 10))
+    assert fixed["reward"].tolist() == batch["reward"].tolist()
+    with pytest.raises(BadInputError, match=r"the prompt of path 0 .* but prompt_length is 1;"):
+        step.batch(prompt_length=1)
 
 
 # -- failures ----------------------------------------------------------------------------------------

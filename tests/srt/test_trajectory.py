@@ -327,6 +327,40 @@ GRAPH = make_conversation()
 PATH = (GRAPH, 3)
 
 
+def test_a_batch_with_fixed_lengths() -> None:
+    """Fixed lengths add padding only, and a path that does not fit is refused and not cut off."""
+    paths = [(make_conversation(), 3), (make_conversation(), 4)]
+    free = to_batch(paths, 7)
+    exact = to_batch(paths, 7, prompt_length=3, response_length=4)
+    names = set(free.keys())
+    assert all(torch.equal(exact[name], free[name]) for name in names)
+    batch = to_batch(paths, 7, prompt_length=5, response_length=6)
+    assert set(batch.keys()) == names
+    assert batch["prompts"].tolist() == [[7, 7, 10, 11, 12]] * 2
+    assert batch["responses"].tolist() == [[20, 21, 30, 40, 7, 7], [25, 7, 7, 7, 7, 7]]
+    for name in ("response_mask", "rollout_log_probs", "rm_scores", "weight_versions"):
+        assert batch[name].shape == (2, 6)
+        assert torch.equal(batch[name][:, :4], free[name]), name
+        assert set(batch[name][:, 4:].flatten().tolist()) == {-1 if name == "weight_versions" else 0}
+    assert batch["attention_mask"].tolist() == [[0, 0] + [1] * 7 + [0, 0], [0, 0] + [1] * 4 + [0] * 5]
+    assert batch["position_ids"][0, 2:9].tolist() == list(range(7))
+    assert torch.equal(batch["loss_weight"], free["loss_weight"])
+    assert to_batch(paths, 7, response_length=9)["input_ids"].shape == (2, 3 + 9)
+
+    with pytest.raises(
+        BadInputError, match=r"response of path 0 \(session 's'\) has 4 tokens, .* response_length is 3"
+    ):
+        to_batch(paths, 7, response_length=3)
+    with pytest.raises(BadInputError, match=r"prompt of path 0 \(session 's'\) has 3 tokens, .*pass prompt_length=3"):
+        to_batch(paths, 7, prompt_length=2)
+    longest_is_last = [(make_conversation(), 4), (make_conversation(), 3)]
+    with pytest.raises(BadInputError, match="response of path 1"):
+        to_batch(longest_is_last, 7, response_length=1)
+    for wrong in (0, 2.5, "4"):
+        with pytest.raises(BadInputError, match="prompt_length must be"):
+            to_batch(paths, 7, prompt_length=wrong)  # type: ignore[arg-type]
+
+
 def make_path(stop_reason: str | None) -> tuple[TrajectoryGraph, int]:
     """A path without a reward."""
     graph = TrajectoryGraph("failed-1")

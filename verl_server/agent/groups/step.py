@@ -48,6 +48,8 @@ class RolloutStep:
         *,
         vision: VisionInputs | None = None,
         expert_layout: ExpertLayout | None = None,
+        prompt_length: int | None = None,
+        response_length: int | None = None,
     ) -> TensorDict:
         """Convert the samples to padded tensors: the fields of `to_batch`, and which sample each row is of.
 
@@ -55,8 +57,8 @@ class RolloutStep:
         the fields of `to_batch` there are `group_index` [B], the position of the row's group in `groups`;
         `sample_index` [B], the index of the sample in its group; `reward` [B], the reward of the row's sample, NaN for
         a sample without a reward; and `uid`, a list with one text for each row, equal in all rows of a group.
-        `expert_layout`: by default that of the step. Raises BadInputError if no sample can be trained, and the errors
-        of `to_batch`.
+        `expert_layout`: by default that of the step. `prompt_length`, `response_length`: fixed P and R, see `to_batch`.
+        Raises BadInputError if no sample can be trained, and the errors of `to_batch`.
         """
         import torch
         from tensordict import NonTensorStack
@@ -76,7 +78,14 @@ class RolloutStep:
         pad = self.pad_token_id if pad_token_id is None else pad_token_id
         layout = self.expert_layout if expert_layout is None else expert_layout
         paths = [(sample.graph, segment.leaf) for _, sample, segment in rows]
-        batch = to_batch(paths, pad, vision=vision, expert_layout=layout)
+        batch = to_batch(
+            paths,
+            pad,
+            vision=vision,
+            expert_layout=layout,
+            prompt_length=prompt_length,
+            response_length=response_length,
+        )
         batch["group_index"] = torch.tensor([position for position, _, _ in rows])
         batch["sample_index"] = torch.tensor([sample.index for _, sample, _ in rows])
         rewards = [sample.reward for _, sample, _ in rows]

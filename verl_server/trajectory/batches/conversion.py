@@ -1,9 +1,9 @@
 """Conversion of recorded paths to the tensors that trainers take.
 
-Shapes: B is the number of paths, P the longest prompt, R the longest response, T the number of all tokens, L the number
-of layers, K the number of experts per token. Fields and padding follow verl's `DataProto`: prompts are padded on the
-left, responses on the right. The response of a path contains all tokens after its first prompt: sampled tokens (mask 1)
-and tokens from tools and messages (mask 0).
+Shapes: B is the number of paths, P the number of tokens of the longest prompt, R that of the longest response, T the
+number of all tokens, L the number of layers, K the number of experts per token. `to_batch` can set P and R. Fields and
+padding follow verl's `DataProto`: prompts are padded on the left, responses on the right. The response of a path
+contains all tokens after its first prompt: sampled tokens (mask 1) and tokens from tools and messages (mask 0).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def to_batch(
     *,
     vision: VisionInputs | None = None,
     expert_layout: ExpertLayout | None = None,
+    prompt_length: int | None = None,
+    response_length: int | None = None,
 ) -> TensorDict:
     """Convert paths to padded tensors with B rows.
 
@@ -53,12 +55,16 @@ def to_batch(
     token, the ids are those of the first of these turns. The ids are 0 for padding, and for tokens that were never an
     input: the last sampled token of the path and all later tokens. The dtype is uint8, or int16 if an id is above 255.
 
+    `prompt_length` and `response_length` set P and R, for trainers that need equal shapes on all ranks. None is the
+    longest prompt or the longest response of the batch. Longer paths are refused and never cut off.
+
     `rm_scores` are 0 everywhere if no path has a reward: the trainer then computes its own rewards. Raises
-    BadInputError if there are no paths, for a value that is no path, for an unknown node, for the path of a failed
-    sample without a sampled token or without a reward (see `TrajectoryGraph.set_rewards`), for a path without a reward
-    beside paths with rewards, for a reward before the first sampled token of a path, for a path that is the beginning
-    of an earlier path, for a `pad_token_id` that is no token id, for paths with routed experts beside paths without,
-    and for routed experts that do not fit to `expert_layout` or to the tokens.
+    BadInputError if there are no paths, for a prompt or a response that is longer than its fixed length, for a value
+    that is no path, for an unknown node, for the path of a failed sample without a sampled token or without a reward
+    (see `TrajectoryGraph.set_rewards`), for a path without a reward beside paths with rewards, for a reward before the
+    first sampled token of a path, for a path that is the beginning of an earlier path, for a `pad_token_id` that is no
+    token id, for paths with routed experts beside paths without, and for routed experts that do not fit to
+    `expert_layout` or to the tokens.
     """
     if pad_token_id is None:
         raise BadInputError("pad_token_id is None: this tokenizer has no padding token; pass tokenizer.eos_token_id")
@@ -67,9 +73,9 @@ def to_batch(
     from tensordict import TensorDict
 
     rows, experts = _read(paths, vision, expert_layout)
-    max_prompt = max(row.prompt_length for row in rows)
-    max_response = max(row.length - row.prompt_length for row in rows)
-    fields = _input_fields(rows, max_prompt, max_response, int(pad_token_id)) | _response_fields(rows, max_response)
+    prompt_width = _width("prompt", prompt_length, rows, [row.prompt_length for row in rows])
+    width = _width("response", response_length, rows, [row.length - row.prompt_length for row in rows])
+    fields = _input_fields(rows, prompt_width, width, int(pad_token_id)) | _response_fields(rows, width)
     fields["loss_weight"] = torch.tensor([row.loss_weight for row in rows])
     if experts:
         fields["routed_experts"] = _pad_experts(experts, fields["attention_mask"])
@@ -109,19 +115,37 @@ def to_packed(
     return fields | ({} if vision is None else vision.packed([(row.sequence.token_ids, row.images) for row in rows]))
 
 
-def _input_fields(rows: Sequence[Row], max_prompt: int, max_response: int, pad: int) -> dict[str, torch.Tensor]:
+def _width(part: str, width: int | None, rows: Sequence[Row], lengths: Sequence[int]) -> int:
+    """P or R: `width`, or the longest of `lengths`, those of the prompts or of the responses of `rows`.
+
+    Raises BadInputError that names the longest row if it does not fit into `width`.
+    """
+    longest = max(lengths)
+    if width is None:
+        return longest
+    if longest > require_whole_number(f"{part}_length", width):
+        index = lengths.index(longest)
+        raise BadInputError(
+            f"the {part} of path {index} (session {rows[index].graph.session_id!r}) has {longest} tokens, but "
+            f"{part}_length is {width}; pass {part}_length={longest} or more, on all ranks, or leave out such paths",
+            argument=f"{part}_length",
+        )
+    return int(width)
+
+
+def _input_fields(rows: Sequence[Row], prompt_width: int, width: int, pad: int) -> dict[str, torch.Tensor]:
     """The token ids [B, P + R], also of the prompts and of the responses alone, their mask and their positions."""
     import torch
 
-    input_ids = torch.full((len(rows), max_prompt + max_response), pad)
-    attention_mask = _zeros(rows, max_prompt + max_response)
+    input_ids = torch.full((len(rows), prompt_width + width), pad)
+    attention_mask = _zeros(rows, prompt_width + width)
     for index, row in enumerate(rows):
-        start = max_prompt - row.prompt_length
+        start = prompt_width - row.prompt_length
         input_ids[index, start : start + row.length] = torch.tensor(row.sequence.token_ids)
         attention_mask[index, start : start + row.length] = 1
     return {
-        "prompts": input_ids[:, :max_prompt].clone(),
-        "responses": input_ids[:, max_prompt:].clone(),
+        "prompts": input_ids[:, :prompt_width].clone(),
+        "responses": input_ids[:, prompt_width:].clone(),
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
