@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_helpers import add, make_tasks
+from agent_helpers import ScriptedGenerateFn, add, call_text, make_tasks
 from helpers import QWEN, chat_tokenizer
 
 from verl_server.agent import (
@@ -497,6 +497,35 @@ def test_turn_that_a_limit_cut_off_stops_at_the_limit(
     episode = Episode(Task("t", [USER_MESSAGE]), graph, generate_tokens, renderer, limits, {})
     assert asyncio.run(SingleTurnLoop().run_episode(episode)) == episode.stop_reason == expected
     assert [node.finish_reason for node in graph.nodes] == [None, "length"]
+
+
+@pytest.mark.parametrize("sampling_params", [{}, {"max_new_tokens": 3}])
+def test_a_sample_whose_turn_the_engine_cut_off_is_done(
+    renderer: ChatRenderer, sampling_params: dict[str, Any]
+) -> None:
+    """The engine samples up to `most` tokens. No call of the turn that was cut off is executed."""
+    call, requests = call_text("search", query="x"), list[str]()
+    generate = ScriptedGenerateFn(renderer._tokenizer, lambda prompt: call * 2)
+    most = len(renderer.encode(call)) + 2
+
+    async def cut_off(*, rid: str, session_id: str, **request: Any) -> Any:
+        requests.append(rid)
+        params = request["sampling_params"]
+        params["max_new_tokens"] = min(params["max_new_tokens"], most)
+        return await generate(rid=rid, session_id=session_id, **request)
+
+    runner = make_runner(
+        renderer,
+        agent=ToolAgentLoop([search]),
+        engine=cut_off,
+        limits=RolloutLimits(500),
+        sampling_params=sampling_params,
+    )
+    (group,) = asyncio.run(read_all(runner.run(make_tasks(1))))
+    (sample,) = group.samples
+    assert (sample.stop_reason, sample.error, sample.num_turns, len(requests)) == ("done", None, 1, 1)
+    turn = sample.graph.node(sample.leaf)
+    assert (turn.finish_reason, len(turn.token_ids)) == ("length", sampling_params.get("max_new_tokens", most))
 
 
 def test_turns_of_one_episode_are_generated_one_after_the_other(renderer: ChatRenderer) -> None:
