@@ -237,6 +237,7 @@ def test_other_constructors_refuse_wrong_arguments(renderer: ChatRenderer) -> No
     servers: Any = never_called
     for call, expected in (
         (lambda: ChatScheduler(servers, renderer, limits, {}), "servers must be a list, got function"),
+        (lambda: ChatScheduler([answer_token], renderer, limits, {}, tools=add), "tools must be a list"),  # type: ignore[arg-type]
         (lambda: ChatScheduler([add], renderer, limits, {}), r"servers\[0\] has the wrong parameters"),  # type: ignore[list-item]
         (lambda: ChatScheduler([servers], renderer, 3, {}), "limits must be RolloutLimits, got int"),  # type: ignore[arg-type]
         (lambda: as_generate_fn(object()), r"needs an AsyncHttpServerEngineAdapter, got object.*engine.adapter"),  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import adapter_of
+from agent_helpers import ScriptedGenerateFn, add, call_text, renderer_with_template
+from helpers import QWEN, adapter_of, chat_tokenizer
 from rich.console import Console
 from transformers import AutoTokenizer
 
@@ -21,6 +22,7 @@ from verl_server.agent import (
     RolloutRunner,
     SingleTurnLoop,
     Task,
+    ToolAgentLoop,
     Turn,
     as_generate_fn,
     with_progress,
@@ -157,6 +159,39 @@ def test_no_turn_is_lost_that_cancels_itself(renderer: ChatRenderer) -> None:
 
     asyncio.run(run())
     assert [type(error) for error in errors] == [RuntimeError]
+
+
+@pytest.mark.parametrize("is_registry", [False, True])
+def test_conversations_have_the_tools_of_the_scheduler(tmp_path: Path, is_registry: bool) -> None:
+    """The first prompt has the tools, and the callback executes the calls of a turn."""
+    tokenizer = chat_tokenizer(tmp_path)
+    renderer = renderer_with_template(tokenizer, QWEN)
+    policy = ScriptedGenerateFn(
+        tokenizer, lambda prompt: "it is 42" if "\n42" in prompt else call_text("add", a=40, b=2)
+    )
+    loop, texts = ToolAgentLoop([add]), []
+
+    async def run() -> None:
+        limits = RolloutLimits(max_response_tokens=500)
+        scheduler = ChatScheduler([policy], renderer, limits, {}, tools=loop.tools if is_registry else [add])
+
+        async def on_turn(turn: Turn | None, info: Any, error: Exception | EpisodeStopped | None) -> None:
+            assert turn is not None, error
+            texts.append(turn.raw_text)
+            if calls := loop.parse_tool_calls(turn):
+                results = await loop.tools.call_all(calls)
+                scheduler.submit(on_turn, [result.message for result in results], session_id=conversation)
+
+        conversation = scheduler.submit(on_turn, USER_MESSAGES)
+        await scheduler.join()
+        assert scheduler.finish(conversation).tools.names == ["add"]
+
+    asyncio.run(run())
+    assert texts == [call_text("add", a=40, b=2), "it is 42"]
+    assert all(prompt.startswith("add <|im_start|>user\n") for prompt in policy.prompts), (
+        "the template writes the names"
+    )
+    assert len(policy.prompts) == 2
 
 
 def test_progress_bar_shows_the_counters(shared_engine: VerlEngine, renderer: ChatRenderer) -> None:

@@ -20,6 +20,8 @@ from verl_server.agent.episodes.episode_state import validate_episode_arguments
 from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.samples import Task, Turn
+from verl_server.agent.tools.registry import ToolRegistry, as_tool_registry
+from verl_server.agent.tools.tool import Tool
 from verl_server.agent.user_failures import USER_FAILURES, as_exception, as_failure
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
@@ -48,8 +50,11 @@ class ChatScheduler:
     """Runs conversations on several servers. Create and use it in one event loop.
 
     `servers`: list with one generate function per server. `limits`: limits of each conversation. `sampling_params`:
-    SGLang's sampling parameters of every turn. Raises BadInputError if there is no server, and for an argument of a
-    wrong type.
+    SGLang's sampling parameters of every turn. `tools`: tools and functions whose schemas are in the first prompt of
+    each conversation. The scheduler does not execute calls: the callback reads the calls of a turn with
+    `ToolAgentLoop.parse_tool_calls`, executes them with `ToolRegistry.call_all`, and submits the messages of the
+    results. Raises BadInputError if there is no server, for an argument of a wrong type, and for a function that cannot
+    be a tool.
     """
 
     def __init__(
@@ -58,6 +63,8 @@ class ChatScheduler:
         renderer: ChatRenderer,
         limits: RolloutLimits,
         sampling_params: Mapping[str, Any],
+        *,
+        tools: ToolRegistry | Sequence[Tool | Callable[..., Any]] = (),
     ) -> None:
         require_list("servers", servers, "pass a list of generate functions")
         if not servers:
@@ -67,6 +74,7 @@ class ChatScheduler:
         validate_episode_arguments(renderer, limits, sampling_params)
         self._servers, self._renderer = list(servers), renderer
         self._limits, self._sampling_params = limits, dict(sampling_params)
+        self._tools = as_tool_registry(tools)
         self._num_requests = [0] * len(self._servers)
         """Number of running turns by server."""
         self._conversations: dict[str, _Conversation] = {}
@@ -146,6 +154,7 @@ class ChatScheduler:
             self._renderer,
             self._limits,
             self._sampling_params,
+            self._tools,
         )
         return _Conversation(episode, server)
 
