@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import secrets
@@ -198,8 +199,18 @@ def _example_of_keys(variables: Iterable[str]) -> str:
 
 
 def take_key(variable: str) -> str:
-    """Remove the key from the environment, so that child processes do not inherit it, and return it.
+    """Remove the key from the environment and return it. Without a key in the environment the result is a random key.
 
-    Without a key in the environment the result is a random key.
+    Child processes do not inherit the key, and `/proc/PID/environ` does not show the key to other programs.
     """
+    _wipe(variable)
     return os.environ.pop(variable, "") or secrets.token_urlsafe(32)
+
+
+def _wipe(variable: str) -> None:
+    """Overwrite the value where the kernel has put it: `/proc/PID/environ` shows that memory, also after `unsetenv`."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.argtypes, getenv.restype = [ctypes.c_char_p], ctypes.c_void_p
+    address = getenv(variable.encode())
+    if address:
+        ctypes.memset(address, 0, len(ctypes.string_at(address)))

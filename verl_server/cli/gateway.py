@@ -55,6 +55,7 @@ def gateway(
       verl-server gateway runs/a --router http://127.0.0.1:8000 --model ./model --max-context-tokens 32000
     """
     generated = options.missing_keys([GATEWAY_KEY], shown=sys.stdout.isatty())
+    options.require_long_keys([GATEWAY_KEY])
     admin_key = options.take_key(GATEWAY_KEY)
     with exit_after_cleanup():
         with show_progress("Starting the gateway"):

@@ -5,7 +5,7 @@
 1. `app.py` reads the request, `access.py` finds the session by its key.
 2. A file in `dialects/` converts the body to a `TurnRequest` (`conversation.py`).
 3. `session.py` finds the recorded path that the conversation continues (`history.py`), appends the tokens of the new
-   messages, and lets the policy generate.
+   messages, and lets the policy generate (`generation.py`).
 4. `turn_parsing.py` splits the tokens of the turn, and the dialect writes the reply.
 
 `session_store.py` creates and ends sessions, `admin.py` has the API for that.

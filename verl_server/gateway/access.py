@@ -33,7 +33,7 @@ class Access:
         if in_path is not None and (session_id := self._store.find_by_key(in_path)) is not None:
             return self._store.session(session_id)
         session_id = None if key is None else self._store.find_by_key(key)
-        if session_id is None and self._config.is_open and in_path is None:
+        if key is None and in_path is None and self._config.is_open:
             session_id = OPEN_SESSION
             if all(info.id != OPEN_SESSION for info in self._store.infos()):
                 self._store.create(OPEN_SESSION)

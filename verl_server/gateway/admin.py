@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import orjson
 import pydantic
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 
 from verl_server.gateway.access import Access
-from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.gateway.errors import ErrorKind, GatewayError, list_wrong_fields
 from verl_server.gateway.session_store import SessionStore
 from verl_server.types import Json
 
 
-class NewSession(pydantic.BaseModel):
+class AdminBody(pydantic.BaseModel):
+    """The body of a request. Other fields are refused: a limit with a misspelled name would limit nothing."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Body = TypeVar("Body", bound=AdminBody)
+
+
+class NewSession(AdminBody):
     """Settings of a new session."""
 
     session_id: str | None = None
@@ -26,7 +36,7 @@ class NewSession(pydantic.BaseModel):
     expires_in_s: float | None = pydantic.Field(default=None, gt=0)
 
 
-class SessionEnd(pydantic.BaseModel):
+class SessionEnd(AdminBody):
     """Result of a session."""
 
     stop_reason: str = "done"
@@ -35,28 +45,32 @@ class SessionEnd(pydantic.BaseModel):
     metadata: dict[str, Any] = {}
 
 
-def add_admin_routes(app: FastAPI, store: SessionStore, access: Access) -> None:
-    """Add the routes under `/admin/sessions`."""
+def add_admin_routes(
+    app: FastAPI, store: SessionStore, access: Access, read_object: Callable[[Request], Awaitable[Json]]
+) -> None:
+    """Add the routes under `/admin/sessions`. `read_object`: reads the JSON object of a body with a limited size."""
 
-    async def create(request: Request, settings: NewSession) -> Json:
-        access.require_admin(request)
-        info, key = store.create(**settings.model_dump())
-        return {**info.public(), "key": key, "base_url": f"{request.base_url}".rstrip("/")}
+    async def read(request: Request, kind: type[Body]) -> Body:
+        access.require_admin(request)  # before the body: without the key, nobody can fill the memory
+        try:
+            return kind.model_validate(await read_object(request))
+        except pydantic.ValidationError as error:
+            raise GatewayError(ErrorKind.INVALID_REQUEST, list_wrong_fields(error)) from None
 
-    async def list_all(request: Request) -> Json:
-        access.require_admin(request)
-        return {"sessions": [info.public() for info in store.infos()]}
+    async def create(request: Request) -> Response:
+        info, key = store.create(**dict(await read(request, NewSession)))
+        return _reply({**info.public(), "key": key, "base_url": f"{request.base_url}".rstrip("/")})
 
-    async def show(request: Request, session_id: str) -> Json:
+    async def list_all(request: Request) -> Response:
         access.require_admin(request)
-        return store.info(session_id).public()
+        return _reply({"sessions": [info.public() for info in store.infos()]})
 
-    async def end(request: Request, session_id: str, result: SessionEnd) -> Json:
+    async def show(request: Request, session_id: str) -> Response:
         access.require_admin(request)
-        values = (result.reward, *result.rewards.values())
-        if not all(value is None or math.isfinite(value) for value in values):
-            raise GatewayError(ErrorKind.INVALID_REQUEST, "rewards must be finite numbers")
-        return store.end(session_id, **result.model_dump()).public()
+        return _reply(store.info(session_id).public())
+
+    async def end(request: Request, session_id: str) -> Response:
+        return _reply(store.end(session_id, **dict(await read(request, SessionEnd))).public())
 
     async def export(request: Request, session_id: str) -> Response:
         access.require_admin(request)
@@ -70,3 +84,7 @@ def add_admin_routes(app: FastAPI, store: SessionStore, access: Access) -> None:
     app.add_api_route("/admin/sessions/{session_id}", show, methods=["GET"])
     app.add_api_route("/admin/sessions/{session_id}/end", end, methods=["POST"])
     app.add_api_route("/admin/sessions/{session_id}/record", export, methods=["GET"])
+
+
+def _reply(body: Json) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from verl_server.errors import VerlServerError
 from verl_server.gateway.access import Access
 from verl_server.gateway.admin import add_admin_routes
 from verl_server.gateway.config import GatewayConfig
-from verl_server.gateway.conversation import AssistantTurn, TurnRequest
+from verl_server.gateway.conversation import AssistantTurn, TurnRequest, require_size
 from verl_server.gateway.dialects import DIALECTS
 from verl_server.gateway.dialects.dialect import Dialect, openai_error
-from verl_server.gateway.errors import ErrorKind, GatewayError, as_gateway_error
+from verl_server.gateway.dialects.fields import require_recordable
+from verl_server.gateway.errors import ErrorKind, FailureLog, GatewayError
+from verl_server.gateway.generation import Generation
 from verl_server.gateway.models import add_model_routes
-from verl_server.gateway.session import Generation, Session
 from verl_server.gateway.session_store import SessionStore
 from verl_server.types import Json
 
-logger = logging.getLogger(__name__)
+MAX_FIELD_CHARS = 200
+"""Maximum number of characters of the name of a field in an error."""
 
 
 def make_app(store: SessionStore, config: GatewayConfig) -> FastAPI:
     """The application for the sessions of `store`."""
-    app = FastAPI(title="verl_server gateway", docs_url=None, redoc_url=None)
+    app = FastAPI(title="verl_server gateway", openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.failures = FailureLog()
     access = Access(store, config)
     for dialect in DIALECTS:
         handlers = {dialect.path: _make_handler(dialect, access, config)}
@@ -40,11 +44,28 @@ def make_app(store: SessionStore, config: GatewayConfig) -> FastAPI:
             for prefix in ("", "/session/{session_key}"):
                 app.add_api_route(prefix + path, handler, methods=["POST"], name=path)
     add_model_routes(app, access, config)
-    add_admin_routes(app, store, access)
+
+    async def read_object(request: Request) -> Json:
+        return parse_object(await read_body(request, config.max_body_bytes))
+
+    add_admin_routes(app, store, access, read_object)
+    app.add_exception_handler(404, _answer_unknown_path)
     app.add_exception_handler(GatewayError, _answer_error)
     app.add_exception_handler(VerlServerError, _answer_error)
     app.add_exception_handler(Exception, _answer_error)
     return app
+
+
+async def _answer_unknown_path(request: Request, _: Exception) -> Response:
+    """Name the base URL that the client needs: a base URL with or without `/v1` is the most frequent mistake."""
+    path = request.url.path
+    shown = re.sub(r"^/session/[^/]*", "/session/KEY", path)[:MAX_FIELD_CHARS]
+    cure = "The base URL of OpenAI's clients ends with /v1, and the base URL of Anthropic's clients ends without /v1."
+    message = f"there is no path {shown!r}. {cure} docs/gateway.md lists the paths"
+    error = GatewayError(ErrorKind.NOT_FOUND, message)
+    dialect = next((dialect for dialect in DIALECTS if dialect.path.endswith(f"/{path.rpartition('/')[2]}")), None)
+    status, body = openai_error(error) if dialect is None else dialect.error(error)
+    return json_response(body, status, _retry_headers(status))
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -53,22 +74,27 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _logged(error: Exception, request: Request) -> GatewayError:
-    found = as_gateway_error(error)
-    if found.kind is ErrorKind.INTERNAL:
-        logger.error("the request %s failed", request.url.path, exc_info=error)
-    return found
+    """The error for the agent. The log gets the path of the route: the path of the request may have a key."""
+    path = getattr(request.scope.get("route"), "path", "without a route")
+    session_id = getattr(request.state, "session_id", None)
+    name = f"the request {path}" if session_id is None else f"the request {path} of the session {session_id!r}"
+    failures: FailureLog = request.app.state.failures
+    return failures.as_gateway_error(error, name)
 
 
 def _make_handler(dialect: Dialect, access: Access, config: GatewayConfig) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         try:
-            session = access.session_of(request)
+            access.session_of(request)  # a request without a key is refused before its body is read
             raw = await read_body(request, config.max_body_bytes)
-            turn_request = dialect.parse(parse_object(raw))
+            turn_request = await asyncio.to_thread(_parse, dialect.parse, raw, config)
+            session = access.session_of(request)  # the session may have ended while the body arrived
+            request.state.session_id = session.id
             fingerprint = hashlib.blake2b(dialect.path.encode() + raw, digest_size=16).digest()
-            generation = session.start_turn(turn_request, fingerprint, is_retry=_is_retry(request.headers))
+            generation = await session.start_turn(turn_request, fingerprint, is_retry=_is_retry(request.headers))
             if turn_request.stream:
-                return _stream(dialect, session, turn_request, generation, config)
+                events = _events(dialect, request, turn_request, generation, config)
+                return _TurnStream(events, generation)
             return await _answer(dialect, request, turn_request, generation)
         except Exception as error:  # noqa: BLE001 - every error is answered in the words of the dialect
             return _error_reply(dialect, request, error)
@@ -81,13 +107,22 @@ def _make_count_handler(
 ) -> Callable[[Request], Awaitable[Response]]:
     async def count(request: Request) -> Response:
         try:
+            access.session_of(request)
+            raw = await read_body(request, config.max_body_bytes)
+            counted = await asyncio.to_thread(_parse, dialect.parse_count, raw, config)
             session = access.session_of(request)
-            counted = dialect.parse_count(parse_object(await read_body(request, config.max_body_bytes)))
-            return json_response(dialect.count_reply(session.count_tokens(counted)))
+            request.state.session_id = session.id
+            return json_response(dialect.count_reply(await session.count_tokens(counted)))
         except Exception as error:  # noqa: BLE001 - every error is answered in the words of the dialect
             return _error_reply(dialect, request, error)
 
     return count
+
+
+def _parse(parse: Callable[[Json], TurnRequest], raw: bytes, config: GatewayConfig) -> TurnRequest:
+    request = parse(parse_object(raw))
+    require_size(request, config)
+    return request
 
 
 def _error_reply(dialect: Dialect, request: Request, error: Exception) -> Response:
@@ -111,35 +146,40 @@ async def _answer(dialect: Dialect, request: Request, turn_request: TurnRequest,
     return json_response(dialect.reply(turn_request, result))
 
 
-def _stream(
-    dialect: Dialect, session: Session, request: TurnRequest, generation: Generation, config: GatewayConfig
-) -> Response:
-    async def events() -> AsyncIterator[bytes]:
-        reply_id = hashlib.blake2b(f"{session.id}{id(generation)}".encode(), digest_size=12).hexdigest()
-        with generation:
-            for event in dialect.begin(request, reply_id, generation.num_prompt_tokens):
-                yield event.encode()
-            waiting = asyncio.ensure_future(generation.wait())
-            try:
-                while not waiting.done():
-                    await asyncio.wait((waiting,), timeout=config.keep_alive_s)
-                    if not waiting.done():
-                        yield dialect.keep_alive()
-                turn: AssistantTurn = waiting.result()
-            except (Exception, asyncio.CancelledError) as error:
-                if not waiting.done():
-                    raise  # the client has gone
-                failure = error if isinstance(error, Exception) else GatewayError(ErrorKind.OVERLOADED, "aborted")
-                yield dialect.failure(request, as_gateway_error(failure), reply_id).encode()
-                return
-            finally:
-                waiting.cancel()
-            for event in dialect.events(request, turn, reply_id):
-                yield event.encode()
-            generation.set_delivered()
+class _TurnStream(StreamingResponse):
+    """A stream of server-sent events. Its client waits for the turn until the stream ends or the connection closes."""
 
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._generation:  # also if the client closes the connection before the first event
+            await super().__call__(scope, receive, send)
+
+
+async def _events(
+    dialect: Dialect, request: Request, turn_request: TurnRequest, generation: Generation, config: GatewayConfig
+) -> AsyncIterator[bytes]:
+    reply_id = hashlib.blake2b(f"{request.state.session_id}{id(generation)}".encode(), digest_size=12).hexdigest()
+    for event in dialect.begin(turn_request, reply_id, generation.num_prompt_tokens):
+        yield event.encode()
+    waiting = asyncio.ensure_future(generation.wait())
+    try:
+        while not waiting.done():
+            await asyncio.wait((waiting,), timeout=config.keep_alive_s)
+            if not waiting.done():
+                yield dialect.keep_alive()
+        turn: AssistantTurn = waiting.result()
+    except Exception as error:  # noqa: BLE001 - every error is answered in the words of the dialect
+        yield dialect.failure(turn_request, _logged(error, request), reply_id).encode()
+        return
+    finally:
+        waiting.cancel()
+    for event in dialect.events(turn_request, turn, reply_id):
+        yield event.encode()
+    generation.set_delivered()
 
 
 async def _wait_until_gone(request: Request) -> None:
@@ -166,6 +206,7 @@ def parse_object(raw: bytes) -> Json:
         raise GatewayError(ErrorKind.INVALID_REQUEST, f"the request body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise GatewayError(ErrorKind.INVALID_REQUEST, "the request body must be a JSON object")
+    require_recordable("body", body)
     return body
 
 
@@ -176,7 +217,7 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 def _is_retry(headers: Mapping[str, str]) -> bool:
     count = headers.get("x-stainless-retry-count", "0")
-    return count.isdecimal() and int(count) > 0
+    return count.isdecimal() and count.strip("0") != ""
 
 
 def _retry_headers(status: int) -> dict[str, str]:

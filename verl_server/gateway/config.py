@@ -19,11 +19,17 @@ class GatewayConfig:
     limits: RolloutLimits
     """Limits of each session."""
     is_open: bool = False
-    """Whether a request without the key of a session is served, in the session `open`. For a laptop only."""
+    """Whether a request without any key is served, in the session `open`. For a laptop only."""
     model_names: tuple[str, ...] = ("policy",)
     """Names of the model that `/v1/models` lists. Any other name is accepted too."""
-    max_body_bytes: int = 64 << 20
+    max_body_bytes: int = 16 << 20
     """Maximum number of bytes of a request."""
+    max_messages: int = 10_000
+    """Maximum number of messages of a request."""
+    max_tools: int = 1000
+    """Maximum number of tools of a request."""
+    max_tool_name_chars: int = 256
+    """Maximum number of characters of the name of a tool."""
     keep_alive_s: float = 10.0
     """Seconds between two signs of life of a stream whose turn is being generated."""
     session_expiry_s: float | None = None

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from verl_server.gateway.config import GatewayConfig
+from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.trajectory.rendering.messages import Message
 from verl_server.types import Json
 
@@ -71,6 +73,19 @@ class AssistantTurn:
     """Text of each token."""
 
 
+def require_size(request: TurnRequest, config: GatewayConfig) -> None:
+    """Raise GatewayError (413) for a request with more messages or tools than the gateway allows."""
+    for name, values, maximum in (
+        ("messages", request.messages, config.max_messages),
+        ("tools", request.tools, config.max_tools),
+    ):
+        if len(values) > maximum:
+            raise GatewayError(ErrorKind.TOO_LARGE, f"the request has {len(values)} {name}, and {maximum} are allowed")
+    maximum = config.max_tool_name_chars
+    if any(len(tool["function"]["name"]) > maximum for tool in request.tools):
+        raise GatewayError(ErrorKind.INVALID_REQUEST, f"the name of a tool has more than {maximum} characters")
+
+
 def message_of(turn: AssistantTurn) -> Json:
     """The turn as an assistant message in the form of chat templates, as agents repeat it."""
     message: Json = {"role": "assistant", "content": turn.text}
@@ -86,16 +101,23 @@ def fold_system_messages(messages: Sequence[Json]) -> list[Json]:
     stays at its place, as text of the user: at the end of the message of the user before it, or as its own message.
     System messages after a first system message are joined with it.
     """
-    folded = list[Json]()
+    groups = list[list[Json]]()
+    """Messages whose texts are joined. The texts of a group are joined at once: there may be thousands."""
     for message in messages:
-        last = folded[-1] if folded else None
+        last = groups[-1][0] if groups else None
         if message["role"] != "system" or last is None:
-            folded.append(message)
+            groups.append([message])
         elif last["role"] in ("system", "user") and all(isinstance(item["content"], str) for item in (last, message)):
-            folded[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+            groups[-1].append(message)
         else:
-            folded.append({**message, "role": "user"})
-    return folded
+            groups.append([{**message, "role": "user"}])
+    return [_joined(group) for group in groups]
+
+
+def _joined(group: Sequence[Json]) -> Json:
+    if len(group) == 1:
+        return group[0]
+    return {**group[0], "content": "\n\n".join(message["content"] for message in group)}
 
 
 def as_template_call(call_id: str, name: str, arguments: str | Json) -> Json:

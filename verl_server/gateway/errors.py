@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import enum
+import logging
+import math
+import time
+
+import pydantic
 
 from verl_server.errors import (
     BadInputError,
-    DeadlineError,
-    NotReadyError,
     ServerBusyError,
-    ShutDownError,
+    UnsupportedError,
     VerlServerError,
 )
+
+LOG_INTERVAL_S = 10.0
+"""Seconds between two errors of the engine of the same type in the log."""
+
+logger = logging.getLogger(__name__)
 
 
 class ErrorKind(enum.Enum):
@@ -48,14 +56,43 @@ class GatewayError(Exception):
         self.num_tokens, self.max_tokens = num_tokens, max_tokens
 
 
+def list_wrong_fields(error: pydantic.ValidationError) -> str:
+    """What is wrong with the first fields, without their values: a value can be a secret, or very long."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    return "; ".join(f"{'.'.join(map(str, item['loc']))[:80]}: {item['msg'][:200]}" for item in found[:3])
+
+
 def as_gateway_error(error: Exception) -> GatewayError:
-    """The error for the agent. It contains no stack trace, and nothing of an error that is not of this library."""
+    """The error for the agent. It contains no stack trace, and nothing of an error of the engine or of other code."""
     if isinstance(error, GatewayError):
         return error
-    if isinstance(error, BadInputError):
+    if isinstance(error, (BadInputError, UnsupportedError)):
         return GatewayError(ErrorKind.INVALID_REQUEST, error.message)
-    if isinstance(error, (NotReadyError, ServerBusyError, DeadlineError, ShutDownError)):
-        return GatewayError(ErrorKind.OVERLOADED, error.message)
+    if isinstance(error, ServerBusyError):
+        return GatewayError(ErrorKind.OVERLOADED, "the engine is busy; send the request again")
     if isinstance(error, VerlServerError):
-        return GatewayError(ErrorKind.OVERLOADED, error.message)
+        return GatewayError(ErrorKind.OVERLOADED, "the engine does not answer; send the request again")
     return GatewayError(ErrorKind.INTERNAL, f"the gateway failed with {type(error).__name__}; see its log")
+
+
+class FailureLog:
+    """Writes whole errors to the log, of which agents get a short text only."""
+
+    def __init__(self) -> None:
+        self._logged_at = dict[type[Exception], float]()
+        """Time of the last logged error of each type."""
+
+    def as_gateway_error(self, error: Exception, request: str) -> GatewayError:
+        """The error for the agent. `request`: name of the request for the log, without the key of the session.
+
+        Errors of the engine are logged once in `LOG_INTERVAL_S` seconds for each type: while an engine is down, each
+        request fails.
+        """
+        found = as_gateway_error(error)
+        if found is error or found.kind not in (ErrorKind.INTERNAL, ErrorKind.OVERLOADED):
+            return found
+        now, kind = time.monotonic(), type(error)
+        if found.kind is ErrorKind.INTERNAL or now - self._logged_at.get(kind, -math.inf) >= LOG_INTERVAL_S:
+            self._logged_at[kind] = now
+            logger.error("%s failed", request, exc_info=error)
+        return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import secrets
 import threading
 from collections.abc import Callable
@@ -14,19 +16,27 @@ import uvicorn
 
 from verl_server.agent.engine_access import Engine, access_engine
 from verl_server.agent.limits import RolloutLimits
-from verl_server.errors import DeadlineError, StartupError
+from verl_server.errors import BadInputError, DeadlineError, StartupError
 from verl_server.gateway.app import make_app
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.session import Session
-from verl_server.gateway.session_store import SessionInfo, SessionStore
+from verl_server.gateway.session_store import SessionInfo, SessionStore, require_token_limit
+from verl_server.ranks.machine import is_loopback
+from verl_server.server.ports import join_host_port, listen
+from verl_server.trajectory.locked_files import close_locked, open_locked
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
+from verl_server.validation import make_writable_folder, require_list
 
 Result = TypeVar("Result")
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
+GRACE_S = 5
+"""Seconds in which replies may still be sent at the end, after all turns were aborted."""
+LOCK_FILE = ".gateway.lock"
+"""File in the folder of the records that a running gateway holds locked. It has the URL of the gateway."""
 EXPIRY_INTERVAL_S = 5.0
 """Seconds between two searches for sessions that have expired."""
 
@@ -55,19 +65,40 @@ class Gateway:
         access = access_engine(engine)
         renderer = renderer or access.make_renderer()
         limits = access.complete_limits(limits or RolloutLimits(max_turns=1_000_000))
+        require_token_limit(limits)
+        _check_arguments(host, is_open, model_names)
         self.admin_key = admin_key or f"sk-admin-{secrets.token_urlsafe(32)}"
         self.config = GatewayConfig(
-            Path(run_dir).expanduser(), self.admin_key, limits, is_open, model_names, session_expiry_s=session_expiry_s
+            Path(run_dir).expanduser(),
+            self.admin_key,
+            limits,
+            is_open,
+            tuple(model_names),
+            session_expiry_s=session_expiry_s,
         )
 
         def open_session(record: Recorder, limits: RolloutLimits, sampling_params: Json) -> Session:
             return Session(record, access.generate, renderer, limits, sampling_params)
 
-        self._store = SessionStore(self.config.run_dir, open_session, limits, session_expiry_s)
+        self._socket = listen(host, port)
+        try:
+            self._lock: int | None = (lock := _lock_folder(self.config.run_dir, self.url))
+            try:
+                self._store = SessionStore(self.config.run_dir, open_session, limits, session_expiry_s)
+            except BaseException:
+                close_locked(lock)
+                raise
+        except BaseException:
+            self._socket.close()
+            raise
         self._server = uvicorn.Server(
-            uvicorn.Config(make_app(self._store, self.config), host=host, port=port, log_config=None, access_log=False)
+            uvicorn.Config(
+                make_app(self._store, self.config),
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=GRACE_S,
+            )
         )
-        self._socket = self._server.config.bind_socket()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="verl-gateway", daemon=True)
         self._ready = threading.Event()
@@ -80,7 +111,7 @@ class Gateway:
     def url(self) -> str:
         """Base URL without `/v1`, as Anthropic's clients take it."""
         host, port = self._socket.getsockname()[:2]
-        return f"http://{host}:{port}"
+        return f"http://{join_host_port(host, port)}"
 
     @property
     def openai_url(self) -> str:
@@ -100,10 +131,21 @@ class Gateway:
         return self._call(self._store.infos)
 
     def shutdown(self) -> None:
-        """Abort all turns, close the records and stop the server. Calling this a second time has no effect."""
+        """Abort all turns, close the records and stop the server. Calling this a second time has no effect.
+
+        Raises DeadlineError if the server does not stop.
+        """
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._store.close)  # clients get their replies, so that uvicorn can end
         self._server.should_exit = True
         self._thread.join(STOP_TIMEOUT_S)
         self._socket.close()
+        if self._thread.is_alive():
+            raise DeadlineError("the gateway did not stop", operation="gateway", seconds=STOP_TIMEOUT_S)
+        if self._lock is not None:
+            close_locked(self._lock)
+            self._lock = None
 
     def __enter__(self) -> Self:
         return self
@@ -144,3 +186,33 @@ class Gateway:
             return result.result(STOP_TIMEOUT_S)
         except TimeoutError:
             raise DeadlineError("the gateway did not answer", operation="gateway", seconds=STOP_TIMEOUT_S) from None
+
+
+def _lock_folder(run_dir: Path, url: str) -> int:
+    """Lock the folder for the gateway at `url`. Returns a descriptor of `open_locked`.
+
+    Raises ServerBusyError if another gateway serves the folder, and BadInputError if the folder takes no files.
+    """
+    with contextlib.suppress(OSError):  # the next line raises the error
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = make_writable_folder("run_dir", run_dir) / LOCK_FILE
+    owner = path.read_text().strip() if path.exists() else ""
+    lock = open_locked(
+        path,
+        f"another gateway serves the folder {run_dir}: {owner or 'it is starting'}; "
+        "use that gateway, or pass another folder",
+    )
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{url}, process {os.getpid()}".encode(), 0)
+    return lock
+
+
+def _check_arguments(host: str, is_open: bool, model_names: tuple[str, ...]) -> None:
+    require_list("model_names", model_names, "for one name, write (name,)")
+    if not model_names or not all(isinstance(name, str) for name in model_names):
+        raise BadInputError(f"model_names must have at least one name, and names are strings; got {model_names!r:.80}")
+    if is_open and not is_loopback(host):
+        raise BadInputError(
+            f"requests without a key (is_open, --open) are served on this machine only, but other machines reach "
+            f"the host {host!r}; leave out the host, or create sessions with keys"
+        )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -52,13 +53,14 @@ def meaning(message: Message) -> list[Any]:
 
 def _parts_of(content: Any) -> list[Any]:
     """The content as text and other parts, in which neighbouring texts are joined."""
+    values = (
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        for part in ([content] if isinstance(content, str) else content or ())
+    )
     parts = list[Any]()
-    for part in [content] if isinstance(content, str) else content or ():
-        value = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
-        if isinstance(value, str) and parts and isinstance(parts[-1], str):
-            parts[-1] += value
-        else:
-            parts.append(value)
+    for is_text, group in itertools.groupby(values, lambda value: isinstance(value, str)):
+        found: list[Any] = list(group)
+        parts += ["".join(found)] if is_text else found
     return parts
 
 
@@ -91,15 +93,19 @@ class History:
     """The recorded conversations of a session by their keys."""
 
     def __init__(self) -> None:
-        self._nodes: dict[Key, int] = {}
+        self._nodes: dict[Key, list[int]] = {}
 
     def add(self, key: Key, node: int) -> None:
-        """Record that a conversation ends with `node`. The latest node of equal conversations is found."""
-        self._nodes[key] = node
+        """Record that a conversation ends with `node`."""
+        nodes = self._nodes.setdefault(key, [])
+        if node not in nodes:
+            nodes.append(node)
 
-    def find(self, keys: Sequence[Key]) -> tuple[int, int | None]:
-        """Number of messages of the longest recorded conversation among `keys`, and its node. (0, None) without one."""
+    def find(self, keys: Sequence[Key]) -> Iterator[tuple[int, list[int]]]:
+        """The recorded conversations among `keys`, the longest first.
+
+        For each of them the number of its messages, and its nodes in their order: several turns can say the same.
+        """
         for count in range(len(keys), 0, -1):
-            if (node := self._nodes.get(keys[count - 1])) is not None:
-                return count, node
-        return 0, None
+            if nodes := self._nodes.get(keys[count - 1]):
+                yield count, nodes

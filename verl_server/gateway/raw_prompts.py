@@ -18,13 +18,17 @@ from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.vision_renderer import VisionRenderer
 
 
-def append_raw_prompt(state: EpisodeState, branch: str, prompt: str | Sequence[int]) -> tuple[Cursor, Key]:
+def encode_raw_prompt(renderer: ChatRenderer, prompt: str | Sequence[int]) -> list[int]:
+    """Token ids of a raw prompt. May be called in any thread."""
+    return renderer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+
+def append_raw_prompt(state: EpisodeState, branch: str, token_ids: Sequence[int]) -> tuple[Cursor, Key]:
     """Record a raw prompt after the longest recorded path with which the prompt begins.
 
     Returns the end of the prompt, and the key of the prompt. Raises GatewayError for tokens that the model cannot read,
     and EpisodeStopped if the prompt does not fit into the limits.
     """
-    token_ids = state.renderer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     leaf, num_known = state.graph.longest_prefix(token_ids)
     new_ids = token_ids[num_known:]
     reason = ForkReason.SUB_AGENT if leaf is None else ForkReason.EDITED if new_ids else ForkReason.SAMPLE

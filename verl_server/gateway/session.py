@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl_server.agent.episodes.cursor import Cursor
@@ -18,18 +18,17 @@ from verl_server.agent.generate_fn import GenerateFn
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of
 from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.gateway.generation import Generation
 from verl_server.gateway.history import History, Key, conversation_keys, tools_digest
-from verl_server.gateway.raw_prompts import append_raw_prompt, raw_prompt_key, unsplit_turn
+from verl_server.gateway.raw_prompts import append_raw_prompt, encode_raw_prompt, raw_prompt_key, unsplit_turn
 from verl_server.gateway.turn_parsing import split_turn
 from verl_server.trajectory.nodes import ForkReason, Node
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.trajectory.rendering.messages import Message
+from verl_server.trajectory.rendering.messages import Message, image_sources
 from verl_server.trajectory.rendering.vision_renderer import have_images, read_images
 from verl_server.types import Json
 
-ABANDONED_S = 30.0
-"""Seconds for which a turn is generated whose client has gone. The client may send the request again."""
 MAX_FINISHED_TURNS = 256
 """Number of finished turns that are returned when their requests are repeated."""
 
@@ -58,33 +57,41 @@ class Session:
         self._history = History()
         self._branches = itertools.count(len(self.graph.nodes))
         self._turns = dict[bytes, Generation]()
+        self._lock = asyncio.Lock()
+        """Held while the prompt of a request is rendered and recorded."""
+        self._closed: GatewayError | None = None
+        """The error of requests after `close`."""
         self._undelivered = set[int]()
         """Turns of an earlier process that no conversation continues: perhaps no client has received them."""
         for node in self.graph.nodes:
-            self._state.count(node)
+            self._state.restore(node)
+            self._state.has_images |= any(map(image_sources, (node.message or {}).get("messages", ())))
         self._restore_history()
 
     # -- turns --------------------------------------------------------------------------------------
 
-    def start_turn(self, request: TurnRequest, fingerprint: bytes, *, is_retry: bool) -> Generation:
+    async def start_turn(self, request: TurnRequest, fingerprint: bytes, *, is_retry: bool) -> Generation:
         """Start the turn of a request, or return the turn of the same request that was sent before.
 
         `fingerprint`: digest of the request. `is_retry`: whether the client says that it sends the request again. A
-        turn whose client has gone before the end of the reply is returned in any case. Raises GatewayError, and
-        BadInputError for messages that the renderer refuses.
+        turn whose client has gone before the end of the reply is returned in any case. The caller is a client of the
+        turn, and leaves the turn at the end of a `with` block. Raises GatewayError, and BadInputError for messages that
+        the renderer refuses.
         """
-        known = self._turns.get(fingerprint)
-        if known is not None and not known.has_failed and (is_retry or known.is_abandoned):
-            return known
-        try:
-            prompt = self._append_prompt(request)
-        except EpisodeStopped as stopped:
-            raise self._limit_error(stopped.stop_reason) from None
-        generation = Generation(self._generate(prompt), self._num_tokens(prompt.cursor))
-        self._turns.pop(fingerprint, None)
-        self._turns[fingerprint] = generation
-        self._forget_old_turns()
-        return generation
+        async with self._lock:
+            self._require_open()
+            known = self._turns.get(fingerprint)
+            if known is not None and not known.has_failed and (is_retry or known.is_abandoned):
+                return known.join()
+            try:
+                prompt = await self._append_prompt(request)
+            except EpisodeStopped as stopped:
+                raise self._limit_error(stopped.stop_reason) from None
+            generation = Generation(self._generate(prompt), self._num_tokens(prompt.cursor))
+            self._turns.pop(fingerprint, None)
+            self._turns[fingerprint] = generation
+            self._forget_old_turns()
+            return generation.join()
 
     def _forget_old_turns(self) -> None:
         """Keep the latest finished turns only. A client repeats a request within minutes."""
@@ -92,46 +99,62 @@ class Session:
         for key in finished[:-MAX_FINISHED_TURNS]:
             del self._turns[key]
 
-    def count_tokens(self, request: TurnRequest) -> int:
+    async def count_tokens(self, request: TurnRequest) -> int:
         """Number of tokens of the prompt that `start_turn` would give to the engine, also of a prompt without room."""
-        cursor, messages = self._find_path(request)
-        if not messages:
-            return self._num_tokens(cursor)
-        have_images(messages, self._renderer)
-        return self._num_tokens(cursor) + len(self._render(cursor, read_images(messages, self._renderer), request))
+        cursor, messages = self._find_path(request, await asyncio.to_thread(self._keys, request))
+        num_tokens = self._num_tokens(cursor)
+        if messages:
+            num_tokens += len((await self._render(cursor, messages, request))[1])
+        return num_tokens
 
-    def close(self) -> None:
-        """Abort all turns and close the record."""
+    def close(self, *, is_shutdown: bool = False) -> None:
+        """Abort all turns and close the record. `is_shutdown`: whether the next gateway serves the session again."""
+        if is_shutdown:
+            self._closed = GatewayError(ErrorKind.OVERLOADED, "the gateway shuts down; send the request again")
+        else:
+            self._closed = GatewayError(ErrorKind.PERMISSION, f"the session {self.id!r} has ended")
         self._state.close()
         for generation in self._turns.values():
-            generation.task.cancel()
+            generation.abort(self._closed)
         self.record.close()
 
-    def _find_path(self, request: TurnRequest) -> tuple[Cursor, Sequence[Message]]:
+    def _require_open(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+
+    def _find_path(self, request: TurnRequest, keys: Sequence[Key]) -> tuple[Cursor, Sequence[Message]]:
         """The end of the recorded path that the conversation continues, and the messages that the path lacks."""
-        messages, keys = request.messages, self._keys(request)
-        count, node = self._history.find(keys)
-        new = messages[count:]
-        can_continue = node is not None and (
-            not new or (self.graph.node(node).sampled and all(message["role"] != "assistant" for message in new))
-        )
-        if can_continue:
-            reason = ForkReason.EDITED if new else ForkReason.SAMPLE
-            return Cursor(self._state, self._branch_name(), node, reason), new
-        reason = ForkReason.SUB_AGENT if count == 0 else ForkReason.EDITED
+        messages, reason = request.messages, ForkReason.SUB_AGENT
+        for count, nodes in self._history.find(keys):
+            new, reason = messages[count:], ForkReason.EDITED
+            if any(message["role"] == "assistant" for message in new):
+                break  # turns that the session does not have
+            if new:
+                nodes = [node for node in nodes if self.graph.node(node).sampled]
+            if nodes:
+                # Of turns that say the same, the agent has probably received one that no conversation continues.
+                node = next((node for node in nodes if not self.graph.children(node)), nodes[-1])
+                reason = ForkReason.EDITED if new else ForkReason.SAMPLE
+                return Cursor(self._state, self._branch_name(), node, reason), new
         return Cursor(self._state, self._branch_name(), None, reason), messages
 
-    def _append_prompt(self, request: TurnRequest) -> Prompt:
+    async def _append_prompt(self, request: TurnRequest) -> Prompt:
+        """Record the prompt of a request. Only the event loop changes the graph; worker threads render messages."""
         self._state.require_turn()
         if request.raw_prompt is not None:
-            cursor, key = append_raw_prompt(self._state, self._branch_name(), request.raw_prompt)
+            token_ids = await asyncio.to_thread(encode_raw_prompt, self._renderer, request.raw_prompt)
+            self._require_open()
+            cursor, key = append_raw_prompt(self._state, self._branch_name(), token_ids)
             return Prompt(cursor, key, request)
-        cursor, messages = self._find_path(request)
+        if request.messages[-1]["role"] == "assistant":
+            raise GatewayError(ErrorKind.INVALID_REQUEST, "the last message must not be of the assistant")
+        keys = await asyncio.to_thread(self._keys, request)
+        cursor, messages = self._find_path(request, keys)
         if messages:
             is_root = cursor.leaf is None
-            messages = read_images(messages, self._renderer)
+            messages, token_ids = await self._render(cursor, messages, request)
+            self._require_open()
             self._state.has_images |= have_images(messages, self._renderer)
-            token_ids = self._render(cursor, messages, request)
             content: Json = {"messages": [dict(message) for message in messages]}
             if is_root:
                 content["tools"] = list(request.tools)
@@ -139,18 +162,29 @@ class Session:
             if len(token_ids) >= remaining and (limit == "max_context_tokens" or not is_root):
                 raise self._limit_error(limit, self._num_tokens(cursor) + len(token_ids))
             cursor.add_context(token_ids, content, tools_digest(request.tools) if is_root else None)
-        key = self._keys(request)[-1]
+        self._require_open()
         assert cursor.leaf is not None
-        self._history.add(key, cursor.leaf)
-        return Prompt(cursor, key, request)
+        self._history.add(keys[-1], cursor.leaf)
+        return Prompt(cursor, keys[-1], request)
 
-    def _render(self, cursor: Cursor, messages: Sequence[Message], request: TurnRequest) -> list[int]:
-        """Token ids of messages at the end of a path, also if the context has no room for them."""
-        tools = list(request.tools) or None
-        if cursor.leaf is None:
-            return self._renderer.render_prompt(messages, tools)
-        node = self.graph.node(cursor.leaf)
-        return self._renderer.render_next_turn(messages, node.token_ids, self._preceding(node), tools)
+    async def _render(
+        self, cursor: Cursor, messages: Sequence[Message], request: TurnRequest
+    ) -> tuple[Sequence[Message], list[int]]:
+        """The messages with their images, and their token ids at the end of a path, also if the context has no room.
+
+        A worker thread renders, so that other sessions go on.
+        """
+        node = None if cursor.leaf is None else self.graph.node(cursor.leaf)
+        preceding = () if node is None else self._preceding(node)
+
+        def render() -> tuple[Sequence[Message], list[int]]:
+            have_images(messages, self._renderer)  # refuses images that the model cannot see, before they are decoded
+            shown, tools = read_images(messages, self._renderer), list(request.tools) or None
+            if node is None:
+                return shown, self._renderer.render_prompt(shown, tools)
+            return shown, self._renderer.render_next_turn(shown, node.token_ids, preceding, tools)
+
+        return await asyncio.to_thread(render)
 
     def _num_tokens(self, cursor: Cursor) -> int:
         return 0 if cursor.leaf is None else self.graph.num_tokens(cursor.leaf)
@@ -245,46 +279,6 @@ class Session:
             else:
                 keys[node.id] = raw_prompt_key(self.graph.token_ids(node.id))
             self._history.add(keys[node.id], node.id)
-
-
-class Generation:
-    """A turn that is being generated, and the clients that wait for it."""
-
-    def __init__(self, turn: Coroutine[None, None, AssistantTurn], num_prompt_tokens: int) -> None:
-        self.task = asyncio.create_task(turn)
-        self.num_prompt_tokens = num_prompt_tokens
-        self._num_clients = 0
-        self._is_delivered = False
-        self._abort: asyncio.TimerHandle | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the turn ended with an exception."""
-        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether no client waits for the turn, and no client has received all of it."""
-        return self._num_clients == 0 and not self._is_delivered
-
-    async def wait(self) -> AssistantTurn:
-        """The turn. A client that stops waiting does not end the generation for the others."""
-        return await asyncio.shield(self.task)
-
-    def __enter__(self) -> Generation:
-        self._num_clients += 1
-        if self._abort is not None:
-            self._abort.cancel()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._num_clients -= 1
-        if self._num_clients == 0 and not self.task.done():
-            self._abort = asyncio.get_running_loop().call_later(ABANDONED_S, self.task.cancel)
-
-    def set_delivered(self) -> None:
-        """A client has received the whole reply."""
-        self._is_delivered = True
 
 
 def _overflow(num_tokens: int | None, max_tokens: int) -> GatewayError:

@@ -13,11 +13,11 @@ from verl_server.agent.tools.parsing import parse_hermes_tool_calls
 from verl_server.agent.tools.tool import ToolCall
 from verl_server.gateway.conversation import ToolUse
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.trajectory.rendering.messages import ParsedToolCall
+from verl_server.trajectory.rendering.messages import ParsedToolCall, ParsedTurn
 from verl_server.types import Json
 
 THOUGHT_START, THOUGHT_END = "<think>", "</think>"
-CALL_START = "<tool_call>"
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,18 @@ def split_turn(
     `</think>`, and tool calls in the format of Hermes. A call that cannot be parsed stays in the text.
     """
     parsed = renderer.parse_turn(token_ids, preceding_ids, tools)
-    if parsed is not None:
-        return TurnParts(parsed.text, parsed.reasoning, as_tool_uses(parsed.tool_calls, turn_id))
-    text = renderer.decode_raw(token_ids, renderer.decode(token_ids))
-    calls = parse_hermes_tool_calls(text) if CALL_START in text else []
-    reasoning, text = split_thought(text)
-    good = [call for call in calls if isinstance(call, ToolCall)]
-    if len(good) == len(calls) and good:
-        text = text[: text.index(CALL_START)] if CALL_START in text else text
-        found = [ParsedToolCall(call.name, dict(call.arguments), None) for call in good]
-        return TurnParts(text.strip("\n"), reasoning, as_tool_uses(found, turn_id))
-    return TurnParts(text, reasoning, ())
+    raw = renderer.decode_raw(token_ids, renderer.decode(token_ids))
+    reasoning, text = split_thought(raw)
+    if parsed is None:
+        found = parse_hermes_tool_calls(raw) if CALL_START in raw else []
+        calls = [ParsedToolCall(call.name, dict(call.arguments), None) for call in found if isinstance(call, ToolCall)]
+        before, _, rest = text.partition(CALL_START)
+        outside = "\n".join(filter(None, (before.strip("\n"), rest.rpartition(CALL_END)[2].strip())))
+        parsed = ParsedTurn(outside if calls else text, reasoning, calls if len(calls) == len(found) else ())
+    uses = as_tool_uses(parsed.tool_calls, turn_id)
+    if len(uses) < len(parsed.tool_calls) or (not uses and CALL_START in text):
+        return TurnParts(text, reasoning, ())
+    return TurnParts(parsed.text, parsed.reasoning, uses)
 
 
 def split_thought(text: str) -> tuple[str, str]:
@@ -68,13 +69,15 @@ def split_thought(text: str) -> tuple[str, str]:
 def as_tool_uses(calls: Sequence[ParsedToolCall], turn_id: str) -> list[ToolUse]:
     """The well-formed calls, with ids that only this turn gives.
 
-    A call whose arguments have too many levels for a record is left out: no dialect could take its repetition.
+    A call is left out if JSON cannot give its arguments back: they have too many levels, a NaN or a huge integer.
     """
     uses = list[ToolUse]()
     for number, call in enumerate(calls):
         if call.name is not None and call.arguments is not None and call.parse_error is None:
-            with contextlib.suppress(TypeError):
-                uses.append(ToolUse(call_id(turn_id, number), call.name, orjson.dumps(call.arguments).decode()))
+            with contextlib.suppress(TypeError, RecursionError):
+                arguments = orjson.dumps(call.arguments)
+                if orjson.loads(arguments) == call.arguments:
+                    uses.append(ToolUse(call_id(turn_id, number), call.name, arguments.decode()))
     return uses
 
 

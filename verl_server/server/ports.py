@@ -6,11 +6,16 @@ import socket
 from typing import Any
 
 from verl_server.errors import BadInputError
+from verl_server.validation import is_whole_number
 
 KEEPALIVE_S = 30
 """Seconds without data before the kernel asks whether the other machine is still there, and between two questions."""
 LOST_MACHINE_S = 120
 """Seconds without an answer of the other machine after which the kernel closes a connection."""
+
+
+BACKLOG = 2048
+"""Number of connections that wait until the server accepts them."""
 
 
 class PortReservation:
@@ -39,6 +44,31 @@ class PortReservation:
     def release(self) -> None:
         """Release the port. May be called more than once."""
         self._socket.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at `host`. `port` 0: a free port.
+
+    Raises BadInputError for a port that is in use, and for a host that is no address of this machine.
+    """
+    if not is_whole_number(port) or not 0 <= port <= 65535:
+        raise BadInputError(f"port must be a whole number from 0 to 65535, got {port!r}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+    except OSError as error:
+        raise BadInputError(
+            f"cannot listen on port {port} of {host}: {error.strerror or error}; choose another port (--port), 0 for a "
+            "free port, or another host (--host) of this machine"
+        ) from error
+    return listening
 
 
 def join_host_port(host: str, port: int) -> str:

@@ -104,6 +104,11 @@ class EpisodeState:
         if node.parent is not None or node.sampled:
             self.num_response_tokens += len(node.token_ids)
 
+    def restore(self, node: Node) -> None:
+        """Count a node that an earlier process has recorded, and its turn."""
+        self.count(node)
+        self._num_turns += node.sampled
+
     def remaining_tokens(self, leaf: int | None) -> tuple[int, str]:
         """Number of tokens that may still be added after a node, and the name of the limit that gives the number."""
         remaining = []

@@ -25,7 +25,6 @@ from verl_server.gateway.dialects.fields import (
     read_text,
     read_top_k,
     refuse,
-    require_recordable,
     sampling_params,
 )
 from verl_server.gateway.errors import GatewayError
@@ -41,7 +40,6 @@ class CompletionsDialect(Dialect):
     path = "/v1/completions"
 
     def parse(self, body: Json) -> TurnRequest:
-        require_recordable("body", body)
         for name in ("n", "best_of"):
             refuse(body, name, (1,), "send several requests")
         refuse(body, "echo", (False,), "replies have the new tokens only")

@@ -46,7 +46,6 @@ class ResponsesDialect(Dialect):
     path = "/v1/responses"
 
     def parse(self, body: Json) -> TurnRequest:
-        require_recordable("body", body)
         for name in ("previous_response_id", "conversation", "prompt"):
             refuse(body, name, (), NOT_STORED)
         refuse(body, "background", (False,), "the reply to the request has the turn")

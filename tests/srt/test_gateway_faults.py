@@ -1,0 +1,387 @@
+"""The gateway under faults: malformed requests, sessions that end too early, failures of the engine, and load."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from fastapi import FastAPI
+
+from verl_server.agent import RolloutLimits
+from verl_server.errors import ServerDiedError
+from verl_server.gateway import Gateway
+from verl_server.gateway.app import make_app
+from verl_server.gateway.config import GatewayConfig
+from verl_server.gateway.conversation import fold_system_messages
+from verl_server.gateway.history import meaning
+from verl_server.gateway.session import Session
+from verl_server.gateway.session_store import SessionStore
+from verl_server.tiny import make_tokenizer
+from verl_server.trajectory import ChatRenderer, load_session
+from verl_server.trajectory.recorder import Recorder
+
+TEMPLATE = (
+    "{%- for t in tools or [] %}{{ t.function.name + ' ' }}{%- endfor %}"
+    "{%- for m in messages %}<|im_start|>{{ m.role + '\\n' }}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LIMITS = RolloutLimits(max_turns=1_000_000, max_context_tokens=4000)
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "a"}]
+
+
+class Engine:
+    """An engine that waits before each turn until `go` is set, and that fails with `error`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.go = asyncio.Event()
+        self.error: Exception | None = None
+        self.num_calls = 0
+
+    async def wait_for_calls(self, num_calls: int) -> None:
+        while self.num_calls < num_calls:
+            await asyncio.sleep(0.01)
+
+    async def generate(self, *, rid: str, session_id: str, **request: Any) -> dict[str, Any]:
+        self.num_calls += 1
+        await self.go.wait()
+        if self.error is not None:
+            raise self.error
+        token_ids = self._tokenizer.encode("hi", add_special_tokens=False)
+        meta = {"finish_reason": {"type": "stop"}, "weight_version": "1"}
+        logprobs = [[-1.0, token, None] for token in token_ids]
+        return {"output_ids": token_ids, "meta_info": {**meta, "output_token_logprobs": logprobs}}
+
+
+class Served:
+    """A gateway's application on an engine, without a socket."""
+
+    def __init__(self, renderer: ChatRenderer, run_dir: Path) -> None:
+        self.engine = Engine(renderer.tokenizer)
+        self.store = SessionStore(
+            run_dir,
+            lambda record, limits, sampling: Session(record, self.engine.generate, renderer, limits, sampling),
+            LIMITS,
+        )
+        self.app: FastAPI = make_app(self.store, GatewayConfig(run_dir, "sk-admin", LIMITS))
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://gateway", timeout=60
+        )
+
+    def key(self, session_id: str) -> dict[str, str]:
+        """The headers of a new session."""
+        return {"authorization": f"Bearer {self.store.create(session_id)[1]}"}
+
+    async def post(self, headers: dict[str, str], path: str = CHAT, content: Any = None, **body: Any) -> httpx.Response:
+        content = orjson.dumps({"model": "m", "messages": HELLO, **body}) if content is None else content
+        return await self.client.post(path, content=content, headers=headers)
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    tokenizer = make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    tokenizer.chat_template = TEMPLATE
+    return ChatRenderer(tokenizer)
+
+
+@pytest.fixture
+def served(renderer: ChatRenderer, tmp_path: Path) -> Served:
+    return Served(renderer, tmp_path)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_identical_requests_at_once_are_samples_of_their_own(served: Served, stream: bool) -> None:
+    async def run() -> None:
+        headers = served.key("a")
+        requests = [asyncio.create_task(served.post(headers, stream=stream)) for _ in range(8)]
+        await served.engine.wait_for_calls(8)
+        served.engine.go.set()
+        assert [reply.status_code for reply in await asyncio.gather(*requests)] == [200] * 8
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert served.engine.num_calls == 8
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_session_that_ends_during_a_turn_says_so(served: Served, path: str, stream: bool) -> None:
+    async def run() -> None:
+        headers = served.key("a")
+        request = asyncio.create_task(served.post(headers, path, stream=stream, max_tokens=5))
+        await served.engine.wait_for_calls(1)
+        served.store.end("a", reward=1.0)
+        reply = await request
+        assert reply.status_code == (200 if stream else 403)
+        assert "the session 'a' has ended" in reply.text
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages/count_tokens"])
+def test_a_session_that_ends_while_a_body_arrives_takes_no_turn(served: Served, path: str) -> None:
+    async def run() -> None:
+        headers, is_sent, has_ended = served.key("a"), asyncio.Event(), asyncio.Event()
+        served.engine.go.set()
+        assert (await served.post(headers)).status_code == 200
+
+        async def body() -> AsyncIterator[bytes]:
+            yield b'{"model":"m","messages":[{"role":"user",'
+            is_sent.set()
+            await has_ended.wait()
+            yield b'"content":"a"}]}'
+
+        request = asyncio.create_task(served.post(headers, path, body()))
+        await is_sent.wait()
+        served.store.end("a", reward=1.0)
+        has_ended.set()
+        reply = await request
+        assert reply.status_code == 403
+        assert "has ended" in reply.text
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert served.engine.num_calls == 1
+
+
+def nested(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+@pytest.mark.parametrize("levels", [120, 1000, 5000])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, '{"messages":[{"role":"user","content":"a"}],"n":DEEP}'),
+        (CHAT, '{"messages":[{"role":"user","content":"a"}],"tool_choice":DEEP}'),
+        (CHAT, '{"messages":[{"role":DEEP,"content":"a"}]}'),
+        (CHAT, '{"messages":[{"role":"user","content":[{"type":DEEP}]}]}'),
+        ("/v1/messages", '{"model":"m","max_tokens":5,"messages":[{"role":"user","content":[{"type":DEEP}]}]}'),
+        ("/v1/messages", '{"model":"m","max_tokens":5,"system":[{"type":"text","text":DEEP}],"messages":[]}'),
+        ("/v1/messages/count_tokens", '{"model":"m","tool_choice":{"type":DEEP},"messages":[]}'),
+        ("/v1/completions", '{"prompt":"a","n":DEEP}'),
+        ("/v1/responses", '{"input":"a","tool_choice":DEEP}'),
+    ],
+)
+def test_too_many_levels_are_refused(served: Served, path: str, body: str, levels: int) -> None:
+    reply = asyncio.run(served.post(served.key("a"), path, body.replace("DEEP", nested(levels)).encode()))
+    assert reply.status_code == 400
+    assert levels == 120 or "levels" in reply.text or "not valid JSON" in reply.text
+
+
+def test_a_retry_header_with_many_digits_is_no_error(served: Served) -> None:
+    served.engine.go.set()
+    for count in ("9" * 5000, "000", "x"):
+        headers = {**served.key(f"s{len(count)}"), "x-stainless-retry-count": count}
+        assert asyncio.run(served.post(headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"expires_in_s": NaN}', b'{"expires_in_s": -Infinity}', b'{"session_id": "\\ud800"}', b"{", b"[]"]
+)
+def test_a_wrong_body_of_the_admin_api_is_not_repeated(served: Served, body: bytes) -> None:
+    headers = {"authorization": "Bearer sk-admin", "content-type": "application/json"}
+    reply = asyncio.run(served.post(headers, "/admin/sessions", body))
+    assert reply.status_code == 400
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    secret = {"session_id": ["do-not-repeat"]}
+    reply = asyncio.run(served.post(headers, "/admin/sessions", orjson.dumps(secret)))
+    assert reply.status_code == 400
+    assert "session_id" in reply.json()["error"]["message"]
+    assert "do-not-repeat" not in reply.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_the_engine_is_whole_in_the_log_only(
+    served: Served, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    served.engine.error = ServerDiedError("the process 4711 at http://10.0.0.5:30000 ended; log /data/server.log")
+    served.engine.go.set()
+    headers = served.key("a")
+    for path in (CHAT, "/v1/messages", CHAT):
+        reply = asyncio.run(served.post(headers, path, stream=stream, max_tokens=5))
+        assert reply.status_code == (200 if stream else 529 if path == "/v1/messages" else 503)
+        assert "the engine does not answer" in reply.text
+        assert "4711" not in reply.text
+    assert caplog.text.count("the process 4711") == 1, "once in some seconds"
+    assert f"the request {CHAT} of the session 'a' failed" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_key_is_in_the_log_of_failures(served: Served, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    served.engine.error = RuntimeError("a defect")
+    served.engine.go.set()
+    _, key = served.store.create("a")
+    reply = asyncio.run(served.post({}, f"/session/{key}{CHAT}", stream=stream))
+    assert reply.status_code == (200 if stream else 500)
+    assert "RuntimeError" in reply.text
+    assert "the request /session/{session_key}/v1/chat/completions of the session 'a' failed" in caplog.text
+    assert key not in caplog.text
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages/count_tokens"])
+def test_requests_that_are_too_large_are_refused(served: Served, path: str) -> None:
+    is_openai = path == CHAT
+
+    def tool(name: str) -> dict[str, Any]:
+        schema = {"type": "object"}
+        function = {"name": name, "parameters": schema}
+        return {"type": "function", "function": function} if is_openai else {"name": name, "input_schema": schema}
+
+    headers = served.key("a")
+    for fields, status, error in (
+        ({"messages": HELLO * 10_001}, 413, "the request has 10001 messages, and 10000 are allowed"),
+        ({"tools": [tool(f"t{number}") for number in range(1001)]}, 413, "has 1001 tools, and 1000 are allowed"),
+        ({"tools": [tool("e" * 257)]}, 400, "the name of a tool has more than 256 characters"),
+        ({"user": "a" * (16 << 20)}, 413, "more than 16777216 bytes"),
+    ):
+        reply = asyncio.run(served.post(headers, path, **fields))
+        assert reply.status_code == status
+        assert error in reply.text
+    assert served.engine.num_calls == 0
+
+
+def test_thousands_of_system_messages_are_joined_at_once() -> None:
+    """With a join for each message, this test needs minutes."""
+    system = {"role": "system", "content": "a" * 400}
+    (message,) = fold_system_messages([{"role": "user", "content": "b"}, *[system] * 40_000])
+    assert message["role"] == "user"
+    assert message["content"] == "\n\n".join(["b", *["a" * 400] * 40_000])
+
+
+def test_thousands_of_texts_are_joined_at_once() -> None:
+    """With a join for each text, this test needs minutes."""
+    texts, image = [{"type": "text", "text": "a" * 100}] * 400_000, {"type": "image", "image": "data"}
+    assert meaning({"role": "user", "content": [*texts, image, *texts[:2]]}) == [
+        "user",
+        ["a" * 40_000_000, image, "a" * 200],
+    ]
+
+
+class HeldRenderer(ChatRenderer):
+    """A renderer that stops at prompts with the word `hold` until `go` is set."""
+
+    def hold_prompts(self) -> None:
+        self.is_held, self.go = threading.Event(), threading.Event()
+        self.num_held = 0
+
+    def render_prompt(self, messages: Any, tools: Any = None) -> list[int]:
+        if "hold" in messages[0]["content"]:
+            self.num_held += 1
+            self.is_held.set()
+            assert self.go.wait(30), "the gateway waits for this prompt"
+        return super().render_prompt(messages, tools)
+
+
+@pytest.fixture
+def held(renderer: ChatRenderer) -> HeldRenderer:
+    held = HeldRenderer(renderer.tokenizer)
+    held.hold_prompts()
+    return held
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages/count_tokens"])
+def test_a_long_prompt_stops_no_other_session(held: HeldRenderer, tmp_path: Path, path: str) -> None:
+    served = Served(held, tmp_path)
+
+    async def run() -> None:
+        served.engine.go.set()
+        first, second = served.key("a"), served.key("b")
+        hold = [{"role": "user", "content": "hold"}]
+        request = asyncio.create_task(served.post(first, path, messages=hold))
+        assert await asyncio.to_thread(held.is_held.wait, 20)
+        assert (await served.post(second)).status_code == 200
+        assert (await served.client.get("/health")).status_code == 200
+        assert not request.done()
+        held.go.set()
+        assert (await request).status_code == 200
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_two_requests_of_a_session_share_their_prompt(held: HeldRenderer, tmp_path: Path) -> None:
+    served = Served(held, tmp_path)
+
+    async def run() -> None:
+        served.engine.go.set()
+        headers, hold = served.key("a"), [{"role": "user", "content": "hold"}]
+        requests = [asyncio.create_task(served.post(headers, messages=hold, seed=number)) for number in range(2)]
+        assert await asyncio.to_thread(held.is_held.wait, 20)
+        assert (await served.post(headers, "/v1/messages/count_tokens")).status_code == 200
+        held.go.set()
+        assert [reply.status_code for reply in await asyncio.gather(*requests)] == [200, 200]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert held.num_held == 1
+    assert len(load_session(tmp_path / "a.jsonl").nodes) == 3, "both turns follow the same prompt"
+
+
+def test_a_session_that_ends_while_its_prompt_is_rendered_takes_no_turn(held: HeldRenderer, tmp_path: Path) -> None:
+    served = Served(held, tmp_path)
+
+    async def run() -> None:
+        request = asyncio.create_task(served.post(served.key("a"), messages=[{"role": "user", "content": "hold"}]))
+        assert await asyncio.to_thread(held.is_held.wait, 20)
+        served.store.end("a")
+        held.go.set()
+        reply = await request
+        assert (reply.status_code, "has ended" in reply.text) == (403, True)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert served.engine.num_calls == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_shutdown_aborts_turns_and_frees_the_records(renderer: ChatRenderer, tmp_path: Path, stream: bool) -> None:
+    """The client of a running turn learns that it should send the request again, to the next gateway."""
+    is_called = threading.Event()
+
+    async def generate(**_: Any) -> dict[str, Any]:
+        is_called.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    body = {"model": "m", "messages": HELLO, "stream": stream}
+    with ThreadPoolExecutor(1) as pool:
+        gateway = Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS)
+        headers = {"authorization": f"Bearer {gateway.create_session('a')[1]}"}
+        request = pool.submit(
+            httpx.post, f"{gateway.openai_url}/chat/completions", json=body, headers=headers, timeout=60
+        )
+        assert is_called.wait(20)
+        gateway.shutdown()
+        gateway.shutdown()
+        reply = request.result()
+    assert reply.status_code == (200 if stream else 503)
+    assert "the gateway shuts down" in reply.text
+    Recorder(tmp_path, "a").close()  # the record is free
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/chat/completions", "/chat/completions"),
+        ("/v1/v1/messages", "/v1/v1/messages"),
+        ("/session/sk-secret/v1/v1/messages", "/session/KEY/v1/v1/messages"),
+        ("/v1/embeddings", "/v1/embeddings"),
+    ],
+)
+def test_a_wrong_base_url_is_answered_with_the_right_one(served: Served, path: str, shown: str) -> None:
+    reply = asyncio.run(served.post(served.key("a"), path))
+    assert reply.status_code == 404
+    message = reply.json()["error"]["message"]
+    assert f"there is no path '{shown}'" in message
+    assert "OpenAI's clients ends with /v1, and the base URL of Anthropic's clients ends without /v1" in message
+    assert reply.json().get("type") == ("error" if path.endswith("messages") else None), "in the form of the dialect"
+
+
+def test_the_description_of_the_api_is_not_public(served: Served) -> None:
+    for path in ("/openapi.json", "/docs", "/redoc"):
+        assert asyncio.run(served.client.get(path)).status_code == 404

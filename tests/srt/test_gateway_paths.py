@@ -1,0 +1,176 @@
+"""Which recorded path a request of the gateway continues, and what is trained at the end. No test needs a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from agent_helpers import ScriptedGenerateFn
+from helpers import chat_tokenizer
+
+from verl_server.agent import RolloutLimits
+from verl_server.errors import BadInputError, NotReadyError
+from verl_server.gateway import Gateway
+from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session, to_batch
+
+LIMITS = RolloutLimits(max_context_tokens=4000, max_turns=1000)
+MakeGateway = Callable[..., Gateway]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def make(tokenizer: Any, tmp_path: Path) -> Iterator[MakeGateway]:
+    """Makes gateways with the same folder, whose policy says what a function writes."""
+    made = list[Gateway]()
+
+    def make(reply: Callable[[str], str]) -> Gateway:
+        for gateway in made:
+            gateway.shutdown()
+        policy = ScriptedGenerateFn(tokenizer, reply)
+        made.append(Gateway(policy, tmp_path, renderer=ChatRenderer(tokenizer), limits=LIMITS))
+        return made[-1]
+
+    yield make
+    for gateway in made:
+        gateway.shutdown()
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def ask(gateway: Gateway, key: str, messages: list[Any], **fields: Any) -> httpx.Response:
+    url, body = f"{gateway.openai_url}/chat/completions", {"model": "m", "messages": messages, **fields}
+    return httpx.post(url, json=body, headers={"x-api-key": key}, timeout=20.0)
+
+
+def message_of(reply: httpx.Response) -> Any:
+    message = reply.json()["choices"][0]["message"]
+    return {name: message[name] for name in ("role", "content")}
+
+
+def graph_of(gateway: Gateway, session_id: str) -> TrajectoryGraph:
+    return load_session(gateway.config.run_dir / f"{session_id}.jsonl")
+
+
+def test_a_prompt_without_a_turn_is_not_trained(make: MakeGateway) -> None:
+    def reply(prompt: str) -> str:
+        if "fail" in prompt:
+            raise NotReadyError("no replica serves")
+        return "hello"
+
+    gateway = make(reply)
+    session, key = gateway.create_session()
+    assert ask(gateway, key, [user("fail")]).status_code == 503
+    first = message_of(ask(gateway, key, [user("a")]))
+    assert ask(gateway, key, [user("a"), first, user("fail")]).status_code == 503
+    gateway.end_session(session.id, 0.5)
+    graph = graph_of(gateway, session.id)
+    segments = graph.trained_segments
+    assert segments is not None
+    assert [graph.node(leaf).sampled for leaf, _ in segments] == [True]
+    assert to_batch([(graph, leaf) for leaf, _ in segments], 0)["rm_scores"].sum() == 0.5
+
+
+def test_a_message_after_an_unused_turn_continues_the_path(make: MakeGateway) -> None:
+    """The conversation of the failed request is a recorded prompt, after which no message can be appended."""
+    replies: Iterator[Any] = iter(["<think>long</think>one", NotReadyError("busy"), "two"])
+
+    def reply(prompt: str) -> str:
+        found = next(replies)
+        if isinstance(found, Exception):
+            raise found
+        return str(found)
+
+    gateway = make(reply)
+    session, key = gateway.create_session()
+    first = message_of(ask(gateway, key, [user("a")]))
+    assert ask(gateway, key, [user("a"), first, user("b")]).status_code == 503
+    assert ask(gateway, key, [user("a"), first, user("b"), user("c")]).status_code == 200
+    graph = graph_of(gateway, session.id)
+    last = [node for node in graph.nodes if node.sampled][-1]
+    assert [node.sampled for node in graph.path(last.id)] == [False, True, False, True]
+
+
+def test_turns_that_say_the_same_are_continued_in_turn(make: MakeGateway) -> None:
+    thoughts = iter(["one", "two"])
+    gateway = make(lambda prompt: "end" if "more" in prompt else f"<think>{next(thoughts)}</think>Done")
+    session, key = gateway.create_session()
+    turns = [message_of(ask(gateway, key, [user("a")])) for _ in range(2)]
+    for number, turn in enumerate(turns):
+        ask(gateway, key, [user("a"), turn, user(f"more {number}")])
+    graph = graph_of(gateway, session.id)
+    assert len(graph.leaves) == 2
+    assert sorted(graph.num_turns(leaf) for leaf in graph.leaves) == [2, 2]
+
+
+def test_a_conversation_that_ends_with_a_turn_is_refused(make: MakeGateway) -> None:
+    gateway = make(lambda prompt: "hello")
+    _, key = gateway.create_session()
+    first = message_of(ask(gateway, key, [user("a")]))
+    reply = ask(gateway, key, [user("a"), first])
+    assert reply.status_code == 400
+    assert "last message" in reply.json()["error"]["message"]
+
+
+DEEP = "[" * 300 + "]" * 300
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['<tool_call>{"name": "add", "arg', f'<tool_call>{{"name": "add", "arguments": {{"a": {DEEP}}}}}</tool_call>'],
+)
+def test_a_call_that_cannot_be_repeated_stays_in_the_text(make: MakeGateway, text: str) -> None:
+    gateway = make(lambda prompt: text)
+    session, key = gateway.create_session()
+    reply = ask(gateway, key, [user("a")])
+    assert reply.json()["choices"][0]["finish_reason"] == "stop"
+    assert message_of(reply)["content"] == text
+    ask(gateway, key, [user("a"), message_of(reply), user("b")])
+    assert len(graph_of(gateway, session.id).leaves) == 1
+
+
+def test_text_after_a_call_is_in_the_reply(make: MakeGateway) -> None:
+    gateway = make(lambda prompt: 'Before<tool_call>{"name": "add", "arguments": {}}</tool_call>after')
+    _, key = gateway.create_session()
+    reply = ask(gateway, key, [user("a")])
+    assert message_of(reply)["content"] == "Before\nafter"
+    assert len(reply.json()["choices"][0]["message"]["tool_calls"]) == 1
+
+
+def test_limits_of_a_session_hold_over_a_restart(make: MakeGateway) -> None:
+    _, key = make(lambda prompt: "hello").create_session(limits={"max_turns": 1})
+    gateway = make(lambda prompt: "hello")
+    assert ask(gateway, key, [user("a")]).status_code == 200
+    gateway = make(lambda prompt: "hello")
+    assert ask(gateway, key, [user("b")]).status_code == 429
+
+
+def test_a_record_without_its_settings_is_not_taken_over(make: MakeGateway) -> None:
+    gateway = make(lambda prompt: "hello")
+    _, key = gateway.create_session("old")
+    ask(gateway, key, [user("a")])
+    (gateway.config.run_dir / "old.session.json").unlink()
+    with pytest.raises(BadInputError, match="choose another id"):
+        make(lambda prompt: "hello").create_session("old")
+
+
+def test_a_session_that_cannot_be_ended_does_not_end_the_gateway(
+    make: MakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_server.gateway.gateway.EXPIRY_INTERVAL_S", 0.05)
+    gateway = make(lambda prompt: "hello")
+    session, key = gateway.create_session(expires_in_s=0.2)
+    ask(gateway, key, [user("a")])
+    gateway.config.run_dir.joinpath(f"{session.id}.jsonl").write_text("damaged\n")
+    time.sleep(0.5)
+    _, other = gateway.create_session()
+    assert ask(gateway, other, [user("a")]).status_code == 200

@@ -1,0 +1,284 @@
+"""Sessions of the gateway: the admin API, settings and results, files, keys, and the start of a gateway."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from agent_helpers import ScriptedGenerateFn, renderer_with_template
+
+from verl_server.agent import RolloutLimits
+from verl_server.errors import BadInputError, ServerBusyError
+from verl_server.gateway import Gateway
+from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
+from verl_server.trajectory import ChatRenderer, load_session
+
+LIMITS = RolloutLimits(max_context_tokens=2000, max_turns=1000)
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    return renderer_with_template(make_tokenizer(tmp_path_factory.mktemp("tokenizer")), CHAT_TEMPLATE)
+
+
+def start_gateway(renderer: ChatRenderer, run_dir: Path, **options: Any) -> Gateway:
+    generate = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    return Gateway(generate, run_dir, **{"renderer": renderer, "limits": LIMITS, **options})
+
+
+@pytest.fixture(scope="module")
+def gateway(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with start_gateway(renderer, tmp_path_factory.mktemp("run")) as gateway:
+        yield gateway
+
+
+def admin(gateway: Gateway, path: str = "", content: bytes | str | None = None) -> httpx.Response:
+    """A request of the admin API: POST with content, GET without."""
+    headers = {"Authorization": f"Bearer {gateway.admin_key}"}
+    method = "GET" if content is None else "POST"
+    return httpx.request(method, f"{gateway.url}/admin/sessions{path}", content=content, headers=headers, timeout=60.0)
+
+
+def ask(gateway: Gateway, key: str | None) -> int:
+    """The status of a turn."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{gateway.openai_url}/chat/completions", json=body, headers=headers, timeout=60.0).status_code
+
+
+# -- the admin API ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["", "/any/end"])
+def test_the_admin_api_refuses_a_wrong_key_before_the_body_arrives(gateway: Gateway, path: str) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30.0) as connection:
+        head = f"POST /admin/sessions{path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer wrong\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 400000000\r\n\r\n{{".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 401")
+
+
+def test_the_admin_api_limits_the_size_of_a_body(gateway: Gateway) -> None:
+    body = b'{"metadata": {"a": "' + b"x" * gateway.config.max_body_bytes + b'"}}'
+    assert admin(gateway, content=body).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ('{"limit": {"max_turns": 1}}', "limit"),
+        ('{"expires_in_s": NaN}', "JSON"),
+        ('{"expires_in_s": 1e999}', "JSON"),
+        ('{"expires_in_s": -1}', "expires_in_s"),
+        ('{"metadata": "\\ud800"}', "JSON"),
+        ('{"metadata": "sk-secret"}', "metadata"),
+        ("[]", "object"),
+        ("", "JSON"),
+    ],
+)
+def test_the_admin_api_names_a_wrong_field_and_repeats_no_value(gateway: Gateway, body: str, named: str) -> None:
+    reply = admin(gateway, content=body)
+    assert reply.status_code == 400
+    message = reply.json()["error"]["message"]
+    assert named in message
+    assert "secret" not in message
+
+
+@pytest.mark.parametrize("body", ['{"reward": NaN}', '{"reward": 1e999}', '{"rewards": {"a": 1e999}}', '{"score": 1}'])
+def test_a_wrong_result_does_not_end_a_session(gateway: Gateway, body: str) -> None:
+    info, _ = gateway.create_session()
+    assert admin(gateway, f"/{info.id}/end", body).status_code == 400
+    assert admin(gateway, f"/{info.id}").json()["ended_at"] is None
+
+
+# -- settings and results ---------------------------------------------------------------------------------
+
+
+def nested(levels: int) -> Any:
+    return [nested(levels - 1)] if levels else "a"
+
+
+NO_JSON: Any = [{"a": Path("a")}, {"a": "\ud800"}, {"a": nested(300)}, {1: 2}, "text"]
+
+
+@pytest.mark.parametrize("metadata", NO_JSON)
+def test_metadata_that_is_no_json_changes_nothing(renderer: ChatRenderer, tmp_path: Path, metadata: Any) -> None:
+    with start_gateway(renderer, tmp_path) as gateway:
+        with pytest.raises(BadInputError, match="metadata must"):
+            gateway.create_session("a", metadata=metadata)
+        _, key = gateway.create_session("a")
+        with pytest.raises(BadInputError, match="metadata must"):
+            gateway.end_session("a", reward=1.0, metadata=metadata)
+        assert ask(gateway, key) == 200
+        assert admin(gateway).json()["sessions"][0]["reward"] is None
+    with start_gateway(renderer, tmp_path) as gateway:
+        assert ask(gateway, key) == 200
+
+
+@pytest.mark.parametrize(
+    "result", [{"reward": float("nan")}, {"reward": "1"}, {"reward": 1.0, "rewards": {"a": float("inf")}}]
+)
+def test_wrong_rewards_do_not_end_a_session(gateway: Gateway, result: Any) -> None:
+    info, key = gateway.create_session()
+    with pytest.raises(BadInputError, match="finite numbers"):
+        gateway.end_session(info.id, **result)
+    assert ask(gateway, key) == 200
+
+
+def test_rewards_need_no_reward(gateway: Gateway) -> None:
+    info, key = gateway.create_session()
+    assert ask(gateway, key) == 200
+    assert gateway.end_session(info.id, rewards={"accuracy": 1.0}).rewards == {"accuracy": 1.0}
+    ended = gateway.end_session(info.id, reward=0.5)
+    assert (ended.reward, ended.rewards) == (0.5, {"accuracy": 1.0})
+    termination = load_session(gateway.config.run_dir / f"{info.id}.jsonl").last_termination
+    assert termination is not None
+    assert (termination.reward, termination.rewards) == (0.5, {"accuracy": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"sampling_params": {"n": 4}}, "'n'"),
+        ({"sampling_params": {"temperature": "hot"}}, "'temperature'"),
+        ({"sampling_params": {"max_new_tokens": 0}}, "'max_new_tokens'"),
+        ({"limits": {"max_context_tokens": None}}, "max_context_tokens"),
+        ({"limits": LIMITS}, "limits must be a dict"),
+        ({"expires_in_s": float("nan")}, "expires_in_s"),
+    ],
+)
+def test_wrong_settings_make_no_session(gateway: Gateway, settings: Any, named: str) -> None:
+    with pytest.raises(BadInputError, match=named):
+        gateway.create_session("wrong", **settings)
+    assert all(info.id != "wrong" for info in gateway.sessions())
+
+
+def test_two_sessions_have_two_keys(gateway: Gateway) -> None:
+    first, key = gateway.create_session(key="sk-of-the-first")
+    with pytest.raises(BadInputError, match="another session has the key"):
+        gateway.create_session(key=key)
+    assert ask(gateway, key) == 200
+    assert load_session(gateway.config.run_dir / f"{first.id}.jsonl").nodes
+
+
+# -- files ------------------------------------------------------------------------------------------------
+
+
+def test_only_the_user_reads_the_files(renderer: ChatRenderer, tmp_path: Path) -> None:
+    run_dir = tmp_path / "new" / "run"
+    with start_gateway(renderer, run_dir) as gateway:
+        (run_dir / "a.session.new").touch(0o644)
+        _, key = gateway.create_session("a")
+        assert ask(gateway, key) == 200
+        gateway.end_session("a", reward=1.0)
+    assert run_dir.stat().st_mode & 0o777 == 0o700
+    modes = {path.name: path.stat().st_mode & 0o777 for path in run_dir.iterdir()}
+    assert modes == dict.fromkeys((".gateway.lock", "a.jsonl", "a.session.json"), 0o600)
+
+
+OF_B = '{"id": "b", "key_digest": "a", "created_at": 1.0}'
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"id": "b"}', '{"id": "a", "key_digest": 5}', OF_B])
+def test_a_damaged_settings_file_is_named(renderer: ChatRenderer, tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a.session.json"
+    path.write_text(content)
+    with pytest.raises(BadInputError, match=re.escape(str(path))):
+        start_gateway(renderer, tmp_path)
+    path.rename(tmp_path / "a.session.new")  # as a process that was killed leaves the file
+    with start_gateway(renderer, tmp_path) as gateway:
+        assert gateway.sessions() == []
+        _, key = gateway.create_session("a", metadata={"a": [1, None, {"b": 0.5}]})
+    with start_gateway(renderer, tmp_path) as gateway:
+        assert ask(gateway, key) == 200
+        assert gateway.sessions()[0].metadata == {"a": [1, None, {"b": 0.5}]}
+
+
+# -- the start of a gateway -------------------------------------------------------------------------------
+
+
+def test_a_folder_has_one_gateway(renderer: ChatRenderer, tmp_path: Path) -> None:
+    with start_gateway(renderer, tmp_path) as first:
+        named = f"another gateway serves .*{re.escape(first.url)}, process {os.getpid()}; use that gateway"
+        with pytest.raises(ServerBusyError, match=named):
+            start_gateway(renderer, tmp_path)
+        _, key = first.create_session()
+        assert ask(first, key) == 200
+    with start_gateway(renderer, tmp_path) as second:
+        assert ask(second, key) == 200
+
+
+def test_a_file_is_no_folder_of_records(renderer: ChatRenderer, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInputError, match="run_dir"):
+        start_gateway(renderer, tmp_path / "file")
+
+
+def test_a_port_in_use_is_named_with_the_cure(
+    gateway: Gateway, renderer: ChatRenderer, tmp_path: Path, tiny: Callable[..., Path]
+) -> None:
+    port = int(gateway.url.rpartition(":")[2])
+    cure = f"cannot listen on port {port} of 127.0.0.1: Address already in use; choose another port"
+    with pytest.raises(BadInputError, match=cure):
+        start_gateway(renderer, tmp_path, port=port)
+    with pytest.raises(BadInputError, match=r"of 192\.0\.2\.1: .*another host"):
+        start_gateway(renderer, tmp_path, host="192.0.2.1")
+    with pytest.raises(BadInputError, match="from 0 to 65535"):
+        start_gateway(renderer, tmp_path, port=70000)
+    with start_gateway(renderer, tmp_path) as other:  # the folder is free
+        assert ask(other, other.create_session()[1]) == 200
+    arguments = ["--router", "http://127.0.0.1:9", "--model", str(tiny("qwen3")), "--max-context-tokens", "100"]
+    done = run_command(str(tmp_path), *arguments, "--port", str(port))
+    assert done.returncode == 2
+    assert cure in " ".join(done.stderr.split())
+
+
+def test_a_gateway_needs_a_limit_of_tokens(renderer: ChatRenderer, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="max_context_tokens"):
+        start_gateway(renderer, tmp_path, limits=None)
+
+
+def test_the_open_mode_serves_requests_without_any_key(renderer: ChatRenderer, tmp_path: Path) -> None:
+    with start_gateway(renderer, tmp_path, is_open=True) as gateway:
+        _, key = gateway.create_session("a")
+        assert [ask(gateway, sent) for sent in (None, key, "sk-mistyped")] == [200, 200, 401]
+    assert len(load_session(tmp_path / "open.jsonl").nodes) == 2
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
+        with pytest.raises(BadInputError, match="without a key"):
+            start_gateway(renderer, tmp_path, is_open=True, host=host)
+
+
+@pytest.mark.parametrize("names", ["qwen", (), (5,)])
+def test_names_of_models_are_a_list(renderer: ChatRenderer, tmp_path: Path, names: Any) -> None:
+    with pytest.raises(BadInputError, match="model_names"):
+        start_gateway(renderer, tmp_path, model_names=names)
+
+
+def run_command(*args: str, key: str = "the-admin-key") -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "VERL_SERVER_GATEWAY_ADMIN_KEY": key}
+    command = [sys.executable, "-m", "verl_server.cli", "gateway", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+
+
+def test_the_command_refuses_a_short_admin_key(tmp_path: Path) -> None:
+    done = run_command(str(tmp_path), "--server", "http://127.0.0.1:9", key="k")
+    assert done.returncode == 2
+    assert "VERL_SERVER_GATEWAY_ADMIN_KEY has 1" in " ".join(done.stderr.split())
+
+
+def test_a_key_that_was_taken_is_not_in_proc() -> None:
+    program = (
+        "from pathlib import Path; from verl_server.cli.arguments import take_key; key = take_key('SECRET_OF_TEST');"
+        "print(key, key.encode() in Path('/proc/self/environ').read_bytes())"
+    )
+    env = {**os.environ, "SECRET_OF_TEST": "the-admin-key"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=env)
+    assert done.stdout.split() == ["the-admin-key", "False"]

@@ -1,0 +1,70 @@
+"""`Generation`: a turn that is being generated, and the clients that wait for the turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+
+from verl_server.gateway.conversation import AssistantTurn
+from verl_server.gateway.errors import ErrorKind, GatewayError
+
+ABANDONED_S = 30.0
+"""Seconds for which a turn is generated whose client has gone. The client may send the request again."""
+
+
+class Generation:
+    """A turn that is being generated, and the clients that wait for it."""
+
+    def __init__(self, turn: Coroutine[None, None, AssistantTurn], num_prompt_tokens: int) -> None:
+        self.task = asyncio.create_task(turn)
+        self.num_prompt_tokens = num_prompt_tokens
+        self._num_clients = 0
+        self._is_delivered = False
+        self._abort_error = GatewayError(ErrorKind.OVERLOADED, "the turn was aborted; send the request again")
+        self._abort: asyncio.TimerHandle | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the turn ended with an exception."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether no client waits for the turn, and no client has received all of it."""
+        return self._num_clients == 0 and not self._is_delivered
+
+    async def wait(self) -> AssistantTurn:
+        """The turn. A client that stops waiting does not end the generation for the others.
+
+        Raises GatewayError if the turn was aborted, and the exceptions of the generation.
+        """
+        try:
+            return await asyncio.shield(self.task)
+        except asyncio.CancelledError:
+            if not self.task.cancelled():
+                raise  # the client has gone
+            raise self._abort_error from None
+
+    def abort(self, error: GatewayError) -> None:
+        """End the generation. Clients that wait for the turn get the error."""
+        self._abort_error = error
+        self.task.cancel()
+
+    def join(self) -> Generation:
+        """Count a client, which leaves the turn at the end of a `with` block."""
+        self._num_clients += 1
+        if self._abort is not None:
+            self._abort.cancel()
+        return self
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._num_clients -= 1
+        if self._num_clients == 0 and not self.task.done():
+            self._abort = asyncio.get_running_loop().call_later(ABANDONED_S, self.task.cancel)
+
+    def set_delivered(self) -> None:
+        """A client has received the whole reply."""
+        self._is_delivered = True
