@@ -42,6 +42,7 @@ from verl_server.weights.double_buffer import reader as reader_module
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.device_memory import find_device
 from verl_server.weights.double_buffer.layout import NUM_BUCKETS, plan_double_buffer
+from verl_server.weights.double_buffer.progress import ProgressCounters
 from verl_server.weights.double_buffer.reader import BucketReader
 from verl_server.weights.double_buffer.writer import BucketWriter
 from verl_server.weights.layout import tensor_bytes
@@ -155,6 +156,32 @@ class WriterThread:
         self._thread.join(20.0)
         assert not self._thread.is_alive()
         self.double_buffer.close()
+
+
+def test_a_reader_that_looks_while_the_writer_finishes_reads_no_bucket_twice() -> None:
+    """The writer finishes between the two things that the reader looks at: the total, and the count of the writer."""
+    specs = {"t": TensorSpec((1024,), "float32")}
+    double_buffer = DoubleBuffer.create(plan_double_buffer(specs, None, in_host_memory=True))
+    writer = BucketWriter(double_buffer, 1, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
+    reader = BucketReader(double_buffer, 1, 0, 1, peers_are_alive, deadline())
+
+    class FinishesMeanwhile(ProgressCounters):
+        @property
+        def num_buckets(self) -> int | None:
+            total = super().num_buckets
+            if taken and total is None:
+                writer.finish()
+            return total
+
+    reader._progress = FinishesMeanwhile(double_buffer._memory, double_buffer.layout, 1)
+    writer.reserve("t", specs["t"], deadline()).fill_(1)
+    writer._publish_bucket()
+    taken: list[str] = []
+    for name, _ in reader.tensors():
+        taken.append(name)
+        del _
+    double_buffer.close()
+    assert taken == ["t"]
 
 
 def test_a_model_may_keep_tensors_for_a_while() -> None:

@@ -76,9 +76,10 @@ class BucketReader:
 
         def is_known() -> bool:
             nonlocal exists
-            total = self._progress.num_buckets
+            is_filled = all(self._progress.num_filled(writer) > bucket for writer in range(self._num_writers))
+            total = self._progress.num_buckets  # after the counts: a writer sets the total before its last count
             exists = total is None or bucket < total
-            return not exists or all(self._progress.num_filled(writer) > bucket for writer in range(self._num_writers))
+            return not exists or is_filled
 
         timeout_message = f"bucket {bucket} was not filled by the trainer in time: raise Timeouts(weights_s=...)"
         wait_for_progress(is_known, self._progress, self._require_peers, self._deadline, timeout_message)
