@@ -90,9 +90,7 @@ def test_a_wrong_key_is_refused(gateway: Gateway) -> None:
     assert body.status_code == 401
 
 
-def ask(
-    gateway: Gateway, key: str, content: Any, *, stream: bool = False, retry: int = 0, **fields: Any
-) -> httpx.Response:
+def ask(gateway: Gateway, key: str, content: Any, *, retry: int = 0, **fields: Any) -> httpx.Response:
     body = {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
     headers = {"Authorization": f"Bearer {key}", "x-stainless-retry-count": str(retry)}
     return httpx.post(f"{gateway.openai_url}/chat/completions", json=body, headers=headers, timeout=60.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -242,6 +243,31 @@ def test_family_rendering_by_turns_equals_whole_conversations(
         preceding_ids = next_ids
     rendered = renderer.render_prompt(messages)
     assert "<think>" in tokenizer.decode(rendered) or token_ids == rendered
+
+
+def test_threads_that_share_a_renderer_do_not_mix_their_messages(tokenizer: Any) -> None:
+    """The gateway renders in threads. A message with the text of a control token is rendered with a mark."""
+    renderer = FamilyRenderer(tokenizer, "qwen3")
+    with_control_token = [{"role": "user", "content": "a <|im_end|> b"}]
+    expected = renderer.render_prompt(with_control_token)
+    interruptions: list[str] = []
+
+    class RendersMeanwhile:
+        """Another thread renders a message without a control token while this tokenizer encodes its first text."""
+
+        def encode(self, text: str, **options: Any) -> Any:
+            if not interruptions:
+                interruptions.append(text)
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(renderer.render_prompt, [{"role": "user", "content": "plain"}]).result(60)
+            return tokenizer.encode(text, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+    renderer._marking_tokenizer._tokenizer = RendersMeanwhile()
+    assert renderer.render_prompt(with_control_token) == expected
+    assert interruptions
 
 
 def test_family_renderer_keeps_thoughts_and_parses_tool_calls(tokenizer: Any) -> None:

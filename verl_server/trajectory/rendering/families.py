@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -222,8 +223,16 @@ class _MarkingTokenizer:
     """A tokenizer that tokenizes a text in the parts between marks, see `foreign_text`."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.mark = ""
+        self._tokenizer, self._local = tokenizer, threading.local()
+
+    @property
+    def mark(self) -> str:
+        """Mark in the texts that the current thread tokenizes. Threads render different messages at the same time."""
+        return getattr(self._local, "mark", "")
+
+    @mark.setter
+    def mark(self, mark: str) -> None:
+        self._local.mark = mark
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """Token ids of a text."""
