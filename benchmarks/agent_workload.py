@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verl_server.types import Json
 
 if TYPE_CHECKING:
-    from verl_server import AsyncHttpServerEngineAdapter
+    from verl_server import HttpServerEngineAdapter
     from verl_server.agent import Episode, GenerateFn
 
 INDEPENDENT, BATCHED = "independent sessions", "one batch per turn"
@@ -53,13 +53,13 @@ def draw_tool_latencies(plan: Plan) -> list[list[float]]:
 class Workload:
     """The sessions of a plan, which each variant runs on the same server."""
 
-    def __init__(self, adapter: AsyncHttpServerEngineAdapter, tokenizer: Any, plan: Plan) -> None:
-        from verl_server.agent import as_generate_fn
+    def __init__(self, server: HttpServerEngineAdapter, tokenizer: Any, plan: Plan) -> None:
+        from verl_server.agent.engine_access import access_engine
         from verl_server.trajectory import ChatRenderer
 
-        self._adapter, self._tokenizer, self._plan = adapter, tokenizer, plan
+        self._adapter, self._tokenizer, self._plan = server.asynchronous, tokenizer, plan
         self._renderer = ChatRenderer(tokenizer)
-        generate = as_generate_fn(adapter)
+        generate = access_engine(server).generate
 
         async def generate_counted(*, rid: str, session_id: str, **request: Any) -> Json:
             reply = await generate(rid=rid, session_id=session_id, **request)

@@ -50,25 +50,25 @@ from plots import COLOURS, grouped_bars, legend_below, new_figure, save_figure
 from verl_server.types import Json
 
 if TYPE_CHECKING:
-    from verl_server import AsyncHttpServerEngineAdapter
+    from verl_server import HttpServerEngineAdapter
 
 NAME = "bench_agent_loop"
 
 
-async def measure(adapter: AsyncHttpServerEngineAdapter, tokenizer: Any, plan: Plan) -> Json:
+async def measure(server: HttpServerEngineAdapter, tokenizer: Any, plan: Plan) -> Json:
     """Run all variants in each round, then the long conversations.
 
     Returns `seconds` by variant and round, `prompt_tokens` by variant, and `conversation_cpu_ms` by repeat, variant
     and turn. Raises RuntimeError if a variant did not sample the planned number of tokens.
     """
-    workload = Workload(adapter, tokenizer, plan)
+    workload = Workload(server, tokenizer, plan)
     prompt_tokens: dict[str, int] = {}
     await workload.variants[INDEPENDENT_NO_TOOL_TIME]()  # the engine's first batches of each size take longer
     seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for round_index in range(plan.rounds):
         first = round_index % len(VARIANTS)
         for variant in [*VARIANTS[first:], *VARIANTS[:first]]:
-            await adapter.flush_cache()
+            await server.asynchronous.flush_cache()
             workload.reset_counters()
             start = time.perf_counter()
             await workload.variants[variant]()
@@ -178,7 +178,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     from transformers import AutoTokenizer
 
-    from verl_server import AsyncHttpServerEngineAdapter
+    from verl_server import HttpServerEngineAdapter
     from verl_server.tiny import make_model
 
     options = parse_options(NAME, "Measures agents that wait for tools.", _add_options)
@@ -190,12 +190,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="verl-bench-") as scratch:
         model = make_model(Path(scratch) / "model", "qwen3", context_length=CONTEXT_LENGTH)
 
-        async def run() -> Json:
-            adapter = await AsyncHttpServerEngineAdapter.launch(model_path=str(model), **SERVER_ARGUMENTS)
-            async with adapter:
-                return await measure(adapter, AutoTokenizer.from_pretrained(model), plan)
-
-        measured = asyncio.run(run())
+        with HttpServerEngineAdapter(str(model), **SERVER_ARGUMENTS) as server:
+            measured = asyncio.run(measure(server, AutoTokenizer.from_pretrained(model), plan))
     report(options, machine, plan, measured)
 
 

@@ -95,7 +95,7 @@ def test_bench_agent_loop_measures_every_way(
         long_conversation_repeats=2,
     )
     tokenizer = AutoTokenizer.from_pretrained(tiny("qwen3"))
-    found = asyncio.run(bench.measure(adapter_of(shared_engine).asynchronous, tokenizer, plan))
+    found = asyncio.run(bench.measure(adapter_of(shared_engine), tokenizer, plan))
     options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
     bench.report(options, environment(), plan, found)
     record = json.loads(options.json.read_text())

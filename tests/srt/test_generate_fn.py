@@ -1,21 +1,26 @@
 """Requests of episodes that an engine aborts for a weight update, and what a generate function is asked for.
 
-No test of this file needs a server: the policies are scripted.
+The policies are scripted, except in the test of the limit of one server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_helpers import ScriptedGenerateFn, make_tasks
-from helpers import QWEN, chat_tokenizer
+from helpers import QWEN, adapter_of, chat_tokenizer
 
+from verl_server import AsyncHttpServerEngineAdapter, VerlEngine
+from verl_server.adapter.sglang.capabilities import max_running_requests
 from verl_server.agent import Episode, RolloutLimits, RolloutRunner, SampleGroup, SingleTurnLoop, Task, ToolAgentLoop
 from verl_server.agent import generate_fn as generate_fn_module
+from verl_server.agent.engine_access import access_engine
+from verl_server.agent.generate_fn import limit_concurrency
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph
 
 USER_MESSAGE = {"role": "user", "content": "x"}
@@ -105,3 +110,80 @@ def test_each_request_has_the_arguments_of_a_partial_engine(renderer: ChatRender
     samples = [sample for group in asyncio.run(run()) for sample in group.samples]
     assert [sample.stop_reason for sample in samples] == ["done"] * 6
     assert log == ["a"] * 6
+
+
+def test_a_limited_generate_fn_runs_a_number_of_requests_in_the_order_of_arrival() -> None:
+    """A request that is cancelled while it waits or runs takes no place from the others."""
+    started: list[str] = []
+
+    async def run() -> None:
+        may_end = asyncio.Event()
+
+        async def generate(*, rid: str, session_id: str, **request: Any) -> Any:
+            started.append(rid)
+            await may_end.wait()
+            return {"rid": rid}
+
+        limited = limit_concurrency(generate, 2)
+        calls = [asyncio.create_task(limited(rid=str(index), session_id="s")) for index in range(6)]
+        await asyncio.sleep(0.01)
+        assert started == ["0", "1"]
+        calls[2].cancel()  # waits
+        calls[0].cancel()  # runs
+        await asyncio.sleep(0.01)
+        assert started == ["0", "1", "3"]
+        may_end.set()
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        assert [reply if isinstance(reply, dict) else type(reply) for reply in replies] == [
+            asyncio.CancelledError,
+            {"rid": "1"},
+            asyncio.CancelledError,
+            *({"rid": str(index)} for index in range(3, 6)),
+        ]
+        assert started == ["0", "1", "3", "4", "5"]
+
+    asyncio.run(run())
+
+
+def test_a_limited_generate_fn_can_be_used_in_several_event_loops() -> None:
+    limited = limit_concurrency(functools.partial(answer_token, log=[]), 1)
+
+    async def run() -> int:
+        return len(await asyncio.gather(*(limited(rid=str(index), session_id="s") for index in range(3))))
+
+    assert [asyncio.run(run()) for _ in range(2)] == [3, 3]
+
+
+def test_one_server_gets_as_many_requests_as_it_runs(
+    shared_engine: VerlEngine, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests would wait in the queue of the server, see docs/decisions/order-of-arrival.md."""
+    server = adapter_of(shared_engine)
+    limit = max_running_requests(server.get_server_info())
+    assert limit is not None
+    running = most = 0
+    generate = AsyncHttpServerEngineAdapter.generate
+
+    async def counted(self: AsyncHttpServerEngineAdapter, *args: Any, **request: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            return await generate(self, *args, **request)
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(AsyncHttpServerEngineAdapter, "generate", counted)
+    limited = access_engine(server).generate
+    params = {"max_new_tokens": 2, "temperature": 0.0}
+
+    async def run() -> list[Any]:
+        requests = (
+            limited(rid=f"limited-{index}", session_id="s", input_ids=[5, 6], sampling_params=params)
+            for index in range(2 * limit)
+        )
+        return await asyncio.gather(*requests)
+
+    replies = asyncio.run(run())
+    assert len({tuple(reply["output_ids"]) for reply in replies}) == 1
+    assert most == limit

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from verl_server.agent.generate_fn import GenerateFn, as_generate_fn, require_generate_fn
+from verl_server.agent.generate_fn import GenerateFn, as_generate_fn, limit_concurrency, require_generate_fn
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -156,7 +156,7 @@ def access_engine(engine: object) -> EngineAccess:
             )
         engine = engine.adapter
     if isinstance(engine, HttpServerEngineAdapter):
-        return _access_servers(as_generate_fn(engine.asynchronous), [engine.get_server_info()])
+        return _access_server(engine)
     if isinstance(engine, AsyncHttpServerEngineAdapter):
         return EngineAccess(as_generate_fn(engine), None)
     if isinstance(engine, (RouterClient, RolloutRouter)):
@@ -171,8 +171,16 @@ def _ask(adapter: HttpServerEngineAdapter) -> Json | VerlServerError:
         return error
 
 
+def _access_server(server: HttpServerEngineAdapter) -> EngineAccess:
+    from verl_server.adapter.sglang.capabilities import max_running_requests
+
+    generate, server_info = as_generate_fn(server.asynchronous), server.get_server_info()
+    limit = max_running_requests(server_info)
+    return _access_servers(generate if limit is None else limit_concurrency(generate, limit), [server_info])
+
+
 def _access_servers(generate: GenerateFn, server_infos: Sequence[Json]) -> EngineAccess:
-    from verl_server.adapter.sglang.replies import max_request_tokens
+    from verl_server.adapter.sglang.capabilities import max_request_tokens
 
     numbers = [number for info in server_infos if (number := max_request_tokens(info)) is not None]
     return EngineAccess(generate, server_infos[0], min(numbers, default=None))

@@ -102,6 +102,24 @@ def as_generate_fn(adapter: AsyncHttpServerEngineAdapter) -> GenerateFn:
     return generate
 
 
+def limit_concurrency(generate: GenerateFn, max_concurrency: int) -> GenerateFn:
+    """`generate`, of which at most `max_concurrency` calls run at a time in each event loop. Other calls wait in order.
+
+    A server whose queue is empty computes the prompts that arrive together as one batch, see
+    docs/decisions/order-of-arrival.md.
+    """
+    slots_of = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+
+    async def generate_limited(*, rid: str, session_id: str, **request: Any) -> Json:
+        loop = asyncio.get_running_loop()
+        if (slots := slots_of.get(loop)) is None:  # a semaphore belongs to one event loop
+            slots = slots_of[loop] = asyncio.Semaphore(max_concurrency)
+        async with slots:
+            return await generate(rid=rid, session_id=session_id, **request)
+
+    return generate_limited
+
+
 def require_generate_fn(name: str, value: object) -> None:
     """Raise BadInputError unless `value` can be called as a `GenerateFn`. The same object is checked once."""
     with contextlib.suppress(TypeError):  # an object without a hash or a weak reference

@@ -1,4 +1,4 @@
-"""Abilities of a running SGLang server, found by requests to its routes instead of by its version string."""
+"""Abilities and limits of a running SGLang server, found by requests to its routes instead of by its version."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from verl_server.adapter.sglang.endpoints import BEGIN_UPDATE, LOADS, OPENAPI, WEIGHTS_CHECKER, Endpoint
 from verl_server.adapter.sglang.request_fields import REQUEST_FIELDS
 from verl_server.errors import UnsupportedError, VerlServerError
+from verl_server.types import Json
 
 if TYPE_CHECKING:
     from verl_server.adapter.http_client import HttpClient
@@ -63,3 +64,23 @@ async def probe_request_fields(http: HttpClient) -> frozenset[str]:
     except UnsupportedError:
         return REQUEST_FIELDS
     return REQUEST_FIELDS.union(schemas["GenerateReqInput"]["properties"])
+
+
+def max_request_tokens(server_info: Json) -> int | None:
+    """Maximum number of tokens of a prompt with its response, from `/server_info`. None if the server does not tell it.
+
+    SGLang calls the number `max_req_input_len`. It is also the shortest prompt that the server refuses.
+    """
+    states = server_info.get("internal_states") or [{}]
+    number = server_info.get("max_req_input_len") or states[0].get("max_req_input_len")
+    return None if number is None else int(number)
+
+
+def max_running_requests(server_info: Json) -> int | None:
+    """Number of requests that a server processes at a time, from `/server_info`. None if the server does not tell it.
+
+    SGLang calls it `effective_max_running_requests_per_dp`: the number for each data parallel rank.
+    """
+    states = server_info.get("internal_states") or [{}]
+    number = states[0].get("effective_max_running_requests_per_dp")
+    return None if number is None else int(number) * int(server_info.get("dp_size") or 1)

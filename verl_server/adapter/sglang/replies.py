@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from verl_server.adapter.sglang.capabilities import max_request_tokens
 from verl_server.adapter.sglang.endpoints import Endpoint
 from verl_server.adapter.sglang.finish_reasons import find_end_tokens, find_tokenizer_end_tokens
 from verl_server.adapter.sglang.requests import PromptLimits
@@ -267,16 +268,6 @@ def prompt_limits(
         max_prompt_tokens=None if shortest_refused is None else shortest_refused - 1,
         end_tokens=find_end_tokens(model_config, generation_config) | find_tokenizer_end_tokens(tokenizer_config),
     )
-
-
-def max_request_tokens(server_info: Json) -> int | None:
-    """Maximum number of tokens of a prompt with its response, from `/server_info`. None if the server does not tell it.
-
-    SGLang calls the number `max_req_input_len`. It is also the shortest prompt that the server refuses.
-    """
-    states = server_info.get("internal_states") or [{}]
-    number = server_info.get("max_req_input_len") or states[0].get("max_req_input_len")
-    return None if number is None else int(number)
 
 
 def released_memory(server_info: Json) -> frozenset[str] | None:
