@@ -39,7 +39,7 @@ from verl_server.gateway.conversation import AssistantTurn, ToolUse, TurnRequest
 from verl_server.gateway.dialects.anthropic_messages import AnthropicDialect
 from verl_server.gateway.dialects.chat import ChatDialect
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.history import conversation_keys, tools_digest
+from verl_server.gateway.sessions.history import conversation_keys, tools_digest
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
 
 MAX_CONTEXT_TOKENS = 2000

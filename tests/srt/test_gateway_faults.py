@@ -17,12 +17,12 @@ from fastapi import FastAPI
 from verl_server.agent import RolloutLimits
 from verl_server.errors import ServerDiedError
 from verl_server.gateway import Gateway
-from verl_server.gateway.app import make_app
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import fold_system_messages
-from verl_server.gateway.history import meaning
-from verl_server.gateway.session import Session
-from verl_server.gateway.session_store import SessionStore
+from verl_server.gateway.http.app import make_app
+from verl_server.gateway.sessions.history import meaning
+from verl_server.gateway.sessions.session import Session
+from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import ChatRenderer, load_session
 from verl_server.trajectory.recorder import Recorder

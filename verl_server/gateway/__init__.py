@@ -2,16 +2,16 @@
 
 `from verl_server.gateway import Gateway`. The way of a request:
 
-1. `app.py` reads the request, `access.py` finds the session by its key.
+1. `http/app.py` reads the request, `http/access.py` finds the session by its key.
 2. A file in `dialects/` converts the body to a `TurnRequest` (`conversation.py`).
-3. `session.py` finds the recorded path that the conversation continues (`history.py`), appends the tokens of the new
-   messages, and lets the policy generate (`generation.py`).
-4. `turn_parsing.py` splits the tokens of the turn, and the dialect writes the reply.
+3. `sessions/session.py` finds the recorded path that the conversation continues (`history.py`), appends the tokens of
+   the new messages, and lets the policy generate (`generation.py`).
+4. `sessions/turn_parsing.py` splits the tokens of the turn, and the dialect writes the reply.
 
-`session_store.py` creates and ends sessions, `admin.py` has the API for that.
+`sessions/session_store.py` creates and ends sessions, `http/admin.py` has the API for that.
 """
 
 from verl_server.gateway.gateway import Gateway
-from verl_server.gateway.session_store import SessionInfo
+from verl_server.gateway.sessions.session_store import SessionInfo
 
 __all__ = ["Gateway", "SessionInfo"]

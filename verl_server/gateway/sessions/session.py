@@ -18,10 +18,10 @@ from verl_server.agent.generate_fn import GenerateFn
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.generation import Generation
-from verl_server.gateway.history import History, Key, conversation_keys, tools_digest
-from verl_server.gateway.raw_prompts import append_raw_prompt, encode_raw_prompt, raw_prompt_key, unsplit_turn
-from verl_server.gateway.turn_parsing import split_turn
+from verl_server.gateway.sessions.generation import Generation
+from verl_server.gateway.sessions.history import History, Key, conversation_keys, tools_digest
+from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt, raw_prompt_key, unsplit_turn
+from verl_server.gateway.sessions.turn_parsing import split_turn
 from verl_server.trajectory.nodes import ForkReason, Node
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer

@@ -14,17 +14,17 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from verl_server.errors import VerlServerError
-from verl_server.gateway.access import Access
-from verl_server.gateway.admin import add_admin_routes
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, require_size
 from verl_server.gateway.dialects import DIALECTS
 from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.dialects.fields import require_recordable
 from verl_server.gateway.errors import ErrorKind, FailureLog, GatewayError
-from verl_server.gateway.generation import Generation
-from verl_server.gateway.models import add_model_routes
-from verl_server.gateway.session_store import SessionStore
+from verl_server.gateway.http.access import Access
+from verl_server.gateway.http.admin import add_admin_routes
+from verl_server.gateway.http.models import add_model_routes
+from verl_server.gateway.sessions.generation import Generation
+from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.types import Json
 
 MAX_FIELD_CHARS = 200

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from fastapi import FastAPI, Request, Response
 
-from verl_server.gateway.access import Access
 from verl_server.gateway.config import GatewayConfig
+from verl_server.gateway.http.access import Access
 from verl_server.types import Json
 
 HEALTH_PATHS = ("/health/liveliness", "/health/liveness", "/health/readiness", "/health")

@@ -11,9 +11,9 @@ import pydantic
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 
-from verl_server.gateway.access import Access
 from verl_server.gateway.errors import ErrorKind, GatewayError, list_wrong_fields
-from verl_server.gateway.session_store import SessionStore
+from verl_server.gateway.http.access import Access
+from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.types import Json
 
 

@@ -9,8 +9,8 @@ from fastapi import Request
 
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.session import Session
-from verl_server.gateway.session_store import SessionStore
+from verl_server.gateway.sessions.session import Session
+from verl_server.gateway.sessions.session_store import SessionStore
 
 OPEN_SESSION = "open"
 """Id of the session of requests without a key, in the open mode."""

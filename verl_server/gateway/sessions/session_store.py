@@ -25,7 +25,7 @@ from verl_server.agent.generate_fn import require_sampling_params
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.gateway.errors import ErrorKind, GatewayError, list_wrong_fields
-from verl_server.gateway.session import Session
+from verl_server.gateway.sessions.session import Session
 from verl_server.trajectory.recorder import Recorder, session_file
 from verl_server.types import Json
 from verl_server.validation import is_finite_number, require_seconds

@@ -1,0 +1,1 @@
+"""The HTTP application of the gateway: routes, keys of requests, streams and errors."""
