@@ -26,7 +26,11 @@ setup(
     ],
     python_requires=">=3.11",
     packages=find_packages(include=["verl_server", "verl_server.*"]),
-    package_data={"verl_server": ["py.typed"], "verl_server.trajectory.view": ["page.html.jinja"]},
+    package_data={
+        "verl_server": ["py.typed"],
+        "verl_server.trajectory.view": ["page.html.jinja"],
+        "verl_server.gateway.http.ui": ["live.html"],
+    },
     install_requires=[
         "sglang>=0.5.15,<=0.5.23",
         "torch",

@@ -72,7 +72,7 @@ class Served:
             lambda record, limits, sampling: Session(record, self.engine.generate, renderer, limits, sampling),
             LIMITS,
         )
-        self.app: FastAPI = make_app(self.store, GatewayConfig(run_dir, "sk-admin", LIMITS))
+        self.app: FastAPI = make_app(self.store, GatewayConfig(run_dir, "sk-admin", LIMITS), str)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://gateway", timeout=60
         )

@@ -11,7 +11,6 @@ import os
 import shlex
 import sys
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,11 +122,9 @@ def _load_decoder(name: str) -> DecodeFn:
     with show_progress("Loading the tokenizer"):
         tokenizer = load_tokenizer(name, "pass --tokenizer the folder or the Hub name of the policy's model")
 
-    def decode(token_ids: Sequence[int]) -> str:
-        text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text)
+    from verl_server.trajectory.view.token_texts import decoder_of
 
-    return decode
+    return decoder_of(tokenizer)
 
 
 def _require_output(path: Path) -> Path:

@@ -26,6 +26,7 @@ from verl_server.server.ports import join_host_port, listen
 from verl_server.trajectory.locked_files import close_locked, open_locked
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.view.token_texts import decoder_of
 from verl_server.types import Json
 from verl_server.validation import make_writable_folder, require_list
 
@@ -93,7 +94,7 @@ class Gateway:
             raise
         self._server = uvicorn.Server(
             uvicorn.Config(
-                make_app(self._store, self.config),
+                make_app(self._store, self.config, decoder_of(renderer.tokenizer)),
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=GRACE_S,

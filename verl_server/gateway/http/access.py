@@ -47,6 +47,19 @@ class Access:
             raise GatewayError(ErrorKind.NOT_FOUND, "there is no such session for this key")
         return self._store.session(session_id)
 
+    def readable_sessions(self, request: Request) -> list[str]:
+        """Ids of the sessions that the key of a request may read: all with the admin key, or that of the key.
+
+        A session that has ended can be read. Raises GatewayError (401) for a wrong key.
+        """
+        key = key_of(request.headers)
+        if key is not None and (session_id := self._store.find_by_key(key)) is not None:
+            return [session_id]
+        if key is None and self._config.is_open:
+            return [info.id for info in self._store.infos() if info.id == OPEN_SESSION]
+        self.require_admin(request)
+        return [info.id for info in self._store.infos()]
+
     def require_admin(self, request: Request) -> None:
         """Raise GatewayError (401) unless the request has the key of the admin API."""
         key, expected = key_of(request.headers), self._config.admin_key

@@ -23,16 +23,18 @@ from verl_server.gateway.errors import ErrorKind, FailureLog, GatewayError
 from verl_server.gateway.http.access import Access
 from verl_server.gateway.http.admin import add_admin_routes
 from verl_server.gateway.http.models import add_model_routes
+from verl_server.gateway.http.ui.routes import add_ui_routes
 from verl_server.gateway.sessions.generation import Generation
 from verl_server.gateway.sessions.session_store import SessionStore
+from verl_server.trajectory.view.token_texts import DecodeFn
 from verl_server.types import Json
 
 MAX_FIELD_CHARS = 200
 """Maximum number of characters of the name of a field in an error."""
 
 
-def make_app(store: SessionStore, config: GatewayConfig) -> FastAPI:
-    """The application for the sessions of `store`."""
+def make_app(store: SessionStore, config: GatewayConfig, decode: DecodeFn) -> FastAPI:
+    """The application for the sessions of `store`. `decode`: decodes token ids for the live page."""
     app = FastAPI(title="verl_server gateway", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.failures = FailureLog()
     access = Access(store, config)
@@ -49,6 +51,7 @@ def make_app(store: SessionStore, config: GatewayConfig) -> FastAPI:
         return parse_object(await read_body(request, config.max_body_bytes))
 
     add_admin_routes(app, store, access, read_object)
+    add_ui_routes(app, store, access, decode)
     app.add_exception_handler(404, _answer_unknown_path)
     app.add_exception_handler(GatewayError, _answer_error)
     app.add_exception_handler(VerlServerError, _answer_error)

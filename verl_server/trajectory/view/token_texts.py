@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from verl_server.trajectory.rendering.truncation import REPLACEMENT_CHARACTER
 
@@ -11,6 +12,16 @@ DecodeFn = Callable[[Sequence[int]], str]
 """Decodes token ids to text, with special tokens."""
 MAX_BYTES_PER_CHARACTER = 4
 CACHE_SIZE = 100_000
+
+
+def decoder_of(tokenizer: Any) -> DecodeFn:
+    """A function that decodes token ids to text with special tokens, as a person wants to see them."""
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    return decode
 
 
 class TokenTexts:
