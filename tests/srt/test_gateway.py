@@ -215,7 +215,7 @@ def test_the_admin_api(gateway: Gateway) -> None:
         assert ended["reward"] == 1.0
         record = admin.get("/admin/sessions/by-http/record").text
         assert made["key"] not in record
-        assert len(record.splitlines()) == 5
+        assert len(record.splitlines()) == 6
         assert admin.get("/admin/sessions/unknown").status_code == 404
         assert admin.post("/admin/sessions", json={"session_id": "../x"}).status_code == 400
         assert admin.post("/admin/sessions", json={"limits": {"max_turn": 1}}).status_code == 400

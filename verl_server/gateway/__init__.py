@@ -8,10 +8,13 @@
    the new messages, and lets the policy generate (`generation.py`).
 4. `sessions/turn_parsing.py` splits the tokens of the turn, and the dialect writes the reply.
 
-`sessions/session_store.py` creates and ends sessions, `http/admin.py` has the API for that.
+`sessions/session_store.py` creates and ends sessions, `http/admin.py` has the API for that. At the end of a session,
+`sessions/conversation_labels.py` labels its conversations: the main conversation, its sub-agents, and side calls.
 """
 
 from verl_server.gateway.gateway import Gateway
-from verl_server.gateway.sessions.session_store import SessionInfo
+from verl_server.gateway.sessions.conversation_kinds import TRAINED_KINDS, ConversationKind
+from verl_server.gateway.sessions.conversation_labels import label_conversations, trained_ends
+from verl_server.gateway.sessions.session_info import SessionInfo
 
-__all__ = ["Gateway", "SessionInfo"]
+__all__ = ["TRAINED_KINDS", "ConversationKind", "Gateway", "SessionInfo", "label_conversations", "trained_ends"]

@@ -20,7 +20,8 @@ from verl_server.errors import BadInputError, DeadlineError, StartupError
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.http.app import make_app
 from verl_server.gateway.sessions.session import Session
-from verl_server.gateway.sessions.session_store import SessionInfo, SessionStore, require_token_limit
+from verl_server.gateway.sessions.session_info import SessionInfo
+from verl_server.gateway.sessions.session_store import SessionStore, require_token_limit
 from verl_server.ranks.machine import is_loopback
 from verl_server.server.ports import join_host_port, listen
 from verl_server.trajectory.locked_files import close_locked, open_locked

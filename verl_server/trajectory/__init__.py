@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from verl_server.trajectory.exports.atif_import import from_atif
     from verl_server.trajectory.exports.verifiers_export import to_verifiers
     from verl_server.trajectory.exports.verifiers_import import from_verifiers
-    from verl_server.trajectory.graph import Termination, TrajectoryGraph
-    from verl_server.trajectory.nodes import NO_VERSION, ForkReason, Node, Span, TokenSequence
+    from verl_server.trajectory.graph import TrajectoryGraph
+    from verl_server.trajectory.nodes import NO_VERSION, ForkReason, Node, Note, Span, TokenSequence
     from verl_server.trajectory.recorder import Recorder, list_sessions, load_session, session_file
     from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
     from verl_server.trajectory.rendering.families import FamilyRenderer, get_renderer
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from verl_server.trajectory.rendering.vision_renderer import VisionRenderer
     from verl_server.trajectory.template_check.check import CheckedConversation, TemplateReport, check_template
     from verl_server.trajectory.template_check.comparison import Verdict
+    from verl_server.trajectory.termination import Termination
     from verl_server.trajectory.vision import VisionInputs
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "ForkReason",
     "Message",
     "Node",
+    "Note",
     "ParsedToolCall",
     "Recorder",
     "Span",
@@ -85,14 +87,12 @@ __getattr__, __dir__ = export_lazily(
         "verl_server.trajectory.exports.atif_import": ("from_atif",),
         "verl_server.trajectory.exports.verifiers_export": ("to_verifiers",),
         "verl_server.trajectory.exports.verifiers_import": ("from_verifiers",),
-        "verl_server.trajectory.graph": (
-            "Termination",
-            "TrajectoryGraph",
-        ),
+        "verl_server.trajectory.graph": ("TrajectoryGraph",),
         "verl_server.trajectory.nodes": (
             "NO_VERSION",
             "ForkReason",
             "Node",
+            "Note",
             "Span",
             "TokenSequence",
         ),
@@ -121,6 +121,7 @@ __getattr__, __dir__ = export_lazily(
             "check_template",
         ),
         "verl_server.trajectory.template_check.comparison": ("Verdict",),
+        "verl_server.trajectory.termination": ("Termination",),
         "verl_server.trajectory.vision": ("VisionInputs",),
     },
 )

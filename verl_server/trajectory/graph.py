@@ -13,26 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_server.errors import BadInputError
-from verl_server.trajectory.nodes import ForkReason, Node, Span, TokenSequence, concatenate_nodes, validate_node
+from verl_server.trajectory.nodes import ForkReason, Node, Note, Span, TokenSequence, concatenate_nodes, validate_node
 from verl_server.trajectory.rendering.messages import image_sources
+from verl_server.trajectory.termination import Termination
 from verl_server.types import Json
 from verl_server.validation import require_whole_number
-
-
-@dataclass(frozen=True)
-class Termination:
-    """The end of a path: why the episode stopped at a node."""
-
-    node: int
-    stop_reason: str
-    error: Json | None = None
-    """Exception of a failed episode as JSON (`verl_server.errors.to_wire`)."""
-    reward: float | None = None
-    """Weighted sum of the rewards of the sample. None if the sample has no reward or failed."""
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    """Result of each reward function and metric by its name."""
-    segments: Sequence[tuple[int, float]] | None = None
-    """Last node and weight of each path that is trained. None in files of earlier versions: only this path is."""
 
 
 def require_graph(value: object) -> None:
@@ -53,6 +38,8 @@ class TrajectoryGraph:
     terminations: dict[int, Termination] = field(default_factory=dict)
     """Terminations by node id, in the order in which they were recorded. A later termination replaces an earlier one
     of the same node."""
+    notes: list[Note] = field(default_factory=list)
+    """Notes in the order in which they were added. A later note about the same fact replaces an earlier note."""
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Digest of each input that the session was recorded with, by the name of the input. Empty if it is unknown."""
     _children: dict[int | None, list[int]] = field(default_factory=dict, init=False)
@@ -116,6 +103,13 @@ class TrajectoryGraph:
         self._num_tokens.append(num_tokens + len(node.token_ids))
         self._num_turns.append(num_turns + node.sampled)
         self._children.setdefault(node.parent, []).append(node.id)
+
+    def add_note(self, node: int | None, name: str, value: Any) -> Note:
+        """Add a fact about a node, or about the session, as a JSON value. Raises BadInputError for an unknown node."""
+        if node is not None:
+            self.node(node)
+        self.notes.append(Note(node, name, value))
+        return self.notes[-1]
 
     def set_rewards(self, node: int, values: Sequence[float]) -> None:
         """Set the rewards of a node: one value for the node, or one value per token.

@@ -90,3 +90,11 @@ def duplicate_locked(fd: int) -> Iterator[int]:
         with _CHANGES:
             _LOCKED.discard(duplicate)
             os.close(duplicate)
+
+
+def read_all(fd: int) -> bytes:
+    """The content of an open file, from its present position."""
+    parts = []
+    while part := os.read(fd, 1 << 20):
+        parts.append(part)
+    return b"".join(parts)

@@ -96,6 +96,18 @@ class NodeFields(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
+class Note:
+    """A fact about a session that is no token, for example the label of a conversation."""
+
+    node: int | None
+    """Id of the node that the note is about. None for the session."""
+    name: str
+    """Kind of the fact."""
+    value: Any
+    """The fact, as a JSON value."""
+
+
+@dataclass(frozen=True)
 class TokenSequence:
     """The tokens of a path as lists with one entry per token. Trainers take this form."""
 

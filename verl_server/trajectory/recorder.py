@@ -21,7 +21,7 @@ import orjson
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.inputs import require_same_inputs
-from verl_server.trajectory.locked_files import close_locked, open_locked
+from verl_server.trajectory.locked_files import close_locked, open_locked, read_all
 from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
 from verl_server.types import Json
 
@@ -56,7 +56,7 @@ class Recorder:
             path, f"another process records the session {session_id!r}, or another Recorder of this process"
         )
         try:
-            self.graph, num_bytes = parse_session(session_id, _read_all(self._fd))
+            self.graph, num_bytes = parse_session(session_id, read_all(self._fd))
             if not self.graph.nodes:  # the file contains at most a header, which is written again
                 num_bytes = 0
                 self.graph.inputs = dict(inputs or {})
@@ -77,6 +77,10 @@ class Recorder:
         node = self.graph.add_node(parent, token_ids, **fields)
         self._write({"node": _node_to_json(node)})
         return node
+
+    def add_note(self, node: int | None, name: str, value: Any) -> None:
+        """Add a note and write it. See `TrajectoryGraph.add_note`."""
+        self._write({"note": asdict(self.graph.add_note(node, name, value))})
 
     def set_rewards(self, node: int, values: Sequence[float]) -> None:
         """Set the rewards of a node and write them. See `TrajectoryGraph.set_rewards`."""
@@ -263,6 +267,8 @@ def _apply_line(graph: TrajectoryGraph, line: Json) -> None:
         _add_node_from_json(graph, line["node"])
     elif "rewards" in line:
         graph.set_rewards(**line["rewards"])
+    elif "note" in line:
+        graph.add_note(**line["note"])
     elif "cleared_rewards" in line:
         graph.clear_rewards()
     else:
@@ -290,10 +296,3 @@ def _node_to_json(node: Node) -> Json:
         if (value := getattr(node, name)) not in (None, ""):
             fields[name] = value
     return fields
-
-
-def _read_all(fd: int) -> bytes:
-    parts = []
-    while part := os.read(fd, 1 << 20):
-        parts.append(part)
-    return b"".join(parts)

@@ -71,8 +71,8 @@ class Cursor:
             self.has_turns |= bool(node.token_ids)
         return node
 
-    def add_turn(self, reply: Json) -> Node:
-        """Record the tokens of a reply.
+    def add_turn(self, reply: Json, details: Json | None = None) -> Node:
+        """Record the tokens of a reply. `details`: further keys of the recorded message.
 
         Raises BadInputError if the server has read another prompt than that of the path, because it expands images in
         another way, for a turn with a token that stands for an image, and if the server has not returned the routed
@@ -95,7 +95,7 @@ class Cursor:
             sampled=True,
             logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
             spans=[Span(span["version"], span["start"], span["end"]) for span in spans],
-            message={"role": "assistant", "content": self._renderer.decode(token_ids)},
+            message={"role": "assistant", "content": self._renderer.decode(token_ids), **(details or {})},
             finish_reason=str((meta.get("finish_reason") or {}).get("type")),
             routed_experts=pack_experts(meta.get("routed_experts")),
         )

@@ -43,6 +43,7 @@ class SessionEnd(AdminBody):
     reward: float | None = None
     rewards: dict[str, float] = {}
     metadata: dict[str, Any] = {}
+    train: list[str] | None = None
 
 
 def add_admin_routes(

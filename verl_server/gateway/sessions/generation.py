@@ -19,7 +19,8 @@ class Generation:
         self.task = asyncio.create_task(turn)
         self.num_prompt_tokens = num_prompt_tokens
         self._num_clients = 0
-        self._is_delivered = False
+        self.is_delivered = False
+        """Whether a client has received the whole reply."""
         self._abort_error = GatewayError(ErrorKind.OVERLOADED, "the turn was aborted; send the request again")
         self._abort: asyncio.TimerHandle | None = None
 
@@ -31,7 +32,7 @@ class Generation:
     @property
     def is_abandoned(self) -> bool:
         """Whether no client waits for the turn, and no client has received all of it."""
-        return self._num_clients == 0 and not self._is_delivered
+        return self._num_clients == 0 and not self.is_delivered
 
     async def wait(self) -> AssistantTurn:
         """The turn. A client that stops waiting does not end the generation for the others.
@@ -67,4 +68,4 @@ class Generation:
 
     def set_delivered(self) -> None:
         """A client has received the whole reply."""
-        self._is_delivered = True
+        self.is_delivered = True

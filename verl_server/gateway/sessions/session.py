@@ -18,19 +18,19 @@ from verl_server.agent.generate_fn import GenerateFn
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of
 from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.gateway.sessions.conversation_labels import root_fork_reason
 from verl_server.gateway.sessions.generation import Generation
 from verl_server.gateway.sessions.history import History, Key, conversation_keys, tools_digest
 from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt, raw_prompt_key, unsplit_turn
+from verl_server.gateway.sessions.turn_details import turn_details
 from verl_server.gateway.sessions.turn_parsing import split_turn
+from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.trajectory.nodes import ForkReason, Node
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.messages import Message, image_sources
 from verl_server.trajectory.rendering.vision_renderer import have_images, read_images
 from verl_server.types import Json
-
-MAX_FINISHED_TURNS = 256
-"""Number of finished turns that are returned when their requests are repeated."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Prompt:
     key: Key
     """Key of the conversation that the prompt ends."""
     request: TurnRequest
+    fingerprint: bytes
+    """Digest of the request, by which a request that is sent again is recognised."""
 
 
 class Session:
@@ -56,13 +58,11 @@ class Session:
         self._state = EpisodeState(self.id, record, generate, renderer, limits, False)
         self._history = History()
         self._branches = itertools.count(len(self.graph.nodes))
-        self._turns = dict[bytes, Generation]()
+        self._turns, self._recorded_turns = Turns(), RecordedTurns(self.graph)
         self._lock = asyncio.Lock()
         """Held while the prompt of a request is rendered and recorded."""
         self._closed: GatewayError | None = None
         """The error of requests after `close`."""
-        self._undelivered = set[int]()
-        """Turns of an earlier process that no conversation continues: perhaps no client has received them."""
         for node in self.graph.nodes:
             self._state.restore(node)
             self._state.has_images |= any(map(image_sources, (node.message or {}).get("messages", ())))
@@ -80,24 +80,27 @@ class Session:
         """
         async with self._lock:
             self._require_open()
-            known = self._turns.get(fingerprint)
-            if known is not None and not known.has_failed and (is_retry or known.is_abandoned):
+            if (known := self._turns.find(fingerprint, is_retry=is_retry)) is not None:
                 return known.join()
-            try:
-                prompt = await self._append_prompt(request)
-            except EpisodeStopped as stopped:
-                raise self._limit_error(stopped.stop_reason) from None
-            generation = Generation(self._generate(prompt), self._num_tokens(prompt.cursor))
-            self._turns.pop(fingerprint, None)
-            self._turns[fingerprint] = generation
-            self._forget_old_turns()
+            if (recorded := self._recorded_turns.take(fingerprint, is_retry=is_retry)) is not None:
+                generation = self._replay(recorded, request)
+            else:
+                try:
+                    prompt = await self._append_prompt(request, fingerprint)
+                except EpisodeStopped as stopped:
+                    raise self._limit_error(stopped.stop_reason) from None
+                generation = Generation(self._generate(prompt), self._num_tokens(prompt.cursor))
+            self._turns.add(fingerprint, generation)
             return generation.join()
 
-    def _forget_old_turns(self) -> None:
-        """Keep the latest finished turns only. A client repeats a request within minutes."""
-        finished = [key for key, generation in self._turns.items() if generation.task.done()]
-        for key in finished[:-MAX_FINISHED_TURNS]:
-            del self._turns[key]
+    def _replay(self, node: Node, request: TurnRequest) -> Generation:
+        """A recorded turn as the turn of a request that was sent again."""
+        num_prompt_tokens = 0 if node.parent is None else self.graph.num_tokens(node.parent)
+
+        async def turn() -> AssistantTurn:
+            return self._as_turn(node, request, num_prompt_tokens, {})
+
+        return Generation(turn(), num_prompt_tokens)
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Number of tokens of the prompt that `start_turn` would give to the engine, also of a prompt without room."""
@@ -114,7 +117,7 @@ class Session:
         else:
             self._closed = GatewayError(ErrorKind.PERMISSION, f"the session {self.id!r} has ended")
         self._state.close()
-        for generation in self._turns.values():
+        for generation in self._turns:
             generation.abort(self._closed)
         self.record.close()
 
@@ -124,9 +127,9 @@ class Session:
 
     def _find_path(self, request: TurnRequest, keys: Sequence[Key]) -> tuple[Cursor, Sequence[Message]]:
         """The end of the recorded path that the conversation continues, and the messages that the path lacks."""
-        messages, reason = request.messages, ForkReason.SUB_AGENT
+        messages = request.messages
         for count, nodes in self._history.find(keys):
-            new, reason = messages[count:], ForkReason.EDITED
+            new = messages[count:]
             if any(message["role"] == "assistant" for message in new):
                 break  # turns that the session does not have
             if new:
@@ -136,16 +139,16 @@ class Session:
                 node = next((node for node in nodes if not self.graph.children(node)), nodes[-1])
                 reason = ForkReason.EDITED if new else ForkReason.SAMPLE
                 return Cursor(self._state, self._branch_name(), node, reason), new
-        return Cursor(self._state, self._branch_name(), None, reason), messages
+        return Cursor(self._state, self._branch_name(), None, ForkReason.SUB_AGENT), messages
 
-    async def _append_prompt(self, request: TurnRequest) -> Prompt:
+    async def _append_prompt(self, request: TurnRequest, fingerprint: bytes) -> Prompt:
         """Record the prompt of a request. Only the event loop changes the graph; worker threads render messages."""
         self._state.require_turn()
         if request.raw_prompt is not None:
             token_ids = await asyncio.to_thread(encode_raw_prompt, self._renderer, request.raw_prompt)
             self._require_open()
             cursor, key = append_raw_prompt(self._state, self._branch_name(), token_ids)
-            return Prompt(cursor, key, request)
+            return Prompt(cursor, key, request, fingerprint)
         if request.messages[-1]["role"] == "assistant":
             raise GatewayError(ErrorKind.INVALID_REQUEST, "the last message must not be of the assistant")
         keys = await asyncio.to_thread(self._keys, request)
@@ -160,12 +163,18 @@ class Session:
                 content["tools"] = list(request.tools)
             remaining, limit = self._state.remaining_tokens(cursor.leaf)
             if len(token_ids) >= remaining and (limit == "max_context_tokens" or not is_root):
-                raise self._limit_error(limit, self._num_tokens(cursor) + len(token_ids))
-            cursor.add_context(token_ids, content, tools_digest(request.tools) if is_root else None)
+                raise self._refuse(cursor, limit, len(token_ids))
+            digest = tools_digest(request.tools) if is_root else None
+            if is_root and self.graph.nodes:
+                known_tools = digest if request.tools else None
+                cursor.fork_reason = await asyncio.to_thread(root_fork_reason, self.graph, messages, known_tools)
+                self._require_open()
+            cursor.add_context(token_ids, content, digest)
+            cursor.fork_reason = ForkReason.SAMPLE  # of another turn after this prompt
         self._require_open()
         assert cursor.leaf is not None
         self._history.add(keys[-1], cursor.leaf)
-        return Prompt(cursor, keys[-1], request)
+        return Prompt(cursor, keys[-1], request, fingerprint)
 
     async def _render(
         self, cursor: Cursor, messages: Sequence[Message], request: TurnRequest
@@ -195,13 +204,11 @@ class Session:
         params = {**request.sampling_params, **self._sampling}
         params["stop_token_ids"] = [*(params.get("stop_token_ids") or ()), *self._renderer.stop_token_ids]
         num_prompt_tokens, node = self.graph.num_tokens(cursor.leaf), None
-        if (recorded := self._take_undelivered(cursor.leaf)) is not None:
-            return self._as_turn(recorded, request, num_prompt_tokens, {})
         try:
             state.begin_turn()
             try:
                 reply = await state.run_request(cursor.request_turn(params))
-                node = cursor.add_turn(reply)
+                node = cursor.add_turn(reply, turn_details(request, prompt.fingerprint, reply))
             finally:
                 if node is None:
                     state.fail_turn()
@@ -211,19 +218,10 @@ class Session:
         self._history.add(conversation_keys("", [message_of(turn)], prompt.key)[0], node.id)
         return turn
 
-    def _take_undelivered(self, prompt: int) -> Node | None:
-        """A turn after a prompt that an earlier process has recorded and perhaps not delivered. Each turn once."""
-        for child in self.graph.children(prompt):
-            if child in self._undelivered and not self.graph.children(child):
-                self._undelivered.remove(child)
-                return self.graph.node(child)
-        return None
-
     def _as_turn(self, node: Node, request: TurnRequest, num_prompt_tokens: int, meta: Json) -> AssistantTurn:
         split = split_turn if request.raw_prompt is None else unsplit_turn
         parts = split(self._renderer, node.token_ids, self._preceding(node), request.tools, f"{self.id}-{node.id}")
-        text, matched = parts.text, (meta.get("finish_reason") or {}).get("matched")
-        stop = matched if isinstance(matched, str) else None
+        text, stop = parts.text, (node.message or {}).get("stop_sequence")
         if stop is not None and not parts.tool_calls:
             text = text.partition(stop)[0]
         is_cut = node.finish_reason == "length"
@@ -251,6 +249,12 @@ class Session:
     def _branch_name(self) -> str:
         return str(next(self._branches))
 
+    def _refuse(self, cursor: Cursor, limit: str, num_new_tokens: int) -> GatewayError:
+        """The error for a prompt that does not fit. The record gets a note: an agent may shorten its history then."""
+        num_tokens = self._num_tokens(cursor) + num_new_tokens
+        self.record.add_note(cursor.leaf, "refused", {"limit": limit, "num_tokens": num_tokens})
+        return self._limit_error(limit, num_tokens)
+
     def _limit_error(self, limit: str, num_tokens: int | None = None) -> GatewayError:
         """`num_tokens`: number of tokens of the prompt, if it is known."""
         if limit == "max_context_tokens":
@@ -268,7 +272,6 @@ class Session:
             else:
                 tools[node.id], start = tools[node.parent], keys[node.parent]
             if node.sampled:
-                self._undelivered.add(node.id)
                 request = TurnRequest("", (), tools[node.id])
                 turn = self._as_turn(node, request, 0, {})
                 messages = [message_of(turn)]

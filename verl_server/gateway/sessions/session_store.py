@@ -9,59 +9,32 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-import pydantic
-
-from verl_server.agent.episodes.segments import find_segments
 from verl_server.agent.generate_fn import require_sampling_params
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
-from verl_server.gateway.errors import ErrorKind, GatewayError, list_wrong_fields
+from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.sessions.session import Session
+from verl_server.gateway.sessions.session_end import record_end
+from verl_server.gateway.sessions.session_info import (
+    SETTINGS_SUFFIX,
+    SessionInfo,
+    as_json,
+    as_kinds,
+    as_rewards,
+    read_info,
+    write_info,
+)
 from verl_server.trajectory.recorder import Recorder, session_file
 from verl_server.types import Json
-from verl_server.validation import is_finite_number, require_seconds
+from verl_server.validation import require_seconds
 
 logger = logging.getLogger(__name__)
-
-SETTINGS_SUFFIX = ".session.json"
-OUTER_LEVELS = 8
-"""Levels of objects and lists around the settings of a session, in its file and in the replies of the admin API."""
-
-
-@dataclass
-class SessionInfo:
-    """What the gateway knows of a session besides its tokens."""
-
-    id: str
-    key_digest: str
-    """SHA-256 of the key of the session. The key itself is not stored."""
-    created_at: float
-    """Seconds since 1970."""
-    expires_at: float | None = None
-    """Seconds since 1970 at which the session ends by itself."""
-    metadata: Json = field(default_factory=dict)
-    limits: Json = field(default_factory=dict)
-    """Fields of `RolloutLimits` that replace those of the gateway."""
-    sampling_params: Json = field(default_factory=dict)
-    """SGLang's sampling parameters of every turn, which replace those of the agent."""
-    ended_at: float | None = None
-    """Seconds since 1970 at which the session was ended. None while it accepts requests."""
-    stop_reason: str | None = None
-    reward: float | None = None
-    rewards: Json = field(default_factory=dict)
-
-    def public(self) -> Json:
-        """The fields for the admin API, without the digest of the key."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "key_digest"}
 
 
 class SessionStore:
@@ -82,7 +55,7 @@ class SessionStore:
         self._is_closed = False
         run_dir.mkdir(parents=True, exist_ok=True)
         for path in sorted(run_dir.glob(f"*{SETTINGS_SUFFIX}")):
-            self._add(_read_info(path))
+            self._add(read_info(path))
 
     def create(
         self,
@@ -108,14 +81,14 @@ class SessionStore:
             _digest(key),
             now,
             None if expiry_s is None else now + require_seconds("expires_in_s", expiry_s),
-            _as_json("metadata", metadata),
-            _as_json("limits", limits),
-            _as_json("sampling_params", require_sampling_params(sampling_params or {})),
+            as_json("metadata", metadata),
+            as_json("limits", limits),
+            as_json("sampling_params", require_sampling_params(sampling_params or {})),
         )
         if info.key_digest in self._ids_by_key:
             raise BadInputError(f"another session has the key of the new session {session_id!r}; choose another key")
         require_token_limit(self._limits_of(info))
-        self._write(info)
+        write_info(self._run_dir, info)
         self._add(info)
         return info, key
 
@@ -145,7 +118,8 @@ class SessionStore:
             self._open.pop(session_id).close()  # the disk was full, for example: the file is read again
         if session_id not in self._open:
             recorder = Recorder(self._run_dir, session_id, sync=False)
-            self._open[session_id] = self._open_session(recorder, self._limits_of(info), info.sampling_params)
+            limits = _remaining(self._limits_of(info), info.created_at)
+            self._open[session_id] = self._open_session(recorder, limits, info.sampling_params)
         return self._open[session_id]
 
     def end(
@@ -156,24 +130,27 @@ class SessionStore:
         reward: float | None = None,
         rewards: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
+        train: Sequence[str] | None = None,
     ) -> SessionInfo:
-        """End a session: abort its turns, and record the reward at the end of each of its conversations.
+        """End a session: abort its turns, and record the reward at the end of each trained conversation.
 
-        A session that has ended gets the reward too.
+        `train`: kinds of the conversations that are trained (`ConversationKind`); by default all but titles and other
+        side calls. A session that has ended gets the reward too. Raises BadInputError for values that are not allowed.
         """
         info = self.info(session_id)
-        given = _as_json("the result", {"stop_reason": stop_reason, "rewards": _as_rewards(rewards or {})})
+        given = as_json("the result", {"stop_reason": stop_reason, "rewards": as_rewards(rewards or {})})
         info = dataclasses.replace(
             info,
             ended_at=info.ended_at or time.time(),
             stop_reason=info.stop_reason or given["stop_reason"],
-            metadata=info.metadata | _as_json("metadata", metadata),
+            metadata=info.metadata | as_json("metadata", metadata),
+            train=info.train if train is None else as_kinds(train),
         )
         if reward is not None:
-            info.reward = _as_rewards({"reward": reward})["reward"]
+            info.reward = as_rewards({"reward": reward})["reward"]
         if rewards:
             info.rewards = given["rewards"]
-        self._write(info)
+        write_info(self._run_dir, info)
         self._add(info)
         opened = self._open.pop(session_id, None)
         if opened is not None:
@@ -181,7 +158,7 @@ class SessionStore:
         with_record = session_file(self._run_dir, session_id).exists()
         if with_record:
             with Recorder(self._run_dir, session_id) as recorder:
-                _terminate(recorder, info)
+                record_end(recorder, info)
         return info
 
     def end_expired(self) -> None:
@@ -218,43 +195,12 @@ class SessionStore:
         self._infos[info.id] = info
         self._ids_by_key[info.key_digest] = info.id
 
-    def _write(self, info: SessionInfo) -> None:
-        path = self._run_dir / f"{info.id}{SETTINGS_SUFFIX}"
-        temporary = path.with_suffix(".new")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            os.fchmod(fd, 0o600)  # the file may exist: a process was killed while it wrote
-            file.write(orjson.dumps(dataclasses.asdict(info)))
-        os.replace(temporary, path)
 
-
-def _read_info(path: Path) -> SessionInfo:
-    try:
-        info = pydantic.TypeAdapter(SessionInfo).validate_python(orjson.loads(path.read_bytes()))
-    except pydantic.ValidationError as error:
-        found = list_wrong_fields(error)
-    except (OSError, ValueError) as error:
-        found = str(error)
-    else:
-        if path.name == f"{info.id}{SETTINGS_SUFFIX}":
-            return info
-        found = f"the settings are those of the session {info.id!r:.80}"
-    raise BadInputError(f"{path} cannot be read as the settings of a session: {found}; move the file away")
-
-
-def _terminate(recorder: Recorder, info: SessionInfo) -> None:
-    """Record the end of the session: each path to a last turn is trained, and has the reward."""
-    graph = recorder.graph
-    if not graph.nodes:
-        return
-    turns = [[node.id for node in graph.path(leaf) if node.sampled and node.token_ids] for leaf in graph.leaves]
-    segments = find_segments(graph, [(path[-1], 1.0) for path in turns if path])
-    if info.reward is not None:
-        for segment in segments:
-            graph.set_rewards(segment.leaf, [info.reward])
-    last = segments[-1].leaf if segments else graph.nodes[-1].id
-    ends = [(segment.leaf, segment.loss_weight) for segment in segments]
-    recorder.terminate(last, info.stop_reason or "done", None, info.reward, ends, info.rewards)
+def _remaining(limits: RolloutLimits, created_at: float) -> RolloutLimits:
+    """The limits at this time: the seconds of a session count from its creation, also over restarts of the gateway."""
+    if limits.timeout_s is None:
+        return limits
+    return dataclasses.replace(limits, timeout_s=max(created_at + limits.timeout_s - time.time(), 1e-6))
 
 
 def require_token_limit(limits: RolloutLimits) -> None:
@@ -264,31 +210,6 @@ def require_token_limit(limits: RolloutLimits) -> None:
             "the number of tokens has no limit, and the engine does not tell its context length; pass "
             "max_context_tokens in the limits"
         )
-
-
-def _as_json(name: str, value: Any) -> Json:
-    """A copy of a mapping with the types that JSON has. Raises BadInputError for a value that JSON does not have."""
-    if not isinstance(value, Mapping | None):
-        raise BadInputError(f"{name} must be a dict, got {type(value).__name__}")
-    nested: Any = dict(value or {})
-    for _ in range(OUTER_LEVELS):
-        nested = [nested]
-    try:
-        encoded = orjson.dumps(nested)
-    except TypeError as error:  # also for text that is no Unicode, and for too many levels
-        raise BadInputError(f"{name} must have values of JSON only: {error}") from None
-    copy: Any = orjson.loads(encoded)
-    for _ in range(OUTER_LEVELS):
-        copy = copy[0]
-    result: Json = copy
-    return result
-
-
-def _as_rewards(rewards: Mapping[str, Any]) -> Json:
-    for name, value in rewards.items():
-        if not is_finite_number(value):
-            raise BadInputError(f"rewards must be finite numbers, but {name!r:.80} is {value!r:.80}")
-    return {name: float(value) for name, value in rewards.items()}
 
 
 def _digest(key: str) -> str:

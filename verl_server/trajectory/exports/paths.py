@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_server.trajectory.graph import Termination, TrajectoryGraph
+from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import ForkReason
+from verl_server.trajectory.termination import Termination
 
 LINKING_REASONS = (ForkReason.COMPACTED, ForkReason.SUB_AGENT)
 """Fork reasons that exports write as links between paths."""

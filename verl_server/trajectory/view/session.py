@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_server.trajectory.divergence import Divergence, find_divergences
-from verl_server.trajectory.graph import Termination, TrajectoryGraph
+from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import ForkReason, Node
+from verl_server.trajectory.termination import Termination
 from verl_server.trajectory.view.model import (
     DivergenceView,
     ErrorView,

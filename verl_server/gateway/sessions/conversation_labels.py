@@ -1,0 +1,149 @@
+"""Labels the conversations of a recorded session by their kinds, and finds the paths that are trained. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from verl_server.gateway.sessions.conversation_kinds import (
+    TRAINED_KINDS,
+    ConversationKind,
+    Opening,
+    comes_back,
+    find_main,
+    kind_of,
+)
+from verl_server.gateway.sessions.turn_parsing import split_thought
+from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.nodes import ForkReason, Node
+from verl_server.trajectory.rendering.messages import Message
+from verl_server.types import Json
+
+LABEL = "conversation"
+"""Name of the notes in a record that have the kind of a conversation."""
+MAX_COMPARED = 8
+"""Number of conversations, and of the last nodes, that a new conversation is compared with."""
+FORK_REASONS = {
+    ConversationKind.COMPACTED: ForkReason.COMPACTED,
+    ConversationKind.EDITED: ForkReason.EDITED,
+    ConversationKind.OTHER_TOOLS: ForkReason.EDITED,
+}
+"""Reason of the fork at the root of a conversation. Other kinds have the reason `SUB_AGENT`."""
+
+
+def label_conversations(graph: TrajectoryGraph) -> dict[int, ConversationKind]:
+    """The kind of each conversation and of each branch, by the id of its first node.
+
+    A node without a kind of its own belongs to the conversation of its parent. A kind can change while the session goes
+    on: a title may be asked for before the main conversation begins.
+    """
+    roots = graph.children(None)
+    if not roots:
+        return {}
+    openings = [_opening(graph, root) for root in roots]
+    main = find_main(openings)
+    last_turns = [
+        (node.id, _text_of_turn(node)) for node in graph.nodes if node.sampled and not graph.children(node.id)
+    ]
+    kinds = dict[int, ConversationKind]()
+    summaries = list[int]()
+    for index, (root, opening) in enumerate(zip(roots, openings, strict=True)):
+        if index == main:
+            kinds[root] = ConversationKind.MAIN
+            continue
+        users = "\n".join(opening.users)
+        found = [turn for turn, text in last_turns if turn < root and comes_back(text, users)]
+        kinds[root] = kind_of(opening, openings[main], bool(found))
+        if kinds[root] is ConversationKind.COMPACTED:
+            summaries.append(found[-1])
+    kinds |= dict(_forks(graph))
+    for turn in summaries:
+        request = graph.node(turn).parent
+        if request is not None and kinds.get(request) not in (ConversationKind.MAIN, ConversationKind.COMPACTED):
+            kinds[request] = ConversationKind.SUMMARY
+    return kinds
+
+
+def _forks(graph: TrajectoryGraph) -> Iterator[tuple[int, ConversationKind]]:
+    """The branches within conversations. The branch that went on keeps the kind of its parent."""
+    for node in graph.nodes:
+        children = graph.children(node.id)
+        turns = [child for child in children if graph.node(child).sampled]
+        kept = next((turn for turn in turns if graph.children(turn)), next(iter(turns), None))
+        yield from ((turn, ConversationKind.SAMPLE) for turn in turns if turn != kept)
+        prompts = [child for child in children if not graph.node(child).sampled]
+        yield from ((prompt, ConversationKind.EDITED) for prompt in prompts[1:])
+
+
+def trained_ends(
+    graph: TrajectoryGraph, kinds: dict[int, ConversationKind], trained: Collection[str] = TRAINED_KINDS
+) -> list[int]:
+    """The last turn of each path that is trained, in the order of the turns.
+
+    `kinds`: of `label_conversations`. A turn is trained if all conversations and branches on its path have a kind in
+    `trained`.
+    """
+    ends = dict[int, None]()
+    for leaf in graph.leaves:
+        end = None
+        for node in graph.path(leaf):
+            if node.id in kinds and kinds[node.id] not in trained:
+                break
+            if node.sampled and node.token_ids:
+                end = node.id
+        if end is not None:
+            ends[end] = None
+    return sorted(ends)
+
+
+def root_fork_reason(graph: TrajectoryGraph, messages: Sequence[Message], tools: str | None) -> ForkReason:
+    """Why a conversation with these first messages begins with a prompt of its own, as far as it is known by now.
+
+    `tools`: digest of its tools, None without tools. The work does not grow with the session.
+    """
+    roots = graph.children(None)[:MAX_COMPARED]
+    if not roots:
+        return ForkReason.SUB_AGENT
+    openings = [_opening(graph, root) for root in roots]
+    opening = _opening_of(messages, tools)
+    users = "\n".join(opening.users)
+    last_turns = [node for node in graph.nodes[-MAX_COMPARED:] if node.sampled and not graph.children(node.id)]
+    has_summary = any(comes_back(_text_of_turn(node), users) for node in last_turns)
+    return FORK_REASONS.get(kind_of(opening, openings[find_main(openings)], has_summary), ForkReason.SUB_AGENT)
+
+
+def _opening(graph: TrajectoryGraph, root: int) -> Opening:
+    node = graph.node(root)
+    message = node.message or {}
+    if "messages" not in message:
+        return Opening(is_raw=True)
+    turns = [graph.node(child) for child in graph.children(root) if graph.node(child).sampled]
+    num_turns = 1 + any(graph.children(turn.id) for turn in turns)
+    asked = [((turn.message or {}).get("request") or {}).get("max_new_tokens") for turn in turns]
+    digest = node.tools_digest if message.get("tools") else None
+    return _opening_of(message["messages"], digest, num_turns, next(iter(asked), None))
+
+
+def _opening_of(
+    messages: Sequence[Message], tools: str | None, num_turns: int = 1, max_new_tokens: int | None = None
+) -> Opening:
+    texts = [(message["role"], _text_of(message)) for message in messages]
+    return Opening(
+        system="\n".join(text for role, text in texts if role == "system"),
+        users=[text for role, text in texts if role == "user"],
+        tools=tools,
+        num_turns=num_turns,
+        has_foreign_turns=any(role == "assistant" for role, _ in texts),
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def _text_of(message: Message) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    parts: list[Json] = [part for part in content if part.get("type") == "text"]
+    return "".join(str(part.get("text")) for part in parts)
+
+
+def _text_of_turn(node: Node) -> str:
+    return split_thought(str((node.message or {}).get("content") or ""))[1]

@@ -1,0 +1,30 @@
+"""Records the end of a session: the kinds of its conversations, the trained paths, and the reward."""
+
+from __future__ import annotations
+
+from verl_server.agent.episodes.segments import find_segments
+from verl_server.gateway.sessions.conversation_kinds import TRAINED_KINDS
+from verl_server.gateway.sessions.conversation_labels import LABEL, label_conversations, trained_ends
+from verl_server.gateway.sessions.session_info import SessionInfo
+from verl_server.trajectory.recorder import Recorder
+
+
+def record_end(recorder: Recorder, info: SessionInfo) -> None:
+    """Record the end of a session. The end of each trained path has the reward."""
+    graph = recorder.graph
+    if not graph.nodes:
+        return
+    kinds = label_conversations(graph)
+    known = {note.node: note.value for note in graph.notes if note.name == LABEL}
+    for node, kind in kinds.items():
+        if known.get(node) != kind:
+            recorder.add_note(node, LABEL, kind.value)
+    ends = trained_ends(graph, kinds, TRAINED_KINDS if info.train is None else info.train)
+    segments = find_segments(graph, [(end, 1.0) for end in ends])
+    if info.reward is not None:
+        graph.clear_rewards()  # of an earlier end, which may have trained other paths
+        for segment in segments:
+            graph.set_rewards(segment.leaf, [info.reward])
+    last = segments[-1].leaf if segments else graph.nodes[-1].id
+    trained = [(segment.leaf, segment.loss_weight) for segment in segments]
+    recorder.terminate(last, info.stop_reason or "done", None, info.reward, trained, info.rewards)

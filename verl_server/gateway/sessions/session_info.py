@@ -1,0 +1,116 @@
+"""`SessionInfo`: the settings and the result of a session, and the file that has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pydantic
+
+from verl_server.errors import BadInputError
+from verl_server.gateway.errors import list_wrong_fields
+from verl_server.gateway.sessions.conversation_kinds import ConversationKind
+from verl_server.types import Json
+from verl_server.validation import is_finite_number, require_list
+
+SETTINGS_SUFFIX = ".session.json"
+OUTER_LEVELS = 8
+"""Levels of objects and lists around the settings of a session, in its file and in the replies of the admin API."""
+
+
+@dataclass
+class SessionInfo:
+    """What the gateway knows of a session besides its tokens."""
+
+    id: str
+    key_digest: str
+    """SHA-256 of the key of the session. The key itself is not stored."""
+    created_at: float
+    """Seconds since 1970."""
+    expires_at: float | None = None
+    """Seconds since 1970 at which the session ends by itself."""
+    metadata: Json = field(default_factory=dict)
+    limits: Json = field(default_factory=dict)
+    """Fields of `RolloutLimits` that replace those of the gateway."""
+    sampling_params: Json = field(default_factory=dict)
+    """SGLang's sampling parameters of every turn, which replace those of the agent."""
+    ended_at: float | None = None
+    """Seconds since 1970 at which the session was ended. None while it accepts requests."""
+    stop_reason: str | None = None
+    reward: float | None = None
+    rewards: Json = field(default_factory=dict)
+    train: list[str] | None = None
+    """Kinds of the conversations that are trained (`ConversationKind`). None: all but titles and other side calls."""
+
+    def public(self) -> Json:
+        """The fields for the admin API, without the digest of the key."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "key_digest"}
+
+
+def write_info(run_dir: Path, info: SessionInfo) -> None:
+    """Write the file of a session in place of an earlier one. Only the user may read the file."""
+    path = run_dir / f"{info.id}{SETTINGS_SUFFIX}"
+    temporary = path.with_suffix(".new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:
+        os.fchmod(fd, 0o600)  # the file may exist: a process was killed while it wrote
+        file.write(orjson.dumps(dataclasses.asdict(info)))
+    os.replace(temporary, path)
+
+
+def read_info(path: Path) -> SessionInfo:
+    """The session of a file. Raises BadInputError for a damaged file."""
+    try:
+        info = pydantic.TypeAdapter(SessionInfo).validate_python(orjson.loads(path.read_bytes()))
+    except pydantic.ValidationError as error:
+        found = list_wrong_fields(error)
+    except (OSError, ValueError) as error:
+        found = str(error)
+    else:
+        if path.name == f"{info.id}{SETTINGS_SUFFIX}":
+            return info
+        found = f"the settings are those of the session {info.id!r:.80}"
+    raise BadInputError(f"{path} cannot be read as the settings of a session: {found}; move the file away")
+
+
+def as_json(name: str, value: Any) -> Json:
+    """A copy of a mapping with the types that JSON has. Raises BadInputError for a value that JSON does not have."""
+    if not isinstance(value, Mapping | None):
+        raise BadInputError(f"{name} must be a dict, got {type(value).__name__}")
+    nested: Any = dict(value or {})
+    for _ in range(OUTER_LEVELS):
+        nested = [nested]
+    try:
+        encoded = orjson.dumps(nested)
+    except TypeError as error:  # also for text that is no Unicode, and for too many levels
+        raise BadInputError(f"{name} must have values of JSON only: {error}") from None
+    copy: Any = orjson.loads(encoded)
+    for _ in range(OUTER_LEVELS):
+        copy = copy[0]
+    result: Json = copy
+    return result
+
+
+def as_kinds(train: Sequence[str] | None) -> list[str] | None:
+    """The kinds of conversations that are trained. Raises BadInputError for an unknown kind."""
+    if train is None:
+        return None
+    allowed = [kind.value for kind in ConversationKind]
+    require_list("train", train, f"the kinds are {', '.join(allowed)}")
+    for kind in train:
+        if kind not in allowed:
+            raise BadInputError(f"train has the kind {kind!r:.80}, but the kinds are {', '.join(allowed)}")
+    return [str(kind) for kind in train]
+
+
+def as_rewards(rewards: Mapping[str, Any]) -> Json:
+    """The rewards as floats. Raises BadInputError for values that are no finite numbers."""
+    for name, value in rewards.items():
+        if not is_finite_number(value):
+            raise BadInputError(f"rewards must be finite numbers, but {name!r:.80} is {value!r:.80}")
+    return {name: float(value) for name, value in rewards.items()}
