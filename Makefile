@@ -5,8 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 UV_VERSION := 0.13.8
+CLIENTS := .venv-clients
+CLIENTS_LOCK := tests/srt/agent_clients/requirements.lock
 
-.PHONY: setup demo test test-quick check format docs doctor bench gpu-proof clean
+.PHONY: setup clients demo test test-quick check format docs doctor bench gpu-proof clean
 
 setup: $(READY)
 
@@ -20,13 +22,22 @@ $(READY): requirements.lock setup.py
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
 	touch $(READY)
 
+# Agent programs and LiteLLM's proxy need other versions of packages than SGLang does. Tests and `bench_gateway.py` run
+# them as processes of this environment.
+clients: $(CLIENTS)/.ready
+
+$(CLIENTS)/.ready: $(CLIENTS_LOCK) | $(READY)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(CLIENTS)
+	$(BIN)/uv pip sync --quiet --python $(CLIENTS)/bin/python $(CLIENTS_LOCK)
+	touch $@
+
 demo: setup
 	$(BIN)/verl-server demo
 
-test: setup
+test: setup clients
 	$(BIN)/pytest
 
-test-quick: setup
+test-quick: setup clients
 	$(BIN)/pytest -m "not soak"
 
 check: setup
@@ -46,7 +57,7 @@ doctor: setup
 	$(BIN)/verl-server doctor
 
 # All benchmarks, one after the other: 2 to 2.5 hours on two idle cores.
-bench: setup
+bench: setup clients
 	$(BIN)/python benchmarks/bench_generate.py
 	$(BIN)/python benchmarks/bench_startup.py
 	$(BIN)/python benchmarks/bench_weight_sync.py
@@ -57,6 +68,7 @@ bench: setup
 	$(BIN)/python benchmarks/bench_agent_loop.py
 	$(BIN)/python benchmarks/bench_steps.py
 	$(BIN)/python benchmarks/bench_async.py
+	$(BIN)/python benchmarks/bench_gateway.py
 
 # What only a GPU can prove, in under nine minutes. Uses .venv if it is there, or PYTHON if it is given, with packages on
 # PYTHONPATH. Results: benchmarks/results/gpu-<device>/. Exit codes of the program: benchmarks/gpu_proof/__main__.py.
@@ -65,4 +77,4 @@ gpu-proof:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" $(PROOF_PYTHON) -m gpu_proof $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(CLIENTS) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -20,6 +20,8 @@ from verl_server.trajectory.rendering.messages import Message, as_json
 from verl_server.types import Json
 
 Key = bytes
+LITELLM_EMPTY_TEXT = "[System: Empty message content sanitised to satisfy protocol]"
+"""What LiteLLM writes for an empty text, because Anthropic's servers refuse it: that of a turn with calls only."""
 
 
 def tools_digest(tools: Sequence[Json]) -> str:
@@ -45,7 +47,8 @@ def meaning(message: Message) -> list[Any]:
     role = "system" if message["role"] == "developer" else message["role"]
     content = message.get("content")
     if role == "assistant":
-        return [role, _text_of(content).strip(), [_meaning_of_call(call) for call in message.get("tool_calls") or ()]]
+        text, calls = _text_of(content).strip(), message.get("tool_calls") or ()
+        return [role, "" if text == LITELLM_EMPTY_TEXT else text, [_meaning_of_call(call) for call in calls]]
     if role == "tool":
         return [role, message.get("tool_call_id"), _parts_of(content)]
     return [role, _parts_of(content)]
