@@ -38,6 +38,7 @@ setup(
         "aiohttp>=3.12",
         "fastapi",
         "uvicorn",
+        "httptools",
         "numpy",
         "orjson",
         "pillow",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import uvicorn
+import uvloop
 
 from verl_server.agent.engine_access import Engine, access_engine
 from verl_server.agent.limits import RolloutLimits
@@ -156,7 +157,7 @@ class Gateway:
         self.shutdown()
 
     def _run(self) -> None:
-        asyncio.run(self._serve())
+        uvloop.run(self._serve())
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
