@@ -69,7 +69,7 @@ class Conversations:
 
     def next_stream(self) -> int:
         """Number of the next stream."""
-        return next(self._streams)
+        return int(next(self._streams))
 
 
 class _Request:

@@ -16,7 +16,8 @@ from fastapi import FastAPI, Request, Response
 from verl_server.errors import BadInputError
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.http.access import Access
-from verl_server.gateway.sessions.session_store import SessionInfo, SessionStore
+from verl_server.gateway.sessions.session_info import SessionInfo
+from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.trajectory.recorder import load_session
 from verl_server.trajectory.view.page import render_page
 from verl_server.trajectory.view.session import make_session_view
