@@ -81,7 +81,8 @@ async def connect(url: str) -> Connection:
     """A connection to the server of a URL."""
     parts = urlsplit(url)
     loop = asyncio.get_running_loop()
-    assert parts.hostname is not None and parts.port is not None
+    assert parts.hostname is not None
+    assert parts.port is not None
     return (await loop.create_connection(Connection, parts.hostname, parts.port))[1]
 
 
