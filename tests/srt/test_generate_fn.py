@@ -21,6 +21,7 @@ from verl_server.agent import Episode, RolloutLimits, RolloutRunner, SampleGroup
 from verl_server.agent import generate_fn as generate_fn_module
 from verl_server.agent.engine_access import access_engine
 from verl_server.agent.generate_fn import limit_concurrency
+from verl_server.agent.loop_slots import LoopSlots
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph
 
 USER_MESSAGE = {"role": "user", "content": "x"}
@@ -152,6 +153,37 @@ def test_a_limited_generate_fn_can_be_used_in_several_event_loops() -> None:
         return len(await asyncio.gather(*(limited(rid=str(index), session_id="s") for index in range(3))))
 
     assert [asyncio.run(run()) for _ in range(2)] == [3, 3]
+
+
+def test_slots_of_event_loops_that_have_ended_are_freed() -> None:
+    slots = LoopSlots(1)
+
+    async def run() -> int:
+        async def use() -> None:
+            async with slots.of_running_loop():
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(use() for _ in range(3)))  # they wait, so the semaphore refers to its event loop
+        return len(slots._semaphores)
+
+    assert [asyncio.run(run()) for _ in range(4)] == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("server_info", "expected"),
+    [
+        ({"internal_states": [{"effective_max_running_requests_per_dp": 32}]}, 32),
+        ({"internal_states": [{"effective_max_running_requests_per_dp": 32}], "dp_size": 4}, 128),
+        ({"internal_states": [{"effective_max_running_requests_per_dp": 32}], "dp_size": 1, "attn_dp_size": 4}, 128),
+        ({"internal_states": [{"effective_max_running_requests_per_dp": 0}]}, None),
+        ({"internal_states": [{"effective_max_running_requests_per_dp": "?"}]}, None),
+        ({"internal_states": [None]}, None),
+        ({"internal_states": []}, None),
+        ({}, None),
+    ],
+)
+def test_number_of_requests_that_a_server_runs(server_info: Any, expected: int | None) -> None:
+    assert max_running_requests(server_info) == expected
 
 
 def test_one_server_gets_as_many_requests_as_it_runs(

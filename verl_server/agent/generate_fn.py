@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl_server.adapter.sglang.request_fields import parse_sampling_params
+from verl_server.agent.loop_slots import LoopSlots
 from verl_server.errors import BadInputError, DeadlineError
 from verl_server.router.resumable_generation import ResumableGeneration
 from verl_server.types import Json
@@ -108,13 +109,10 @@ def limit_concurrency(generate: GenerateFn, max_concurrency: int) -> GenerateFn:
     A server whose queue is empty computes the prompts that arrive together as one batch, see
     docs/decisions/order-of-arrival.md.
     """
-    slots_of = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+    slots = LoopSlots(max_concurrency)
 
     async def generate_limited(*, rid: str, session_id: str, **request: Any) -> Json:
-        loop = asyncio.get_running_loop()
-        if (slots := slots_of.get(loop)) is None:  # a semaphore belongs to one event loop
-            slots = slots_of[loop] = asyncio.Semaphore(max_concurrency)
-        async with slots:
+        async with slots.of_running_loop():
             return await generate(rid=rid, session_id=session_id, **request)
 
     return generate_limited

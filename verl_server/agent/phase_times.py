@@ -22,7 +22,7 @@ class Phase(enum.StrEnum):
     SETUP = "setup"
     """Setup and teardown of the environment."""
     GENERATE = "generate"
-    """Requests to the engine."""
+    """Requests to the engine, and the wait for a place in the engine."""
     TOOL = "tool"
     """Calls of tools."""
     REWARD = "reward"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter.sglang.capabilities import num_data_parallel_ranks
 from verl_server.config import AdapterConfig
 from verl_server.errors import NotReadyError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.health import Observation, ReplicaState
@@ -72,7 +73,7 @@ class Replica:
     @property
     def dp_size(self) -> int:
         """Number of data parallel ranks of its server."""
-        return int(self._server_args.get("dp_size") or 1)
+        return num_data_parallel_ranks(self._server_args)
 
     def start(self, on_ready: Callable[[Replica, HttpServerEngineAdapter], None]) -> None:
         """Start a new server and call `on_ready` when the server is ready. The server is ended when `on_ready` fails.

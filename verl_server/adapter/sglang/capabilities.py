@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_server.adapter.sglang.endpoints import BEGIN_UPDATE, LOADS, OPENAPI, WEIGHTS_CHECKER, Endpoint
 from verl_server.adapter.sglang.request_fields import REQUEST_FIELDS
@@ -81,6 +82,17 @@ def max_running_requests(server_info: Json) -> int | None:
 
     SGLang calls it `effective_max_running_requests_per_dp`: the number for each data parallel rank.
     """
-    states = server_info.get("internal_states") or [{}]
-    number = states[0].get("effective_max_running_requests_per_dp")
-    return None if number is None else int(number) * int(server_info.get("dp_size") or 1)
+    states = server_info.get("internal_states")
+    state = states[0] if isinstance(states, list) and states else None
+    number = state.get("effective_max_running_requests_per_dp") if isinstance(state, dict) else None
+    if not isinstance(number, int) or number < 1:
+        return None
+    return number * num_data_parallel_ranks(server_info)
+
+
+def num_data_parallel_ranks(server_args: Mapping[str, Any]) -> int:
+    """Number of ranks with a scheduler of their own, from `/server_info` or from the arguments of a server.
+
+    SGLang 0.5.23 replaces `dp_size` by `attn_dp_size` if there is DP attention, and refuses both above 1.
+    """
+    return max(int(server_args.get(name) or 1) for name in ("dp_size", "attn_dp_size"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
+from verl_server.agent.loop_slots import LoopSlots
 from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError
 from verl_server.validation import require_seconds, require_whole_number
@@ -29,16 +30,15 @@ class ToolOptions:
     max_result_tokens: int | None = None
     truncate: Truncation = "end"
     max_concurrency: int | None = None
-    _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
-        default_factory=weakref.WeakKeyDictionary, compare=False, repr=False
-    )
+
+    @functools.cached_property
+    def _slots(self) -> LoopSlots | None:
+        return None if self.max_concurrency is None else LoopSlots(self.max_concurrency)
 
     @property
     def slots(self) -> asyncio.Semaphore | None:
         """Admits `max_concurrency` calls at a time in this event loop. None without that limit."""
-        if self.max_concurrency is None:
-            return None
-        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrency))
+        return None if self._slots is None else self._slots.of_running_loop()
 
 
 @overload

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+from verl_server.adapter.sglang.capabilities import num_data_parallel_ranks
 from verl_server.config import AdapterConfig, RemoteServer, Timeouts
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.router.dispatcher import Dispatcher
@@ -110,7 +111,7 @@ class StaticReplicas:
             with contextlib.suppress(VerlServerError, TimeoutError):
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
                     server_info = await self._adapters[name].get_server_info()
-                pool.update_replica(name, dp_size=int(server_info.get("dp_size") or 1))
+                pool.update_replica(name, dp_size=num_data_parallel_ranks(server_info))
                 self._sized.add(name)
 
     async def close(self) -> None:
