@@ -67,12 +67,12 @@ class RecordingGenerateFn:
     """Forwards requests to the engine's server and stores the prompts."""
 
     def __init__(self, engine: Any) -> None:
-        self._generate = as_generate_fn(engine.adapter.asynchronous)
+        self._generate: Any = as_generate_fn(engine.adapter.asynchronous)
         self.prompts: list[list[int]] = []
 
-    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Any:
+    async def __call__(self, *, rid: str, session_id: str, on_tokens: Any = None, **request: Any) -> Any:
         self.prompts.append(list(request["input_ids"]))
-        return await self._generate(rid=rid, session_id=session_id, **request)
+        return await self._generate(rid=rid, session_id=session_id, on_tokens=on_tokens, **request)
 
 
 class ScriptedGenerateFn:

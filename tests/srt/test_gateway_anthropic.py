@@ -35,7 +35,7 @@ from transformers import AutoTokenizer
 from verl_server import VerlEngine
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
-from verl_server.gateway.conversation import AssistantTurn, ToolUse, TurnRequest, message_of
+from verl_server.gateway.conversation import AssistantTurn, ToolUse, TurnRequest, message_of, whole_delta
 from verl_server.gateway.dialects.anthropic_messages import AnthropicDialect
 from verl_server.gateway.dialects.chat import ChatDialect
 from verl_server.gateway.errors import ErrorKind, GatewayError
@@ -343,7 +343,8 @@ def test_a_stream_and_a_reply_have_the_same_content(turn: AssistantTurn, kinds: 
     request = TurnRequest("m", [{"role": "user", "content": "a"}])
     reply = as_official(Message, DIALECT.reply(request, turn))
     assert ([block.type for block in reply.content], reply.stop_reason) == (kinds, stop_reason)
-    events = [*DIALECT.begin(request, "id", 10), *DIALECT.events(request, turn, "id")]
+    stream = DIALECT.open_stream(request, "id")
+    events = [*stream.begin(10), *stream.add(whole_delta(turn)), *stream.end(turn)]
 
     def answer(_: httpx2.Request) -> httpx2.Response:
         content = b"".join(event.encode() for event in events)
@@ -364,7 +365,8 @@ def test_a_stream_without_news_has_pings(generate: RecordingGenerateFn, renderer
     limits = RolloutLimits(max_context_tokens=MAX_CONTEXT_TOKENS, max_turns=9)
     with Gateway(generate, tmp_path, renderer=renderer, limits=limits) as gateway:
         object.__setattr__(gateway.config, "keep_alive_s", 0.01)
-        _, key = gateway.create_session(sampling_params={"max_new_tokens": 100, "ignore_eos": True})
+        # A turn with stop strings is sent when it has ended.
+        _, key = gateway.create_session(sampling_params={"max_new_tokens": 100, "ignore_eos": True, "stop": "#?#?"})
         events = stream_events(gateway, key)
     assert [name for name, _ in events[:2]] == ["message_start", "ping"]
     assert events[1][1] == {"type": "ping"}
@@ -411,7 +413,8 @@ def test_errors_have_the_words_of_the_dialect(gateway: Gateway) -> None:
         if kind is not ErrorKind.TOO_LARGE:  # the documentation has this type, the SDK has no class for it
             as_official(ErrorResponse, body)
         assert status == (529 if kind is ErrorKind.OVERLOADED else kind.status)
-    assert DIALECT.error_event(GatewayError(ErrorKind.INTERNAL, "why")).encode().startswith(b"event: error\n")
+    stream = DIALECT.open_stream(parse(), "id")
+    assert stream.fail(GatewayError(ErrorKind.INTERNAL, "why")).encode().startswith(b"event: error\n")
 
 
 # -- bodies ------------------------------------------------------------------------------------------
@@ -525,8 +528,10 @@ for _ in range(250):
         ({"messages": [ASKED, {"role": "user", "content": [URL_IMAGE]}]}, "messages.1: 'source.type' = url"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'type' = document"),
         ({"system": [URL_IMAGE]}, "system: a content block with 'type' = image"),
-        ({"tools": [ADD], "tool_choice": {"type": "any"}}, "'tool_choice.type' = any"),
-        ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "add"}}, "'tool_choice.type' = tool"),
+        ({"tools": [ADD], "tool_choice": {"type": "some"}}, "'tool_choice.type' = some"),
+        ({"tool_choice": {"type": "any"}}, "'tool_choice' forces a call"),
+        ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "names the tool 'sub'"),
+        ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "'name' must be a string"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "disable_parallel_tool_use"),
         ({"tools": [ADD, {"type": "bash_20250124", "name": "bash"}]}, "tools.1: 'type' = bash_20250124"),
         ({"tools": [{"name": "add"}]}, "tools.0: 'input_schema' must be"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import re
 import time
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verl_server.adapter.sglang.request_fields import parse_sampling_params
 from verl_server.agent.loop_slots import LoopSlots
-from verl_server.errors import BadInputError, DeadlineError
+from verl_server.errors import BadInputError, DeadlineError, ServerError
 from verl_server.router.resumable_generation import ResumableGeneration
+from verl_server.router.token_reports import OnTokens, report_tokens
 from verl_server.types import Json
 from verl_server.validation import require_callable
 
@@ -67,6 +69,9 @@ class GenerateFn(Protocol):
 
     `rid`: request id. `session_id`: requests of one session go to the same replica if possible. `request`: SGLang's
     arguments (`input_ids`, `sampling_params`, `return_logprob`, ...). Returns SGLang's reply.
+
+    A function can have the argument `on_tokens: OnTokens | None = None`, which gets the tokens while they are
+    generated, in the event loop of the call. Without this argument, callers have the tokens when the reply is complete.
     """
 
     async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Json: ...
@@ -86,21 +91,42 @@ def as_generate_fn(adapter: AsyncHttpServerEngineAdapter) -> GenerateFn:
             "pass fleet.router.generate to the runner"
         )
 
-    async def generate(*, rid: str, session_id: str, **request: Any) -> Json:
+    async def generate(*, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any) -> Json:
         del session_id  # there is only one server
         generation, pauses = ResumableGeneration(request), _AbortPauses()
-        while True:
-            attempt_rid = f"{rid}~{generation.attempts}"
-            generation.record_event(await adapter.generate(rid=attempt_rid, **generation.begin_attempt()))
-            reply = generation.reply()
-            if not generation.is_aborted:
-                return reply
-            generation.end_attempt()
-            if generation.is_complete:
-                return generation.reply()
-            await pauses.wait(len(generation.tokens))
+        with report_tokens(generation, on_tokens):
+            while True:
+                await _run_attempt(adapter, generation, f"{rid}~{generation.attempts}")
+                reply = generation.reply()
+                if not generation.is_aborted:
+                    return reply
+                generation.end_attempt()
+                if generation.is_complete:
+                    return generation.reply()
+                await pauses.wait(len(generation.tokens))
 
     return generate
+
+
+async def _run_attempt(adapter: AsyncHttpServerEngineAdapter, generation: ResumableGeneration, rid: str) -> None:
+    """One attempt at a generation, as a stream if a caller gets the tokens while they are generated."""
+    body = generation.begin_attempt()
+    if not (generation.reports and generation.can_continue):
+        generation.record_event(await adapter.generate(rid=rid, **body))
+        return
+    async with contextlib.aclosing(adapter.generate_stream(rid=rid, **body)) as stream:
+        async for event in stream:
+            generation.record_event(event)
+            if event["meta_info"].get("finish_reason") is not None:
+                return
+    raise ServerError(f"the stream of {adapter.base_url} ended before its generation finished", url=adapter.base_url)
+
+
+def with_reports(generate: GenerateFn, on_tokens: OnTokens | None) -> GenerateFn:
+    """`generate`, which reports its tokens to `on_tokens` if it can."""
+    if on_tokens is None or "on_tokens" not in inspect.signature(generate).parameters:
+        return generate
+    return functools.partial(generate, on_tokens=on_tokens)
 
 
 def limit_concurrency(generate: GenerateFn, max_concurrency: int) -> GenerateFn:
@@ -111,9 +137,9 @@ def limit_concurrency(generate: GenerateFn, max_concurrency: int) -> GenerateFn:
     """
     slots = LoopSlots(max_concurrency)
 
-    async def generate_limited(*, rid: str, session_id: str, **request: Any) -> Json:
+    async def generate_limited(*, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any) -> Json:
         async with slots.of_running_loop():
-            return await generate(rid=rid, session_id=session_id, **request)
+            return await with_reports(generate, on_tokens)(rid=rid, session_id=session_id, **request)
 
     return generate_limited
 
@@ -161,13 +187,15 @@ async def await_reply(reply: Any) -> Json:
     return result
 
 
-async def generate_whole_turn(generate: GenerateFn, *, rid: str, session_id: str, **request: Any) -> Json:
+async def generate_whole_turn(
+    generate: GenerateFn, *, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any
+) -> Json:
     """Call `generate` until its reply is complete. A reply that a weight update aborted is discarded.
 
     Raises DeadlineError if that lasts for `ABORT_TIMEOUT_S`, and BadInputError that names
     `RolloutLimits.max_context_tokens` if the server's context length is too small.
     """
-    pauses = _AbortPauses()
+    pauses, generate = _AbortPauses(), with_reports(generate, on_tokens)
     while True:
         try:
             reply = await await_reply(generate(rid=rid, session_id=session_id, **request))

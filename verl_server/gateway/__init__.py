@@ -6,7 +6,8 @@
 2. A file in `dialects/` converts the body to a `TurnRequest` (`conversation.py`).
 3. `sessions/session.py` finds the recorded path that the conversation continues (`history.py`), appends the tokens of
    the new messages, and lets the policy generate (`generation.py`).
-4. `sessions/turn_parsing.py` splits the tokens of the turn, and the dialect writes the reply.
+4. `turn_text/turn_parsing.py` splits the tokens of the turn, and the dialect writes the reply. For a stream,
+   `turn_text/turn_splitter.py` splits the tokens so far (`turn_progress.py`), and the dialect writes their events.
 
 `sessions/session_store.py` creates and ends sessions, `http/admin.py` has the API for that. At the end of a session,
 `sessions/conversation_labels.py` labels its conversations: the main conversation, its sub-agents, and side calls.

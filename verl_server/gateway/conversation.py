@@ -32,6 +32,10 @@ class TurnRequest:
     """Whether the agent wants the log probabilities of the sampled tokens."""
     include_usage: bool = False
     """Whether a stream of OpenAI's chat dialect ends with the numbers of tokens."""
+    forced_tools: Sequence[str] | None = None
+    """Names of the tools of which the turn must call one. None: the policy chooses."""
+    allows_parallel_calls: bool = True
+    """Whether a turn that must call a tool may have several calls."""
     raw_prompt: str | Sequence[int] | None = None
     """Prompt that is not a chat: a text, or token ids. The turn after a raw prompt is not split into parts."""
 
@@ -70,7 +74,25 @@ class AssistantTurn:
     logprobs: Sequence[float]
     """Log probability of each token in nats."""
     tokens: Sequence[str]
-    """Text of each token."""
+    """Text of each token. Empty if the agent wants no log probabilities."""
+
+
+@dataclass(frozen=True)
+class TurnDelta:
+    """The part of a turn since the delta before. All deltas of a turn together have its thoughts, text and tokens."""
+
+    reasoning: str
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Log probability of each token in nats."""
+    tokens: Sequence[str]
+    """Text of each token. Empty if the agent wants no log probabilities."""
+
+
+def whole_delta(turn: AssistantTurn) -> TurnDelta:
+    """The only delta of a turn that is sent at once."""
+    return TurnDelta(turn.reasoning, turn.text, turn.token_ids, turn.logprobs, turn.tokens)
 
 
 def require_size(request: TurnRequest, config: GatewayConfig) -> None:

@@ -56,6 +56,17 @@ class GatewayError(Exception):
         self.num_tokens, self.max_tokens = num_tokens, max_tokens
 
 
+def overflow_error(num_tokens: int | None, max_tokens: int) -> GatewayError:
+    """The error for a conversation that does not fit into the context. `num_tokens`: None if it is not known."""
+    count = "more" if num_tokens is None else str(num_tokens)
+    return GatewayError(
+        ErrorKind.CONTEXT_OVERFLOW,
+        f"the conversation has {count} tokens, and the context has room for {max_tokens}",
+        num_tokens=num_tokens,
+        max_tokens=max_tokens,
+    )
+
+
 def list_wrong_fields(error: pydantic.ValidationError) -> str:
     """What is wrong with the first fields, without their values: a value can be a secret, or very long."""
     found = error.errors(include_url=False, include_context=False, include_input=False)

@@ -134,10 +134,11 @@ class AttemptRunner:
         repeats_prompt = body.get("return_logprob") and body.get("logprob_start_len") not in (None, -1)
         max_events = MAX_EVENTS_WITH_PROMPT if repeats_prompt else MAX_STREAM_EVENTS
         interval = max(self._config.min_tokens_per_event, remaining // max_events)
-        if remaining <= interval:  # a stream would have its last event only
-            record(await server.generate(**body, rid=attempt_id))
-            return
-        body["sampling_params"] = {"stream_interval": interval, **body["sampling_params"]}
+        if not (generation.reports and generation.can_continue) or repeats_prompt:
+            if remaining <= interval:  # a stream would have its last event only
+                record(await server.generate(**body, rid=attempt_id))
+                return
+            body["sampling_params"] = {"stream_interval": interval, **body["sampling_params"]}
         async with contextlib.aclosing(server.generate_stream(**body, rid=attempt_id)) as stream:
             async for event in stream:
                 if record(event):

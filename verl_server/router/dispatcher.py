@@ -32,6 +32,7 @@ from verl_server.router.request_checks import (
 from verl_server.router.result_cache import ResultCache
 from verl_server.router.resumable_generation import ResumableGeneration
 from verl_server.router.snapshot import RouterCounters, RouterSnapshot
+from verl_server.router.token_reports import OnTokens, report_tokens
 from verl_server.server.open_files import raise_open_file_limit
 from verl_server.types import Json
 
@@ -81,17 +82,19 @@ class Dispatcher:
         request = RoutingRequest(session_id=session_id, prompt_tokens=prompt_tokens, may_be_refused=True)
         return self.pool.lease(request, tried=tried, is_retry=is_retry)
 
-    async def generate_request(self, request: Mapping[str, Any], *, is_remote: bool = False) -> Any:
+    async def generate_request(
+        self, request: Mapping[str, Any], *, on_tokens: OnTokens | None = None, is_remote: bool = False
+    ) -> Any:
         """The reply to a request with one prompt, or the list of replies to a request with several prompts.
 
         `request` holds the arguments of `RolloutRouter.generate`: those of the router and those of SGLang. `is_remote`
-        as in `generate`.
+        as in `generate`. `on_tokens` is for one prompt.
         """
         rid, options, request = take_router_fields(request)
         options["is_remote"] = is_remote
         requests = split_batch(request)
         if requests is None:
-            return await self.generate(request, rid=rid, **options)
+            return await self.generate(request, rid=rid, on_tokens=on_tokens, **options)
         rids = rids_of_batch(rid, len(requests))
         return await gather_all(
             self.generate(prompt_request, rid=prompt_rid, **options)
@@ -106,6 +109,7 @@ class Dispatcher:
         session_id: str | None = None,
         requirement: VersionRequirement | None = None,
         timeout_s: float | None = None,
+        on_tokens: OnTokens | None = None,
         is_remote: bool = False,
     ) -> Json:
         """Run one generation for one prompt. See `RolloutRouter.generate` for arguments and errors.
@@ -129,8 +133,9 @@ class Dispatcher:
             running.orphan_timer.cancel()
             running.orphan_timer = None
         try:
-            async with asyncio.timeout(timeout_s):
-                reply = await asyncio.shield(running.task)
+            with report_tokens(running.generation, on_tokens):
+                async with asyncio.timeout(timeout_s):
+                    reply = await asyncio.shield(running.task)
         except asyncio.CancelledError:
             if self.pool.closed and running.task.cancelled():
                 raise ShutDownError("the router was shut down") from None

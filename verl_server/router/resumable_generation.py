@@ -8,6 +8,7 @@ output.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from verl_server.adapter.sglang.finish_reasons import DEFAULT_MAX_NEW_TOKENS
 from verl_server.adapter.sglang.request_fields import plain_request
 from verl_server.adapter.sglang.requests import require_token_ids
 from verl_server.errors import BadInputError
+from verl_server.router.token_reports import TokenReports
 from verl_server.types import Json, parse_weight_version
 
 #: Assumed number of output tokens of a generation without a limit.
@@ -75,13 +77,35 @@ class ResumableGeneration:
         """The last event of the current attempt."""
         self._event_versions: list[tuple[int, int]] = []
         """For each event of the current attempt: the number of tokens so far, and the server's weight version then."""
+        self._num_certain_in_attempt = 0
+        """Number of tokens of the current attempt whose weight version is certain, see `end_attempt`."""
         self.attempts = 0
         """Number of attempts that have begun."""
         self._paused_attempts = 0
         """Number of attempts that ended because the server aborted the generation."""
         self._is_in_attempt = False
+        self.reports: list[TokenReports] = []
+        """Who gets the tokens while the generation runs."""
 
     @property
+    def num_certain_tokens(self) -> int:
+        """Number of tokens that the final reply has, whatever happens to the server. 0 if it would start again."""
+        if not self.can_continue:
+            return 0
+        return sum(len(part["output_ids"]) for part in self._parts) + self._num_certain_in_attempt
+
+    def certain_tokens(self, start: int) -> tuple[list[int], list[float]]:
+        """Ids and log probabilities of the tokens of `num_certain_tokens`, from position `start`."""
+        token_ids, entries = list[int](), list[Any]()
+        counts = [len(part["output_ids"]) for part in self._parts] + [self._num_certain_in_attempt]
+        for part, count in zip(self._all_parts(), counts, strict=False):
+            if start < count:
+                token_ids += part["output_ids"][start:count]
+                entries += (part["meta_info"].get("output_token_logprobs") or ())[start:count]
+            start = max(0, start - count)
+        return token_ids, [entry[0] for entry in entries]
+
+    @functools.cached_property
     def can_continue(self) -> bool:
         """Whether a lost generation continues from the tokens received so far, instead of starting again."""
         return self._prompt is not None and all(
@@ -121,9 +145,14 @@ class ResumableGeneration:
     def record_event(self, event: Json) -> None:
         """Record a stream event of the current attempt: the attempt's whole reply so far."""
         self._event = event
-        self._event_versions.append(
-            (len(event["output_ids"]), parse_weight_version(event["meta_info"].get("weight_version")))
-        )
+        count, version = len(event["output_ids"]), parse_weight_version(event["meta_info"].get("weight_version"))
+        last_count = self._event_versions[-1][0] if self._event_versions else 0
+        self._event_versions.append((count, version))
+        is_certain = version == self._event_versions[0][1] and self._num_certain_in_attempt == last_count
+        if is_certain or event["meta_info"].get("weight_versions"):
+            self._num_certain_in_attempt = count
+        for reports in self.reports:
+            reports.update(self)
 
     def end_attempt(self) -> None:
         """End the current attempt before its generation finished. Keep the tokens whose weight version is certain."""
@@ -131,8 +160,8 @@ class ResumableGeneration:
             return
         self._is_in_attempt = False
         self._paused_attempts += self.is_aborted
-        event, self._event = self._event, None
-        event_versions, self._event_versions = self._event_versions, []
+        event, event_versions = self._event, self._event_versions
+        self._forget_attempt()
         if event is None or not self.can_continue:
             return
         if not event["meta_info"].get("weight_versions"):  # SGLang returns the spans only with the last event
@@ -154,8 +183,11 @@ class ResumableGeneration:
         if len(self._parts) == self._returned_parts:
             return False
         del self._parts[self._returned_parts :]
-        self._event, self._event_versions = None, []
+        self._forget_attempt()
         return True
+
+    def _forget_attempt(self) -> None:
+        self._event, self._event_versions, self._num_certain_in_attempt = None, [], 0
 
     @property
     def _max_new_tokens(self) -> int | None:

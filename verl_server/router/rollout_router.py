@@ -8,6 +8,7 @@ from typing import Any
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.placement.policy import VersionRequirement
+from verl_server.router.token_reports import OnTokens, in_running_loop
 from verl_server.types import Json
 
 
@@ -25,6 +26,7 @@ class RolloutRouter:
         weight_version: int | None = None,
         min_weight_version: int | None = None,
         timeout_s: float | None = None,
+        on_tokens: OnTokens | None = None,
         **request: Any,
     ) -> Json:
         """One generation for one prompt; `request` holds the arguments of `HttpServerEngineAdapter.generate`.
@@ -38,6 +40,8 @@ class RolloutRouter:
             weight_version: Exact version of the weights for all tokens.
             min_weight_version: Minimum version of the weights.
             timeout_s: Seconds until DeadlineError is raised and the generation is aborted.
+            on_tokens: Function that gets the tokens while they are generated, in the event loop of the call. See
+                `OnTokens`. A call that joins a running generation gets its tokens from the start.
 
         Returns SGLang's reply. `meta_info` also has `weight_versions` (spans of tokens with `version`, `start`, `end`)
         and `attempts` (number of attempts on replicas). Cancelling the call aborts the generation in the server.
@@ -52,5 +56,6 @@ class RolloutRouter:
             session_id=session_id,
             requirement=VersionRequirement(weight_version, min_weight_version),
             timeout_s=timeout_s,
+            on_tokens=None if on_tokens is None else in_running_loop(on_tokens),
         )
         return await asyncio.wrap_future(self._loop.submit(coroutine))

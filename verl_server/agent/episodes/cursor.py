@@ -11,6 +11,7 @@ from verl_server.agent.generate_fn import generate_whole_turn
 from verl_server.agent.samples import Turn
 from verl_server.errors import BadInputError
 from verl_server.router.resumable_generation import version_spans
+from verl_server.router.token_reports import OnTokens
 from verl_server.trajectory.batches.routed_experts import num_recorded_expert_tokens, pack_experts
 from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
 from verl_server.trajectory.rendering.images import image_data_url
@@ -115,10 +116,11 @@ class Cursor:
                 state.fail_turn()
         return self.as_turn(node, tools)
 
-    async def request_turn(self, params: Json) -> Json:
+    async def request_turn(self, params: Json, on_tokens: OnTokens | None = None) -> Json:
         """Request a turn after the path and return the reply, which `add_turn` records.
 
-        `params`: the sampling parameters of the turn. `max_new_tokens` is at most what the limits leave.
+        `params`: the sampling parameters of the turn. `max_new_tokens` is at most what the limits leave. `on_tokens`:
+        gets the tokens while they are generated, if the generate function can report them.
         """
         leaf, session_id = self.leaf, self._graph.session_id
         remaining, limit = self._state.remaining_tokens(leaf)
@@ -128,6 +130,7 @@ class Cursor:
             self._state.generate,
             rid=f"{session_id}-{leaf}-{uuid.uuid4().hex[:8]}",
             session_id=session_id,
+            on_tokens=on_tokens,
             return_logprob=True,
             **self._prompt_fields(),
             **self._routed_experts_fields(),

@@ -11,6 +11,7 @@ import orjson
 from verl_server.gateway.conversation import as_template_call
 from verl_server.gateway.dialects.chat import parse_content, tool_schema
 from verl_server.gateway.dialects.fields import bad_request, read_objects, read_text, require_recordable
+from verl_server.gateway.dialects.tool_choice import force_call
 from verl_server.gateway.errors import GatewayError
 from verl_server.types import Json
 
@@ -120,20 +121,29 @@ def _parse_image(block: Json) -> Json:
     return {"type": "image_url", "image_url": {"url": f"data:{source['media_type']};base64,{data}"}}
 
 
-def parse_tools(body: Json) -> list[Json]:
-    """The tools that the policy may call: none with the `tool_choice` none."""
+def parse_tools(body: Json) -> tuple[list[Json], tuple[str, ...] | None, bool]:
+    """The tools that the policy may call, those of which the turn must call one, and whether it may call several.
+
+    No tools with the `tool_choice` none.
+    """
     choice = body.get("tool_choice")
     if choice is not None and not isinstance(choice, dict):
         raise bad_request("'tool_choice' must be an object")
     kind = "auto" if choice is None else choice.get("type")
-    if kind not in ("auto", "none"):
+    if kind not in ("auto", "none", "any", "tool"):
+        raise bad_request(f"'tool_choice.type' = {str(kind)[:40]} is not supported; use auto, none, any or tool")
+    is_single = choice is not None and bool(choice.get("disable_parallel_tool_use"))
+    if is_single and kind == "auto":
         raise bad_request(
-            f"'tool_choice.type' = {str(kind)[:40]} is not supported: the policy chooses its tools; use auto or none"
+            "'tool_choice.disable_parallel_tool_use' = true is not supported with the type auto: the policy may call "
+            "several tools; use the type any or tool"
         )
-    if choice is not None and choice.get("disable_parallel_tool_use"):
-        raise bad_request("'tool_choice.disable_parallel_tool_use' = true is not supported: a turn may call several")
-    tools = [_named(f"tools.{index}", _parse_tool, tool) for index, tool in enumerate(read_objects(body, "tools"))]
-    return [] if kind == "none" else [tool for tool in tools if tool is not None]
+    parsed = [_named(f"tools.{index}", _parse_tool, tool) for index, tool in enumerate(read_objects(body, "tools"))]
+    tools: list[Json] = [] if kind == "none" else [tool for tool in parsed if tool is not None]
+    forced = None
+    if choice is not None and kind in ("any", "tool"):
+        forced = force_call(tools, read_text(choice, "name") if kind == "tool" else None)
+    return tools, forced, not is_single
 
 
 def _parse_tool(tool: Json) -> Json | None:

@@ -10,7 +10,8 @@ What differs from Anthropic's own servers:
   `text_editor_...`, `computer_...`, `browser_...`, `memory_...`) are refused: the agent cannot act without them.
 - `is_error` of a result is not shown to the policy, unless the result is empty: it becomes the text `Error`.
 - Images are sent as base64. Images by URL or by file, documents and other content blocks are refused.
-- The policy cannot be forced to call a tool, nor to continue an assistant message at the end of the conversation.
+- The policy cannot be forced to continue an assistant message at the end of the conversation.
+- `disable_parallel_tool_use` is honoured for a turn that must be a tool call (`any`, `tool`), and refused with `auto`.
 - `max_tokens` may be more than the context has left: then the turn ends earlier, with the reason `max_tokens`.
 """
 
@@ -21,14 +22,14 @@ from typing import Any
 
 import orjson
 
-from verl_server.gateway.conversation import AssistantTurn, TurnRequest, fold_system_messages
+from verl_server.gateway.conversation import AssistantTurn, TurnDelta, TurnRequest, fold_system_messages
 from verl_server.gateway.dialects.anthropic_content import (
     parse_messages,
     parse_output_format,
     parse_system,
     parse_tools,
 )
-from verl_server.gateway.dialects.dialect import Dialect, Event
+from verl_server.gateway.dialects.dialect import Dialect
 from verl_server.gateway.dialects.fields import (
     bad_request,
     read_count,
@@ -40,6 +41,7 @@ from verl_server.gateway.dialects.fields import (
     read_top_k,
     sampling_params,
 )
+from verl_server.gateway.dialects.reply_stream import Event, ReplyStream
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.types import Json
 
@@ -73,10 +75,13 @@ class AnthropicDialect(Dialect):
 
     def parse_count(self, body: Json) -> TurnRequest:
         messages = read_objects(body, "messages", is_needed=True)
+        tools, forced_tools, allows_parallel_calls = parse_tools(body)
         return TurnRequest(
             model=read_text(body, "model"),
             messages=fold_system_messages([*parse_system(body.get("system")), *parse_messages(messages)]),
-            tools=parse_tools(body),
+            tools=tools,
+            forced_tools=forced_tools,
+            allows_parallel_calls=allows_parallel_calls,
             sampling_params=sampling_params(
                 max_new_tokens=read_count(body, "max_tokens"),
                 temperature=read_number(body, "temperature", 0, 100),
@@ -92,21 +97,8 @@ class AnthropicDialect(Dialect):
         ending = _ending(turn)
         return {**_message(request, turn.id), "content": _blocks(turn), **ending, "usage": _usage(turn)}
 
-    def begin(self, request: TurnRequest, reply_id: str, num_prompt_tokens: int) -> list[Event]:
-        return [_event("message_start", message=_message(request, reply_id, num_prompt_tokens))]
-
-    def keep_alive(self) -> bytes:
-        return _event("ping").encode()
-
-    def events(self, request: TurnRequest, turn: AssistantTurn, reply_id: str) -> Iterator[Event]:
-        for index, block in enumerate(_blocks(turn)):
-            empty, deltas = _in_deltas(block)
-            yield _event("content_block_start", index=index, content_block=empty)
-            for delta in deltas:
-                yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
-        yield _event("message_delta", delta=_ending(turn), usage=_usage(turn))
-        yield _event("message_stop")
+    def open_stream(self, request: TurnRequest, reply_id: str) -> ReplyStream:
+        return MessageStream(self, request, reply_id)
 
     def error(self, error: GatewayError) -> tuple[int, Json]:
         message, status = error.message, error.kind.status
@@ -116,6 +108,71 @@ class AnthropicDialect(Dialect):
         if error.kind is ErrorKind.OVERLOADED:
             status = OVERLOADED_STATUS
         return status, {"type": "error", "error": {"type": ERROR_TYPES[error.kind], "message": message}}
+
+
+class MessageStream(ReplyStream):
+    """Events of a message. The blocks come one after the other: the thought, the text, each tool call."""
+
+    def __init__(self, dialect: AnthropicDialect, request: TurnRequest, reply_id: str) -> None:
+        super().__init__(request, reply_id)
+        self._dialect = dialect
+        self._open: Json | None = None
+        """The block that has begun, as it was at its beginning."""
+        self._index = -1
+        self._held = ""
+        """White space at the beginning of the text. A text of white space only is no block before a tool call."""
+
+    def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
+        yield _event("message_start", message=_message(self.request, self.reply_id, num_prompt_tokens))
+
+    def keep_alive(self) -> bytes:
+        return _event("ping").encode()
+
+    def add(self, delta: TurnDelta) -> Iterator[Event]:
+        if delta.reasoning:
+            yield from self._begin_block({"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
+        self._held += delta.text
+        if delta.text and (self._is_open("text") or self._held.strip()):
+            yield from self._begin_block({"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": self._held})
+            self._held = ""
+
+    def end(self, turn: AssistantTurn) -> Iterator[Event]:
+        if not turn.tool_calls and not self._is_open("text"):  # many agents read the first block
+            yield from self._begin_block({"type": "text", "text": ""})
+            if self._held:
+                yield self._delta({"type": "text_delta", "text": self._held})
+        for call in turn.tool_calls:
+            yield from self._begin_block({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        yield from self._end_block()
+        yield _event("message_delta", delta=_ending(turn), usage=_usage(turn))
+        yield _event("message_stop")
+
+    def fail(self, error: GatewayError) -> Event:
+        return Event(self._dialect.error(error)[1], "error")
+
+    def _is_open(self, kind: str) -> bool:
+        return self._open is not None and self._open["type"] == kind
+
+    def _begin_block(self, block: Json) -> Iterator[Event]:
+        """Begin a block, unless it is the text or the thought that has begun already."""
+        if self._is_open(block["type"]) and block["type"] != "tool_use":
+            return
+        yield from self._end_block()
+        self._open, self._index = block, self._index + 1
+        yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _end_block(self) -> Iterator[Event]:
+        if self._is_open("thinking"):
+            yield self._delta({"type": "signature_delta", "signature": ""})
+        if self._open is not None:
+            yield _event("content_block_stop", index=self._index)
+        self._open = None
+
+    def _delta(self, delta: Json) -> Event:
+        return _event("content_block_delta", index=self._index, delta=delta)
 
 
 def _event(kind: str, **fields: Any) -> Event:
@@ -160,18 +217,6 @@ def _blocks(turn: AssistantTurn) -> list[Json]:
     for call in turn.tool_calls:
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": orjson.loads(call.arguments)})
     return blocks
-
-
-def _in_deltas(block: Json) -> tuple[Json, list[Json]]:
-    """A content block at its start, and the deltas that complete the block."""
-    if block["type"] == "thinking":
-        thought = {"type": "thinking_delta", "thinking": block["thinking"]}
-        signature = {"type": "signature_delta", "signature": block["signature"]}
-        return {**block, "thinking": "", "signature": ""}, [thought, signature]
-    if block["type"] == "text":
-        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}] if block["text"] else []
-    arguments = orjson.dumps(block["input"]).decode()
-    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
 
 
 def _ending(turn: AssistantTurn) -> Json:

@@ -9,8 +9,14 @@ from typing import Any
 
 import orjson
 
-from verl_server.gateway.conversation import AssistantTurn, TurnRequest, as_template_call, fold_system_messages
-from verl_server.gateway.dialects.dialect import Dialect, Event, openai_error
+from verl_server.gateway.conversation import (
+    AssistantTurn,
+    TurnDelta,
+    TurnRequest,
+    as_template_call,
+    fold_system_messages,
+)
+from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.dialects.fields import (
     bad_request,
     read_count,
@@ -23,6 +29,8 @@ from verl_server.gateway.dialects.fields import (
     require_recordable,
     sampling_params,
 )
+from verl_server.gateway.dialects.reply_stream import Event, ReplyStream
+from verl_server.gateway.dialects.tool_choice import parse_openai_choice
 from verl_server.gateway.errors import GatewayError
 from verl_server.types import Json
 
@@ -34,15 +42,15 @@ class ChatDialect(Dialect):
 
     def parse(self, body: Json) -> TurnRequest:
         refuse(body, "n", (1,), "send several requests")
-        tool_choice = body.get("tool_choice")
-        refuse(body, "tool_choice", ("auto", "none"), "the policy chooses its tools")
-        tools = [] if tool_choice == "none" else read_objects(body, "tools")
+        tools, forced_tools = parse_openai_choice(body, [_parse_tool(tool) for tool in read_objects(body, "tools")])
         return TurnRequest(
             model=read_text(body, "model", default=""),
             messages=fold_system_messages(
                 [_parse_message(message) for message in read_objects(body, "messages", is_needed=True)]
             ),
-            tools=[_parse_tool(tool) for tool in tools],
+            tools=tools,
+            forced_tools=forced_tools,
+            allows_parallel_calls=body.get("parallel_tool_calls") is not False,
             sampling_params=sampling_params(
                 max_new_tokens=read_count(body, "max_completion_tokens", "max_tokens"),
                 temperature=read_number(body, "temperature", 0, 100),
@@ -81,49 +89,53 @@ class ChatDialect(Dialect):
             "usage": usage(turn),
         }
 
-    def begin(self, request: TurnRequest, reply_id: str, num_prompt_tokens: int) -> list[Event]:
-        return [self._chunk(request, reply_id, {"role": "assistant", "content": ""})]
-
-    def keep_alive(self) -> bytes:
-        return b": keep-alive\n\n"
-
-    def events(self, request: TurnRequest, turn: AssistantTurn, reply_id: str) -> Iterator[Event]:
-        if turn.reasoning:
-            yield self._chunk(request, reply_id, {"reasoning_content": turn.reasoning})
-        if turn.text:
-            logprobs = _logprobs(turn) if request.logprobs else None
-            yield self._chunk(request, reply_id, {"content": turn.text}, logprobs=logprobs)
-        for index, call in enumerate(turn.tool_calls):
-            started = {"index": index, **as_template_call(call.id, call.name, "")}
-            yield self._chunk(request, reply_id, {"tool_calls": [started]})
-            arguments = {"index": index, "function": {"arguments": call.arguments}}
-            yield self._chunk(request, reply_id, {"tool_calls": [arguments]})
-        yield self._chunk(request, reply_id, {}, finish_reason=turn.finish_reason)
-        if request.include_usage:
-            yield Event({**self._head(request, reply_id), "choices": [], "usage": usage(turn)})
-        yield Event("[DONE]")
+    def open_stream(self, request: TurnRequest, reply_id: str) -> ReplyStream:
+        return ChatStream(request, reply_id)
 
     def error(self, error: GatewayError) -> tuple[int, Json]:
         return openai_error(error)
 
-    def error_event(self, error: GatewayError) -> Event:
-        return Event(self.error(error)[1])
 
-    def _head(self, request: TurnRequest, reply_id: str) -> Json:
-        head = {"id": f"chatcmpl-{reply_id}", "object": "chat.completion.chunk", "created": int(time.time())}
-        return {**head, "model": request.model}
+class ChatStream(ReplyStream):
+    """Chunks of a chat completion."""
 
-    def _chunk(
-        self,
-        request: TurnRequest,
-        reply_id: str,
-        delta: Json,
-        *,
-        finish_reason: str | None = None,
-        logprobs: Json | None = None,
-    ) -> Event:
+    def __init__(self, request: TurnRequest, reply_id: str) -> None:
+        super().__init__(request, reply_id)
+        self._head = {
+            "id": f"chatcmpl-{reply_id}",
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": request.model,
+        }
+        self._logprobs: Json | None = None
+        """Log probabilities of the tokens after the last text, for the last chunk."""
+
+    def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def add(self, delta: TurnDelta) -> Iterator[Event]:
+        logprobs = _logprobs(delta) if self.request.logprobs and delta.token_ids else None
+        if delta.reasoning:
+            yield self._chunk({"reasoning_content": delta.reasoning}, logprobs=None if delta.text else logprobs)
+        if delta.text:
+            yield self._chunk({"content": delta.text}, logprobs=logprobs)
+        self._logprobs = None if delta.reasoning or delta.text else logprobs
+
+    def end(self, turn: AssistantTurn) -> Iterator[Event]:
+        for index, call in enumerate(turn.tool_calls):
+            yield self._chunk({"tool_calls": [{"index": index, **as_template_call(call.id, call.name, "")}]})
+            yield self._chunk({"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]})
+        yield self._chunk({}, finish_reason=turn.finish_reason, logprobs=self._logprobs)
+        if self.request.include_usage:
+            yield Event({**self._head, "choices": [], "usage": usage(turn)})
+        yield Event("[DONE]")
+
+    def fail(self, error: GatewayError) -> Event:
+        return Event(openai_error(error)[1])
+
+    def _chunk(self, delta: Json, *, finish_reason: str | None = None, logprobs: Json | None = None) -> Event:
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return Event({**self._head(request, reply_id), "choices": [choice]})
+        return Event({**self._head, "choices": [choice]})
 
 
 def usage(turn: AssistantTurn) -> Json:
@@ -233,7 +245,7 @@ def parse_arguments(arguments: Any) -> Any:
     return value
 
 
-def _logprobs(turn: AssistantTurn) -> Json:
+def _logprobs(turn: AssistantTurn | TurnDelta) -> Json:
     entries = [
         {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in zip(turn.tokens, turn.logprobs, strict=True)

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from verl_server.gateway.conversation import AssistantTurn, TurnRequest
+from verl_server.gateway.conversation import AssistantTurn, TurnDelta, TurnRequest
 from verl_server.gateway.dialects.chat import usage
-from verl_server.gateway.dialects.dialect import Dialect, Event, openai_error
+from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.dialects.fields import (
     bad_request,
     read_count,
@@ -27,6 +27,7 @@ from verl_server.gateway.dialects.fields import (
     refuse,
     sampling_params,
 )
+from verl_server.gateway.dialects.reply_stream import Event, ReplyStream
 from verl_server.gateway.errors import GatewayError
 from verl_server.types import Json
 
@@ -67,30 +68,43 @@ class CompletionsDialect(Dialect):
         )
 
     def reply(self, request: TurnRequest, turn: AssistantTurn) -> Json:
-        choice = _choice(turn.text, turn.finish_reason, _logprobs(turn) if request.logprobs else None, turn.token_ids)
+        logprobs = _logprobs(turn, 0) if request.logprobs else None
+        choice = _choice(turn.text, turn.finish_reason, logprobs, turn.token_ids)
         return {**_head(request, turn.id), "choices": [choice], "usage": usage(turn)}
 
-    def begin(self, request: TurnRequest, reply_id: str, num_prompt_tokens: int) -> list[Event]:
-        return []
-
-    def keep_alive(self) -> bytes:
-        return b": keep-alive\n\n"
-
-    def events(self, request: TurnRequest, turn: AssistantTurn, reply_id: str) -> Iterator[Event]:
-        head = _head(request, reply_id)
-        if turn.text or turn.token_ids:
-            logprobs = _logprobs(turn) if request.logprobs else None
-            yield Event({**head, "choices": [_choice(turn.text, None, logprobs, turn.token_ids)]})
-        yield Event({**head, "choices": [_choice("", turn.finish_reason, None, ())]})
-        if request.include_usage:
-            yield Event({**head, "choices": [], "usage": usage(turn)})
-        yield Event("[DONE]")
+    def open_stream(self, request: TurnRequest, reply_id: str) -> ReplyStream:
+        return CompletionStream(request, reply_id)
 
     def error(self, error: GatewayError) -> tuple[int, Json]:
         return openai_error(error)
 
-    def error_event(self, error: GatewayError) -> Event:
-        return Event(self.error(error)[1])
+
+class CompletionStream(ReplyStream):
+    """Chunks of a completion."""
+
+    def __init__(self, request: TurnRequest, reply_id: str) -> None:
+        super().__init__(request, reply_id)
+        self._head = _head(request, reply_id)
+        self._offset = 0
+        """Number of characters of the tokens that were sent."""
+
+    def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
+        return iter(())
+
+    def add(self, delta: TurnDelta) -> Iterator[Event]:
+        if delta.text or delta.token_ids:
+            logprobs = _logprobs(delta, self._offset) if self.request.logprobs else None
+            yield Event({**self._head, "choices": [_choice(delta.text, None, logprobs, delta.token_ids)]})
+            self._offset += sum(map(len, delta.tokens))
+
+    def end(self, turn: AssistantTurn) -> Iterator[Event]:
+        yield Event({**self._head, "choices": [_choice("", turn.finish_reason, None, ())]})
+        if self.request.include_usage:
+            yield Event({**self._head, "choices": [], "usage": usage(turn)})
+        yield Event("[DONE]")
+
+    def fail(self, error: GatewayError) -> Event:
+        return Event(openai_error(error)[1])
 
 
 def _parse_prompt(value: Any) -> str | tuple[int, ...]:
@@ -115,9 +129,9 @@ def _choice(text: str, finish_reason: str | None, logprobs: Json | None, token_i
     return {**choice, "token_ids": list(token_ids)}
 
 
-def _logprobs(turn: AssistantTurn) -> Json:
-    """The log probabilities of the sampled tokens. Those of other tokens are not known."""
-    offsets = itertools.accumulate((len(token) for token in turn.tokens), initial=0)
+def _logprobs(turn: AssistantTurn | TurnDelta, offset: int) -> Json:
+    """The log probabilities of the sampled tokens. Those of other tokens are not known. `offset`: of the first text."""
+    offsets = itertools.accumulate((len(token) for token in turn.tokens), initial=offset)
     return {
         "tokens": list(turn.tokens),
         "token_logprobs": list(turn.logprobs),

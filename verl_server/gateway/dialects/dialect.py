@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-import orjson
 
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
+from verl_server.gateway.dialects.reply_stream import ReplyStream
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.types import Json
-
-
-@dataclass(frozen=True)
-class Event:
-    """A server-sent event."""
-
-    data: Json | str
-    name: str | None = None
-    """Value of the field `event`. None leaves the field out."""
-
-    def encode(self) -> bytes:
-        """The bytes of the event."""
-        data = self.data.encode() if isinstance(self.data, str) else orjson.dumps(self.data)
-        return (b"" if self.name is None else f"event: {self.name}\n".encode()) + b"data: " + data + b"\n\n"
 
 
 class Dialect(ABC):
@@ -52,29 +35,12 @@ class Dialect(ABC):
         """The body of the reply with a turn."""
 
     @abstractmethod
-    def begin(self, request: TurnRequest, reply_id: str, num_prompt_tokens: int) -> list[Event]:
-        """The events at the start of a stream, before the turn is known."""
-
-    @abstractmethod
-    def keep_alive(self) -> bytes:
-        """What is sent while the turn is being generated, so that no proxy closes the connection."""
-
-    @abstractmethod
-    def events(self, request: TurnRequest, turn: AssistantTurn, reply_id: str) -> Iterator[Event]:
-        """The events of a turn, up to the end of the stream."""
+    def open_stream(self, request: TurnRequest, reply_id: str) -> ReplyStream:
+        """The stream of a reply. `reply_id`: id of the reply, without the prefix of the dialect."""
 
     @abstractmethod
     def error(self, error: GatewayError) -> tuple[int, Json]:
         """HTTP status and body of an error."""
-
-    def error_event(self, error: GatewayError) -> Event:
-        """The event that ends a stream with an error."""
-        return Event(self.error(error)[1], "error")
-
-    def failure(self, request: TurnRequest, error: GatewayError, reply_id: str) -> Event:
-        """The event that ends the stream of a request with an error, after the events of `begin`."""
-        del request, reply_id
-        return self.error_event(error)
 
 
 OPENAI_ERROR_TYPES = {

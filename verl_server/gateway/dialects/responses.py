@@ -1,19 +1,18 @@
 """OpenAI's `/v1/responses`, which Codex and OpenAI's Agents SDK use.
 
 The gateway stores no responses: each request has the whole conversation, and `previous_response_id` is refused. The
-fields `store`, `include`, `reasoning`, `parallel_tool_calls`, `prompt_cache_key` and `client_metadata` are ignored.
+fields `store`, `include`, `reasoning`, `prompt_cache_key` and `client_metadata` are ignored. `parallel_tool_calls` has
+an effect on a turn that must be a tool call only.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, fold_system_messages
 from verl_server.gateway.dialects.chat import parse_response_format
-from verl_server.gateway.dialects.dialect import Dialect, Event, openai_error
+from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.dialects.fields import (
     bad_request,
     read_count,
@@ -25,19 +24,14 @@ from verl_server.gateway.dialects.fields import (
     require_recordable,
     sampling_params,
 )
+from verl_server.gateway.dialects.reply_stream import ReplyStream
 from verl_server.gateway.dialects.responses_input import parse_conversation, parse_tools
-from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.gateway.dialects.responses_stream import ResponseStream, output_items
+from verl_server.gateway.dialects.tool_choice import parse_openai_choice
+from verl_server.gateway.errors import GatewayError
 from verl_server.types import Json
 
 NOT_STORED = "the gateway stores no responses and no prompts; send the whole conversation in 'input'"
-ERROR_CODES = {
-    ErrorKind.INVALID_REQUEST: "invalid_prompt",
-    ErrorKind.CONTEXT_OVERFLOW: "context_length_exceeded",  # not in OpenAI's types, but sent; Codex compacts then
-    ErrorKind.LIMIT_REACHED: "rate_limit_exceeded",
-}
-"""Codes of errors in a stream. Other errors have the code `server_error`."""
-NUM_FIRST_EVENTS = 2
-"""Number of events before the turn is known."""
 
 
 class ResponsesDialect(Dialect):
@@ -51,13 +45,15 @@ class ResponsesDialect(Dialect):
         refuse(body, "background", (False,), "the reply to the request has the turn")
         refuse(body, "truncation", ("disabled",), "the gateway removes nothing from a conversation")
         refuse(body, "top_logprobs", (0,), "replies have no log probabilities; the record of the session has them")
-        refuse(body, "tool_choice", ("auto", "none"), "the policy chooses its tools")
-        tools, messages = parse_tools(body), fold_system_messages(parse_conversation(body))
+        tools, forced_tools = parse_openai_choice(body, parse_tools(body))
+        messages = fold_system_messages(parse_conversation(body))
         require_recordable("input", messages)  # arguments of calls are JSON texts in the body
         return TurnRequest(
             model=read_text(body, "model", default=""),
             messages=messages,
-            tools=[] if body.get("tool_choice") == "none" else tools,
+            tools=tools,
+            forced_tools=forced_tools,
+            allows_parallel_calls=body.get("parallel_tool_calls") is not False,
             sampling_params=sampling_params(
                 max_new_tokens=read_count(body, "max_output_tokens"),
                 temperature=read_number(body, "temperature", 0, 100),
@@ -70,34 +66,11 @@ class ResponsesDialect(Dialect):
     def reply(self, request: TurnRequest, turn: AssistantTurn) -> Json:
         return _finished_response(request, turn, turn.id)
 
-    def begin(self, request: TurnRequest, reply_id: str, num_prompt_tokens: int) -> list[Event]:
-        response = _response(request, reply_id, "in_progress", ())
-        kinds = ("response.created", "response.in_progress")
-        return [_event(kind, number, response=response) for number, kind in enumerate(kinds)]
-
-    def keep_alive(self) -> bytes:
-        # OpenAI sends this event, too. A comment would not reset the timer of Codex for idle streams (300 s).
-        return _event("keepalive", NUM_FIRST_EVENTS - 1).encode()
-
-    def events(self, request: TurnRequest, turn: AssistantTurn, reply_id: str) -> Iterator[Event]:
-        numbers = itertools.count(NUM_FIRST_EVENTS)
-
-        def event(kind: str, **fields: Any) -> Event:
-            return _event(kind, next(numbers), **fields)
-
-        response = _finished_response(request, turn, reply_id)
-        for index, item in enumerate(response["output"]):
-            yield from _item_events(event, item, index)
-        yield event(f"response.{response['status']}", response=response)
+    def open_stream(self, request: TurnRequest, reply_id: str) -> ReplyStream:
+        return ResponseStream(request, reply_id, _response, _finished_response)
 
     def error(self, error: GatewayError) -> tuple[int, Json]:
         return openai_error(error)
-
-    def failure(self, request: TurnRequest, error: GatewayError, reply_id: str) -> Event:
-        code = ERROR_CODES.get(error.kind, "server_error")
-        fields = {"code": code, "message": openai_error(error)[1]["error"]["message"]}
-        response = _response(request, reply_id, "failed", (), error=fields)
-        return _event("response.failed", NUM_FIRST_EVENTS, response=response)
 
 
 def _parse_format(text: Json) -> Json:
@@ -111,61 +84,6 @@ def _parse_format(text: Json) -> Json:
     return parse_response_format({"type": "json_schema", "json_schema": {"schema": schema}})
 
 
-def _event(kind: str, number: int, **fields: Any) -> Event:
-    return Event({"type": kind, "sequence_number": number, **fields}, kind)
-
-
-def _item_events(event: Callable[..., Event], item: Json, index: int) -> Iterator[Event]:
-    """The events of an output item, from its beginning to its end."""
-    place = {"item_id": item["id"], "output_index": index}
-    is_call = item["type"] == "function_call"
-    empty: Json = {"arguments": ""} if is_call else {"content": []}
-    yield event("response.output_item.added", output_index=index, item={**item, "status": "in_progress", **empty})
-    if is_call:
-        arguments = item["arguments"]
-        yield event("response.function_call_arguments.delta", **place, delta=arguments)
-        yield event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments)
-    else:
-        (part,) = item["content"]
-        place["content_index"] = 0
-        kind, text = f"response.{part['type']}", part["text"]
-        logprobs: Json = {"logprobs": []} if part["type"] == "output_text" else {}
-        yield event("response.content_part.added", **place, part={**part, "text": ""})
-        if text:
-            yield event(f"{kind}.delta", **place, delta=text, **logprobs)
-        yield event(f"{kind}.done", **place, text=text, **logprobs)
-        yield event("response.content_part.done", **place, part=part)
-    yield event("response.output_item.done", output_index=index, item=item)
-
-
-def _output(turn: AssistantTurn) -> list[Json]:
-    """The items of a turn. A turn without calls has a message, also without a text, so that agents repeat the turn."""
-    items = list[Json]()
-    if turn.reasoning:
-        thought = {"type": "reasoning_text", "text": turn.reasoning}
-        items.append(
-            {"type": "reasoning", "id": f"rs_{turn.id}", "status": "completed", "summary": [], "content": [thought]}
-        )
-    if turn.text or not turn.tool_calls:
-        status = "incomplete" if turn.finish_reason == "length" and not turn.tool_calls else "completed"
-        part = {"type": "output_text", "text": turn.text, "annotations": [], "logprobs": []}
-        items.append(
-            {"type": "message", "id": f"msg_{turn.id}", "status": status, "role": "assistant", "content": [part]}
-        )
-    items.extend(
-        {
-            "type": "function_call",
-            "id": f"fc_{call.id}",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": "completed",
-        }
-        for call in turn.tool_calls
-    )
-    return items
-
-
 def _finished_response(request: TurnRequest, turn: AssistantTurn, response_id: str) -> Json:
     num_output_tokens = len(turn.token_ids)
     usage = {
@@ -177,7 +95,9 @@ def _finished_response(request: TurnRequest, turn: AssistantTurn, response_id: s
     }
     status = "incomplete" if turn.finish_reason == "length" else "completed"
     details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    return _response(request, response_id, status, _output(turn), usage=usage, incomplete_details=details)
+    return _response(
+        request, response_id, status, output_items(turn, response_id), usage=usage, incomplete_details=details
+    )
 
 
 def _response(
@@ -203,13 +123,13 @@ def _response(
         "metadata": {},
         "model": request.model,
         "output": list(output),
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": request.allows_parallel_calls,
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
         "store": False,
         "temperature": params.get("temperature"),
         "text": None if "json_schema" in params else {"format": {"type": "text"}},
-        "tool_choice": "auto",
+        "tool_choice": "auto" if request.forced_tools is None else "required",
         "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools],
         "top_p": params.get("top_p"),
         "truncation": "disabled",

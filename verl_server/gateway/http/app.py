@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -15,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from verl_server.errors import VerlServerError
 from verl_server.gateway.config import GatewayConfig
-from verl_server.gateway.conversation import AssistantTurn, TurnRequest, require_size
+from verl_server.gateway.conversation import TurnRequest, require_size
 from verl_server.gateway.dialects import DIALECTS
 from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.dialects.fields import require_recordable
@@ -166,21 +167,22 @@ async def _events(
     dialect: Dialect, request: Request, turn_request: TurnRequest, generation: Generation, config: GatewayConfig
 ) -> AsyncIterator[bytes]:
     reply_id = hashlib.blake2b(f"{request.state.session_id}{id(generation)}".encode(), digest_size=12).hexdigest()
-    for event in dialect.begin(turn_request, reply_id, generation.num_prompt_tokens):
+    stream = dialect.open_stream(turn_request, reply_id)
+    for event in stream.begin(generation.num_prompt_tokens):
         yield event.encode()
-    waiting = asyncio.ensure_future(generation.wait())
     try:
-        while not waiting.done():
-            await asyncio.wait((waiting,), timeout=config.keep_alive_s)
-            if not waiting.done():
-                yield dialect.keep_alive()
-        turn: AssistantTurn = waiting.result()
+        async with contextlib.aclosing(generation.follow(config.keep_alive_s)) as deltas:
+            async for delta in deltas:
+                if delta is None:
+                    yield stream.keep_alive()
+                    continue
+                for event in stream.add(delta):
+                    yield event.encode()
+        turn = await generation.wait()
     except Exception as error:  # noqa: BLE001 - every error is answered in the words of the dialect
-        yield dialect.failure(turn_request, _logged(error, request), reply_id).encode()
+        yield stream.fail(_logged(error, request)).encode()
         return
-    finally:
-        waiting.cancel()
-    for event in dialect.events(turn_request, turn, reply_id):
+    for event in stream.end(turn):
         yield event.encode()
     generation.set_delivered()
 

@@ -12,7 +12,7 @@ from verl_server.gateway.sessions.conversation_kinds import (
     find_main,
     kind_of,
 )
-from verl_server.gateway.sessions.turn_parsing import split_thought
+from verl_server.gateway.turn_text.turn_parsing import THOUGHT_END, split_thought
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import ForkReason, Node
 from verl_server.trajectory.rendering.messages import Message
@@ -146,4 +146,5 @@ def _text_of(message: Message) -> str:
 
 
 def _text_of_turn(node: Node) -> str:
-    return split_thought(str((node.message or {}).get("content") or ""))[1]
+    text = str((node.message or {}).get("content") or "")
+    return split_thought(text, is_open=THOUGHT_END in text)[1]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 
-from verl_server.gateway.conversation import AssistantTurn
+from verl_server.gateway.conversation import AssistantTurn, TurnDelta
 from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.gateway.turn_text.turn_progress import TurnDeltas, TurnProgress
 
 ABANDONED_S = 30.0
 """Seconds for which a turn is generated whose client has gone. The client may send the request again."""
@@ -15,9 +16,14 @@ ABANDONED_S = 30.0
 class Generation:
     """A turn that is being generated, and the clients that wait for it."""
 
-    def __init__(self, turn: Coroutine[None, None, AssistantTurn], num_prompt_tokens: int) -> None:
+    def __init__(
+        self, turn: Coroutine[None, None, AssistantTurn], num_prompt_tokens: int, progress: TurnProgress
+    ) -> None:
+        """`progress`: gets the tokens of the turn while it is generated."""
         self.task = asyncio.create_task(turn)
+        self.task.add_done_callback(lambda _: progress.wake())
         self.num_prompt_tokens = num_prompt_tokens
+        self._progress = progress
         self._num_clients = 0
         self.is_delivered = False
         """Whether a client has received the whole reply."""
@@ -45,6 +51,28 @@ class Generation:
             if not self.task.cancelled():
                 raise  # the client has gone
             raise self._abort_error from None
+
+    async def follow(self, keep_alive_s: float) -> AsyncGenerator[TurnDelta | None, None]:
+        """The deltas of the turn from its beginning, and None after each `keep_alive_s` seconds without a delta.
+
+        Ends when the turn has ended. Raises the errors of `wait`, and GatewayError if the deltas are no beginning of
+        the turn, because the engine had to generate the turn again.
+        """
+        loop = asyncio.get_running_loop()
+        deltas, deadline = TurnDeltas(self._progress), loop.time() + keep_alive_s
+        while not self.task.done():
+            delta = deltas.take()
+            is_silent = delta is None and loop.time() >= deadline
+            if delta is not None or is_silent:
+                yield delta
+                deadline = loop.time() + keep_alive_s
+            elif not deltas.has_news:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        await self._progress.wait_for_news()
+                except TimeoutError:
+                    continue
+        yield deltas.take_rest(await self.wait())
 
     def abort(self, error: GatewayError) -> None:
         """End the generation. Clients that wait for the turn get the error."""

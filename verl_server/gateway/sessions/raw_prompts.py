@@ -12,7 +12,7 @@ from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.errors import BadInputError
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.sessions.history import Key
-from verl_server.gateway.sessions.turn_parsing import TurnParts
+from verl_server.gateway.turn_text.turn_parsing import TurnParts
 from verl_server.trajectory.nodes import ForkReason
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.vision_renderer import VisionRenderer

@@ -17,14 +17,16 @@ from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.generate_fn import GenerateFn
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of
-from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
 from verl_server.gateway.sessions.conversation_labels import root_fork_reason
 from verl_server.gateway.sessions.generation import Generation
 from verl_server.gateway.sessions.history import History, Key, conversation_keys, tools_digest
 from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt, raw_prompt_key, unsplit_turn
 from verl_server.gateway.sessions.turn_details import turn_details
-from verl_server.gateway.sessions.turn_parsing import split_turn
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
+from verl_server.gateway.turn_text.forced_calls import turn_params
+from verl_server.gateway.turn_text.turn_parsing import split_turn
+from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.trajectory.nodes import ForkReason, Node
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -86,12 +88,18 @@ class Session:
                 generation = self._replay(recorded, request)
             else:
                 try:
-                    prompt = await self._append_prompt(request, fingerprint)
+                    generation = self._begin(await self._append_prompt(request, fingerprint))
                 except EpisodeStopped as stopped:
                     raise self._limit_error(stopped.stop_reason) from None
-                generation = Generation(self._generate(prompt), self._num_tokens(prompt.cursor))
             self._turns.add(fingerprint, generation)
             return generation.join()
+
+    def _begin(self, prompt: Prompt) -> Generation:
+        assert prompt.cursor.leaf is not None
+        request, preceding_ids = prompt.request, self.graph.node(prompt.cursor.leaf).token_ids
+        params = turn_params(self._renderer, request, preceding_ids, self._sampling)
+        progress = TurnProgress(self._renderer, preceding_ids, request, params)
+        return Generation(self._generate(prompt, params, progress), self._num_tokens(prompt.cursor), progress)
 
     def _replay(self, node: Node, request: TurnRequest) -> Generation:
         """A recorded turn as the turn of a request that was sent again."""
@@ -100,7 +108,7 @@ class Session:
         async def turn() -> AssistantTurn:
             return self._as_turn(node, request, num_prompt_tokens, {})
 
-        return Generation(turn(), num_prompt_tokens)
+        return Generation(turn(), num_prompt_tokens, TurnProgress(self._renderer, (), request, {}))
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Number of tokens of the prompt that `start_turn` would give to the engine, also of a prompt without room."""
@@ -198,16 +206,16 @@ class Session:
     def _num_tokens(self, cursor: Cursor) -> int:
         return 0 if cursor.leaf is None else self.graph.num_tokens(cursor.leaf)
 
-    async def _generate(self, prompt: Prompt) -> AssistantTurn:
+    async def _generate(self, prompt: Prompt, params: Json, progress: TurnProgress) -> AssistantTurn:
         state, cursor, request = self._state, prompt.cursor, prompt.request
         assert cursor.leaf is not None
-        params = {**request.sampling_params, **self._sampling}
         params["stop_token_ids"] = [*(params.get("stop_token_ids") or ()), *self._renderer.stop_token_ids]
         num_prompt_tokens, node = self.graph.num_tokens(cursor.leaf), None
         try:
             state.begin_turn()
             try:
-                reply = await state.run_request(cursor.request_turn(params))
+                on_tokens = progress.add if request.stream else None
+                reply = await state.run_request(cursor.request_turn(params, on_tokens))
                 node = cursor.add_turn(reply, turn_details(request, prompt.fingerprint, reply))
             finally:
                 if node is None:
@@ -258,7 +266,7 @@ class Session:
     def _limit_error(self, limit: str, num_tokens: int | None = None) -> GatewayError:
         """`num_tokens`: number of tokens of the prompt, if it is known."""
         if limit == "max_context_tokens":
-            return _overflow(num_tokens, self._state.limits.max_context_tokens or 0)
+            return overflow_error(num_tokens, self._state.limits.max_context_tokens or 0)
         return GatewayError(ErrorKind.LIMIT_REACHED, f"the session has reached its limit {limit}")
 
     def _restore_history(self) -> None:
@@ -282,13 +290,3 @@ class Session:
             else:
                 keys[node.id] = raw_prompt_key(self.graph.token_ids(node.id))
             self._history.add(keys[node.id], node.id)
-
-
-def _overflow(num_tokens: int | None, max_tokens: int) -> GatewayError:
-    count = "more" if num_tokens is None else str(num_tokens)
-    return GatewayError(
-        ErrorKind.CONTEXT_OVERFLOW,
-        f"the conversation has {count} tokens, and the context has room for {max_tokens}",
-        num_tokens=num_tokens,
-        max_tokens=max_tokens,
-    )

@@ -130,7 +130,7 @@ class FamilyRenderer(ChatRenderer):
     def __init__(self, tokenizer: Any, family: str, **template_arguments: Any) -> None:
         require_tokenizer(tokenizer)
         self._template_arguments = template_arguments
-        self._tokenizer, self._family_name = tokenizer, family
+        self._tokenizer, self.family = tokenizer, family
         self._control_tokens = ControlTokens(tokenizer)
         try:
             config = _family_config(family)
@@ -147,7 +147,7 @@ class FamilyRenderer(ChatRenderer):
 
     @property
     def identity(self) -> Json:
-        identity = {"family": self._family_name, "token_ids": self.encode(IDENTITY_TEXT)}
+        identity = {"family": self.family, "token_ids": self.encode(IDENTITY_TEXT)}
         return identity | {f"template argument {name!r}": value for name, value in self._template_arguments.items()}
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
@@ -158,7 +158,7 @@ class FamilyRenderer(ChatRenderer):
                 _as_dicts(messages), tools=list(tools or ()) or None, add_generation_prompt=True
             )
         except Exception as error:
-            raise BadInputError(f"the family {self._family_name!r} refuses these messages: {error}") from error
+            raise BadInputError(f"the family {self.family!r} refuses these messages: {error}") from error
         token_ids = self._checked(messages, [int(token) for token in token_ids])
         require_tools_shown(tools or (), self._decode_all(token_ids))
         return token_ids
@@ -185,12 +185,12 @@ class FamilyRenderer(ChatRenderer):
                 prompt_ids, list(turn_ids), _as_dicts(messages), tools=list(tools or ()) or None
             )
         except Exception as error:
-            raise BadInputError(f"the family {self._family_name!r} refuses these messages: {error}") from error
+            raise BadInputError(f"the family {self.family!r} refuses these messages: {error}") from error
         token_ids = [] if bridged is None else [int(token) for token in bridged.token_ids]
         if token_ids[: len(recorded_ids)] != recorded_ids:
             roles = [message["role"] for message in messages]
             raise BadInputError(
-                f"the family {self._family_name!r} cannot append messages with the roles {roles} to the recorded turn"
+                f"the family {self.family!r} cannot append messages with the roles {roles} to the recorded turn"
             )
         return self._checked(messages, token_ids[len(recorded_ids) :])
 
@@ -199,7 +199,7 @@ class FamilyRenderer(ChatRenderer):
         text, mark = self._decode_all(token_ids), self._marking_tokenizer.mark
         if mark and mark in text:
             raise BadInputError(
-                f"a message contains the text of a control token, which the family {self._family_name!r} cannot render "
+                f"a message contains the text of a control token, which the family {self.family!r} cannot render "
                 "as text; remove it, for example '<|im_end|>'"
             )
         require_shown(_as_read(messages, mark, lambda content: self._decode_all(self.encode(content))), text)

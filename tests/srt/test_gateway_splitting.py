@@ -1,0 +1,233 @@
+"""The gateway splits turns while they are generated: what is sent is the beginning of the finished turn."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from helpers import QWEN, chat_tokenizer
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from verl_server.gateway.conversation import AssistantTurn, TurnRequest
+from verl_server.gateway.errors import GatewayError
+from verl_server.gateway.sessions.raw_prompts import unsplit_turn
+from verl_server.gateway.turn_text.token_decoder import TokenDecoder, decodes_in_parts
+from verl_server.gateway.turn_text.turn_parsing import split_turn
+from verl_server.gateway.turn_text.turn_progress import TurnDeltas, TurnProgress
+from verl_server.gateway.turn_text.turn_splitter import TurnSplitter
+from verl_server.trajectory import ChatRenderer, FamilyRenderer
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+STOPS = ("#", "END", "\n\n", "</think>", "ab", "aab", " ")
+PIECES = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<thi", "</thin", "<tool_c", CALL, "<|im_end|>",
+    "<|endoftext|>", "<|im_start|>", " ", "\n", "\n\n", "\t", "a", "ab", "END", "E", "#", "Hello world. ", "é", "日本",
+    "🙂", "\ufffd", '{"name": "add"}', "it 's . n't",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatRenderer]:
+    tokenizer = chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    tokenizer.chat_template = QWEN
+    made: dict[str, ChatRenderer] = {name: FamilyRenderer(tokenizer, name) for name in ("qwen3", "llama-3")}
+    return {"generic": ChatRenderer(tokenizer), **made}
+
+
+def token_ids_of(renderer: ChatRenderer, pieces: list[Any]) -> list[int]:
+    """Token ids of texts, and of bytes that are no whole characters."""
+    token_ids = list[int]()
+    for piece in pieces:
+        ids = renderer.encode(piece[0] if isinstance(piece, tuple) else piece)
+        token_ids += ids[: piece[1]] if isinstance(piece, tuple) else ids
+    return token_ids
+
+
+def finished(
+    renderer: ChatRenderer, token_ids: list[int], preceding: list[int], stop: str | None, is_raw: bool
+) -> tuple[str, str]:
+    """Thoughts and text of the finished turn, as `Session` gives them."""
+    parts = (unsplit_turn if is_raw else split_turn)(renderer, token_ids, preceding, [], "t")
+    text = parts.text if stop is None or parts.tool_calls else parts.text.partition(stop)[0]
+    return parts.reasoning, text
+
+
+HALF_CHARACTERS = st.tuples(st.sampled_from(["é", "日", "🙂"]), st.integers(1, 2))
+
+
+@settings(max_examples=600)
+@given(
+    name=st.sampled_from(["generic", "qwen3", "llama-3"]),
+    pieces=st.lists(st.sampled_from(PIECES) | HALF_CHARACTERS | st.text(max_size=4), max_size=14),
+    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=5),
+    stops=st.lists(st.sampled_from(STOPS), max_size=3, unique=True),
+    prompt=st.sampled_from(["<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n", "<think>"]),
+    is_raw=st.booleans(),
+)
+@example("generic", ["a", "<thi", "</think>", "b"], [1], [], "<think>", False)
+@example("generic", ["\n", CALL, "a"], [1], [], "", False)
+@example("qwen3", ["x ", CALL], [2], [], "<think>", False)
+@example("qwen3", [" ", "a", " ", "<think>", "\n"], [1], [" "], "", False)
+@example("generic", ["a", "<|im_end|>", "b"], [1], [], "", False)
+def test_deltas_are_the_beginning_of_the_turn(
+    renderers: dict[str, ChatRenderer],
+    name: str,
+    pieces: list[Any],
+    sizes: list[int],
+    stops: list[str],
+    prompt: str,
+    is_raw: bool,
+) -> None:
+    renderer = renderers[name]
+    preceding, token_ids = renderer.encode(prompt), token_ids_of(renderer, pieces)
+    splitter = TurnSplitter(renderer, preceding, stops, is_raw=is_raw)
+    reasoning, text, start = "", "", 0
+    while start < len(token_ids):
+        new = splitter.add(token_ids[start : start + sizes[start % len(sizes)]])
+        start += sizes[start % len(sizes)]
+        reasoning, text = reasoning + new[0], text + new[1]
+    for stop in (None, *stops):
+        whole = finished(renderer, token_ids, preceding, stop, is_raw)
+        assert whole[0].startswith(reasoning), (reasoning, whole)
+        assert whole[1].startswith(text), (text, whole)
+    if name == "llama-3" and not is_raw:
+        assert (reasoning, text) == ("", ""), "this family is not split by its text"
+
+
+@pytest.mark.parametrize("name", ["generic", "qwen3"])
+def test_text_is_sent_with_its_token(renderers: dict[str, ChatRenderer], name: str) -> None:
+    """Nothing is held back longer than needed: white space, the beginning of a mark, a half character."""
+    renderer = renderers[name]
+    splitter, sent = TurnSplitter(renderer, [], ["END"]), list[tuple[str, str]]()
+    for piece in (
+        "<think>",
+        "\nWhy",
+        " not",
+        "?\n",
+        "</think>",
+        "\n\n",
+        "So ",
+        "a <",
+        "b",
+        "🙂",
+        " E",
+        "N",
+        "x",
+        CALL,
+        "y",
+    ):
+        found = [splitter.add([token]) for token in renderer.encode(piece)]
+        sent.append(("".join(item[0] for item in found), "".join(item[1] for item in found)))
+    thoughts = [("", ""), ("Why", ""), (" not", ""), ("?", ""), ("", ""), ("", "")]
+    texts = ["So", " a", " <b", "🙂", "", "", " ENx", "", ""]
+    assert sent == [*thoughts, *(("", text) for text in texts)]
+
+
+def test_the_work_for_a_token_does_not_grow(renderers: dict[str, ChatRenderer]) -> None:
+    """Also for turns of white space, half characters, beginnings of marks and tool calls only."""
+    renderer = renderers["generic"]
+    half = renderer.encode("日")[:1]
+    for token_ids in (renderer.encode("a "), renderer.encode("\n"), half, renderer.encode("<"), renderer.encode(CALL)):
+        times = list[float]()
+        for count in (2_000, 20_000):
+            turn = (token_ids * count)[:count]
+            splitter, begun = TurnSplitter(renderer, [], ["<<<END"]), time.process_time()
+            for token in turn:
+                splitter.add([token])
+            times.append(time.process_time() - begun)
+        assert times[1] < 40 * times[0] + 0.1, f"ten times the tokens took {times[1] / times[0]:.0f} times as long"
+
+
+def test_a_tokenizer_that_removes_spaces_sends_no_deltas(renderers: dict[str, ChatRenderer]) -> None:
+    class Cleaning:
+        """The tokenizer, which writes texts as those of word pieces do."""
+
+        def __init__(self, tokenizer: Any) -> None:
+            self._tokenizer = tokenizer
+
+        def decode(self, token_ids: list[int], **options: Any) -> str:
+            return str(self._tokenizer.decode(token_ids, **options)).replace(" .", ".")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tokenizer, name)
+
+    renderer = ChatRenderer(Cleaning(renderers["generic"].tokenizer))
+    assert decodes_in_parts(renderers["generic"])
+    assert not decodes_in_parts(renderer)
+    assert TurnSplitter(renderer, [], []).add(renderer.encode("Hello world")) == ("", "")
+
+
+def test_a_tokenizer_that_strips_the_first_space() -> None:
+    """Llama 2's tokenizer, for example, writes the first token of a text without its space."""
+    words = ["<unk>", "<0xE2>", "<0x82>", "<0xAC>", "\u2581a", "\u2581", "b", "\u2581."]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [], byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+
+    class Tokens:
+        """What the decoder needs of a renderer."""
+
+        def decode(self, token_ids: list[int]) -> str:
+            return str(tokenizer.decode(list(token_ids)))
+
+        def decode_raw(self, token_ids: list[int], text: str) -> str:
+            return text
+
+    renderer: Any = Tokens()
+    decoder, turn = TokenDecoder(renderer), [4, 4, 5, 6, 1, 2, 3, 4, 7, 6]
+    assert [decoder.add([token]) for token in turn] == ["a", " a", "", " b", "", "", "€", " a", " .", "b"]
+    assert renderer.decode(turn) == "a a b€ a .b"
+
+
+# -- the tokens of a turn for several streams --------------------------------------------------------
+
+
+def turn_of(renderer: ChatRenderer, token_ids: list[int]) -> AssistantTurn:
+    parts = split_turn(renderer, token_ids, [], [], "t")
+    logprobs = [-0.5] * len(token_ids)
+    tokens = [renderer.decode([token]) for token in token_ids]
+    values = ("s-1", 1, parts.text, parts.reasoning, (), "stop", None, 3, 0, token_ids, logprobs, tokens)
+    return AssistantTurn(*values)  # type: ignore[arg-type]
+
+
+def test_each_stream_gets_each_token_once(renderers: dict[str, ChatRenderer]) -> None:
+    """Also a stream that begins later, and when an engine reports tokens again."""
+    renderer = renderers["generic"]
+    progress = TurnProgress(renderer, [], TurnRequest("m", (), logprobs=True), {"stop": "END"})
+    token_ids = renderer.encode("<think>Why</think>So it is")
+    early = TurnDeltas(progress)
+    deltas = [early.take()]
+    for start in range(0, len(token_ids), 2):
+        progress.add(max(0, start - 3), token_ids[max(0, start - 3) : start + 2], [-0.5] * min(5, start + 2))
+        deltas.append(early.take())
+    late = TurnDeltas(progress)
+    turn = turn_of(renderer, token_ids)
+    for found in ([*deltas, early.take_rest(turn)], [late.take(), late.take_rest(turn)]):
+        sent = [delta for delta in found if delta is not None]
+        assert "".join(delta.text for delta in sent) == "So it is"
+        assert "".join(delta.reasoning for delta in sent) == "Why"
+        assert [token for delta in sent for token in delta.token_ids] == token_ids
+        assert [text for delta in sent for text in delta.tokens] == list(turn.tokens)
+        assert sum(len(delta.logprobs) for delta in sent) == len(token_ids)
+
+
+def test_a_turn_that_was_generated_again_never_mixes_with_its_deltas(renderers: dict[str, ChatRenderer]) -> None:
+    renderer = renderers["generic"]
+    progress = TurnProgress(renderer, [], TurnRequest("m", ()), {})
+    first, second = renderer.encode("One way"), renderer.encode("One road")
+    before, silent = TurnDeltas(progress), TurnDeltas(progress)
+    progress.add(0, first, [-1.0] * len(first))
+    assert before.take() is not None
+    progress.add(0, second, [-1.0] * len(second))
+    assert before.take() is None
+    with pytest.raises(GatewayError, match="send the request again"):
+        before.take_rest(turn_of(renderer, second))
+    after = TurnDeltas(progress)
+    delta = after.take()
+    assert delta is not None
+    assert (delta.text, after.take_rest(turn_of(renderer, second)).text) == ("One road", "")
+    assert silent.take() is None, "this stream has sent nothing yet"
+    assert silent.take_rest(turn_of(renderer, second)).text == "One road"

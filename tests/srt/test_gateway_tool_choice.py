@@ -1,0 +1,329 @@
+"""Turns that must be tool calls, in each dialect: on a real server, whose tiny model writes random text otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import xgrammar
+from agent_helpers import RecordingGenerateFn, renderer_with_template
+from helpers import QWEN, chat_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_gateway import gateway, generate, graph_of, openai_client
+from test_gateway_anthropic import client_of
+from transformers import AutoTokenizer
+
+from verl_server import VerlEngine
+from verl_server.agent import RolloutLimits
+from verl_server.gateway import Gateway
+from verl_server.gateway.conversation import TurnRequest
+from verl_server.gateway.errors import GatewayError
+from verl_server.gateway.turn_text.forced_calls import turn_params
+from verl_server.gateway.turn_text.turn_parsing import split_turn
+from verl_server.tiny import CHAT_TEMPLATE
+from verl_server.trajectory import ChatRenderer, FamilyRenderer
+
+__all__ = ["gateway", "generate"]
+
+SAMPLING = {"max_new_tokens": 300, "temperature": 1.0}
+YES_OR_NO: Any = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
+COLOURS: Any = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", 'b"lue', None, 7]},
+        "shades": {"$ref": "#/$defs/shade"},
+    },
+    "required": ["colour", "shades"],
+    "$defs": {"shade": {"anyOf": [{"const": "dark"}, {"type": "boolean"}]}},
+}
+SCHEMAS = {"decide": YES_OR_NO, "paint-it": COLOURS}
+HELLO: list[Any] = [{"role": "user", "content": "a"}]
+
+Call = tuple[str, Any]
+Ask = Callable[[Gateway, str, str | None, bool], list[Call]]
+"""Asks for a turn that must be a call: of the named tool, or of any tool. The flag: whether several calls may come."""
+
+
+def ask_chat(gateway: Gateway, key: str, name: str | None, parallel: bool) -> list[Call]:
+    tools = [{"type": "function", "function": {"name": tool, "parameters": SCHEMAS[tool]}} for tool in SCHEMAS]
+    choice: Any = "required" if name is None else {"type": "function", "function": {"name": name}}
+    reply: Any = openai_client(gateway, key).chat.completions.create(
+        model="m",
+        messages=HELLO,
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=parallel,  # type: ignore[arg-type]
+    )
+    assert reply.choices[0].finish_reason == "tool_calls"
+    return [(call.function.name, json.loads(call.function.arguments)) for call in reply.choices[0].message.tool_calls]
+
+
+def ask_responses(gateway: Gateway, key: str, name: str | None, parallel: bool) -> list[Call]:
+    tools = [{"type": "function", "name": tool, "parameters": SCHEMAS[tool]} for tool in SCHEMAS]
+    choice: Any = "required" if name is None else {"type": "function", "name": name}
+    reply: Any = openai_client(gateway, key).responses.create(
+        model="m",
+        input="a",
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=parallel,  # type: ignore[arg-type]
+    )
+    assert (reply.status, reply.parallel_tool_calls, reply.tool_choice) == ("completed", parallel, "required")
+    return [(item.name, json.loads(item.arguments)) for item in reply.output]
+
+
+def ask_messages(gateway: Gateway, key: str, name: str | None, parallel: bool) -> list[Call]:
+    tools: Any = [{"name": tool, "input_schema": SCHEMAS[tool]} for tool in SCHEMAS]
+    choice: Any = {"type": "any"} if name is None else {"type": "tool", "name": name}
+    choice["disable_parallel_tool_use"] = not parallel
+    client = client_of(gateway, key)
+    with client.messages.stream(model="m", max_tokens=300, messages=HELLO, tools=tools, tool_choice=choice) as stream:
+        reply: Any = stream.get_final_message()
+    assert reply.stop_reason == "tool_use"
+    return [(block.name, block.input) for block in reply.content]
+
+
+def require_valid(call: Call) -> None:
+    name, arguments = call
+    if name == "decide":
+        assert set(arguments) == {"yes"}
+        assert isinstance(arguments["yes"], bool)
+    else:
+        assert name == "paint-it"
+        assert arguments["colour"] in ["red", 'b"lue', None, 7]
+        assert arguments["shades"] in ("dark", True, False)
+
+
+@pytest.mark.parametrize("ask", [ask_chat, ask_responses, ask_messages])
+def test_the_turn_is_a_call(gateway: Gateway, ask: Ask) -> None:
+    info, key = gateway.create_session(sampling_params=SAMPLING)
+    names = set[str]()
+    for _ in range(10):
+        (call,) = ask(gateway, key, None, False)
+        require_valid(call)
+        names.add(call[0])
+        (named,) = ask(gateway, key, "paint-it", False)
+        require_valid(named)
+        assert named[0] == "paint-it"
+    assert names == set(SCHEMAS), "the policy chooses among the tools"
+    graph = graph_of(gateway, info.id)
+    assert all(node.finish_reason == "stop" for node in graph.nodes if node.sampled)
+    assert len(graph.leaves) == 20, "the same prompt has 20 turns"
+
+
+def test_several_calls_are_allowed(gateway: Gateway) -> None:
+    _, key = gateway.create_session(sampling_params=SAMPLING)
+    found = [ask_chat(gateway, key, None, True) for _ in range(8)]
+    assert max(map(len, found)) > 1
+    for calls in found:
+        for call in calls:
+            require_valid(call)
+
+
+def post(gateway: Gateway, key: str, **fields: Any) -> httpx.Response:
+    body = {"model": "m", "messages": HELLO, "tool_choice": "required", **fields}
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{gateway.openai_url}/chat/completions", json=body, headers=headers, timeout=60.0)
+
+
+def tool(parameters: Any, name: str = "decide") -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_a_call_replaces_structured_output(gateway: Gateway) -> None:
+    _, key = gateway.create_session(sampling_params=SAMPLING)
+    reply = post(gateway, key, tools=[tool(YES_OR_NO)], response_format={"type": "json_object"})
+    assert reply.json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("fields", "culprit"),
+    [
+        ({}, "has no tools"),
+        (
+            {"tools": [tool(YES_OR_NO)], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "names the tool",
+        ),
+        ({"tools": [tool(YES_OR_NO)], "tool_choice": {"type": "function", "function": {}}}, "names the tool"),
+        ({"tools": [tool(YES_OR_NO)], "tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "not supported"),
+        ({"tools": [tool(YES_OR_NO)], "tool_choice": 5}, "not supported"),
+    ],
+)
+def test_a_choice_that_cannot_be_honoured_is_refused(gateway: Gateway, fields: Any, culprit: str) -> None:
+    _, key = gateway.create_session()
+    reply = post(gateway, key, **fields)
+    assert reply.status_code == 400
+    assert culprit in reply.json()["error"]["message"]
+
+
+STRANGE_SCHEMAS: tuple[Any, ...] = (
+    {"type": "object", "properties": {"yes": {"enum": []}}},
+    {"type": "nope", "properties": 5, "required": "a"},
+    {"$ref": "#/$defs/missing"},
+    {"$ref": "#"},
+    {"$ref": "https://example.org/schema"},
+    {"type": "object", "properties": {"a": {"type": "string", "pattern": "((((", "format": "no such format"}}},
+    {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 1}}, "required": ["b"]},
+    {"type": "object", "properties": {"a": {"type": "array", "minItems": 10**9, "uniqueItems": True}}},
+    {"type": "object", "properties": {"a": {"type": "string", "minLength": 10**9}}},
+    {"type": "object", "properties": {"\x00\"\\\n🙂</tool_call>": {"const": "\x00\"\\\n🙂</tool_call>"}}},
+    {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]},
+    {"type": "array", "items": {"type": "string"}},
+    {"anyOf": []},
+    {"not": {}},
+)  # fmt: skip
+
+NUL = 9
+"""Index of the schema with a NUL."""
+
+
+def test_schemas_that_no_grammar_has_do_no_harm(gateway: Gateway) -> None:
+    """Each turn is a call or was cut off, and the server still runs."""
+    _, key = gateway.create_session(sampling_params={**SAMPLING, "max_new_tokens": 60})
+    for schema in STRANGE_SCHEMAS:
+        reply = post(gateway, key, tools=[tool(schema, 'a "strange" \n tool')])
+        if schema is STRANGE_SCHEMAS[NUL]:  # xgrammar takes no NUL
+            assert (reply.status_code, "NUL" in reply.text) == (400, True)
+            continue
+        assert reply.status_code == 200, (schema, reply.text)
+        (choice,) = reply.json()["choices"]
+        assert choice["finish_reason"] in ("tool_calls", "length"), choice
+    _, key = gateway.create_session(sampling_params=SAMPLING)
+    require_valid(ask_chat(gateway, key, "decide", False)[0])
+
+
+def test_a_grammar_that_the_server_refuses_is_an_error_of_the_request(gateway: Gateway) -> None:
+    """For example the structured output of an agent."""
+    _, key = gateway.create_session(sampling_params=SAMPLING)
+    schema = {"name": "x", "schema": {"type": "nope"}}
+    for is_stream in (False, True):
+        reply = post(
+            gateway,
+            key,
+            tool_choice="auto",
+            stream=is_stream,
+            response_format={"type": "json_schema", "json_schema": schema},
+        )
+        assert reply.status_code == (200 if is_stream else 400)
+        assert "invalid_request_error" in reply.text
+    require_valid(ask_chat(gateway, key, "decide", False)[0])
+
+
+# -- prompts with an open thought, and families of models --------------------------------------------
+
+
+@pytest.fixture
+def thinking(shared_engine: VerlEngine, tiny: Callable[..., Path], tmp_path: Path) -> Iterator[Gateway]:
+    """A gateway with a chat template that opens a thought."""
+    template = CHAT_TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    assert template != CHAT_TEMPLATE
+    renderer = renderer_with_template(AutoTokenizer.from_pretrained(tiny("qwen3")), template)
+    limits = RolloutLimits(max_context_tokens=2000, max_turns=1000)
+    with Gateway(RecordingGenerateFn(shared_engine), tmp_path, renderer=renderer, limits=limits) as gateway:
+        yield gateway
+
+
+def test_a_thought_that_the_prompt_has_opened_is_the_first_part_of_the_turn(thinking: Gateway) -> None:
+    """The policy is free until the end of the thought, which a tiny model does not reach."""
+    info, key = thinking.create_session(sampling_params={"max_new_tokens": 40, "temperature": 1.0})
+    reply = post(thinking, key, tools=[tool(YES_OR_NO)]).json()
+    (choice,) = reply["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] == ""
+    assert choice["message"]["reasoning_content"]
+    assert graph_of(thinking, info.id).nodes[-1].sampled
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made = chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    made.chat_template = QWEN
+    return made
+
+
+def accepts(structural_tag: str, text: str, tokenizer: Any) -> bool:
+    """Whether the grammar allows exactly this text."""
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
+    compiled = xgrammar.GrammarCompiler(info).compile_structural_tag(structural_tag)
+    matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+    return bool(matcher.accept_string(text)) and bool(matcher.is_terminated() or matcher.is_completed())
+
+
+def test_the_grammar_has_what_is_parsed(tokenizer: Any) -> None:
+    for renderer in (ChatRenderer(tokenizer), FamilyRenderer(tokenizer, "qwen3")):
+        request = TurnRequest("m", HELLO, [tool(YES_OR_NO)], forced_tools=["decide"], allows_parallel_calls=False)
+        for prompt, thought in (("<|im_start|>assistant\n", ""), ("<think>\n", "So.</think>\n\n")):
+            preceding = renderer.encode(prompt)
+            tag = turn_params(renderer, request, preceding, {})["structural_tag"]
+            text = thought + '<tool_call>\n{"name": "decide", "arguments": {"yes": true}}\n</tool_call>'
+            assert accepts(tag, text, tokenizer)
+            assert not accepts(tag, text.replace("true", "1"), tokenizer)
+            assert not accepts(tag, "Hello", tokenizer)
+            parts = split_turn(renderer, renderer.encode(text), preceding, request.tools, "t")
+            assert [(call.name, call.arguments) for call in parts.tool_calls] == [("decide", '{"yes":true}')]
+            assert (parts.reasoning, parts.text) == (thought and "So.", "")
+
+
+def test_a_family_with_other_calls_is_refused_with_the_cure(tokenizer: Any) -> None:
+    request = TurnRequest("m", HELLO, [tool(YES_OR_NO)], forced_tools=["decide"])
+    with pytest.raises(GatewayError, match=r"renderer=ChatRenderer\(tokenizer\)") as caught:
+        turn_params(FamilyRenderer(tokenizer, "llama-3"), request, [], {})
+    assert caught.value.kind.status == 400
+    session = {"regex": "a", "temperature": 0.5}
+    assert turn_params(FamilyRenderer(tokenizer, "llama-3"), request, [], session) == session
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**9), 10**9)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=4),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(NAMES, values, max_size=3),
+    max_leaves=5,
+)
+KEYWORDS = st.sampled_from((
+    "type", "properties", "required", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "pattern",
+    "format", "minimum", "maxItems", "additionalProperties", "not", "prefixItems",
+))  # fmt: skip
+TYPES = st.sampled_from(["object", "array", "string", "number", "integer", "boolean", "null", "no", ["string", "null"]])
+ANY_SCHEMA = st.recursive(
+    st.builds(lambda kind: {"type": kind}, TYPES) | st.dictionaries(KEYWORDS, JSON | TYPES, max_size=3),
+    lambda schemas: (
+        st.fixed_dictionaries({"type": TYPES, "properties": st.dictionaries(NAMES, schemas, max_size=3)})
+        | st.fixed_dictionaries({"anyOf": st.lists(schemas, max_size=3), "items": schemas})
+        | st.dictionaries(KEYWORDS, schemas, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200)
+@given(schema=ANY_SCHEMA, name=NAMES)
+def test_each_schema_of_a_stranger_becomes_a_grammar(schema: Any, name: str) -> None:
+    request = TurnRequest("m", HELLO, [tool(schema, name)], forced_tools=[name])
+
+    class Renderer(ChatRenderer):
+        """A generic renderer, of which only its type counts here."""
+
+        def __init__(self) -> None:
+            self._tokenizer = type("Tokenizer", (), {"decode": lambda *_, **__: ""})()
+
+    xgrammar.Grammar.from_structural_tag(turn_params(Renderer(), request, [], {})["structural_tag"])
+
+
+def test_a_huge_schema_has_a_bounded_grammar(tokenizer: Any) -> None:
+    schema: Any = {"type": "object"}
+    for _ in range(40):
+        schema = {"type": "object", "properties": {f"p{number}": schema for number in range(2)}, "required": ["p0"]}
+    tools = [tool({"type": "object", "properties": {f"q{i}": {"enum": list(range(500))} for i in range(50)}})]
+    for given_tools in ([tool(schema)], tools):
+        request = TurnRequest("m", HELLO, given_tools, forced_tools=["decide"])
+        tag = turn_params(ChatRenderer(tokenizer), request, [], {})["structural_tag"]
+        assert len(tag) < 300_000
+        xgrammar.Grammar.from_structural_tag(tag)
