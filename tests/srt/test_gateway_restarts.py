@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import pytest
-from agent_helpers import RecordingGenerateFn
-from transformers import AutoTokenizer
+from agent_helpers import RecordingGenerateFn, ScriptedGenerateFn
+from helpers import adapter_of
+from PIL import Image
+from transformers import AutoProcessor, AutoTokenizer
 
-from verl_server import VerlEngine
+from verl_server import AsyncHttpServerEngineAdapter, VerlEngine
 from verl_server.agent import RolloutLimits
+from verl_server.errors import ShutDownError
 from verl_server.gateway import Gateway
-from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
+from verl_server.gateway.conversation import AssistantTurn, TurnRequest
+from verl_server.gateway.sessions.generation import Generation
+from verl_server.gateway.sessions.turns import Turns
+from verl_server.gateway.turn_text.turn_progress import TurnProgress
+from verl_server.tiny import make_vision_model
+from verl_server.trajectory import ChatRenderer, TrajectoryGraph, get_renderer, image_data_url, load_session
 
 LIMITS = RolloutLimits(max_context_tokens=2000, max_turns=1000)
 SHORT = {"max_new_tokens": 20, "temperature": 1.0, "ignore_eos": True}
@@ -112,3 +123,128 @@ def test_the_seconds_of_a_session_count_from_its_creation(start: Callable[..., G
         assert reply.status_code == 429
         assert "timeout_s" in reply.json()["error"]["message"]
         assert ask(gateway, key, "a")["id"] == first["id"], "a recorded turn needs no time"
+
+
+class ImageRecordingFn(ScriptedGenerateFn):
+    """A policy that records how many images each request has."""
+
+    num_images: list[int]
+
+    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Any:
+        self.num_images.append(len(request.get("image_data", ())))
+        return await super().__call__(rid=rid, session_id=session_id, **request)
+
+
+def test_images_before_the_restart_are_sent_with_later_turns(tmp_path: Path) -> None:
+    processor = AutoProcessor.from_pretrained(make_vision_model(tmp_path / "model", "qwen2_5_vl"))
+    generate = ImageRecordingFn(processor.tokenizer, lambda prompt: "yes")
+    generate.num_images = []
+    options: Any = {"renderer": get_renderer(processor), "limits": LIMITS}
+    url = image_data_url(Image.new("RGB", (64, 64)))
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+    with Gateway(generate, tmp_path / "run", **options) as gateway:
+        _, key = gateway.create_session("a")
+        turn = ask(gateway, key, [image])["choices"][0]["message"]
+    with Gateway(generate, tmp_path / "run", **options) as gateway:
+        ask(gateway, key, [image, turn, user("b")])
+        assert len(graph_of(gateway).leaves) == 1
+    assert generate.num_images == [1, 1]
+
+
+# -- equal requests ---------------------------------------------------------------------------------------
+
+
+def test_an_idempotency_key_tells_equal_requests_apart(start: Callable[..., Gateway], tmp_path: Path) -> None:
+    with start(tmp_path) as gateway:
+        _, key = gateway.create_session("a", sampling_params=SHORT)
+        turns = [ask(gateway, key, "a", headers={"Idempotency-Key": name})["id"] for name in "1212"]
+        assert turns[:2] == turns[2:]
+    with start(tmp_path) as gateway:
+        assert [ask(gateway, key, "a", headers={"Idempotency-Key": name})["id"] for name in "12"] == turns[:2]
+        assert num_turns(gateway) == 2
+
+
+def test_a_retry_gets_the_turn_whose_client_has_left(tiny: Callable[..., Path]) -> None:
+    """Two clients send the same request on purpose. One of them leaves and comes back: it gets its own sample."""
+    asyncio.run(find_turns(ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))))
+
+
+async def find_turns(renderer: ChatRenderer) -> None:
+    async def turn() -> AssistantTurn:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    progress = TurnProgress(renderer, (), TurnRequest("", ()), {})
+    turns, generations = Turns(), [Generation(turn(), 1, progress) for _ in range(3)]
+    try:
+        for generation in generations:
+            turns.add(b"a", generation)
+        assert turns.find(b"b", is_retry=True) is None
+        with generations[0].join(), generations[2].join():
+            with generations[1].join():
+                assert turns.find(b"a", is_retry=False) is None
+                assert turns.find(b"a", is_retry=True) is generations[2], "no client has left, as far as it is known"
+            for is_retry in (True, False):
+                assert turns.find(b"a", is_retry=is_retry) is generations[1]
+            generations[1].set_delivered()
+            assert turns.find(b"a", is_retry=False) is None
+            generations[2].set_delivered()
+            assert turns.find(b"a", is_retry=True) is generations[0], "the other turns have reached their clients"
+    finally:
+        for generation in generations:
+            generation.task.cancel()
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_seed_and_logit_bias_reach_the_engine(start: Callable[..., Gateway], tmp_path: Path, path: str) -> None:
+    with start(tmp_path) as gateway:
+        _, key = gateway.create_session("a", sampling_params={**SHORT, "max_new_tokens": 8})
+        url, headers = f"{gateway.openai_url}/{path}", {"Authorization": f"Bearer {key}"}
+
+        def turn(**fields: Any) -> tuple[int, ...]:
+            body = {"model": "m", "messages": [user("a")], "prompt": "a", **fields}
+            reply = httpx.post(url, json=body, headers=headers, timeout=60.0)
+            assert reply.status_code == 200, reply.text
+            return graph_of(gateway).nodes[-1].token_ids
+
+        assert turn(logit_bias={"65": 100}) == (65,) * 8
+        assert turn(seed=5) == turn(seed=5)
+        assert turn(seed=6) != turn(seed=5)
+        refused = {"logit_bias": {"999999": 1}} if path == "completions" else {"functions": [{"name": "f"}]}
+        reply = httpx.post(url, json={"messages": [user("a")], "prompt": "a", **refused}, headers=headers, timeout=60.0)
+        assert reply.status_code == 400, reply.text
+        assert "logit_bias" in reply.text or "functions" in reply.text
+
+
+# -- the end of a gateway ---------------------------------------------------------------------------------
+
+
+def test_a_gateway_that_was_shut_down_says_so(start: Callable[..., Gateway], tmp_path: Path) -> None:
+    with start(tmp_path) as gateway:
+        gateway.create_session("a")
+        url = gateway.url
+    assert (gateway.url, gateway.openai_url) == (url, f"{url}/v1")
+    for call in (gateway.sessions, gateway.create_session, lambda: gateway.end_session("a", 1.0)):
+        with pytest.raises(ShutDownError, match="the gateway was shut down"):
+            call()
+
+
+def test_no_connection_to_the_engine_is_left(
+    shared_engine: VerlEngine, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """aiohttp would write a message at the end of the program: nobody has closed the client session."""
+    server = adapter_of(shared_engine)
+    engine = AsyncHttpServerEngineAdapter.attach(server.base_url, api_key=server.api_key)
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))
+    before = open_client_sessions()
+    for number in range(2):
+        with Gateway(engine, tmp_path, renderer=renderer, limits=LIMITS) as gateway:
+            _, key = gateway.create_session(f"s{number}", sampling_params=SHORT)
+            ask(gateway, key, "a")
+            assert open_client_sessions() - before
+        assert not open_client_sessions() - before, "the next gateway opens connections of its own"
+
+
+def open_client_sessions() -> set[int]:
+    """The ids of aiohttp's client sessions in this process that are not closed."""
+    return {id(item) for item in gc.get_objects() if isinstance(item, aiohttp.ClientSession) and not item.closed}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -39,6 +39,10 @@ MAX_CONCURRENT_QUESTIONS = 16
 PASS_RENDERER = "pass renderer=get_renderer(tokenizer)"
 
 
+async def _close_nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class EngineAccess:
     """The engine as a runner uses it."""
@@ -48,6 +52,8 @@ class EngineAccess:
     """SGLang's `/server_info` of one server. None if the engine cannot be asked."""
     max_tokens: int | None = None
     """Maximum number of tokens of a prompt with its response, on each server."""
+    close_connections: Callable[[], Awaitable[None]] = _close_nothing
+    """Closes the connections of the running event loop. A later generation opens others."""
 
     def make_renderer(self) -> ChatRenderer:
         """The renderer for the tokenizer of the server, or for the processor of a vision-language model.
@@ -158,8 +164,10 @@ def access_engine(engine: object) -> EngineAccess:
     if isinstance(engine, HttpServerEngineAdapter):
         return _access_server(engine)
     if isinstance(engine, AsyncHttpServerEngineAdapter):
-        return EngineAccess(as_generate_fn(engine), None)
-    if isinstance(engine, (RouterClient, RolloutRouter)):
+        return EngineAccess(as_generate_fn(engine), None, close_connections=engine.close_connections)
+    if isinstance(engine, RouterClient):
+        return EngineAccess(engine.generate, None, close_connections=engine.close_connections)
+    if isinstance(engine, RolloutRouter):
         return EngineAccess(engine.generate, None)
     raise BadInputError(f"engine must be {ENGINES}, got {type(engine).__name__}")
 
@@ -176,7 +184,8 @@ def _access_server(server: HttpServerEngineAdapter) -> EngineAccess:
 
     generate, server_info = as_generate_fn(server.asynchronous), server.get_server_info()
     limit = max_running_requests(server_info)
-    return _access_servers(generate if limit is None else limit_concurrency(generate, limit), [server_info])
+    access = _access_servers(generate if limit is None else limit_concurrency(generate, limit), [server_info])
+    return dataclasses.replace(access, close_connections=server.asynchronous.close_connections)
 
 
 def _access_servers(generate: GenerateFn, server_infos: Sequence[Json]) -> EngineAccess:

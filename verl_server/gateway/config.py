@@ -30,6 +30,14 @@ class GatewayConfig:
     """Maximum number of tools of a request."""
     max_tool_name_chars: int = 256
     """Maximum number of characters of the name of a tool."""
+    max_content_parts: int = 10_000
+    """Maximum number of content parts in the messages of a request."""
+    max_image_pixels: int = 128 << 20
+    """Maximum number of pixels of all images of a request."""
+    max_session_requests: int = 256
+    """Maximum number of open requests of a session."""
+    max_requests: int = 4096
+    """Maximum number of open requests of all sessions."""
     keep_alive_s: float = 10.0
     """Seconds between two signs of life of a stream whose turn is being generated."""
     session_expiry_s: float | None = None

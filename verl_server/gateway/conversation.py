@@ -108,6 +108,15 @@ def require_size(request: TurnRequest, config: GatewayConfig) -> None:
         raise GatewayError(ErrorKind.INVALID_REQUEST, f"the name of a tool has more than {maximum} characters")
 
 
+def require_few_parts(body: Json, config: GatewayConfig) -> None:
+    """Raise GatewayError (413) for a body whose messages have more content parts than the gateway allows."""
+    items = body.get("messages", body.get("input"))
+    contents = [item.get("content") for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+    count = sum(len(content) for content in contents if isinstance(content, list))
+    if count > (maximum := config.max_content_parts):
+        raise GatewayError(ErrorKind.TOO_LARGE, f"the request has {count} content parts, and {maximum} are allowed")
+
+
 def message_of(turn: AssistantTurn) -> Json:
     """The turn as an assistant message in the form of chat templates, as agents repeat it."""
     message: Json = {"role": "assistant", "content": turn.text}

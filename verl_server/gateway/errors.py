@@ -34,6 +34,8 @@ class ErrorKind(enum.Enum):
     TOO_LARGE = 413
     LIMIT_REACHED = 429
     """A limit of the session. Sending the request again does not help."""
+    TOO_MANY_REQUESTS = 4291
+    """Status 429: more requests at a time than the session may have. Agents send the request again."""
     OVERLOADED = 503
     """The engine cannot generate now. Agents send the request again."""
     INTERNAL = 500
@@ -41,7 +43,12 @@ class ErrorKind(enum.Enum):
     @property
     def status(self) -> int:
         """HTTP status."""
-        return 400 if self is ErrorKind.CONTEXT_OVERFLOW else self.value
+        return {ErrorKind.CONTEXT_OVERFLOW: 400, ErrorKind.TOO_MANY_REQUESTS: 429}.get(self, self.value)
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether the same request can succeed later."""
+        return self in (ErrorKind.TOO_MANY_REQUESTS, ErrorKind.OVERLOADED)
 
 
 class GatewayError(Exception):

@@ -16,13 +16,16 @@ import uvicorn
 import uvloop
 
 from verl_server.agent.engine_access import Engine, access_engine
+from verl_server.agent.generate_fn import GenerateFn
 from verl_server.agent.limits import RolloutLimits
-from verl_server.errors import BadInputError, DeadlineError, StartupError
+from verl_server.errors import BadInputError, DeadlineError, ShutDownError, StartupError
 from verl_server.gateway.config import GatewayConfig
+from verl_server.gateway.errors import ErrorKind
 from verl_server.gateway.http.app import make_app
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_info import SessionInfo
 from verl_server.gateway.sessions.session_store import SessionStore, require_token_limit
+from verl_server.gateway.sessions.slots import Slots
 from verl_server.ranks.machine import is_loopback
 from verl_server.server.ports import join_host_port, listen
 from verl_server.trajectory.locked_files import close_locked, open_locked
@@ -80,10 +83,11 @@ class Gateway:
             session_expiry_s=session_expiry_s,
         )
 
-        def open_session(record: Recorder, limits: RolloutLimits, sampling_params: Json) -> Session:
-            return Session(record, access.generate, renderer, limits, sampling_params)
-
+        open_session = _session_opener(access.generate, renderer, self.config)
+        self._close_connections = access.close_connections
+        self._is_shut_down = False
         self._socket = listen(host, port)
+        self._address: tuple[str, int] = self._socket.getsockname()[:2]
         try:
             self._lock: int | None = (lock := _lock_folder(self.config.run_dir, self.url))
             try:
@@ -113,8 +117,7 @@ class Gateway:
     @property
     def url(self) -> str:
         """Base URL without `/v1`, as Anthropic's clients take it."""
-        host, port = self._socket.getsockname()[:2]
-        return f"http://{join_host_port(host, port)}"
+        return f"http://{join_host_port(*self._address)}"
 
     @property
     def openai_url(self) -> str:
@@ -138,6 +141,7 @@ class Gateway:
 
         Raises DeadlineError if the server does not stop.
         """
+        self._is_shut_down = True
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._store.close)  # clients get their replies, so that uvicorn can end
@@ -172,10 +176,15 @@ class Gateway:
             serving.result()
         finally:
             self._store.close()
+            await self._close_connections()
 
     def _call(self, function: Callable[[], Result]) -> Result:
-        """Call a function in the event loop of the server, which owns the sessions."""
-        assert self._loop is not None
+        """Call a function in the event loop of the server, which owns the sessions.
+
+        Raises ShutDownError after `shutdown`.
+        """
+        if self._is_shut_down or self._loop is None or not self._thread.is_alive():
+            raise ShutDownError("the gateway was shut down; make another one with the same folder")
         result: Future[Result] = Future()
 
         def run() -> None:
@@ -189,6 +198,19 @@ class Gateway:
             return result.result(STOP_TIMEOUT_S)
         except TimeoutError:
             raise DeadlineError("the gateway did not answer", operation="gateway", seconds=STOP_TIMEOUT_S) from None
+
+
+def _session_opener(
+    generate: GenerateFn, renderer: ChatRenderer, config: GatewayConfig
+) -> Callable[[Recorder, RolloutLimits, Json], Session]:
+    """Makes the session of a record with its limits and sampling parameters."""
+    slots = Slots(config.max_requests, ErrorKind.OVERLOADED, "the gateway")
+
+    def open_session(record: Recorder, limits: RolloutLimits, sampling_params: Json) -> Session:
+        own = Slots(config.max_session_requests, parent=slots)
+        return Session(record, generate, renderer, limits, sampling_params, own)
+
+    return open_session
 
 
 def _lock_folder(run_dir: Path, url: str) -> int:

@@ -59,8 +59,13 @@ class RouterClient:
     async def close(self) -> None:
         """Close all connections. A later call raises ShutDownError."""
         self._is_closed = True
-        if self._session is not None:
-            await self._session.close()
+        await self.close_connections()
+
+    async def close_connections(self) -> None:
+        """Close all connections. A later call opens others, and may run in another event loop."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def generate(
         self,

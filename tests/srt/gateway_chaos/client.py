@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,10 +128,10 @@ class _Request:
                 await answer.aread()
             self._require_success(answer)
             events = list[Any]()
-            async for line in answer.aiter_lines():
-                if line.startswith("data: "):
-                    data = line.removeprefix("data: ")
-                    events.append(data if data == "[DONE]" else json.loads(data))
+            async for line in _lines(answer):
+                if line.startswith(b"data: "):
+                    data = line.removeprefix(b"data: ")
+                    events.append("[DONE]" if data == b"[DONE]" else json.loads(data))
                 if drop and len(events) >= self._events_before_drop:
                     self._owner.counts["dropped streams"] += 1
                     return None
@@ -145,3 +146,12 @@ class _Request:
         if answer.status_code != 200:
             self._owner.violations.append(f"{self._name}: status {answer.status_code}, {answer.text[:300]}")
             raise RetryableError(answer.text[:300])
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of a stream. `aiter_lines` also splits at the line separators of Unicode, which JSON texts may have."""
+    rest = b""
+    async for chunk in answer.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line

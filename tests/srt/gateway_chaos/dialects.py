@@ -49,7 +49,7 @@ def read_reply(dialect: str, reply: dict[str, Any]) -> Reply:
         choice, usage = reply["choices"][0], reply["usage"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         text = choice["message"]["content"]
-        return Reply(text, usage["prompt_tokens"], usage["completion_tokens"], tuple(logprobs))
+        return Reply(text, usage["prompt_tokens"], usage["completion_tokens"], tuple(logprobs) if text else None)
     if dialect == "messages":
         text = "".join(block["text"] for block in reply["content"] if block["type"] == "text")
         return Reply(text, _anthropic_prompt(reply["usage"]), reply["usage"]["output_tokens"], None)
@@ -79,7 +79,8 @@ def _read_chat_events(events: Sequence[Any]) -> Reply | None:
         for choice in event["choices"]:
             text += choice["delta"].get("content") or ""
             logprobs += [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()]
-    return Reply(text, usage["prompt_tokens"], usage["completion_tokens"], tuple(logprobs))
+    known = tuple(logprobs) if text else None  # a chunk of text has the log probabilities
+    return Reply(text, usage["prompt_tokens"], usage["completion_tokens"], known)
 
 
 def _read_messages_events(events: Sequence[Any]) -> Reply | None:

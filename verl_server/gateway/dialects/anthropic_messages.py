@@ -54,6 +54,7 @@ ERROR_TYPES = {
     ErrorKind.NOT_FOUND: "not_found_error",
     ErrorKind.TOO_LARGE: "request_too_large",
     ErrorKind.LIMIT_REACHED: "rate_limit_error",
+    ErrorKind.TOO_MANY_REQUESTS: "rate_limit_error",
     ErrorKind.OVERLOADED: "overloaded_error",
     ErrorKind.INTERNAL: "api_error",
 }

@@ -20,8 +20,10 @@ from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.dialects.fields import (
     bad_request,
     read_count,
+    read_logit_bias,
     read_number,
     read_objects,
+    read_seed,
     read_stop,
     read_text,
     read_top_k,
@@ -42,6 +44,8 @@ class ChatDialect(Dialect):
 
     def parse(self, body: Json) -> TurnRequest:
         refuse(body, "n", (1,), "send several requests")
+        for name in ("functions", "function_call"):
+            refuse(body, name, ([], "auto", "none"), "use 'tools' and 'tool_choice'")
         tools, forced_tools = parse_openai_choice(body, [_parse_tool(tool) for tool in read_objects(body, "tools")])
         return TurnRequest(
             model=read_text(body, "model", default=""),
@@ -59,6 +63,8 @@ class ChatDialect(Dialect):
                 presence_penalty=read_number(body, "presence_penalty", -2, 2),
                 frequency_penalty=read_number(body, "frequency_penalty", -2, 2),
                 stop=read_stop(body, "stop"),
+                sampling_seed=read_seed(body),
+                logit_bias=read_logit_bias(body),
                 **parse_response_format(body.get("response_format")),
             ),
             stream=bool(body.get("stream")),

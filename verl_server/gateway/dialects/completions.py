@@ -19,8 +19,10 @@ from verl_server.gateway.dialects.fields import (
     bad_request,
     read_count,
     read_flag,
+    read_logit_bias,
     read_number,
     read_object,
+    read_seed,
     read_stop,
     read_text,
     read_top_k,
@@ -45,7 +47,6 @@ class CompletionsDialect(Dialect):
             refuse(body, name, (1,), "send several requests")
         refuse(body, "echo", (False,), "replies have the new tokens only")
         refuse(body, "suffix", ("",), "the policy continues the prompt")
-        refuse(body, "logit_bias", ({},), "set sampling parameters for the session")
         if isinstance(body.get("logprobs"), bool):
             raise bad_request("'logprobs' must be 0 or 1")
         refuse(body, "logprobs", (0, 1), "replies have the log probabilities of the sampled tokens only; use 0 or 1")
@@ -60,6 +61,8 @@ class CompletionsDialect(Dialect):
                 presence_penalty=read_number(body, "presence_penalty", -2, 2),
                 frequency_penalty=read_number(body, "frequency_penalty", -2, 2),
                 stop=read_stop(body, "stop"),
+                sampling_seed=read_seed(body),
+                logit_bias=read_logit_bias(body),
             ),
             stream=read_flag(body, "stream"),
             logprobs=body.get("logprobs") is not None,

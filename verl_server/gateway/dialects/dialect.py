@@ -51,6 +51,7 @@ OPENAI_ERROR_TYPES = {
     ErrorKind.NOT_FOUND: "not_found_error",
     ErrorKind.TOO_LARGE: "invalid_request_error",
     ErrorKind.LIMIT_REACHED: "rate_limit_error",
+    ErrorKind.TOO_MANY_REQUESTS: "rate_limit_error",
     ErrorKind.OVERLOADED: "server_error",
     ErrorKind.INTERNAL: "server_error",
 }

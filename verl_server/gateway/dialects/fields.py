@@ -12,6 +12,8 @@ from verl_server.types import Json
 
 LARGEST_TOP_K = 1 << 30
 """SGLang's value for all tokens. Larger values do not fit into its tensors."""
+MAX_TOKEN_DIGITS = 9
+"""Maximum number of digits of a token id."""
 OUTER_LEVELS = 100
 """Number of levels of objects and lists that the gateway may put around a value of a body in its record."""
 
@@ -94,6 +96,25 @@ def read_top_k(body: Mapping[str, Any]) -> int | None:
         return -1
     count = read_count(body, "top_k")
     return None if count is None else min(count, LARGEST_TOP_K)
+
+
+def read_seed(body: Mapping[str, Any]) -> int | None:
+    """SGLang's `sampling_seed` from the field `seed`: a whole number of 64 bits."""
+    seed = body.get("seed")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
+        raise bad_request("'seed' must be a whole number of 64 bits")
+    return seed
+
+
+def read_logit_bias(body: Mapping[str, Any]) -> Json | None:
+    """SGLang's `logit_bias`: numbers from -100 to 100 by token ids as texts. The engine refuses unknown token ids."""
+    biases = read_object(body, "logit_bias")
+    for token, bias in biases.items():
+        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        is_token = token.isdecimal() and token.isascii() and len(token) <= MAX_TOKEN_DIGITS
+        if not (is_token and is_number and -100 <= bias <= 100):
+            raise bad_request("'logit_bias' must have numbers from -100 to 100 by token ids")
+    return biases or None
 
 
 def read_flag(body: Mapping[str, Any], name: str) -> bool:

@@ -16,6 +16,7 @@ ERROR_CODES = {
     ErrorKind.INVALID_REQUEST: "invalid_prompt",
     ErrorKind.CONTEXT_OVERFLOW: "context_length_exceeded",  # not in OpenAI's types, but sent; Codex compacts then
     ErrorKind.LIMIT_REACHED: "rate_limit_exceeded",
+    ErrorKind.TOO_MANY_REQUESTS: "rate_limit_exceeded",
 }
 """Codes of errors in a stream. Other errors have the code `server_error`."""
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from verl_server.errors import VerlServerError
 from verl_server.gateway.config import GatewayConfig
-from verl_server.gateway.conversation import TurnRequest, require_size
+from verl_server.gateway.conversation import TurnRequest, require_few_parts, require_size
 from verl_server.gateway.dialects import DIALECTS
 from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.dialects.fields import require_recordable
@@ -25,6 +25,7 @@ from verl_server.gateway.http.access import Access
 from verl_server.gateway.http.admin import add_admin_routes
 from verl_server.gateway.http.models import add_model_routes
 from verl_server.gateway.http.ui.routes import add_ui_routes
+from verl_server.gateway.image_check import require_safe_images
 from verl_server.gateway.sessions.generation import Generation
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.trajectory.view.token_texts import DecodeFn
@@ -69,7 +70,7 @@ async def _answer_unknown_path(request: Request, _: Exception) -> Response:
     error = GatewayError(ErrorKind.NOT_FOUND, message)
     dialect = next((dialect for dialect in DIALECTS if dialect.path.endswith(f"/{path.rpartition('/')[2]}")), None)
     status, body = openai_error(error) if dialect is None else dialect.error(error)
-    return json_response(body, status, _retry_headers(status))
+    return json_response(body, status, _retry_headers(error))
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -94,8 +95,8 @@ def _make_handler(dialect: Dialect, access: Access, config: GatewayConfig) -> Ca
             turn_request = await asyncio.to_thread(_parse, dialect.parse, raw, config)
             session = access.session_of(request)  # the session may have ended while the body arrived
             request.state.session_id = session.id
-            fingerprint = hashlib.blake2b(dialect.path.encode() + raw, digest_size=16).digest()
-            generation = await session.start_turn(turn_request, fingerprint, is_retry=_is_retry(request.headers))
+            fingerprint, is_retry = _identify(dialect, request.headers, raw)
+            generation = await session.start_turn(turn_request, fingerprint, is_retry=is_retry)
             if turn_request.stream:
                 events = _events(dialect, request, turn_request, generation, config)
                 return _TurnStream(events, generation)
@@ -124,14 +125,18 @@ def _make_count_handler(
 
 
 def _parse(parse: Callable[[Json], TurnRequest], raw: bytes, config: GatewayConfig) -> TurnRequest:
-    request = parse(parse_object(raw))
+    body = parse_object(raw)
+    require_few_parts(body, config)
+    request = parse(body)
     require_size(request, config)
+    require_safe_images(request.messages, config.max_image_pixels)
     return request
 
 
 def _error_reply(dialect: Dialect, request: Request, error: Exception) -> Response:
-    status, body = dialect.error(_logged(error, request))
-    return json_response(body, status, _retry_headers(status))
+    found = _logged(error, request)
+    status, body = dialect.error(found)
+    return json_response(body, status, _retry_headers(found))
 
 
 async def _answer(dialect: Dialect, request: Request, turn_request: TurnRequest, generation: Generation) -> Response:
@@ -220,10 +225,20 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(orjson.dumps(body), status, dict(headers or {}), "application/json")
 
 
-def _is_retry(headers: Mapping[str, str]) -> bool:
-    count = headers.get("x-stainless-retry-count", "0")
-    return count.isdecimal() and count.strip("0") != ""
+def _identify(dialect: Dialect, headers: Mapping[str, str], raw: bytes) -> tuple[bytes, bool]:
+    """The digest of a request, and whether the request may be one that was sent before.
+
+    The official SDKs count their retries in a header. They send no id of the request, unless a program asks for it: an
+    `Idempotency-Key` distinguishes several requests with the same body.
+    """
+    key, count = headers.get("idempotency-key", ""), headers.get("x-stainless-retry-count", "0")
+    digest = hashlib.blake2b(dialect.path.encode() + raw, digest_size=16, key=_digest_of_key(key)).digest()
+    return digest, bool(key) or (count.isdecimal() and count.strip("0") != "")
 
 
-def _retry_headers(status: int) -> dict[str, str]:
-    return {"retry-after": "1"} if status in (503, 529) else {"x-should-retry": "false"}
+def _digest_of_key(key: str) -> bytes:
+    return hashlib.blake2b(key.encode(), digest_size=16).digest() if key else b""
+
+
+def _retry_headers(error: GatewayError) -> dict[str, str]:
+    return {"retry-after": "1"} if error.kind.is_retryable else {"x-should-retry": "false"}

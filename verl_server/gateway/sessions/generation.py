@@ -7,23 +7,30 @@ from collections.abc import AsyncGenerator, Coroutine
 
 from verl_server.gateway.conversation import AssistantTurn, TurnDelta
 from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.gateway.sessions.slots import Slots
 from verl_server.gateway.turn_text.turn_progress import TurnDeltas, TurnProgress
 
 ABANDONED_S = 30.0
 """Seconds for which a turn is generated whose client has gone. The client may send the request again."""
+
+TurnCoroutine = Coroutine[None, None, AssistantTurn]
 
 
 class Generation:
     """A turn that is being generated, and the clients that wait for it."""
 
     def __init__(
-        self, turn: Coroutine[None, None, AssistantTurn], num_prompt_tokens: int, progress: TurnProgress
+        self, turn: TurnCoroutine, num_prompt_tokens: int, progress: TurnProgress, slots: Slots | None = None
     ) -> None:
-        """`progress`: gets the tokens of the turn while it is generated."""
+        """`progress`: gets the tokens of the turn while it is generated. `slots`: each client needs a slot. The caller
+        has taken the slot of the first client.
+        """
         self.task = asyncio.create_task(turn)
         self.task.add_done_callback(lambda _: progress.wake())
         self.num_prompt_tokens = num_prompt_tokens
         self._progress = progress
+        self._slots, self._num_slots = slots or Slots(), 1
+        self.task.add_done_callback(lambda _: self._release_slots())
         self._num_clients = 0
         self.is_delivered = False
         """Whether a client has received the whole reply."""
@@ -80,7 +87,10 @@ class Generation:
         self.task.cancel()
 
     def join(self) -> Generation:
-        """Count a client, which leaves the turn at the end of a `with` block."""
+        """Count a client, which leaves the turn at the end of a `with` block. Raises GatewayError without a slot."""
+        if self._num_clients >= self._num_slots:
+            self._slots.take()
+            self._num_slots += 1
         self._num_clients += 1
         if self._abort is not None:
             self._abort.cancel()
@@ -91,8 +101,15 @@ class Generation:
 
     def __exit__(self, *_: object) -> None:
         self._num_clients -= 1
+        self._release_slots()
         if self._num_clients == 0 and not self.task.done():
             self._abort = asyncio.get_running_loop().call_later(ABANDONED_S, self.task.cancel)
+
+    def _release_slots(self) -> None:
+        """Give back the slots that neither a client nor the running turn needs."""
+        while self._num_slots > max(self._num_clients, not self.task.done()):
+            self._slots.release()
+            self._num_slots -= 1
 
     def set_delivered(self) -> None:
         """A client has received the whole reply."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
 
+from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.nodes import Node
 from verl_server.trajectory.rendering.messages import Message, as_json
 from verl_server.types import Json
 
@@ -40,6 +42,11 @@ def conversation_keys(digest: str, messages: Sequence[Message], start: Key | Non
         key = hashlib.blake2b(key + as_json(meaning(message)), digest_size=16).digest()
         keys.append(key)
     return keys
+
+
+def raw_prompt_key(token_ids: Sequence[int]) -> Key:
+    """The key of a raw prompt in `History`. No chat has this key."""
+    return hashlib.blake2b(b"raw prompt" + orjson.dumps(list(token_ids)), digest_size=16).digest()
 
 
 def meaning(message: Message) -> list[Any]:
@@ -112,3 +119,22 @@ class History:
         for count in range(len(keys), 0, -1):
             if nodes := self._nodes.get(keys[count - 1]):
                 yield count, nodes
+
+    def restore(self, graph: TrajectoryGraph, turn_message: Callable[[Node, Sequence[Json]], Message]) -> None:
+        """Record the conversations of an earlier process.
+
+        `turn_message`: the message of a turn as agents repeat it, for the turn's node and the tools of its prompt.
+        """
+        keys, tools = dict[int, Key](), dict[int, Sequence[Json]]()
+        for node in graph.nodes:
+            message, start = node.message or {}, None
+            if node.parent is None:
+                tools[node.id] = message.get("tools", ())
+            else:
+                tools[node.id], start = tools[node.parent], keys[node.parent]
+            messages = [turn_message(node, tools[node.id])] if node.sampled else message.get("messages", ())
+            if messages:
+                keys[node.id] = conversation_keys(tools_digest(tools[node.id]), messages, start)[-1]
+            else:
+                keys[node.id] = raw_prompt_key(graph.token_ids(node.id))
+            self.add(keys[node.id], node.id)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-
-import orjson
 
 from verl_server.agent.episodes.cursor import Cursor
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.errors import BadInputError
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.sessions.history import Key
+from verl_server.gateway.sessions.history import Key, raw_prompt_key
 from verl_server.gateway.turn_text.turn_parsing import TurnParts
 from verl_server.trajectory.nodes import ForkReason
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -61,11 +58,6 @@ def _require_readable(renderer: ChatRenderer, token_ids: Sequence[int]) -> None:
         except BadInputError:
             message = "'prompt' has a token that stands for an image; send images as messages of a chat"
             raise GatewayError(ErrorKind.INVALID_REQUEST, message) from None
-
-
-def raw_prompt_key(token_ids: Sequence[int]) -> Key:
-    """The key of a raw prompt in `History`. No chat has this key."""
-    return hashlib.blake2b(b"raw prompt" + orjson.dumps(list(token_ids)), digest_size=16).digest()
 
 
 def unsplit_turn(renderer: ChatRenderer, token_ids: Sequence[int], *_: object) -> TurnParts:

@@ -21,7 +21,9 @@ from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
 from verl_server.gateway.sessions.conversation_labels import root_fork_reason
 from verl_server.gateway.sessions.generation import Generation
 from verl_server.gateway.sessions.history import History, Key, conversation_keys, tools_digest
-from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt, raw_prompt_key, unsplit_turn
+from verl_server.gateway.sessions.length_check import is_certainly_longer
+from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt, unsplit_turn
+from verl_server.gateway.sessions.slots import Slots
 from verl_server.gateway.sessions.turn_details import turn_details
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.forced_calls import turn_params
@@ -51,12 +53,20 @@ class Session:
     """One run of an agent program. Use it in one event loop."""
 
     def __init__(
-        self, record: Recorder, generate: GenerateFn, renderer: ChatRenderer, limits: RolloutLimits, sampling: Json
+        self,
+        record: Recorder,
+        generate: GenerateFn,
+        renderer: ChatRenderer,
+        limits: RolloutLimits,
+        sampling: Json,
+        slots: Slots | None = None,
     ) -> None:
-        """`sampling`: SGLang's sampling parameters of every turn, which replace those of the agent."""
+        """`sampling`: SGLang's sampling parameters of every turn, which replace those of the agent. `slots`: requests
+        of the session that may be open at a time, by default any number.
+        """
         self.record, self.graph = record, record.graph
         self.id = self.graph.session_id
-        self._renderer, self._sampling = renderer, sampling
+        self._renderer, self._sampling, self._slots = renderer, sampling, slots or Slots()
         self._state = EpisodeState(self.id, record, generate, renderer, limits, False)
         self._history = History()
         self._branches = itertools.count(len(self.graph.nodes))
@@ -68,7 +78,7 @@ class Session:
         for node in self.graph.nodes:
             self._state.restore(node)
             self._state.has_images |= any(map(image_sources, (node.message or {}).get("messages", ())))
-        self._restore_history()
+        self._history.restore(self.graph, self._message_of)
 
     # -- turns --------------------------------------------------------------------------------------
 
@@ -84,22 +94,30 @@ class Session:
             self._require_open()
             if (known := self._turns.find(fingerprint, is_retry=is_retry)) is not None:
                 return known.join()
-            if (recorded := self._recorded_turns.take(fingerprint, is_retry=is_retry)) is not None:
-                generation = self._replay(recorded, request)
-            else:
-                try:
-                    generation = self._begin(await self._append_prompt(request, fingerprint))
-                except EpisodeStopped as stopped:
-                    raise self._limit_error(stopped.stop_reason) from None
+            self._slots.take()
+            try:
+                generation = await self._start(request, fingerprint, is_retry)
+            except BaseException:
+                self._slots.release()
+                raise
             self._turns.add(fingerprint, generation)
             return generation.join()
+
+    async def _start(self, request: TurnRequest, fingerprint: bytes, is_retry: bool) -> Generation:
+        if (recorded := self._recorded_turns.take(fingerprint, is_retry=is_retry)) is not None:
+            return self._replay(recorded, request)
+        try:
+            return self._begin(await self._append_prompt(request, fingerprint))
+        except EpisodeStopped as stopped:
+            raise self._limit_error(stopped.stop_reason) from None
 
     def _begin(self, prompt: Prompt) -> Generation:
         assert prompt.cursor.leaf is not None
         request, preceding_ids = prompt.request, self.graph.node(prompt.cursor.leaf).token_ids
         params = turn_params(self._renderer, request, preceding_ids, self._sampling)
         progress = TurnProgress(self._renderer, preceding_ids, request, params)
-        return Generation(self._generate(prompt, params, progress), self._num_tokens(prompt.cursor), progress)
+        turn = self._generate(prompt, params, progress)
+        return Generation(turn, self._num_tokens(prompt.cursor), progress, self._slots)
 
     def _replay(self, node: Node, request: TurnRequest) -> Generation:
         """A recorded turn as the turn of a request that was sent again."""
@@ -108,7 +126,7 @@ class Session:
         async def turn() -> AssistantTurn:
             return self._as_turn(node, request, num_prompt_tokens, {})
 
-        return Generation(turn(), num_prompt_tokens, TurnProgress(self._renderer, (), request, {}))
+        return Generation(turn(), num_prompt_tokens, TurnProgress(self._renderer, (), request, {}), self._slots)
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Number of tokens of the prompt that `start_turn` would give to the engine, also of a prompt without room."""
@@ -153,7 +171,10 @@ class Session:
         """Record the prompt of a request. Only the event loop changes the graph; worker threads render messages."""
         self._state.require_turn()
         if request.raw_prompt is not None:
-            token_ids = await asyncio.to_thread(encode_raw_prompt, self._renderer, request.raw_prompt)
+            raw, maximum = request.raw_prompt, self._state.limits.max_context_tokens
+            if isinstance(raw, str) and maximum and await is_certainly_longer(self._renderer, raw, maximum):
+                raise self._refuse(None, "max_context_tokens", None)
+            token_ids = await asyncio.to_thread(encode_raw_prompt, self._renderer, raw)
             self._require_open()
             cursor, key = append_raw_prompt(self._state, self._branch_name(), token_ids)
             return Prompt(cursor, key, request, fingerprint)
@@ -163,15 +184,18 @@ class Session:
         cursor, messages = self._find_path(request, keys)
         if messages:
             is_root = cursor.leaf is None
+            remaining, limit = self._state.remaining_tokens(cursor.leaf)
+            is_limited = limit == "max_context_tokens" or not is_root
+            if is_limited and await is_certainly_longer(self._renderer, messages, remaining):
+                raise self._refuse(cursor.leaf, limit, None)
             messages, token_ids = await self._render(cursor, messages, request)
             self._require_open()
             self._state.has_images |= have_images(messages, self._renderer)
-            content: Json = {"messages": [dict(message) for message in messages]}
-            if is_root:
-                content["tools"] = list(request.tools)
+            tools: Json = {"tools": list(request.tools)} if is_root else {}
+            content: Json = {"messages": [dict(message) for message in messages], **tools}
             remaining, limit = self._state.remaining_tokens(cursor.leaf)
-            if len(token_ids) >= remaining and (limit == "max_context_tokens" or not is_root):
-                raise self._refuse(cursor, limit, len(token_ids))
+            if is_limited and len(token_ids) >= remaining:
+                raise self._refuse(cursor.leaf, limit, self._num_tokens(cursor) + len(token_ids))
             digest = tools_digest(request.tools) if is_root else None
             if is_root and self.graph.nodes:
                 known_tools = digest if request.tools else None
@@ -248,6 +272,10 @@ class Session:
             tokens=[self._renderer.decode([token]) for token in node.token_ids] if request.logprobs else (),
         )
 
+    def _message_of(self, node: Node, tools: Sequence[Json]) -> Message:
+        """The message of a recorded turn, as agents repeat it."""
+        return message_of(self._as_turn(node, TurnRequest("", (), tools), 0, {}))
+
     def _preceding(self, node: Node) -> Sequence[int]:
         return () if node.parent is None else self.graph.node(node.parent).token_ids
 
@@ -257,10 +285,10 @@ class Session:
     def _branch_name(self) -> str:
         return str(next(self._branches))
 
-    def _refuse(self, cursor: Cursor, limit: str, num_new_tokens: int) -> GatewayError:
+    def _refuse(self, leaf: int | None, limit: str, num_tokens: int | None) -> GatewayError:
         """The error for a prompt that does not fit. The record gets a note: an agent may shorten its history then."""
-        num_tokens = self._num_tokens(cursor) + num_new_tokens
-        self.record.add_note(cursor.leaf, "refused", {"limit": limit, "num_tokens": num_tokens})
+        self._require_open()
+        self.record.add_note(leaf, "refused", {"limit": limit, "num_tokens": num_tokens})
         return self._limit_error(limit, num_tokens)
 
     def _limit_error(self, limit: str, num_tokens: int | None = None) -> GatewayError:
@@ -268,25 +296,3 @@ class Session:
         if limit == "max_context_tokens":
             return overflow_error(num_tokens, self._state.limits.max_context_tokens or 0)
         return GatewayError(ErrorKind.LIMIT_REACHED, f"the session has reached its limit {limit}")
-
-    def _restore_history(self) -> None:
-        """Find the conversations of an earlier process again."""
-        keys, tools = dict[int, Key](), dict[int, Sequence[Json]]()
-        for node in self.graph.nodes:
-            message = node.message or {}
-            if node.parent is None:
-                tools[node.id] = message.get("tools", ())
-                start = None
-            else:
-                tools[node.id], start = tools[node.parent], keys[node.parent]
-            if node.sampled:
-                request = TurnRequest("", (), tools[node.id])
-                turn = self._as_turn(node, request, 0, {})
-                messages = [message_of(turn)]
-            else:
-                messages = message.get("messages", ())
-            if messages:
-                keys[node.id] = conversation_keys(tools_digest(tools[node.id]), messages, start)[-1]
-            else:
-                keys[node.id] = raw_prompt_key(self.graph.token_ids(node.id))
-            self._history.add(keys[node.id], node.id)

@@ -1,0 +1,231 @@
+"""Limits of requests: sizes of texts and images, content parts, and open requests of a session and of the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import io
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from agent_helpers import ScriptedGenerateFn, renderer_with_template
+from PIL import Image
+
+from verl_server.agent import RolloutLimits
+from verl_server.errors import BadInputError
+from verl_server.gateway import Gateway
+from verl_server.gateway.config import GatewayConfig
+from verl_server.gateway.conversation import AssistantTurn, TurnRequest
+from verl_server.gateway.errors import GatewayError
+from verl_server.gateway.image_check import require_safe_images
+from verl_server.gateway.sessions.generation import Generation
+from verl_server.gateway.sessions.slots import Slots
+from verl_server.gateway.turn_text.turn_progress import TurnProgress
+from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
+from verl_server.trajectory import ChatRenderer, load_session
+
+LIMITS = RolloutLimits(max_context_tokens=2000, max_turns=1000)
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    return renderer_with_template(make_tokenizer(tmp_path_factory.mktemp("tokenizer")), CHAT_TEMPLATE)
+
+
+@pytest.fixture
+def gateway(renderer: ChatRenderer, tmp_path: Path) -> Iterator[Gateway]:
+    generate = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as gateway:
+        yield gateway
+
+
+def ask(gateway: Gateway, key: str, content: Any, path: str = CHAT, **fields: Any) -> httpx.Response:
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": content}], **fields}
+    return httpx.post(f"{gateway.url}{path}", json=body, headers={"x-api-key": key}, timeout=60.0)
+
+
+# -- long texts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/completions"])
+def test_a_text_that_is_much_too_long_is_refused_after_a_part_of_it(
+    gateway: Gateway, renderer: ChatRenderer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, key = gateway.create_session("a")
+    encode, num_chars = renderer.encode, list[int]()
+
+    def count(text: str) -> list[int]:
+        num_chars.append(len(text))
+        return encode(text)
+
+    monkeypatch.setattr(renderer, "encode", count)
+    text = "many words " * 1_000_000
+    is_raw = path == "/v1/completions"
+    reply = ask(gateway, key, "" if is_raw else text, path, prompt=text if is_raw else "")
+    assert reply.status_code == 400
+    assert ("prompt is too long" if path == MESSAGES else "maximum context length is 2000") in reply.text
+    assert sum(num_chars) < 200_000, "ten million characters are not tokenized"
+    (note,) = load_session(gateway.config.run_dir / "a.jsonl").notes
+    assert note.value == {"limit": "max_context_tokens", "num_tokens": None}
+
+
+def test_a_text_of_many_characters_and_few_tokens_is_served(gateway: Gateway) -> None:
+    """The bound is not the number of characters: white space at the ends of a piece may be left out."""
+    _, key = gateway.create_session()
+    assert ask(gateway, key, "a" + " " * 40_000 + "b", max_tokens=5).status_code in (200, 400)
+    assert ask(gateway, key, "a" * 1500).status_code == 200
+    assert ask(gateway, key, "a" * 2500).status_code == 400
+
+
+# -- content parts and images -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses"])
+def test_too_many_content_parts_are_refused(gateway: Gateway, path: str) -> None:
+    _, key = gateway.create_session()
+    kind = "input_text" if path == "/v1/responses" else "text"
+    messages = [{"role": "user", "content": [{"type": kind, "text": ""}] * 5001}] * 2
+    reply = ask(gateway, key, "", path, messages=messages, input=messages)
+    assert reply.status_code == 413
+    assert "10002 content parts, and 10000 are allowed" in reply.text
+
+
+def image_message(content: bytes) -> list[dict[str, Any]]:
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+
+def encoded(image_format: str, size: tuple[int, int] = (20, 10)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size).save(buffer, image_format)
+    return buffer.getvalue()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """The beginning of a PNG file, which tells the size."""
+    data = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = struct.pack(">I", 100) + b"IDAT" + b"\0" * 104
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + data + struct.pack(">I", zlib.crc32(data)) + pixels
+
+
+@pytest.mark.parametrize("image_format", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_images_of_the_public_apis_are_accepted(image_format: str) -> None:
+    require_safe_images(image_message(encoded(image_format)), 200)
+    with pytest.raises(GatewayError, match="more than 199 pixels"):
+        require_safe_images(image_message(encoded(image_format)), 199)
+    with pytest.raises(GatewayError, match="more than 399 pixels"):
+        require_safe_images([*image_message(encoded(image_format)), *image_message(encoded("PNG"))], 399)
+
+
+@pytest.mark.parametrize("content", [b"", b"no image", encoded("BMP"), encoded("TIFF"), encoded("PPM"), encoded("ICO")])
+def test_other_formats_are_refused(content: bytes) -> None:
+    with pytest.raises((GatewayError, BadInputError), match="one of the formats PNG, JPEG, WEBP, GIF"):
+        require_safe_images(image_message(content), 1 << 30)
+
+
+@pytest.mark.parametrize("size", [(60_000, 60_000), (20_000, 8_000), (65_000, 2_500)])
+def test_an_image_with_a_billion_pixels_is_refused_by_its_header(gateway: Gateway, size: tuple[int, int]) -> None:
+    _, key = gateway.create_session()
+    bomb = png_header(*size)
+    reply = ask(gateway, key, image_message(bomb)[0]["content"])
+    assert reply.status_code in (400, 413)
+    assert "pixels" in reply.text
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(bomb).decode()}
+    reply = ask(gateway, key, [{"type": "image", "source": source}], MESSAGES)
+    assert "pixels" in reply.text
+    assert reply.json()["error"]["type"] in ("request_too_large", "invalid_request_error")
+
+
+# -- open requests ----------------------------------------------------------------------------------------
+
+
+class HeldGenerateFn(ScriptedGenerateFn):
+    """A policy whose turns wait for `go`."""
+
+    def hold(self) -> None:
+        self.go, self.num_calls = threading.Event(), 0
+
+    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Any:
+        self.num_calls += 1
+        assert await asyncio.to_thread(self.go.wait, 60)
+        return await super().__call__(rid=rid, session_id=session_id, **request)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_session_has_a_limited_number_of_open_requests(
+    renderer: ChatRenderer, tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = HeldGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    generate.hold()
+    small = functools.partial(GatewayConfig, max_session_requests=2, max_requests=3)
+    monkeypatch.setattr("verl_server.gateway.gateway.GatewayConfig", small)
+    with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as gateway, ThreadPoolExecutor(4) as pool:
+        (_, first), (_, second) = gateway.create_session("a"), gateway.create_session("b")
+        running = [pool.submit(ask, gateway, first, str(number), stream=stream) for number in range(2)]
+        wait_until(lambda: generate.num_calls == 2)
+        try:
+            for path, status, kind in ((CHAT, 429, "rate_limit_error"), (MESSAGES, 429, "rate_limit_error")):
+                reply = ask(gateway, first, "c", path, stream=stream)
+                assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
+                assert reply.headers["retry-after"] == "1"
+                assert "the session has 2 open requests already" in reply.text
+            running.append(pool.submit(ask, gateway, second, "d", stream=stream))
+            wait_until(lambda: generate.num_calls == 3)
+            for path, status, kind in ((CHAT, 503, "server_error"), (MESSAGES, 529, "overloaded_error")):
+                reply = ask(gateway, second, "e", path, stream=stream)
+                assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
+                assert "the gateway has 3 open requests already" in reply.text
+        finally:
+            generate.go.set()
+        assert [request.result().status_code for request in running] == [200] * 3
+        assert ask(gateway, first, "c", stream=stream).status_code == 200
+        assert ask(gateway, second, "e", stream=stream).status_code == 200
+    assert generate.num_calls == 5
+
+
+def test_a_turn_without_a_client_has_a_slot(renderer: ChatRenderer) -> None:
+    """A running turn keeps one slot, and each further client needs a slot."""
+    asyncio.run(use_slots(renderer))
+
+
+async def use_slots(renderer: ChatRenderer) -> None:
+    slots, go = Slots(2), asyncio.Event()
+
+    async def turn() -> AssistantTurn:
+        await go.wait()
+        raise RuntimeError("an error of the engine")
+
+    slots.take()
+    generation = Generation(turn(), 1, TurnProgress(renderer, (), TurnRequest("", ()), {}), slots)
+    with generation.join():
+        assert slots.num_taken == 1
+        with generation.join():
+            assert slots.num_taken == 2
+            with pytest.raises(GatewayError, match="2 open requests"):
+                generation.join()
+        assert slots.num_taken == 1
+    assert slots.num_taken == 1, "the turn runs without a client"
+    with generation.join():
+        assert slots.num_taken == 1
+        go.set()
+        with pytest.raises(RuntimeError):
+            await generation.wait()
+        assert slots.num_taken == 1
+    assert slots.num_taken == 0

@@ -1,0 +1,43 @@
+"""`Slots`: how many requests may be open at a time, in a session and in the whole gateway."""
+
+from __future__ import annotations
+
+import math
+
+from verl_server.gateway.errors import ErrorKind, GatewayError
+
+
+class Slots:
+    """Counts open requests. Use it in one event loop.
+
+    A request is open until its client has the reply or has gone. A turn that is generated without a client counts as a
+    request.
+    """
+
+    def __init__(
+        self,
+        maximum: float = math.inf,
+        kind: ErrorKind = ErrorKind.TOO_MANY_REQUESTS,
+        owner: str = "the session",
+        parent: Slots | None = None,
+    ) -> None:
+        """`kind`: kind of the error for a request without a slot. `parent`: each slot needs a slot of it, too."""
+        self._maximum, self._kind, self._owner, self._parent = maximum, kind, owner, parent
+        self.num_taken = 0
+        """Number of open requests."""
+
+    def take(self) -> None:
+        """Take a slot. Raises GatewayError if all are taken."""
+        if self.num_taken >= self._maximum:
+            raise GatewayError(
+                self._kind, f"{self._owner} has {self._maximum} open requests already; send the request again later"
+            )
+        if self._parent is not None:
+            self._parent.take()
+        self.num_taken += 1
+
+    def release(self) -> None:
+        """Give a slot back."""
+        self.num_taken -= 1
+        if self._parent is not None:
+            self._parent.release()
