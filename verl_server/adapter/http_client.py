@@ -111,7 +111,7 @@ class HttpClient:
             async with self._request(endpoint, payload) as response:
                 if response.status >= 400:
                     raise self._error(endpoint, response.status, await response.read())
-                async for data in _events(response.content):
+                async for data in read_events(response.content):
                     yield parse_event(data, url)
         except (aiohttp.ClientError, ConnectionError) as error:
             raise await self._explain_broken_connection(endpoint, error) from error
@@ -279,7 +279,7 @@ class _Request:
         )
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """The data of server-sent events of any length. (aiohttp's own line reader is limited to 128 KiB.)"""
     partial = b""
     async for chunk in content.iter_any():

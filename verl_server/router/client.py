@@ -15,6 +15,7 @@ from verl_server.adapter.sglang.replies import parse_json_or_text
 from verl_server.adapter.sglang.request_fields import plain_request
 from verl_server.errors import BadInputError, DeadlineError, ServerError, ShutDownError, VerlServerError, from_wire
 from verl_server.router.request_checks import is_out_of_files, validate_timeout
+from verl_server.router.token_reports import EVENT_STREAM, STREAM_TOKENS, OnTokens, receive_reports
 from verl_server.server.open_files import raise_open_file_limit
 from verl_server.server.ports import open_socket
 from verl_server.tracing import trace_headers
@@ -75,6 +76,7 @@ class RouterClient:
         weight_version: int | None = None,
         min_weight_version: int | None = None,
         timeout_s: float | None = None,
+        on_tokens: OnTokens | None = None,
         **request: Any,
     ) -> Json:
         """One generation for one prompt. Arguments, reply and errors are those of `RolloutRouter.generate`.
@@ -100,11 +102,13 @@ class RouterClient:
         unreachable_since: float | None = None
         delay_s = FIRST_RETRY_DELAY_S
         body["timeout_s"] = timeout_s
+        if on_tokens is not None:
+            body[STREAM_TOKENS] = True
         while True:
             sent_at = time.monotonic()
             try:
                 async with asyncio.timeout_at(None if deadline is None else _loop_time(deadline) + CONNECT_TIMEOUT_S):
-                    return await self._post(body)
+                    return await self._post(body, on_tokens)
             except (aiohttp.ClientError, ConnectionError) as error:
                 now = time.monotonic()
                 connected = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError))
@@ -145,7 +149,7 @@ class RouterClient:
     ) -> None:
         self._sent.add(context.trace_request_ctx)
 
-    async def _post(self, body: Json) -> Json:
+    async def _post(self, body: Json, on_tokens: OnTokens | None) -> Json:
         """Send one request; returns the reply or raises the error that the router reports."""
         attempt = object()
         try:
@@ -155,6 +159,8 @@ class RouterClient:
                 headers={"Content-Type": "application/json", **trace_headers()},
                 trace_request_ctx=attempt,
             ) as answer:
+                if on_tokens is not None and answer.content_type == EVENT_STREAM:
+                    return await receive_reports(answer.content, on_tokens)
                 raw = await answer.read()
         finally:
             self._sent.discard(attempt)

@@ -43,6 +43,7 @@ from verl_server.router.request_checks import (
     refuse_local_media,
     was_received,
 )
+from verl_server.router.token_reports import STREAM_TOKENS, send_reports
 from verl_server.server.ports import open_socket
 from verl_server.tracing import continue_trace, trace_headers
 from verl_server.types import Json
@@ -128,8 +129,13 @@ class RouterHttpServer:
         if "text" in body:
             body["prompt"] = body.pop("text")
         body["session_id"] = body.get("session_id") or request.headers.get("x-session-id")
-        if stream and split_batch(body) is not None:
+        reports_tokens = body.pop(STREAM_TOKENS, None)
+        if (stream or reports_tokens) and split_batch(body) is not None:
             raise BadInputError("a list of prompts cannot be streamed: send one request for each prompt")
+        if reports_tokens:
+            return await send_reports(
+                request, lambda on_tokens: self._dispatcher.generate_request(body, on_tokens=on_tokens, is_remote=True)
+            )
         reply = await self._dispatcher.generate_request(body, is_remote=True)
         if not stream:
             return _json_response(reply)

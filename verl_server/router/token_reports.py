@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from verl_server.adapter.http_client import read_events
+from verl_server.errors import VerlServerError, from_wire, to_wire
+from verl_server.types import Json
 
 if TYPE_CHECKING:
     from verl_server.router.resumable_generation import ResumableGeneration
+
+EVENT_STREAM = "text/event-stream"
+STREAM_TOKENS = "stream_tokens"
+"""Field of a request to a router that asks for the tokens while they are generated."""
 
 OnTokens: TypeAlias = Callable[[int, Sequence[int], Sequence[float]], None]
 """Function that gets new tokens of a generation: position of the first of them in the output, token ids, and their log
 probabilities in nats (empty if the request has no `return_logprob`).
 
 Only tokens that the final reply has are reported, so a generation that must start again when its server is lost (with a
-grammar or stop strings, for example) reports none: its tokens are in the reply. Each token is reported once. After
-position 0 is reported again, the generation has started again: a server has refused a continuation that is longer than
-its context. The function must return at once, and must not raise.
+grammar or stop strings, for example) reports none: its tokens are in the reply. Each token is reported once. Two things
+begin again at position 0: a `RouterClient` whose connection broke, which reports the same tokens, and a generation of
+which a server has refused a continuation that is longer than its context. The function must return at once, and must
+not raise.
 """
 
 
@@ -52,6 +65,53 @@ def report_tokens(generation: ResumableGeneration, on_tokens: OnTokens | None) -
         yield
     finally:
         generation.reports.remove(reports)
+
+
+async def send_reports(request: web.BaseRequest, generate: Callable[[OnTokens], Awaitable[Json]]) -> web.StreamResponse:
+    """Answer a request with server-sent events: `{"start", "token_ids", "logprobs"}` for new tokens, then `{"reply"}`.
+
+    Without tokens before the end, `generate` returns or raises first: then its reply is returned as JSON, and its error
+    is raised. An error after the first tokens is the last event, `{"error"}`.
+    """
+    events = asyncio.Queue[Json | None]()
+    task = asyncio.ensure_future(
+        generate(
+            lambda start, ids, logprobs: events.put_nowait({"start": start, "token_ids": ids, "logprobs": logprobs})
+        )
+    )
+    task.add_done_callback(lambda _: events.put_nowait(None))
+    response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM})
+    try:
+        while (event := await events.get()) is not None:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+        if not response.prepared:
+            return web.Response(body=orjson.dumps(await task), content_type="application/json")
+        try:
+            last: Json = {"reply": await task}
+        except VerlServerError as error:
+            last = {"error": to_wire(error)}
+        await response.write(b"data: " + orjson.dumps(last) + b"\n\n")
+        return response
+    finally:
+        task.cancel()
+
+
+async def receive_reports(content: aiohttp.StreamReader, on_tokens: OnTokens) -> Json:
+    """The reply at the end of the events of `send_reports`.
+
+    Raises the error that the last event reports, and aiohttp.ClientPayloadError if the last event is missing.
+    """
+    async for data in read_events(content):
+        event = orjson.loads(data)
+        if "reply" in event:
+            reply: Json = event["reply"]
+            return reply
+        if "error" in event:
+            raise from_wire(event["error"])
+        on_tokens(event["start"], event["token_ids"], event["logprobs"])
+    raise aiohttp.ClientPayloadError("the stream ended before its generation finished")
 
 
 def in_running_loop(on_tokens: OnTokens) -> OnTokens:
