@@ -74,6 +74,7 @@ setup(
             "openai",
             "anthropic",
             "httpx",
+            "schemathesis",
             "opentelemetry-sdk",
             "docker",
         ],

@@ -30,6 +30,9 @@ Model = Annotated[
 OptionalModel = Annotated[
     str | None, typer.Argument(metavar="[MODEL]", help="Folder or Hub name of a model to check as well.")
 ]
+GatewayUrl = Annotated[
+    str | None, typer.Option("--gateway", help="Check the chain behind the gateway at this URL.", metavar="URL")
+]
 Host = Annotated[
     str, typer.Option(help="Address to listen on. With 0.0.0.0 other machines can reach the server.", metavar="ADDRESS")
 ]
@@ -196,6 +199,17 @@ def require_long_keys(variables: Sequence[str]) -> None:
 
 def _example_of_keys(variables: Iterable[str]) -> str:
     return " ".join(f"export {name}=$(openssl rand -hex 32);" for name in variables)
+
+
+def read_key_file(option: str, path: Path) -> str:
+    """The key in a file, without the white space around it. Raises BadInputError for a file without a key."""
+    try:
+        key = path.expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{option} {path} cannot be read: {error}; pass a file with the key only") from error
+    if not key or any(character.isspace() for character in key):
+        raise BadInputError(f"{option} {path} must have one key and nothing else")
+    return key
 
 
 def take_key(variable: str) -> str:

@@ -1,4 +1,4 @@
-"""`verl-server gateway`: agents act over HTTP through a server or a router that already runs."""
+"""`verl-server gateway`: agents act over HTTP through servers, a router or a fleet, which may start later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from verl_server.errors import BadInputError
 from verl_server.validation import require_http_url
 
 if TYPE_CHECKING:
+    from verl_server.agent.engine_access import Engine
     from verl_server.gateway import Gateway
+    from verl_server.gateway.engines.engine_source import EngineSource
+    from verl_server.trajectory import ChatRenderer
 
 GATEWAY_KEY = "VERL_SERVER_GATEWAY_ADMIN_KEY"
 EXAMPLE = "http://127.0.0.1:30000"
@@ -27,8 +30,13 @@ EXAMPLE = "http://127.0.0.1:30000"
 
 def gateway(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder for the records of the sessions.")],
-    server: Annotated[str | None, typer.Option(help="URL of a running server.", metavar="URL")] = None,
-    router: Annotated[str | None, typer.Option(help="URL of a running router.", metavar="URL")] = None,
+    server: Annotated[
+        list[str] | None, typer.Option(help="URL of a server. Repeat the option for each server.", metavar="URL")
+    ] = None,
+    router: Annotated[str | None, typer.Option(help="URL of a router.", metavar="URL")] = None,
+    fleet: Annotated[
+        str | None, typer.Option(help="Ray namespace of a fleet, usually verl_server.", metavar="NAME")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Folder or Hub name with the tokenizer. Needed for a router.", metavar="MODEL")
     ] = None,
@@ -39,27 +47,35 @@ def gateway(
     host: options.Host = LOOPBACK,
     port: options.RouterPort = 0,
     is_open: Annotated[
-        bool, typer.Option("--open", help="Serve requests without a key, in one session. For a laptop only.")
+        bool, typer.Option("--open", help="Serve requests without a key, or with the key open. For a laptop only.")
     ] = False,
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key of the admin API, instead of the environment.")
+    ] = None,
 ) -> None:
-    """Let unmodified agents act through a server or a router, and record every token.
+    """Let unmodified agents act through servers, a router or a fleet, and record every token.
 
     Agents reach the gateway as OpenAI's or Anthropic's API, with the key of a session. Sessions are created with
-    POST /admin/sessions.
+    POST /admin/sessions. Servers may start after the gateway and restart: until one answers, agents get the error
+    503 or 529, and /health/readiness has the reason.
 
-    Keys are read from the environment: VERL_SERVER_API_KEY is the key of the server or router,
+    Keys are read from the environment: VERL_SERVER_API_KEY is the key of the servers or of the router,
     VERL_SERVER_GATEWAY_ADMIN_KEY the key of the admin API. On a terminal, a missing admin key is generated and printed.
 
     Examples:
       verl-server gateway runs/a --server http://127.0.0.1:30000
+      verl-server gateway runs/a --server http://10.0.0.2:30000 --server http://10.0.0.3:30000
       verl-server gateway runs/a --router http://127.0.0.1:8000 --model ./model --max-context-tokens 32000
+      verl-server gateway runs/a --fleet verl_server
     """
+    if admin_key_file is not None:
+        os.environ[GATEWAY_KEY] = options.read_key_file("--admin-key-file", admin_key_file)
     generated = options.missing_keys([GATEWAY_KEY], shown=sys.stdout.isatty())
     options.require_long_keys([GATEWAY_KEY])
     admin_key = options.take_key(GATEWAY_KEY)
     with exit_after_cleanup():
         with show_progress("Starting the gateway"):
-            opened = _open(run_dir, server, router, model, max_context_tokens, host, port, is_open, admin_key)
+            opened = _open(run_dir, server, router, fleet, model, max_context_tokens, host, port, is_open, admin_key)
         with opened:
             print_line(f"Ready: {opened.url} (Anthropic), {opened.openai_url} (OpenAI)")
             for name in generated:
@@ -69,33 +85,49 @@ def gateway(
 
 def _open(
     run_dir: Path,
-    server: str | None,
+    servers: list[str] | None,
     router: str | None,
+    fleet: str | None,
     model: str | None,
     max_context_tokens: int | None,
     host: str,
     port: int,
     is_open: bool,
-    admin_key: str | None,
+    admin_key: str,
 ) -> Gateway:
-    from verl_server.adapter import HttpServerEngineAdapter
     from verl_server.agent import RolloutLimits
     from verl_server.gateway import Gateway
-    from verl_server.router.client import RouterClient
     from verl_server.trajectory import get_renderer
 
-    if (server is None) == (router is None):
-        raise BadInputError(f"pass either --server URL or --router URL, for example --server {EXAMPLE}")
-    key, hint = os.environ.get(API_KEY), f"set {API_KEY} to its key"
+    if sum((bool(servers), router is not None, fleet is not None)) != 1:
+        raise BadInputError(
+            f"pass one of --server URL, --router URL and --fleet NAME, for example --server {EXAMPLE}; --server may be "
+            "repeated"
+        )
     renderer = None if model is None else get_renderer(load_tokenizer(model, "pass --model with the model's folder"))
-    if server is not None:
-        url = require_http_url("--server", server, f"--server {EXAMPLE}", hint)
-        engine: HttpServerEngineAdapter | RouterClient = HttpServerEngineAdapter.attach(url, api_key=key)
-    else:
-        engine = RouterClient(require_http_url("--router", str(router), "--router http://127.0.0.1:8000", hint), key)
-        if renderer is None or max_context_tokens is None:
-            raise BadInputError("a router does not tell its model; add --model MODEL and --max-context-tokens N")
+    if router is not None and (renderer is None or max_context_tokens is None):
+        raise BadInputError("a router does not tell its model; add --model MODEL and --max-context-tokens N")
+    engine = _engine(servers, router, fleet, renderer)
     limits = RolloutLimits(max_turns=1_000_000, max_context_tokens=max_context_tokens)
     return Gateway(
         engine, run_dir, renderer=renderer, limits=limits, host=host, port=port, admin_key=admin_key, is_open=is_open
     )
+
+
+def _engine(
+    servers: list[str] | None, router: str | None, fleet: str | None, renderer: ChatRenderer | None
+) -> Engine | EngineSource:
+    """What generates. None of them has to run already."""
+    from verl_server.config import RemoteServer
+    from verl_server.gateway import DiscoveredServers
+    from verl_server.router.client import RouterClient
+
+    key, hint = os.environ.get(API_KEY), f"set {API_KEY} to its key"
+    if router is not None:
+        return RouterClient(require_http_url("--router", router, "--router http://127.0.0.1:8000", hint), key)
+    if fleet is not None:
+        from verl_server.rollout.launchers.ray_discovery import RayDiscovery
+
+        return DiscoveredServers(RayDiscovery(fleet), renderer)
+    urls = [require_http_url("--server", url, f"--server {EXAMPLE}", hint) for url in servers or ()]
+    return DiscoveredServers([RemoteServer(url, api_key=key) for url in urls], renderer)

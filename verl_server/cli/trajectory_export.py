@@ -18,7 +18,8 @@ def export(
     ],
     kind: Annotated[ExportFormat, typer.Option("--format", help="Format of the output.")],
     output: Annotated[
-        Path, typer.Option(metavar="PATH", help="File (verifiers) or folder (atif) to write. It must not exist.")
+        Path,
+        typer.Option(metavar="PATH", help="File, or folder (atif), to write. It must not exist."),
     ],
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the model. Sessions do not record it.")
@@ -28,14 +29,16 @@ def export(
 
     verifiers: the traces.jsonl of PrimeIntellect's verifiers, one line for each session.
     atif: Harbor's Agent Trajectory Interchange Format 1.8, one JSON file for each trained path.
+    litellm: LiteLLM's log of calls with token ids, one line for each turn.
 
     Examples:
       verl-server trajectory export sessions --format verifiers --output traces.jsonl
       verl-server trajectory export sessions/sum-0-0.jsonl --format atif --output trajectories
+      verl-server trajectory export sessions --format litellm --output litellm-trajectory.jsonl
     """
     from verl_server.trajectory.exports.files import export_sessions
 
     with exit_after_cleanup():
         done = export_sessions(source, output, kind, model)
-    noun = "lines" if kind is ExportFormat.VERIFIERS else "files"
+    noun = "files" if kind is ExportFormat.ATIF else "lines"
     print_line(f"Wrote {output} (sessions: {done.num_sessions}, {noun}: {done.num_documents})")

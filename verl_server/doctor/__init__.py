@@ -6,9 +6,11 @@ and `examine` read the machine. No function starts a server or changes the machi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from verl_server.doctor.finding import Finding, Level
 
-__all__ = ["Finding", "Level", "examine"]
+__all__ = ["Finding", "Level", "examine", "examine_gateway"]
 
 
 def examine(model: str | None = None, *, tp: int = 1, dtype: str = "auto") -> dict[str, list[Finding]]:
@@ -29,3 +31,10 @@ def examine(model: str | None = None, *, tp: int = 1, dtype: str = "auto") -> di
     if model is not None:
         sections[f"Model {model}"] = checkpoint.examine(model, facts, tp=tp, dtype=dtype)
     return sections
+
+
+def examine_gateway(url: str, env: Mapping[str, str]) -> list[Finding]:
+    """Check the chain agent -> gateway -> router -> engine. `env`: the environment of the agent."""
+    from verl_server.doctor import gateway
+
+    return gateway.examine(url, env)

@@ -9,13 +9,24 @@
 4. `turn_text/turn_parsing.py` splits the tokens of the turn, and the dialect writes the reply. For a stream,
    `turn_text/turn_splitter.py` splits the tokens so far (`turn_progress.py`), and the dialect writes their events.
 
+`engines/` has what generates, `health.py` and `metrics.py` what operators read.
+
 `sessions/session_store.py` creates and ends sessions, `http/admin.py` has the API for that. At the end of a session,
 `sessions/conversation_labels.py` labels its conversations: the main conversation, its sub-agents, and side calls.
 """
 
+from verl_server.gateway.engines.discovered_servers import DiscoveredServers
 from verl_server.gateway.gateway import Gateway
 from verl_server.gateway.sessions.conversation_kinds import TRAINED_KINDS, ConversationKind
 from verl_server.gateway.sessions.conversation_labels import label_conversations, trained_ends
 from verl_server.gateway.sessions.session_info import SessionInfo
 
-__all__ = ["TRAINED_KINDS", "ConversationKind", "Gateway", "SessionInfo", "label_conversations", "trained_ends"]
+__all__ = [
+    "TRAINED_KINDS",
+    "ConversationKind",
+    "DiscoveredServers",
+    "Gateway",
+    "SessionInfo",
+    "label_conversations",
+    "trained_ends",
+]

@@ -100,7 +100,7 @@ class FailureLog:
         self._logged_at = dict[type[Exception], float]()
         """Time of the last logged error of each type."""
 
-    def as_gateway_error(self, error: Exception, request: str) -> GatewayError:
+    def as_gateway_error(self, error: Exception, request: str, request_id: str) -> GatewayError:
         """The error for the agent. `request`: name of the request for the log, without the key of the session.
 
         Errors of the engine are logged once in `LOG_INTERVAL_S` seconds for each type: while an engine is down, each
@@ -112,5 +112,5 @@ class FailureLog:
         now, kind = time.monotonic(), type(error)
         if found.kind is ErrorKind.INTERNAL or now - self._logged_at.get(kind, -math.inf) >= LOG_INTERVAL_S:
             self._logged_at[kind] = now
-            logger.error("%s failed", request, exc_info=error)
+            logger.error("%s failed, request id %s", request, request_id, exc_info=error)
         return found

@@ -15,13 +15,17 @@ from typing import Any, Self, TypeVar
 import uvicorn
 import uvloop
 
-from verl_server.agent.engine_access import Engine, access_engine
-from verl_server.agent.generate_fn import GenerateFn
+from verl_server.agent.engine_access import Engine
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError, DeadlineError, ShutDownError, StartupError
 from verl_server.gateway.config import GatewayConfig
+from verl_server.gateway.engines.engine_source import EngineSource
+from verl_server.gateway.engines.known_engine import KnownEngine
 from verl_server.gateway.errors import ErrorKind
+from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.app import make_app
+from verl_server.gateway.metrics import GatewayMetrics
+from verl_server.gateway.sessions.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_info import SessionInfo
 from verl_server.gateway.sessions.session_store import SessionStore, require_token_limit
@@ -29,7 +33,6 @@ from verl_server.gateway.sessions.slots import Slots
 from verl_server.ranks.machine import is_loopback
 from verl_server.server.ports import join_host_port, listen
 from verl_server.trajectory.locked_files import close_locked, open_locked
-from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.view.token_texts import decoder_of
 from verl_server.types import Json
@@ -55,7 +58,7 @@ class Gateway:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | EngineSource,
         run_dir: Path | str,
         *,
         renderer: ChatRenderer | None = None,
@@ -67,11 +70,10 @@ class Gateway:
         model_names: tuple[str, ...] = ("policy",),
         session_expiry_s: float | None = None,
     ) -> None:
-        """`engine`: as in `RolloutRunner`. `port` 0: a free port. `admin_key` None: a random key."""
-        access = access_engine(engine)
-        renderer = renderer or access.make_renderer()
-        limits = access.complete_limits(limits or RolloutLimits(max_turns=1_000_000))
-        require_token_limit(limits)
+        """`engine`: as in `RolloutRunner`, or `DiscoveredServers`. `port` 0: a free port. `admin_key` None: a random
+        key.
+        """
+        self._engine, limits = _make_source(engine, renderer, limits or RolloutLimits(max_turns=1_000_000))
         _check_arguments(host, is_open, model_names)
         self.admin_key = admin_key or f"sk-admin-{secrets.token_urlsafe(32)}"
         self.config = GatewayConfig(
@@ -83,29 +85,22 @@ class Gateway:
             session_expiry_s=session_expiry_s,
         )
 
-        open_session = _session_opener(access.generate, renderer, self.config)
-        self._close_connections = access.close_connections
+        self._metrics = GatewayMetrics()
+        self._slots = Slots(self.config.max_requests, ErrorKind.OVERLOADED, "the gateway")
         self._is_shut_down = False
         self._socket = listen(host, port)
         self._address: tuple[str, int] = self._socket.getsockname()[:2]
         try:
             self._lock: int | None = (lock := _lock_folder(self.config.run_dir, self.url))
             try:
-                self._store = SessionStore(self.config.run_dir, open_session, limits, session_expiry_s)
+                self._store = SessionStore(self.config.run_dir, self._open_session, limits, session_expiry_s)
             except BaseException:
                 close_locked(lock)
                 raise
         except BaseException:
             self._socket.close()
             raise
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                make_app(self._store, self.config, decoder_of(renderer.tokenizer)),
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=GRACE_S,
-            )
-        )
+        self._server = self._make_server()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="verl-gateway", daemon=True)
         self._ready = threading.Event()
@@ -113,6 +108,33 @@ class Gateway:
         if not self._ready.wait(START_TIMEOUT_S):
             self.shutdown()
             raise StartupError("the gateway did not start; see its log")
+
+    def _open_session(self, record: ObservedRecorder, limits: RolloutLimits, sampling_params: Json) -> Session:
+        """The session of a record. Raises GatewayError while the engine is not known yet."""
+        parts = self._engine.parts()
+        limits = parts.complete_limits(limits)
+        require_token_limit(limits)
+        record.on_node = self._metrics.count_node
+        slots = Slots(self.config.max_session_requests, parent=self._slots)
+        return Session(record, self._metrics.measure(parts.generate), parts.renderer, limits, sampling_params, slots)
+
+    def _make_server(self) -> uvicorn.Server:
+        return uvicorn.Server(
+            uvicorn.Config(
+                make_app(
+                    self._store,
+                    self.config,
+                    lambda token_ids: decoder_of(self._engine.parts().renderer.tokenizer)(token_ids),
+                    metrics=self._metrics,
+                    health=GatewayHealth(
+                        self.config.run_dir, self._store, self._engine, self.config.limits.max_context_tokens
+                    ),
+                ),
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=GRACE_S,
+            )
+        )
 
     @property
     def url(self) -> str:
@@ -165,6 +187,7 @@ class Gateway:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
+        await self._engine.start()
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         try:
             while not self._server.started and not serving.done():
@@ -176,7 +199,7 @@ class Gateway:
             serving.result()
         finally:
             self._store.close()
-            await self._close_connections()
+            await self._engine.close()
 
     def _call(self, function: Callable[[], Result]) -> Result:
         """Call a function in the event loop of the server, which owns the sessions.
@@ -200,17 +223,16 @@ class Gateway:
             raise DeadlineError("the gateway did not answer", operation="gateway", seconds=STOP_TIMEOUT_S) from None
 
 
-def _session_opener(
-    generate: GenerateFn, renderer: ChatRenderer, config: GatewayConfig
-) -> Callable[[Recorder, RolloutLimits, Json], Session]:
-    """Makes the session of a record with its limits and sampling parameters."""
-    slots = Slots(config.max_requests, ErrorKind.OVERLOADED, "the gateway")
-
-    def open_session(record: Recorder, limits: RolloutLimits, sampling_params: Json) -> Session:
-        own = Slots(config.max_session_requests, parent=slots)
-        return Session(record, generate, renderer, limits, sampling_params, own)
-
-    return open_session
+def _make_source(
+    engine: Engine | EngineSource, renderer: ChatRenderer | None, limits: RolloutLimits
+) -> tuple[EngineSource, RolloutLimits]:
+    """Where the engine comes from, and the limits, which are complete if the engine runs already."""
+    if isinstance(engine, EngineSource):
+        return engine, limits
+    known = KnownEngine(engine, renderer)
+    limits = known.parts().complete_limits(limits)
+    require_token_limit(limits)
+    return known, limits
 
 
 def _lock_folder(run_dir: Path, url: str) -> int:

@@ -129,6 +129,33 @@ class RouterClient:
                 if body["timeout_s"] <= 0:
                     raise _deadline_error(timeout_s)
 
+    async def replicas(self) -> list[Json]:
+        """The replicas of the router, with the fields of `ReplicaSnapshot`. Asks once.
+
+        Raises ServerError if no router answers, or if it refuses the key.
+        """
+        rows = await self._get("/replicas")
+        if not isinstance(rows, list):
+            raise ServerError(f"{self._url} is no router: /replicas is no list", url=self._url)
+        return rows
+
+    async def models(self) -> list[Json]:
+        """The models of a replica, as OpenAI's `/v1/models` lists them. Asks once. Raises ServerError."""
+        reply = await self._get("/v1/models")
+        models = reply.get("data") if isinstance(reply, dict) else None
+        return models if isinstance(models, list) else []
+
+    async def _get(self, path: str) -> Any:
+        try:
+            async with self._open_session().get(f"{self._url}{path}") as answer:
+                body = parse_json_or_text(await answer.read())
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise ServerError(f"the router at {self._url} cannot be reached: {error}", url=self._url) from error
+        if answer.status == 200:
+            return body
+        problem = "refused the key (401)" if answer.status == 401 else f"answered {answer.status} to {path}"
+        raise ServerError(f"the router at {self._url} {problem}", url=self._url, status=answer.status)
+
     def _open_session(self) -> aiohttp.ClientSession:
         if self._is_closed:
             raise ShutDownError("the RouterClient is closed; make another one")

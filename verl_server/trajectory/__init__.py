@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from verl_server.trajectory.divergence import Divergence, find_divergences
     from verl_server.trajectory.exports.atif_export import to_atif
     from verl_server.trajectory.exports.atif_import import from_atif
+    from verl_server.trajectory.exports.litellm_export import to_litellm
     from verl_server.trajectory.exports.verifiers_export import to_verifiers
     from verl_server.trajectory.exports.verifiers_import import from_verifiers
     from verl_server.trajectory.graph import TrajectoryGraph
@@ -65,6 +66,7 @@ __all__ = [
     "session_file",
     "to_atif",
     "to_batch",
+    "to_litellm",
     "to_packed",
     "to_tree",
     "to_verifiers",
@@ -85,6 +87,7 @@ __getattr__, __dir__ = export_lazily(
         ),
         "verl_server.trajectory.exports.atif_export": ("to_atif",),
         "verl_server.trajectory.exports.atif_import": ("from_atif",),
+        "verl_server.trajectory.exports.litellm_export": ("to_litellm",),
         "verl_server.trajectory.exports.verifiers_export": ("to_verifiers",),
         "verl_server.trajectory.exports.verifiers_import": ("from_verifiers",),
         "verl_server.trajectory.graph": ("TrajectoryGraph",),

@@ -12,8 +12,8 @@ from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_store import SessionStore
 
-OPEN_SESSION = "open"
-"""Id of the session of requests without a key, in the open mode."""
+OPEN_SESSION = OPEN_KEY = "open"
+"""Id of the session of requests without a key in the open mode, and a key for clients that must send one."""
 
 
 class Access:
@@ -33,7 +33,7 @@ class Access:
         if in_path is not None and (session_id := self._store.find_by_key(in_path)) is not None:
             return self._store.session(session_id)
         session_id = None if key is None else self._store.find_by_key(key)
-        if key is None and in_path is None and self._config.is_open:
+        if self._config.is_open and session_id is None and {key, in_path} <= {None, OPEN_KEY}:
             session_id = OPEN_SESSION
             if all(info.id != OPEN_SESSION for info in self._store.infos()):
                 self._store.create(OPEN_SESSION)

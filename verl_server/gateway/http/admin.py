@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +15,15 @@ from fastapi.responses import FileResponse
 from verl_server.gateway.errors import ErrorKind, GatewayError, list_wrong_fields
 from verl_server.gateway.http.access import Access
 from verl_server.gateway.sessions.session_store import SessionStore
+from verl_server.trajectory.exports import ExportFormat
+from verl_server.trajectory.exports.files import export_lines
+from verl_server.trajectory.recorder import load_session
 from verl_server.types import Json
+
+RECORD_FORMAT = "jsonl"
+"""Name of the format of the records themselves."""
+RECORD_FORMATS = (RECORD_FORMAT, *ExportFormat)
+"""Formats in which the record of a session can be read."""
 
 
 class AdminBody(pydantic.BaseModel):
@@ -78,13 +87,25 @@ def add_admin_routes(
         path: Path = store.record_file(session_id)
         if not path.exists():
             raise GatewayError(ErrorKind.NOT_FOUND, f"the session {session_id!r} has no turn yet")
-        return FileResponse(path, media_type="application/jsonl")
+        name = request.query_params.get("format", RECORD_FORMAT)
+        if name == RECORD_FORMAT:
+            return FileResponse(path, media_type="application/jsonl")
+        if name not in set(ExportFormat):
+            raise GatewayError(ErrorKind.INVALID_REQUEST, f"'format' must be one of {', '.join(RECORD_FORMATS)}")
+        model = request.query_params.get("model")
+        lines = await asyncio.to_thread(_export_lines, path, ExportFormat(name), model)
+        return Response(lines, media_type="application/jsonl")
 
     app.add_api_route("/admin/sessions", create, methods=["POST"])
     app.add_api_route("/admin/sessions", list_all, methods=["GET"])
     app.add_api_route("/admin/sessions/{session_id}", show, methods=["GET"])
     app.add_api_route("/admin/sessions/{session_id}/end", end, methods=["POST"])
     app.add_api_route("/admin/sessions/{session_id}/record", export, methods=["GET"])
+
+
+def _export_lines(path: Path, kind: ExportFormat, model: str | None) -> bytes:
+    """The session in another format, as JSON lines."""
+    return b"".join(orjson.dumps(line) + b"\n" for line in export_lines(load_session(path), kind, model))
 
 
 def _reply(body: Json) -> Response:

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import hashlib
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from verl_server.errors import VerlServerError
@@ -21,11 +23,16 @@ from verl_server.gateway.dialects import DIALECTS
 from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.dialects.fields import require_recordable
 from verl_server.gateway.errors import ErrorKind, FailureLog, GatewayError
+from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.access import Access
 from verl_server.gateway.http.admin import add_admin_routes
+from verl_server.gateway.http.health import add_health_routes
 from verl_server.gateway.http.models import add_model_routes
+from verl_server.gateway.http.openapi import add_openapi_route
+from verl_server.gateway.http.request_context import RequestContext, route_of
 from verl_server.gateway.http.ui.routes import add_ui_routes
 from verl_server.gateway.image_check import require_safe_images
+from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.sessions.generation import Generation
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.trajectory.view.token_texts import DecodeFn
@@ -35,11 +42,24 @@ MAX_FIELD_CHARS = 200
 """Maximum number of characters of the name of a field in an error."""
 
 
-def make_app(store: SessionStore, config: GatewayConfig, decode: DecodeFn) -> FastAPI:
-    """The application for the sessions of `store`. `decode`: decodes token ids for the live page."""
+def make_app(
+    store: SessionStore,
+    config: GatewayConfig,
+    decode: DecodeFn,
+    *,
+    metrics: GatewayMetrics | None = None,
+    health: GatewayHealth | None = None,
+) -> FastAPI:
+    """The application for the sessions of `store`.
+
+    `decode`: decodes token ids for the live page. `health` None: the engine cannot be asked.
+    """
     app = FastAPI(title="verl_server gateway", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.failures = FailureLog()
+    app.state.metrics = metrics = metrics or GatewayMetrics()
+    app.add_middleware(RequestContext, metrics=metrics)
     access = Access(store, config)
+    add_health_routes(app, access, health or GatewayHealth(config.run_dir, store, None), metrics, store)
     for dialect in DIALECTS:
         handlers = {dialect.path: _make_handler(dialect, access, config)}
         if dialect.count_path is not None:
@@ -48,6 +68,7 @@ def make_app(store: SessionStore, config: GatewayConfig, decode: DecodeFn) -> Fa
             for prefix in ("", "/session/{session_key}"):
                 app.add_api_route(prefix + path, handler, methods=["POST"], name=path)
     add_model_routes(app, access, config)
+    add_openapi_route(app)
 
     async def read_object(request: Request) -> Json:
         return parse_object(await read_body(request, config.max_body_bytes))
@@ -55,6 +76,7 @@ def make_app(store: SessionStore, config: GatewayConfig, decode: DecodeFn) -> Fa
     add_admin_routes(app, store, access, read_object)
     add_ui_routes(app, store, access, decode)
     app.add_exception_handler(404, _answer_unknown_path)
+    app.add_exception_handler(405, _answer_wrong_method)
     app.add_exception_handler(GatewayError, _answer_error)
     app.add_exception_handler(VerlServerError, _answer_error)
     app.add_exception_handler(Exception, _answer_error)
@@ -73,23 +95,31 @@ async def _answer_unknown_path(request: Request, _: Exception) -> Response:
     return json_response(body, status, _retry_headers(error))
 
 
+async def _answer_wrong_method(request: Request, error: Exception) -> Response:
+    found = GatewayError(ErrorKind.INVALID_REQUEST, f"this path takes no {request.method[:MAX_FIELD_CHARS]}")
+    return json_response(openai_error(found)[1], 405, getattr(error, "headers", None))
+
+
 async def _answer_error(request: Request, error: Exception) -> Response:
-    status, body = openai_error(_logged(error, request))
-    return json_response(body, status)
+    found = _logged(error, request)
+    status, body = openai_error(found)
+    return json_response(body, status, _retry_headers(found))
 
 
 def _logged(error: Exception, request: Request) -> GatewayError:
     """The error for the agent. The log gets the path of the route: the path of the request may have a key."""
-    path = getattr(request.scope.get("route"), "path", "without a route")
-    session_id = getattr(request.state, "session_id", None)
+    path, session_id = route_of(request.scope), getattr(request.state, "session_id", None)
     name = f"the request {path}" if session_id is None else f"the request {path} of the session {session_id!r}"
     failures: FailureLog = request.app.state.failures
-    return failures.as_gateway_error(error, name)
+    found = failures.as_gateway_error(error, name, request.state.request_id)
+    request.state.failure_status = found.kind.status
+    return found
 
 
 def _make_handler(dialect: Dialect, access: Access, config: GatewayConfig) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         try:
+            request.state.dialect = dialect.path.removeprefix("/v1/")
             access.session_of(request)  # a request without a key is refused before its body is read
             raw = await read_body(request, config.max_body_bytes)
             turn_request = await asyncio.to_thread(_parse, dialect.parse, raw, config)
@@ -97,6 +127,8 @@ def _make_handler(dialect: Dialect, access: Access, config: GatewayConfig) -> Ca
             request.state.session_id = session.id
             fingerprint, is_retry = _identify(dialect, request.headers, raw)
             generation = await session.start_turn(turn_request, fingerprint, is_retry=is_retry)
+            if generation.num_joins > 1:
+                request.app.state.metrics.attached_retries.inc()
             if turn_request.stream:
                 events = _events(dialect, request, turn_request, generation, config)
                 return _TurnStream(events, generation)
@@ -152,6 +184,7 @@ async def _answer(dialect: Dialect, request: Request, turn_request: TurnRequest,
             gone.cancel()
             turn.cancel()
     generation.set_delivered()
+    _mark_first_token(request)
     return json_response(dialect.reply(turn_request, result))
 
 
@@ -164,7 +197,8 @@ class _TurnStream(StreamingResponse):
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._generation:  # also if the client closes the connection before the first event
+        streams = scope["app"].state.metrics.open_streams.track_inprogress()
+        with self._generation, streams:  # also if the client closes the connection before the first event
             await super().__call__(scope, receive, send)
 
 
@@ -181,15 +215,23 @@ async def _events(
                 if delta is None:
                     yield stream.keep_alive()
                     continue
+                _mark_first_token(request)
                 for event in stream.add(delta):
                     yield event.encode()
         turn = await generation.wait()
     except Exception as error:  # noqa: BLE001 - every error is answered in the words of the dialect
         yield stream.fail(_logged(error, request)).encode()
         return
+    _mark_first_token(request)
     for event in stream.end(turn):
         yield event.encode()
     generation.set_delivered()
+
+
+def _mark_first_token(request: Request) -> None:
+    """Note the time of the first content of the turn in the reply, for the metrics."""
+    if not hasattr(request.state, "first_token_at"):
+        request.state.first_token_at = time.monotonic()
 
 
 async def _wait_until_gone(request: Request) -> None:
@@ -200,11 +242,14 @@ async def _wait_until_gone(request: Request) -> None:
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The body of a request. Raises GatewayError (413) for a body that is too long, without reading all of it."""
     chunks, size = list[bytes](), 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise GatewayError(ErrorKind.TOO_LARGE, f"the request body has more than {max_bytes} bytes")
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                raise GatewayError(ErrorKind.TOO_LARGE, f"the request body has more than {max_bytes} bytes")
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise GatewayError(ErrorKind.INVALID_REQUEST, "the connection was closed before the end of the body") from None
     return b"".join(chunks)
 
 

@@ -1,4 +1,4 @@
-"""The routes for names of models and for health."""
+"""The routes for names of models, and the root, which Claude Code asks for."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.http.access import Access
 from verl_server.types import Json
 
-HEALTH_PATHS = ("/health/liveliness", "/health/liveness", "/health/readiness", "/health")
 CREATED_AT = "2026-01-01T00:00:00Z"
 
 
 def add_model_routes(app: FastAPI, access: Access, config: GatewayConfig) -> None:
-    """Add `/v1/models` and the health routes."""
+    """Add `/v1/models` and `/`."""
 
     async def models(request: Request) -> Json:
         access.session_of(request)
         return list_models(config.model_names, request.headers)
-
-    async def alive() -> Json:
-        return {"status": "healthy"}
 
     async def root() -> Response:
         return Response()
@@ -30,8 +26,6 @@ def add_model_routes(app: FastAPI, access: Access, config: GatewayConfig) -> Non
     for prefix in ("", "/session/{session_key}"):
         app.add_api_route(f"{prefix}/v1/models", models, methods=["GET"])
         app.add_api_route(f"{prefix}/", root, methods=["GET", "HEAD"])
-    for path in HEALTH_PATHS:
-        app.add_api_route(path, alive, methods=["GET"])
 
 
 def list_models(names: tuple[str, ...], headers: Mapping[str, str]) -> Json:

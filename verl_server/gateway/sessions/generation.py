@@ -34,6 +34,8 @@ class Generation:
         self._num_clients = 0
         self.is_delivered = False
         """Whether a client has received the whole reply."""
+        self.num_joins = 0
+        """Number of requests that have waited for the turn, or wait."""
         self._abort_error = GatewayError(ErrorKind.OVERLOADED, "the turn was aborted; send the request again")
         self._abort: asyncio.TimerHandle | None = None
 
@@ -92,6 +94,7 @@ class Generation:
             self._slots.take()
             self._num_slots += 1
         self._num_clients += 1
+        self.num_joins += 1
         if self._abort is not None:
             self._abort.cancel()
         return self

@@ -19,6 +19,7 @@ from verl_server.agent.generate_fn import require_sampling_params
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.gateway.sessions.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_end import record_end
 from verl_server.gateway.sessions.session_info import (
@@ -43,7 +44,7 @@ class SessionStore:
     def __init__(
         self,
         run_dir: Path,
-        open_session: Callable[[Recorder, RolloutLimits, Json], Session],
+        open_session: Callable[[ObservedRecorder, RolloutLimits, Json], Session],
         limits: RolloutLimits,
         expiry_s: float | None = None,
     ) -> None:
@@ -87,7 +88,8 @@ class SessionStore:
         )
         if info.key_digest in self._ids_by_key:
             raise BadInputError(f"another session has the key of the new session {session_id!r}; choose another key")
-        require_token_limit(self._limits_of(info))
+        if self._limits.has_token_limit:  # otherwise, the engine tells its context length later
+            require_token_limit(self._limits_of(info))
         write_info(self._run_dir, info)
         self._add(info)
         return info, key
@@ -95,6 +97,16 @@ class SessionStore:
     def find_by_key(self, key: str) -> str | None:
         """Id of the session with a key. None for a wrong key."""
         return self._ids_by_key.get(_digest(key))  # the digest of a wrong key tells nothing about the right key
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
+    @property
+    def num_open(self) -> int:
+        """Number of sessions that accept requests."""
+        return sum(info.ended_at is None for info in self._infos.values())
 
     def info(self, session_id: str) -> SessionInfo:
         """A session. Raises GatewayError (404) for an unknown session."""
@@ -117,9 +129,13 @@ class SessionStore:
         if session_id in self._open and self._open[session_id].record.failure is not None:
             self._open.pop(session_id).close()  # the disk was full, for example: the file is read again
         if session_id not in self._open:
-            recorder = Recorder(self._run_dir, session_id, sync=False)
-            limits = _remaining(self._limits_of(info), info.created_at)
-            self._open[session_id] = self._open_session(recorder, limits, info.sampling_params)
+            recorder = ObservedRecorder(self._run_dir, session_id, sync=False)
+            try:
+                limits = _remaining(self._limits_of(info), info.created_at)
+                self._open[session_id] = self._open_session(recorder, limits, info.sampling_params)
+            except BaseException:
+                recorder.close()  # the engine is not there yet, for example
+                raise
         return self._open[session_id]
 
     def end(

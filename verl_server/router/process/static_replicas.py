@@ -1,4 +1,4 @@
-"""A fixed list of servers that somebody else starts and stops. The router probes each of them repeatedly."""
+"""Servers that somebody else starts and stops. A router probes each of them repeatedly."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.adapter.sglang.capabilities import num_data_parallel_ranks
 from verl_server.config import AdapterConfig, RemoteServer, Timeouts
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.replica_status import ReplicaStatus
 from verl_server.types import Json, parse_weight_version
 
 logger = logging.getLogger(__name__)
@@ -31,32 +32,108 @@ requests are refused."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+class ProbedServers:
+    """Servers as replicas of a dispatcher. A server that does not answer receives no requests until it does.
+
+    Use it in the event loop of the dispatcher.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._servers: dict[str, RemoteServer] = {}
+        self._adapters: dict[str, AsyncHttpServerEngineAdapter] = {}
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._answered_at: dict[str, float] = {}
+        """Time of each server's last answer (`time.monotonic`)."""
+        self.infos: dict[str, Json] = {}
+        """SGLang's `/server_info` of the servers that have answered it, by name."""
+        self.problems: dict[str, str] = {}
+        """Why a server receives no requests, by name. The reason is logged once."""
+
+    @property
+    def adapters(self) -> Mapping[str, AsyncHttpServerEngineAdapter]:
+        """The adapters of the servers, by name."""
+        return self._adapters
+
+    async def set_servers(self, servers: Mapping[str, RemoteServer]) -> None:
+        """Bring the replicas to `servers`, by name. New servers are probed once, and then repeatedly."""
+        for name in [name for name, server in self._servers.items() if servers.get(name) != server]:
+            await self._remove(name)
+        added = [name for name in servers if name not in self._servers]
+        config = AdapterConfig(Timeouts(connect_s=CONNECT_TIMEOUT_S), max_retries=0)
+        for name in added:
+            server = self._servers[name] = servers[name]
+            self._adapters[name] = AsyncHttpServerEngineAdapter.attach(
+                server.base_url, api_key=server.api_key, admin_api_key=server.admin_api_key, config=config
+            )
+            self._dispatcher.pool.add_replica(name, self._adapters[name], 0, admitted=False)
+        await asyncio.gather(*(self._probe(name) for name in added))
+        self._probes |= {name: asyncio.create_task(self._keep_probing(name)) for name in added}
+
+    async def _remove(self, name: str) -> None:
+        """Remove a server. Its running requests continue on other servers."""
+        await _cancel([self._probes.pop(name)])
+        del self._servers[name]
+        self._answered_at.pop(name, None)
+        self.problems.pop(name, None)
+        self.infos.pop(name, None)
+        adapter = self._adapters.pop(name)
+        self._dispatcher.pool.apply_statuses([ReplicaStatus(name, None, 0, False, False, False, removed=True)])
+        await adapter.close_connections()
+
+    async def _keep_probing(self, name: str) -> None:
+        while True:
+            await asyncio.sleep(max(PROBE_INTERVAL_S, len(self._adapters) / MAX_PROBES_PER_S))
+            await self._probe(name)
+
+    async def _probe(self, name: str) -> None:
+        """Ask a server for its weight version. Admit it if it answers."""
+        pool = self._dispatcher.pool
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                info = await self._adapters[name].get_model_info()
+            _require_no_preferred_params(info)
+            version = parse_weight_version(info.get("weight_version"))
+            pool.update_replica(name, admitted=True, will_serve=True, weight_version=version)
+            self._answered_at[name] = time.monotonic()
+            self.problems.pop(name, None)
+        except Exception as error:  # noqa: BLE001 - any failure means that no usable server answers at this address
+            if name not in self.problems:
+                logger.warning("replica %s receives no requests until it answers: %s", name, error)
+            self.problems[name] = f"{error}" or f"no answer within {PROBE_TIMEOUT_S:g} s"
+            self.infos.pop(name, None)  # another server may answer at this address later
+            self._adapters[name].connection.forget_server()
+            silent_s = time.monotonic() - self._answered_at.get(name, 0.0)
+            if silent_s < RETURN_TIMEOUT_S:
+                pool.update_replica(name, admitted=False, will_serve=True)
+            else:  # its connections might never be closed: the requests that run there continue elsewhere
+                await self._adapters[name].close_connections()
+                pool.add_replica(name, self._adapters[name], 0, admitted=False, will_serve=False)
+            return
+        if name not in self.infos:
+            # A scheduler that is busy answers a later probe.
+            with contextlib.suppress(VerlServerError, TimeoutError):
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    server_info = await self._adapters[name].get_server_info()
+                pool.update_replica(name, dp_size=num_data_parallel_ranks(server_info))
+                self.infos[name] = server_info
+
+    async def close(self) -> None:
+        """Stop probing and close the connections to the servers. The servers keep running."""
+        await _cancel(list(self._probes.values()))
+        for adapter in self._adapters.values():
+            await adapter.close_connections()
+
+
 class StaticReplicas:
-    """The replica source of `verl-server router`. A server that does not answer receives no requests until it does.
+    """The replica source of `verl-server router`: a fixed list of servers.
 
     Raises BadInputError for an empty list or a server that is listed twice.
     """
 
     def __init__(self, servers: Sequence[RemoteServer]) -> None:
-        if not servers:
-            raise BadInputError("a router needs at least one replica, got none")
-        config = AdapterConfig(Timeouts(connect_s=CONNECT_TIMEOUT_S), max_retries=0)
-        self._adapters = {
-            server.base_url.rstrip("/"): AsyncHttpServerEngineAdapter.attach(
-                server.base_url, api_key=server.api_key, admin_api_key=server.admin_api_key, config=config
-            )
-            for server in servers
-        }
-        if len(self._adapters) != len(servers):
-            urls = [server.base_url for server in servers]
-            raise BadInputError(f"a replica is listed twice: {', '.join(urls)}")
-        self._probes: list[asyncio.Task[None]] = []
-        self._answered_at: dict[str, float] = {}
-        """Time of each server's last answer (`time.monotonic`)."""
-        self._sized: set[str] = set()
-        """Servers whose number of data parallel ranks is known."""
-        self._unusable: set[str] = set()
-        """Servers whose last probe failed. The reason is logged once."""
+        self._servers = servers_by_url(servers)
+        self._probed: ProbedServers | None = None
         self._stop = asyncio.Event()
 
     def metrics(self) -> str:
@@ -67,60 +144,33 @@ class StaticReplicas:
         """Probe all servers once, then repeatedly."""
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
-        for name, adapter in self._adapters.items():
-            dispatcher.pool.add_replica(name, adapter, 0, admitted=False)
-        await asyncio.gather(*(self._probe(dispatcher, name) for name in self._adapters))
-        self._probes = [asyncio.create_task(self._keep_probing(dispatcher, name)) for name in self._adapters]
+        self._probed = ProbedServers(dispatcher)
+        await self._probed.set_servers(self._servers)
 
     async def run(self, dispatcher: Dispatcher) -> None:
         """Wait for SIGTERM, SIGINT or SIGHUP."""
         await self._stop.wait()
 
-    async def _keep_probing(self, dispatcher: Dispatcher, name: str) -> None:
-        interval_s = max(PROBE_INTERVAL_S, len(self._adapters) / MAX_PROBES_PER_S)
-        while True:
-            await asyncio.sleep(interval_s)
-            await self._probe(dispatcher, name)
-
-    async def _probe(self, dispatcher: Dispatcher, name: str) -> None:
-        """Ask a server for its weight version. Admit it if it answers."""
-        pool = dispatcher.pool
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                info = await self._adapters[name].get_model_info()
-            _require_no_preferred_params(info)
-            version = parse_weight_version(info.get("weight_version"))
-            pool.update_replica(name, admitted=True, will_serve=True, weight_version=version)
-            self._answered_at[name] = time.monotonic()
-            self._unusable.discard(name)
-        except Exception as error:  # noqa: BLE001 - any failure means that no usable server answers at this address
-            if name not in self._unusable:
-                logger.warning("replica %s receives no requests until it answers: %s", name, error)
-            self._unusable.add(name)
-            self._sized.discard(name)  # another server may answer at this address later
-            self._adapters[name].connection.forget_server()
-            silent_s = time.monotonic() - self._answered_at.get(name, 0.0)
-            if silent_s < RETURN_TIMEOUT_S:
-                pool.update_replica(name, admitted=False, will_serve=True)
-            else:  # its connections might never be closed: the requests that run there continue elsewhere
-                await self._adapters[name].close_connections()
-                pool.add_replica(name, self._adapters[name], 0, admitted=False, will_serve=False)
-            return
-        if name not in self._sized:
-            # A scheduler that is busy answers a later probe.
-            with contextlib.suppress(VerlServerError, TimeoutError):
-                async with asyncio.timeout(PROBE_TIMEOUT_S):
-                    server_info = await self._adapters[name].get_server_info()
-                pool.update_replica(name, dp_size=num_data_parallel_ranks(server_info))
-                self._sized.add(name)
-
     async def close(self) -> None:
         """Stop probing and close the connections to the servers. The servers keep running."""
-        for probe in self._probes:
-            probe.cancel()
-        await asyncio.gather(*self._probes, return_exceptions=True)
-        for adapter in self._adapters.values():
-            await adapter.close_connections()
+        if self._probed is not None:
+            await self._probed.close()
+
+
+def servers_by_url(servers: Sequence[RemoteServer]) -> dict[str, RemoteServer]:
+    """The servers by their URL. Raises BadInputError for an empty list or a server that is listed twice."""
+    if not servers:
+        raise BadInputError("a router needs at least one replica, got none")
+    by_url = {server.base_url.rstrip("/"): server for server in servers}
+    if len(by_url) != len(servers):
+        raise BadInputError(f"a replica is listed twice: {', '.join(server.base_url for server in servers)}")
+    return by_url
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _require_no_preferred_params(info: Json) -> None:

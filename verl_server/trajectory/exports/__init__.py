@@ -15,3 +15,5 @@ class ExportFormat(enum.StrEnum):
     """`traces.jsonl` of verifiers: one file, one line for each session."""
     ATIF = "atif"
     """Harbor's Agent Trajectory Interchange Format: a folder, one JSON file for each path."""
+    LITELLM = "litellm"
+    """LiteLLM's log of calls: one file, one line for each turn."""

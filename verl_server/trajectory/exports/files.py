@@ -15,8 +15,11 @@ import orjson
 from verl_server.errors import BadInputError
 from verl_server.trajectory.exports import ExportFormat
 from verl_server.trajectory.exports.atif_export import atif_file_name, to_atif
+from verl_server.trajectory.exports.litellm_export import to_litellm
 from verl_server.trajectory.exports.verifiers_export import to_verifiers
+from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.recorder import FILE_SUFFIX, list_sessions, load_session
+from verl_server.types import Json
 
 
 @dataclass(frozen=True)
@@ -25,33 +28,41 @@ class ExportSummary:
 
     num_sessions: int
     num_documents: int
-    """Number of lines (verifiers) or of files (ATIF)."""
+    """Number of lines (verifiers, LiteLLM) or of files (ATIF)."""
+
+
+def export_lines(graph: TrajectoryGraph, kind: ExportFormat, model: str | None = None) -> list[Json]:
+    """The documents of one session: one (verifiers), one for each path (ATIF) or one for each turn (LiteLLM)."""
+    if kind is ExportFormat.VERIFIERS:
+        return [to_verifiers(graph, model=model)]
+    return to_atif(graph, model=model) if kind is ExportFormat.ATIF else to_litellm(graph, model=model)
 
 
 def export_sessions(source: Path, output: Path, kind: ExportFormat, model: str | None = None) -> ExportSummary:
     """Export the session in the file `source`, or all sessions in the folder `source`.
 
-    `output`: the file (verifiers) or the folder (ATIF) to write. `model`: name of the model. Raises BadInputError if
-    there is no session, if the output exists, if it cannot be written, if the output of verifiers lies in the folder
-    of the sessions, and for a damaged session. Then no output is written.
+    `output`: the file (verifiers, LiteLLM) or the folder (ATIF) to write. `model`: name of the model. Raises
+    BadInputError if there is no session, if the output exists, if it cannot be written, if a file lies in the folder of
+    the sessions, and for a damaged session. Then no output is written.
     """
     source, output = source.expanduser(), output.expanduser()
     sessions = _find_sessions(source)
-    if kind is ExportFormat.VERIFIERS and source.is_dir() and output.resolve().is_relative_to(source.resolve()):
+    is_file = kind is not ExportFormat.ATIF
+    if is_file and source.is_dir() and output.resolve().is_relative_to(source.resolve()):
         raise BadInputError(
             f"{output} lies in the folder of the sessions, where the file would count as a session; pass an --output "
             f"outside of {source}"
         )
     is_beside = source.is_file() and output.resolve().parent == source.resolve().parent
-    if kind is ExportFormat.VERIFIERS and is_beside and output.suffix == FILE_SUFFIX:
+    if is_file and is_beside and output.suffix == FILE_SUFFIX:
         raise BadInputError(
             f"{output} lies beside the session {source.name}, where the file would count as a session; pass an "
             "--output in another folder"
         )
     try:
         with _replace_when_done(output) as temporary:
-            if kind is ExportFormat.VERIFIERS:
-                return _write_verifiers(sessions, temporary, model)
+            if is_file:
+                return _write_lines(sessions, temporary, kind, model)
             return _write_atif(source, sessions, temporary, model)
     except OSError as error:
         raise BadInputError(f"cannot write {output}: {error.strerror or error}; choose another --output") from error
@@ -90,13 +101,16 @@ def _require_absent(output: Path) -> None:
         raise BadInputError(f"{output} exists, and an export overwrites nothing; remove it, or pass another --output")
 
 
-def _write_verifiers(sessions: list[Path], output: Path, model: str | None) -> ExportSummary:
+def _write_lines(sessions: list[Path], output: Path, kind: ExportFormat, model: str | None) -> ExportSummary:
+    num_lines = 0
     with output.open("wb") as file:
         for path in sessions:
-            file.write(orjson.dumps(to_verifiers(load_session(path), model=model)) + b"\n")
+            lines = export_lines(load_session(path), kind, model)
+            file.writelines(orjson.dumps(line) + b"\n" for line in lines)
+            num_lines += len(lines)
         file.flush()
         os.fsync(file.fileno())
-    return ExportSummary(len(sessions), len(sessions))
+    return ExportSummary(len(sessions), num_lines)
 
 
 def _write_atif(source: Path, sessions: list[Path], output: Path, model: str | None) -> ExportSummary:

@@ -1,0 +1,200 @@
+"""Servers behind the gateway that start after it, restart and end; routers; fleets; and keys from a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from gateway_commands import ADMIN_KEY, SHORT, ask, create_session, gateway_command, is_ready
+from helpers import adapter_of, free_port, remote_server_of, wait_until
+
+from verl_server import BadInputError, RemoteServer, VerlEngine
+from verl_server.agent import RolloutLimits
+from verl_server.gateway import DiscoveredServers, Gateway
+from verl_server.trajectory import load_session
+
+LIMITS = RolloutLimits(max_turns=1000)
+
+
+class Servers:
+    """The servers that a gateway finds. A test changes them."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, RemoteServer] = {}
+        self.error: Exception | None = None
+
+    def find(self) -> dict[str, RemoteServer]:
+        if self.error is not None:
+            raise self.error
+        return dict(self.found)
+
+
+@pytest.fixture(autouse=True)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_server.gateway.engines.discovered_servers.FIND_INTERVAL_S", 0.1)
+    monkeypatch.setattr("verl_server.router.process.static_replicas.PROBE_INTERVAL_S", 0.1)
+
+
+@pytest.fixture
+def servers() -> Servers:
+    return Servers()
+
+
+@pytest.fixture
+def gateway(servers: Servers, tmp_path: Path) -> Iterator[Gateway]:
+    with Gateway(DiscoveredServers(servers.find), tmp_path, limits=LIMITS) as gateway:
+        yield gateway
+
+
+def test_a_gateway_waits_for_its_first_server(gateway: Gateway, servers: Servers, shared_engine: VerlEngine) -> None:
+    """Without a server, agents get an error after which they send the request again. Then the same session works."""
+    info, key = gateway.create_session("a", sampling_params=SHORT)
+    servers.error = RuntimeError("no cluster at 10.0.0.9")
+    for path, status in (("/v1/chat/completions", 503), ("/v1/messages", 529), ("/v1/messages/count_tokens", 529)):
+        reply = ask(gateway.url, key, path)
+        assert (reply.status_code, reply.headers["retry-after"]) == (status, "1")
+        assert "the gateway has found no server yet; send the request again" in reply.text
+    assert ask(gateway.url, "sk-wrong").status_code == 401
+    ready = httpx.get(f"{gateway.url}/health/readiness")
+    assert (ready.status_code, ready.json()["reasons"]) == (503, ["the gateway has found no server yet"])
+    health = httpx.get(f"{gateway.url}/health", headers={"x-api-key": gateway.admin_key}, timeout=60.0)
+    wait_until(lambda: "10.0.0.9" in httpx.get(health.url, headers={"x-api-key": gateway.admin_key}).text, 10, "error")
+    servers.error, servers.found["r0"] = None, remote_server_of(adapter_of(shared_engine))
+    wait_until(lambda: is_ready(gateway.url), 30, "the server is not found")
+    assert ask(gateway.url, key).status_code == 200
+    assert ask(gateway.url, key, max_tokens=10**9).status_code == 200, "the gateway knows the context length"
+    too_long = ask(gateway.url, key, messages=[{"role": "user", "content": "word " * 20_000}])
+    assert too_long.json()["error"]["code"] == "context_length_exceeded"
+    assert len([node for node in load_session(gateway.config.run_dir / f"{info.id}.jsonl").nodes if node.sampled]) == 2
+
+
+def test_a_gateway_follows_servers_that_go_and_come(
+    gateway: Gateway, servers: Servers, shared_engine: VerlEngine
+) -> None:
+    """A server that moves keeps its name. One of the two addresses is a proxy, so one process serves both."""
+    server = remote_server_of(adapter_of(shared_engine))
+    with forward(server.base_url) as (proxy, cut):
+        servers.found = {"r0": RemoteServer(proxy, server.api_key)}
+        wait_until(lambda: is_ready(gateway.url), 30, "not ready")
+        _, key = gateway.create_session(sampling_params=SHORT)
+        assert ask(gateway.url, key).status_code == 200
+        cut()
+        wait_until(lambda: not is_ready(gateway.url), 30, "the lost server is not noticed")
+        servers.found = {"r0": server}
+        wait_until(lambda: is_ready(gateway.url), 30, "the server is not found at its new address")
+        assert ask(gateway.url, key).status_code == 200
+        servers.found = {}
+        wait_until(lambda: not is_ready(gateway.url), 30, "the removed server is still used")
+        assert ask(gateway.url, key, messages=[{"role": "user", "content": "b"}]).status_code == 503
+
+
+@contextlib.contextmanager
+def forward(base_url: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A port that forwards connections to a server, and a function that closes the port and all connections."""
+    port = free_port()
+    target = base_url.removeprefix("http://")
+    program = (
+        "import socket, sys, threading\n"
+        "listening = socket.create_server(('127.0.0.1', int(sys.argv[1])))\n"
+        "host, port = sys.argv[2].split(':')\n"
+        "def pump(a, b):\n"
+        "    try:\n"
+        "        while data := a.recv(65536): b.sendall(data)\n"
+        "    except OSError: pass\n"
+        "    for each in (a, b):\n"
+        "        try: each.shutdown(socket.SHUT_RDWR)\n"
+        "        except OSError: pass\n"
+        "while True:\n"
+        "    a, b = listening.accept()[0], socket.create_connection((host, int(port)))\n"
+        "    threading.Thread(target=pump, args=(a, b), daemon=True).start()\n"
+        "    threading.Thread(target=pump, args=(b, a), daemon=True).start()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(port), target])
+
+    def cut() -> None:
+        process.kill()
+        process.wait(30)
+
+    try:
+        wait_until(lambda: _listens(port), 30, "the port does not listen")
+        yield f"http://127.0.0.1:{port}", cut
+    finally:
+        cut()
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+        return True
+    return False
+
+
+def test_lists_of_servers_are_checked() -> None:
+    server = RemoteServer("http://127.0.0.1:1")
+    with pytest.raises(BadInputError, match="twice"):
+        DiscoveredServers([server, server])
+    with pytest.raises(BadInputError, match="at least one"):
+        DiscoveredServers([])
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+def test_the_command_with_several_servers_starts_before_them(shared_engine: VerlEngine, tmp_path: Path) -> None:
+    server, key_file = remote_server_of(adapter_of(shared_engine)), tmp_path / "key"
+    key_file.write_text("the-key-in-the-file\n")
+    missing = f"http://127.0.0.1:{free_port()}"
+    arguments = (str(tmp_path / "run"), "--server", missing, "--server", server.base_url)
+    keys = {"VERL_SERVER_API_KEY": server.api_key or "", "VERL_SERVER_GATEWAY_ADMIN_KEY": ""}
+    with gateway_command(*arguments, "--admin-key-file", str(key_file), **keys) as url:
+        key = create_session(url, "the-key-in-the-file")
+        wait_until(lambda: is_ready(url), 60, "not ready")
+        assert ask(url, key).status_code == 200
+        health = httpx.get(f"{url}/health", headers={"x-api-key": "the-key-in-the-file"}, timeout=60.0).json()
+        assert {row["name"]: row["admitted"] for row in health["engine"]["servers"]} == {
+            missing: False, server.base_url: True,
+        }  # fmt: skip
+
+
+def test_the_command_with_a_router_that_does_not_run(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    router = f"http://127.0.0.1:{free_port()}"
+    model = ("--model", str(tiny("qwen3")), "--max-context-tokens", "500")
+    with gateway_command(str(tmp_path), "--router", router, *model, VERL_SERVER_GATEWAY_ADMIN_KEY=ADMIN_KEY) as url:
+        assert not is_ready(url)
+        assert httpx.get(f"{url}/health/readiness").json()["reasons"] == ["the engine does not answer"]
+        assert httpx.get(f"{url}/health/liveness").status_code == 200
+
+
+def test_the_open_mode_accepts_the_key_open(tmp_path: Path, shared_engine: VerlEngine) -> None:
+    with Gateway(shared_engine, tmp_path, limits=LIMITS, is_open=True) as gateway:
+        _, key = gateway.create_session("a")
+        assert [ask(gateway.url, sent).status_code for sent in (None, "open", key, "sk-x")] == [200, 200, 200, 401]
+        assert ask(gateway.url, None, "/session/open/v1/chat/completions").status_code == 200
+    with Gateway(shared_engine, tmp_path, limits=LIMITS) as gateway:
+        assert ask(gateway.url, "open").status_code == 401
+
+
+@pytest.mark.parametrize(("content", "named"), [(None, "cannot be read"), ("", "one key"), ("a b", "one key")])
+def test_a_wrong_key_file_is_named(tmp_path: Path, content: str | None, named: str) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_text(content)
+    program = [sys.executable, "-m", "verl_server.cli", "gateway", str(tmp_path), "--server", "http://127.0.0.1:9"]
+    done = subprocess.run([*program, "--admin-key-file", str(path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert named in " ".join(done.stderr.split())
+
+
+def test_one_kind_of_engine_is_named(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "verl_server.cli", "gateway", str(tmp_path)]
+    env = {**os.environ, "VERL_SERVER_GATEWAY_ADMIN_KEY": ADMIN_KEY}
+    for options in ((), ("--server", "http://127.0.0.1:9", "--fleet", "verl_server")):
+        done = subprocess.run([*program, *options], capture_output=True, text=True, timeout=120, env=env)
+        assert done.returncode == 2
+        assert "pass one of --server URL, --router URL and --fleet NAME" in " ".join(done.stderr.split())

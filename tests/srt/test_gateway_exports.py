@@ -1,0 +1,145 @@
+"""Exports of the gateway's sessions, through the admin API and on the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from verl_server import VerlEngine
+from verl_server.agent import RolloutLimits
+from verl_server.errors import BadInputError
+from verl_server.gateway import Gateway
+from verl_server.trajectory import TrajectoryGraph, from_atif, from_verifiers, load_session, to_litellm
+
+SECRET = "sk-secret-of-the-session-0001"
+LITELLM_FIELDS = {
+    "id", "trace_id", "session_id", "litellm_call_id", "call_type", "stream", "response_cost", "cost_breakdown",
+    "response_cost_failure_debug_info", "status", "status_fields", "custom_llm_provider", "total_tokens",
+    "prompt_tokens", "completion_tokens", "startTime", "endTime", "completionStartTime", "response_time",
+    "model_map_information", "model", "model_id", "model_group", "api_base", "metadata", "cache_hit", "cache_key",
+    "saved_cache_cost", "request_tags", "end_user", "requester_ip_address", "user_agent", "messages", "response",
+    "error_str", "error_information", "model_parameters", "hidden_params", "guardrail_information",
+    "standard_built_in_tools_params",
+}  # fmt: skip
+"""Fields of `StandardLoggingPayload` in `litellm/types/utils.py` that every line of LiteLLM has."""
+OWN_FIELDS = {"prompt_token_ids", "completion_token_ids", "completion_logprobs"}
+
+
+@pytest.fixture(scope="module")
+def gateway(shared_engine: VerlEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    limits = RolloutLimits(max_context_tokens=2000, max_turns=1000)
+    with Gateway(shared_engine, tmp_path_factory.mktemp("run"), limits=limits) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def session(gateway: Gateway) -> TrajectoryGraph:
+    """A session with a conversation of two turns, and a second sample of the first turn."""
+    gateway.create_session("trial", key=SECRET, sampling_params={"max_new_tokens": 8, "temperature": 1.0})
+    messages: list[Any] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
+    for number in range(3):
+        asked = messages[:2] if number == 2 else messages
+        reply = httpx.post(
+            f"{gateway.openai_url}/chat/completions",
+            json={"model": "m", "messages": asked},
+            headers={"authorization": f"Bearer {SECRET}"},
+            timeout=60.0,
+        ).json()
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": f"And {number}?"}]
+    gateway.end_session("trial", reward=0.5)
+    return load_session(gateway.config.run_dir / "trial.jsonl")
+
+
+def read(gateway: Gateway, query: str = "", session_id: str = "trial") -> httpx.Response:
+    headers = {"authorization": f"Bearer {gateway.admin_key}"}
+    return httpx.get(f"{gateway.url}/admin/sessions/{session_id}/record{query}", headers=headers, timeout=60.0)
+
+
+def lines_of(reply: httpx.Response) -> list[Any]:
+    assert reply.status_code == 200
+    return [json.loads(line) for line in reply.text.splitlines()]
+
+
+def test_the_admin_api_exports_each_format(gateway: Gateway, session: TrajectoryGraph) -> None:
+    turns = [node for node in session.nodes if node.sampled]
+    assert len(turns) == 3
+    record = read(gateway)
+    assert record.content == read(gateway, "?format=jsonl").content
+    assert record.content == (gateway.config.run_dir / "trial.jsonl").read_bytes()
+    (episode,) = lines_of(read(gateway, "?format=verifiers&model=qwen"))
+    (restored,) = from_verifiers(episode)
+    assert [node.token_ids for node in restored.nodes if node.sampled] == [node.token_ids for node in turns]
+    documents = lines_of(read(gateway, "?format=atif"))
+    assert len(documents) == 2, "two conversations"
+    assert len([node for node in from_atif(documents).nodes if node.sampled]) == 3
+    for name in ("jsonl", "verifiers", "atif", "litellm"):
+        assert SECRET not in read(gateway, f"?format={name}").text
+
+
+def test_a_line_of_litellm_has_the_tokens_of_the_engine(gateway: Gateway, session: TrajectoryGraph) -> None:
+    lines = lines_of(read(gateway, "?format=litellm&model=qwen"))
+    turns = [node for node in session.nodes if node.sampled]
+    assert len(lines) == len(turns)
+    for line, node in zip(lines, turns, strict=True):
+        assert set(line) == LITELLM_FIELDS | OWN_FIELDS
+        assert (line["call_type"], line["model"], line["trace_id"]) == ("acompletion", "qwen", "trial")
+        assert line["prompt_token_ids"] == session.token_ids(node.parent or 0)
+        assert line["completion_token_ids"] == list(node.token_ids)
+        assert line["completion_logprobs"] == list(node.logprobs)
+        assert line["prompt_tokens"] == len(line["prompt_token_ids"])
+        assert line["total_tokens"] == line["prompt_tokens"] + line["completion_tokens"]
+        assert line["metadata"]["requester_metadata"]["reward"] == 0.5
+        choice = line["response"]["choices"][0]
+        assert choice["message"]["role"] == "assistant"
+    assert [message["role"] for message in lines[1]["messages"]] == ["system", "user", "assistant", "user"]
+    assert lines[1]["messages"][2] == lines[0]["response"]["choices"][0]["message"]
+
+
+def test_a_raw_prompt_is_a_text_completion(gateway: Gateway) -> None:
+    _, key = gateway.create_session("raw", sampling_params={"max_new_tokens": 4})
+    body = {"model": "m", "prompt": "Once"}
+    reply = httpx.post(
+        f"{gateway.openai_url}/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60.0
+    )
+    assert reply.status_code == 200
+    (line,) = lines_of(read(gateway, "?format=litellm", "raw"))
+    assert line["call_type"] == "atext_completion"
+    assert line["completion_token_ids"] == reply.json()["choices"][0]["token_ids"]
+
+
+def test_wrong_exports_are_refused(gateway: Gateway, session: TrajectoryGraph) -> None:
+    reply = read(gateway, "?format=csv")
+    assert (reply.status_code, "jsonl, verifiers, atif, litellm" in reply.text) == (400, True)
+    assert read(gateway, "?format=atif", "unknown").status_code == 404
+    gateway.create_session("empty")
+    assert read(gateway, "?format=litellm", "empty").status_code == 404
+    for path in ("../trial", "..%2ftrial", "%2e%2e%2ftrial", "trial.jsonl", "trial%00"):
+        assert read(gateway, "", path).status_code == 404
+    wrong = httpx.get(f"{gateway.url}/admin/sessions/trial/record", headers={"authorization": f"Bearer {SECRET}"})
+    assert wrong.status_code == 401
+    with pytest.raises(BadInputError):
+        to_litellm({})  # type: ignore[arg-type]
+
+
+def test_the_command_exports_for_litellm(gateway: Gateway, session: TrajectoryGraph, tmp_path: Path) -> None:
+    output = tmp_path / "litellm-trajectory.jsonl"
+    command = [
+        sys.executable,
+        "-m",
+        "verl_server.cli",
+        "trajectory",
+        "export",
+        str(gateway.config.run_dir / "trial.jsonl"),
+    ]
+    command += ["--format", "litellm", "--output", str(output), "--model", "qwen"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "sessions: 1, lines: 3" in done.stdout
+    assert [json.loads(line) for line in output.read_text().splitlines()] == to_litellm(session, model="qwen")

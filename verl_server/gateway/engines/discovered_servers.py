@@ -1,0 +1,149 @@
+"""`DiscoveredServers`: servers that somebody else starts and stops, with a router of their own in the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verl_server.adapter.sglang.capabilities import max_request_tokens, max_running_requests
+from verl_server.agent.engine_access import EngineAccess
+from verl_server.agent.generate_fn import GenerateFn, limit_concurrency
+from verl_server.config import RemoteServer
+from verl_server.gateway.engines.engine_source import EngineParts, EngineReport
+from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.process.static_replicas import ProbedServers, servers_by_url
+from verl_server.router.token_reports import OnTokens
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.types import Json
+
+logger = logging.getLogger(__name__)
+
+FIND_INTERVAL_S = 2.0
+"""Seconds between two searches for servers."""
+FIND_TIMEOUT_S = 60.0
+"""Seconds that a search for servers may take."""
+
+FindServers = Callable[[], Mapping[str, RemoteServer]]
+"""Finds the servers that run now, by name. May block; is called in a thread."""
+
+
+class DiscoveredServers:
+    """Servers that may start after the gateway, restart, move and end. Requests go to those that answer.
+
+    The gateway asks the first server that answers for its tokenizer and its context length.
+    """
+
+    def __init__(self, servers: Sequence[RemoteServer] | FindServers, renderer: ChatRenderer | None = None) -> None:
+        """`servers`: a list, or a function that is called again and again, for example `verl_server.ray.discover`. Its
+        method `close` is called at the end, if it has one.
+
+        `renderer`: None makes the renderer of the tokenizer that the servers name. Raises BadInputError for an empty
+        list and for a server that is listed twice.
+        """
+        self._is_single = False
+        """Whether there is one server only, whose queue is kept short."""
+        if callable(servers):
+            self._find: FindServers = servers
+        else:
+            listed = servers_by_url(servers)
+            self._find, self._is_single = lambda: listed, len(listed) == 1
+        self._renderer = renderer
+        self._dispatcher: Dispatcher | None = None
+        self._probed: ProbedServers | None = None
+        self._parts: EngineParts | None = None
+        self._problem = ""
+        """Why the search or the tokenizer failed the last time. The reason is logged once."""
+        self._following: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to look for servers."""
+        self._dispatcher = Dispatcher()
+        self._probed = ProbedServers(self._dispatcher)
+        self._following = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        """Stop looking for servers, and close the connections to them."""
+        if self._following is not None:
+            self._following.cancel()
+            if (end := getattr(self._find, "close", None)) is not None:
+                await asyncio.to_thread(end)
+            await asyncio.gather(self._following, return_exceptions=True)
+        if self._probed is not None:
+            await self._probed.close()
+        if self._dispatcher is not None:
+            await self._dispatcher.close()
+
+    def parts(self) -> EngineParts:
+        """The engine. Raises GatewayError (503) until a server has answered for the first time."""
+        if self._parts is None:
+            raise GatewayError(ErrorKind.OVERLOADED, f"{self._explain()}; send the request again")
+        return self._parts
+
+    async def report(self) -> EngineReport:
+        """The state of the last probes. Does not wait for servers."""
+        assert self._dispatcher is not None
+        assert self._probed is not None
+        problems, infos = self._probed.problems, self._probed.infos
+        rows: list[Json] = [
+            {
+                "name": replica.name,
+                "admitted": replica.admitted,
+                "problem": problems.get(replica.name),
+                "model": infos.get(replica.name, {}).get("model_path"),
+            }
+            for replica in self._dispatcher.snapshot().replicas
+        ]
+        is_ready = self._parts is not None and any(row["admitted"] for row in rows)
+        details: Json = {"engine": "servers", "servers": rows, "problem": self._problem or None}
+        return EngineReport([] if is_ready else [self._explain()], details)
+
+    def _explain(self) -> str:
+        """Why no turn can be generated, without addresses."""
+        num_servers = len(self._probed.adapters) if self._probed is not None else 0
+        if not num_servers:
+            return "the gateway has found no server yet"
+        if self._probed is not None and len(self._probed.problems) < num_servers:
+            return "a server answers, and the gateway does not know its tokenizer yet"
+        return f"none of the {num_servers} servers answers"
+
+    async def _follow(self) -> None:
+        """Follow the servers that come and go."""
+        while True:
+            problem = ""
+            try:
+                await self._look()
+            except TimeoutError:
+                problem = f"the search for servers took more than {FIND_TIMEOUT_S:g} s"
+            except Exception as error:  # noqa: BLE001 - the next search may succeed: a cluster starts later, for example
+                problem = str(error) or type(error).__name__
+            if problem and problem != self._problem:
+                logger.warning("the gateway looks for its servers again: %s", problem)
+            self._problem = problem
+            await asyncio.sleep(FIND_INTERVAL_S)
+
+    async def _look(self) -> None:
+        """Look for servers once. Makes the parts of the engine when the first server has answered."""
+        assert self._probed is not None
+        async with asyncio.timeout(FIND_TIMEOUT_S):
+            servers = await asyncio.to_thread(self._find)
+        await self._probed.set_servers(servers)
+        infos = list(self._probed.infos.values())
+        if self._parts is None and infos:
+            self._parts = await asyncio.to_thread(self._make_parts, infos)
+            logger.info("the gateway has found its engine: %d of %d servers", len(infos), len(servers))
+
+    def _make_parts(self, infos: Sequence[Json]) -> EngineParts:
+        renderer = self._renderer or EngineAccess(self._generate, infos[0]).make_renderer()
+        numbers = [number for info in infos if (number := max_request_tokens(info)) is not None]
+        generate: GenerateFn = self._generate
+        if self._is_single and (limit := max_running_requests(infos[0])) is not None:
+            generate = limit_concurrency(generate, limit)  # see docs/decisions/order-of-arrival.md
+        return EngineParts(generate, renderer, min(numbers, default=None))
+
+    async def _generate(self, *, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any) -> Json:
+        assert self._dispatcher is not None
+        reply = await self._dispatcher.generate(request, rid=rid, session_id=session_id, on_tokens=on_tokens)
+        return reply
