@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,19 @@ import openai
 import pytest
 from agent_helpers import RecordingGenerateFn
 from anthropic.types import Message
+from helpers import adapter_of
 from openai.types.chat import ChatCompletionChunk
+from test_dispatcher import API_KEY, http_router
 from test_gateway import gateway, generate, graph_of, num_turns, openai_client
 from test_gateway_anthropic import EVENT_TYPES, client_of
 from test_gateway_responses import EVENT
 from transformers import AutoTokenizer
 
+from verl_server import RouterClient, VerlEngine
+from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
+from verl_server.router.dispatcher import Dispatcher
 from verl_server.trajectory import ChatRenderer
 
 __all__ = ["gateway", "generate"]
@@ -64,17 +69,25 @@ class Seen:
         return "".join(self.deltas)
 
 
+LAST_STREAM = list[openai.Stream[Any]]()
+"""The last stream of OpenAI's client, which a client that leaves has to close."""
 Stream = Callable[[Gateway, str, Callable[[Seen], None]], Seen]
 """A client that streams one turn. The function is called after each event."""
 
 
+def closing(stream: openai.Stream[Any]) -> Iterator[Any]:
+    """The events of a stream, which the client can close."""
+    LAST_STREAM[:] = [stream]
+    yield from stream
+
+
 def stream_chat(gateway: Gateway, key: str, look: Callable[[Seen], None]) -> Seen:
     seen, arguments = Seen(), dict[int, list[str]]()
-    chunks = openai_client(gateway, key).chat.completions.create(
+    stream = openai_client(gateway, key).chat.completions.create(
         model="m", messages=HELLO, tools=[ADD], stream=True, logprobs=True, stream_options={"include_usage": True}
     )
     tokens, usage = list[str](), None
-    for chunk in chunks:
+    for chunk in closing(stream):
         ChatCompletionChunk.model_validate(chunk.to_dict())
         usage = chunk.usage or usage
         for choice in chunk.choices:
@@ -103,9 +116,9 @@ def stream_chat(gateway: Gateway, key: str, look: Callable[[Seen], None]) -> See
 
 def stream_responses(gateway: Gateway, key: str, look: Callable[[Seen], None]) -> Seen:
     seen = Seen()
-    events = openai_client(gateway, key).responses.create(model="m", input="a", tools=[FLAT_ADD], stream=True)
+    stream = openai_client(gateway, key).responses.create(model="m", input="a", tools=[FLAT_ADD], stream=True)
     received = list[Any]()
-    for number, event in enumerate(events):
+    for number, event in enumerate(closing(stream)):
         received.append(event)
         assert event.sequence_number == number
         seen.note(event.type.removeprefix("response."))
@@ -149,11 +162,11 @@ def stream_messages(gateway: Gateway, key: str, look: Callable[[Seen], None]) ->
 
 def stream_completion(gateway: Gateway, key: str, look: Callable[[Seen], None]) -> Seen:
     seen, token_ids = Seen(), list[int]()
-    chunks = openai_client(gateway, key).completions.create(
+    stream = openai_client(gateway, key).completions.create(
         model="m", prompt="a", max_tokens=400, logprobs=1, stream=True, stream_options={"include_usage": True}
     )
     usage = None
-    for chunk in chunks:
+    for chunk in closing(stream):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             if choice.text:
@@ -239,7 +252,6 @@ def test_a_retry_gets_all_deltas_of_the_running_turn(gateway: Gateway, is_retry:
                 read(second, 10**6)
     if not is_retry:
         with httpx.stream("POST", url, json=body, headers=headers, timeout=60.0) as second:
-            assert num_turns(graph_of(gateway, info.id)) == 0, "the turn still runs"
             read(second, 10**6)
     first_text, second_text = ("".join(deltas) for deltas in found)
     assert first_text
@@ -393,6 +405,39 @@ def test_keep_alives_while_no_text_is_certain(renderer: ChatRenderer, tmp_path: 
         assert signs_after_text >= 3
 
 
+@with_each_dialect
+def test_a_client_that_comes_back_gets_the_deltas_of_the_first(
+    renderer: ChatRenderer, tmp_path: Path, stream: Stream
+) -> None:
+    """The turn still runs when the second client has all that the first client had."""
+    policy = KnownTurn(renderer, "One road, and no other way.", "One road")
+    found = list[str]()
+
+    class LeftError(Exception):
+        """The first client leaves."""
+
+    def leave(seen: Seen) -> None:
+        if seen.text == "One road":
+            found.append(seen.text)
+            for opened in LAST_STREAM:
+                opened.close()
+            raise LeftError
+
+    def look(seen: Seen) -> None:
+        if seen.text == "One road":
+            found.append(seen.text)
+            policy.go.set()
+
+    with open_gateway(policy, renderer, tmp_path) as gateway:
+        info, key = gateway.create_session()
+        with pytest.raises(LeftError):
+            stream(gateway, key, leave)
+        seen = stream(gateway, key, look)
+        assert num_turns(graph_of(gateway, info.id)) == 1
+    assert found[0] == found[1] == "One road"
+    assert (seen.text, policy.num_calls) == ("One road, and no other way.", 1)
+
+
 def test_a_turn_that_was_generated_again_ends_the_stream_with_an_error(renderer: ChatRenderer, tmp_path: Path) -> None:
     """The client that sends the request again gets the whole turn, which is one sample."""
     policy = KnownTurn(renderer, "One road", "One road")
@@ -420,3 +465,30 @@ def test_a_generate_function_without_reports_still_works(renderer: ChatRenderer,
         seen = stream_messages(gateway, key, lambda _: None)
     assert (seen.thoughts, [text.rstrip() for text in seen.deltas]) == (["Why not?"], ["So it is."])
     assert seen.kinds == EVENTS["messages"]
+
+
+def test_a_gateway_in_front_of_a_router_streams(
+    shared_engine: VerlEngine, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    """The tokens come from the server through the router and its client."""
+    loop = EventLoopThread()
+    try:
+
+        async def make() -> Any:
+            dispatcher = Dispatcher()
+            dispatcher.pool.add_replica("a", adapter_of(shared_engine).asynchronous, 0)
+            return http_router(dispatcher)
+
+        router = loop.run(make())
+        client = RouterClient(loop.run(router.__aenter__()), API_KEY)
+        try:
+            with open_gateway(client, renderer, tmp_path) as gateway:
+                info, key = gateway.create_session(sampling_params=LONG)
+                seen = stream_chat(gateway, key, lambda _: None)
+                (turn,) = (node for node in graph_of(gateway, info.id).nodes if node.sampled)
+                assert len(seen.deltas) > 50
+                assert seen.text == renderer.decode(turn.token_ids)
+        finally:
+            loop.run(router.__aexit__(None, None, None))
+    finally:
+        loop.close()

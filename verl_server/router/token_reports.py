@@ -27,10 +27,10 @@ OnTokens: TypeAlias = Callable[[int, Sequence[int], Sequence[float]], None]
 probabilities in nats (empty if the request has no `return_logprob`).
 
 Only tokens that the final reply has are reported, so a generation that must start again when its server is lost (with a
-grammar or stop strings, for example) reports none: its tokens are in the reply. Each token is reported once. Two things
-begin again at position 0: a `RouterClient` whose connection broke, which reports the same tokens, and a generation of
-which a server has refused a continuation that is longer than its context. The function must return at once, and must
-not raise.
+grammar or stop strings, for example) reports none: its tokens are in the reply. Each token is reported once. Reports
+begin again at position 0 if the connection of a `RouterClient` broke, and if a server has refused a continuation that
+is longer than its context. The tokens are then the same, unless the generation started again: after this refusal, or
+because the router was started again. The function must return at once, and must not raise.
 """
 
 

@@ -26,7 +26,7 @@ class Generation:
         has taken the slot of the first client.
         """
         self.task = asyncio.create_task(turn)
-        self.task.add_done_callback(lambda _: progress.wake())
+        self.task.add_done_callback(lambda _: progress.end())
         self.num_prompt_tokens = num_prompt_tokens
         self._progress = progress
         self._slots, self._num_slots = slots or Slots(), 1

@@ -45,10 +45,14 @@ class TurnProgress:
             known = []
         self.token_ids += token_ids[len(known) :]
         self.logprobs += logprobs[len(known) :]
-        self.wake()
+        self._tell_news()
 
-    def wake(self) -> None:
-        """Let streams look for new tokens and for the end of the turn."""
+    def end(self) -> None:
+        """The turn has ended: forget its tokens, and let streams take the turn."""
+        self.token_ids, self.logprobs = [], []
+        self._tell_news()
+
+    def _tell_news(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 
