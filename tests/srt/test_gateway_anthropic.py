@@ -343,8 +343,8 @@ def test_a_stream_and_a_reply_have_the_same_content(turn: AssistantTurn, kinds: 
     request = TurnRequest("m", [{"role": "user", "content": "a"}])
     reply = as_official(Message, DIALECT.reply(request, turn))
     assert ([block.type for block in reply.content], reply.stop_reason) == (kinds, stop_reason)
-    stream = DIALECT.open_stream(request, "id")
-    events = [*stream.begin(10), *stream.add(whole_delta(turn)), *stream.end(turn)]
+    ours = DIALECT.open_stream(request, "id")
+    events = [*ours.begin(10), *ours.add(whole_delta(turn)), *ours.end(turn)]
 
     def answer(_: httpx2.Request) -> httpx2.Response:
         content = b"".join(event.encode() for event in events)

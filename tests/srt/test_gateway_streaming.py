@@ -173,7 +173,7 @@ def stream_completion(gateway: Gateway, key: str, look: Callable[[Seen], None]) 
                 seen.deltas.append(choice.text)
             new_ids = (choice.model_extra or {})["token_ids"]
             token_ids += new_ids
-            assert len(choice.logprobs.token_logprobs if choice.logprobs else ()) == len(new_ids)  # type: ignore[arg-type]
+            assert len(choice.logprobs.token_logprobs if choice.logprobs else ()) == len(new_ids)
             seen.end = choice.finish_reason or seen.end
         look(seen)
     assert usage is not None

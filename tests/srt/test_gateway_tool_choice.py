@@ -50,28 +50,28 @@ Ask = Callable[[Gateway, str, str | None, bool], list[Call]]
 
 
 def ask_chat(gateway: Gateway, key: str, name: str | None, parallel: bool) -> list[Call]:
-    tools = [{"type": "function", "function": {"name": tool, "parameters": SCHEMAS[tool]}} for tool in SCHEMAS]
+    tools: Any = [{"type": "function", "function": {"name": tool, "parameters": SCHEMAS[tool]}} for tool in SCHEMAS]
     choice: Any = "required" if name is None else {"type": "function", "function": {"name": name}}
     reply: Any = openai_client(gateway, key).chat.completions.create(
         model="m",
         messages=HELLO,
         tools=tools,
         tool_choice=choice,
-        parallel_tool_calls=parallel,  # type: ignore[arg-type]
+        parallel_tool_calls=parallel,
     )
     assert reply.choices[0].finish_reason == "tool_calls"
     return [(call.function.name, json.loads(call.function.arguments)) for call in reply.choices[0].message.tool_calls]
 
 
 def ask_responses(gateway: Gateway, key: str, name: str | None, parallel: bool) -> list[Call]:
-    tools = [{"type": "function", "name": tool, "parameters": SCHEMAS[tool]} for tool in SCHEMAS]
+    tools: Any = [{"type": "function", "name": tool, "parameters": SCHEMAS[tool]} for tool in SCHEMAS]
     choice: Any = "required" if name is None else {"type": "function", "name": name}
     reply: Any = openai_client(gateway, key).responses.create(
         model="m",
         input="a",
         tools=tools,
         tool_choice=choice,
-        parallel_tool_calls=parallel,  # type: ignore[arg-type]
+        parallel_tool_calls=parallel,
     )
     assert (reply.status, reply.parallel_tool_calls, reply.tool_choice) == ("completed", parallel, "required")
     return [(item.name, json.loads(item.arguments)) for item in reply.output]
