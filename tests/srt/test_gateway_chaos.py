@@ -38,7 +38,7 @@ def test_killed_replicas_and_weight_updates_lose_and_double_no_turn(
 
     fleet, engine = fleet_and_engine
     result = check_replica_faults(
-        fleet, engine, weights, renderer, tmp_path, num_turns=60, kill_interval_s=3.0, update_interval_s=0.5
+        fleet, engine, weights, renderer, tmp_path, num_turns=60, kill_interval_s=0.7, update_interval_s=0.3
     )
     print("\n".join(result.lines()))
     assert result.violations == []
@@ -54,7 +54,7 @@ def test_a_killed_gateway_loses_and_doubles_no_turn(
     folder = tmp_path / "run"
     folder.mkdir()
     process = GatewayProcess(folder, free_port(), fleet.router_url, fleet.router_key, tiny("qwen3"))
-    result = check_gateway_kills(process, renderer, folder, num_turns=40, kill_interval_s=1.0, max_kills=1)
+    result = check_gateway_kills(process, renderer, folder, num_turns=40, kill_interval_s=0.5, max_kills=1)
     print("\n".join(result.lines()))
     assert result.violations == []
     assert result.counts["turns"] == 40
