@@ -17,6 +17,7 @@ PICTURES = (
     "examples/calculator.png",
     "examples/async_training.png",
     "examples/coding.png",
+    "examples/train_claude_code.png",
     "benchmarks/results/bench_weight_sync-2cpu.png",
 )
 

@@ -177,6 +177,15 @@ class InfrastructureError(VerlServerError):
     retryable = True
 
 
+class ProgramError(VerlServerError):
+    """The program of a sample failed, or it has not used the policy. `ProgramAgentLoop` raises it.
+
+    `details`: `exit_code`, and `stderr` and `stdout`, the ends of the outputs. The sample has the stop reason `error`.
+    To do: read the outputs. If the policy can cause the exit code, for example by a wrong command, write a command that
+    ends with 0: `claude -p "$PROMPT" || true`.
+    """
+
+
 class ShutDownError(VerlServerError):
     """The engine, adapter, fleet or router was already shut down. `details` is empty. To do: create a new object."""
 

@@ -7,6 +7,7 @@ released model family, so SGLang and Hugging Face transformers load the folder l
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ VISION_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
     "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
     "{% endfor %}{% endif %}",
 )
+BYTE_VOCAB_SIZE = 320
+"""Number of token ids of a tiny model whose tokenizer has a token for each byte."""
 MAX_IMAGE_TOKENS = 64
 """Maximum number of tokens of an image for tiny vision-language models. Larger images are scaled down."""
 
@@ -45,17 +48,26 @@ class VisionArchitecture(enum.Enum):
     QWEN3_VL = "qwen3_vl"
 
 
-def make_tokenizer(folder: Path, *, vision: bool = False) -> Any:
+def make_tokenizer(
+    folder: Path, *, vision: bool = False, texts: Sequence[str] = (), vocab_size: int = BYTE_VOCAB_SIZE
+) -> Any:
     """Make a byte-level tokenizer and save it in `folder`. Ids 0 to 255 are bytes; `SPECIAL_TOKENS` follow.
 
-    `vision`: with `VISION_TOKENS` after these, and a chat template that writes images.
+    `vision`: with `VISION_TOKENS` after these, and a chat template that writes images. `texts`: text from which
+    further tokens are learned, for long prompts. These are between the bytes and the special tokens, and the tokenizer
+    has at most `vocab_size` tokens.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=bool(texts))
+    if texts:
+        num_tokens = vocab_size - len(SPECIAL_TOKENS + VISION_TOKENS * vision)
+        make_trainer: Any = trainers.BpeTrainer
+        trainer = make_trainer(vocab_size=num_tokens, initial_alphabet=alphabet, show_progress=False)
+        tokenizer.train_from_iterator(texts, trainer)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS + VISION_TOKENS * vision])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
@@ -72,7 +84,7 @@ def make_config(
     heads: int = 4,
     kv_heads: int = 2,
     intermediate_size: int = 128,
-    vocab_size: int = 320,
+    vocab_size: int = BYTE_VOCAB_SIZE,
     context_length: int = 2048,
     tie_word_embeddings: bool = False,
     dtype: str = "float32",
@@ -122,13 +134,14 @@ def make_model(
     *,
     seed: int = 0,
     weight_std: float = 0.2,
+    texts: Sequence[str] = (),
     **sizes: Any,
 ) -> Path:
     """Write a random model and its tokenizer into `folder`, and return the folder.
 
-    `sizes` are the arguments of `make_config`. `weight_std`: standard deviation of the weights. Its default is larger
-    than that of transformers, so that the largest logit of a random model is clear and greedy decoding does not depend
-    on rounding. A smaller value makes the rounding errors of log probabilities smaller.
+    `texts`: see `make_tokenizer`. `sizes` are the arguments of `make_config`. `weight_std`: standard deviation of the
+    weights. Its default is larger than that of transformers, so that the largest logit of a random model is clear and
+    greedy decoding does not depend on rounding. A smaller value makes the rounding errors of log probabilities smaller.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -136,12 +149,13 @@ def make_model(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = make_config(architecture, **sizes)
+    tokenizer = make_tokenizer(folder, texts=texts, vocab_size=config.vocab_size)
+    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config).to(getattr(torch, sizes.get("dtype", "float32")))
         _randomize(model, weight_std)
     model.save_pretrained(folder)
-    make_tokenizer(folder)
     return folder
 
 

@@ -53,6 +53,7 @@ PAGES = [
 ]
 MAX_README_WORDS = 700
 PUBLIC_PACKAGES = ("verl_server", "verl_server.agent", "verl_server.trajectory", "verl_server.ray")
+EXTERNAL_PROGRAMS = ("export", "source", "pip", "git", "curl", "ruff", "mypy", "flock", "npm")
 FROM_AGENT = "from verl_server.agent import Sample, Task"
 FROM_TYPING = "from collections.abc import Callable\nfrom typing import Any"
 #: Names that an example may use without defining them: the type, and the import that the type needs.
@@ -253,7 +254,7 @@ def test_every_shell_example_names_a_command_that_exists() -> None:
             for word in words[1:]:
                 assert not word.startswith(("examples/", "benchmarks/", "tests/")) or (ROOT / word).exists(), where
         else:
-            assert program in ("export", "source", "pip", "git", "curl", "ruff", "mypy", "flock"), where
+            assert program in EXTERNAL_PROGRAMS, where
     assert {"make", "verl-server", "torchrun"} <= seen
 
 

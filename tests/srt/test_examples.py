@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import itertools
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import word_policy
 from agent_helpers import ScriptedGenerateFn
 from helpers import run_in_fork
+from program_helpers import install_programs
 from tensordict import TensorDict
 
 from verl_server.agent import Environment, Episode, RolloutRunner, RolloutStep, Sample, SingleTurnLoop, Task
@@ -222,3 +224,16 @@ def test_coding(tmp_path: Path) -> None:
     assert all(0 <= float(tests) < 1 and 0 < float(words) < 1 for _, tests, words, _ in steps)
     assert all(0 < float(gap) < 1e-3 for *_, gap in steps), "the trainer has the inputs and weights of the rollout"
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_claude_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps: the policy has learned to call the tool, and the log probabilities of trainer and server agree."""
+    monkeypatch.setenv("PATH", f"{install_programs()}:{os.environ['PATH']}")
+    output = run_example("train_claude_code.py", tmp_path, "--steps", "2", "--png", str(tmp_path / "curve.png"))
+    assert "warm-up: 30 demonstrations" in output
+    steps = re.findall(r"step (\d): reward (\d\.\d+), log prob gap (\S+),", output)
+    assert [step for step, *_ in steps] == ["0", "1"]
+    assert all(0.1 < float(reward) < 0.9 for _, reward, _ in steps), output
+    assert all(float(gap) < 1e-3 for *_, gap in steps)
+    assert "failed" not in output
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -15,6 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from verl_server.agent import RolloutLimits
+from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.errors import ServerDiedError
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
@@ -69,7 +70,11 @@ class Served:
         self.engine = Engine(renderer.tokenizer)
         self.store = SessionStore(
             run_dir,
-            lambda record, limits, sampling: Session(record, self.engine.generate, renderer, limits, sampling),
+            lambda record, limits, sampling: Session(
+                EpisodeState(record.graph.session_id, record, self.engine.generate, renderer, limits, False),
+                sampling,
+                record,
+            ),
             LIMITS,
         )
         self.app: FastAPI = make_app(self.store, GatewayConfig(run_dir, "sk-admin", LIMITS), str)

@@ -13,10 +13,13 @@
 
 `sessions/session_store.py` creates and ends sessions, `http/admin.py` has the API for that. At the end of a session,
 `sessions/conversation_labels.py` labels its conversations: the main conversation, its sub-agents, and side calls.
+`programs/` runs agent programs as samples of a `RolloutRunner`, each with a gateway of its own.
 """
 
 from verl_server.gateway.engines.discovered_servers import DiscoveredServers
 from verl_server.gateway.gateway import Gateway
+from verl_server.gateway.programs.program_loop import ProgramAgentLoop
+from verl_server.gateway.programs.variables import program_variables
 from verl_server.gateway.sessions.conversation_kinds import TRAINED_KINDS, ConversationKind
 from verl_server.gateway.sessions.conversation_labels import label_conversations, trained_ends
 from verl_server.gateway.sessions.session_info import SessionInfo
@@ -26,7 +29,9 @@ __all__ = [
     "ConversationKind",
     "DiscoveredServers",
     "Gateway",
+    "ProgramAgentLoop",
     "SessionInfo",
     "label_conversations",
+    "program_variables",
     "trained_ends",
 ]

@@ -16,6 +16,7 @@ import uvicorn
 import uvloop
 
 from verl_server.agent.engine_access import Engine
+from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError, DeadlineError, ShutDownError, StartupError
 from verl_server.gateway.config import GatewayConfig
@@ -116,7 +117,9 @@ class Gateway:
         require_token_limit(limits)
         record.on_node = self._metrics.count_node
         slots = Slots(self.config.max_session_requests, parent=self._slots)
-        return Session(record, self._metrics.measure(parts.generate), parts.renderer, limits, sampling_params, slots)
+        generate = self._metrics.measure(parts.generate)
+        state = EpisodeState(record.graph.session_id, record, generate, parts.renderer, limits, False)
+        return Session(state, sampling_params, record, slots)
 
     def _make_server(self) -> uvicorn.Server:
         return uvicorn.Server(

@@ -21,7 +21,7 @@ from verl_server.trajectory.nodes import Node
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.foreign_text import texts_of
-from verl_server.trajectory.rendering.messages import Message, validate_messages
+from verl_server.trajectory.rendering.messages import Message, image_sources, validate_messages
 from verl_server.types import Json
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class EpisodeState:
         """Messages and tools of the first prompt at each root that a branch has visited."""
         self.has_images = self.has_turns = False
         """Whether any message has an image, and whether the policy has generated a turn in any branch."""
-        self._last_stop_reason: str | None = None
+        self.last_stop_reason: str | None = None
         """Name of the limit at which any branch stopped last, also if the agent loop has caught the exception."""
 
     # -- limits -------------------------------------------------------------------------------------
@@ -105,9 +105,10 @@ class EpisodeState:
             self.num_response_tokens += len(node.token_ids)
 
     def restore(self, node: Node) -> None:
-        """Count a node that an earlier process has recorded, and its turn."""
+        """Count a node that an earlier process has recorded, its turn, and its images."""
         self.count(node)
         self._num_turns += node.sampled
+        self.has_images |= any(map(image_sources, (node.message or {}).get("messages", ())))
 
     def remaining_tokens(self, leaf: int | None) -> tuple[int, str]:
         """Number of tokens that may still be added after a node, and the name of the limit that gives the number."""
@@ -126,13 +127,13 @@ class EpisodeState:
         without a turn has one stop reason, also if the agent loop called `generate` of new branches only.
         """
         if leaf is None or self.graph.node(leaf).finish_reason != "length":
-            return None if self.has_turns else self._last_stop_reason
+            return None if self.has_turns else self.last_stop_reason
         remaining, limit = self.remaining_tokens(leaf)
         return limit if remaining <= 0 else None
 
     def stop(self, limit: str) -> EpisodeStopped:
         """The exception that ends the episode at a limit."""
-        self._last_stop_reason = limit
+        self.last_stop_reason = limit
         return EpisodeStopped(limit, self)
 
     def require_room(self, leaf: int | None, num_tokens: int) -> None:

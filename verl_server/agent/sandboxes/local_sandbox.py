@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from verl_server.agent.sandboxes.frames import FrameBuffer, encode_frame
+from verl_server.agent.sandboxes.loopback import listen_in
 from verl_server.agent.sandboxes.sandbox import (
     ANSWER_TIMEOUT_S,
     CommandOutcome,
@@ -97,6 +98,11 @@ class LocalSandbox(Sandbox):
                 ", ".join(sorted(missing)),
                 self._read_log(),
             )
+
+    async def listen(self) -> socket.socket:
+        if self.folder is None:
+            raise not_running("it was not started")
+        return await listen_in(self, self.folder)
 
     async def close(self) -> None:
         self._disconnect("it was closed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Literal, Self
 
 from verl_server.agent.sandboxes.arguments import require_arguments, require_content, require_env, require_path
 from verl_server.argument_names import explain_constructor
-from verl_server.errors import BadInputError, InfrastructureError, UserCodeError
+from verl_server.errors import BadInputError, InfrastructureError, UnsupportedError, UserCodeError
 from verl_server.validation import require_bool, require_seconds, require_whole_number
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -120,6 +121,14 @@ class Sandbox(ABC):
     @abstractmethod
     async def close(self) -> None:
         """End all processes of the sandbox and remove its files. Calling this a second time has no effect."""
+
+    async def listen(self) -> socket.socket:
+        """A socket that listens on a free port of the sandbox's own loopback interface, for a server in this process.
+
+        Commands reach the server also if the sandbox has no other network. The caller closes the socket. Raises
+        UnsupportedError for a kind of sandbox that cannot do this, and the errors of `run`.
+        """
+        raise UnsupportedError(f"a {type(self).__name__} cannot listen for its commands; use a LocalSandbox")
 
     @abstractmethod
     async def _execute(self, request: CommandRequest) -> CommandOutcome:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from verl_server.agent.episodes.cursor import Cursor
 from verl_server.agent.episodes.episode_state import EpisodeState
-from verl_server.agent.generate_fn import GenerateFn
-from verl_server.agent.limits import EpisodeStopped, RolloutLimits
+from verl_server.agent.limits import EpisodeStopped
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
 from verl_server.gateway.sessions.conversation_labels import root_fork_reason
@@ -24,15 +23,15 @@ from verl_server.gateway.sessions.history import History, Key, conversation_keys
 from verl_server.gateway.sessions.length_check import is_certainly_longer
 from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt, unsplit_turn
 from verl_server.gateway.sessions.slots import Slots
-from verl_server.gateway.sessions.turn_details import turn_details
+from verl_server.gateway.sessions.turn_details import REFUSED, turn_details
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.forced_calls import turn_params
 from verl_server.gateway.turn_text.turn_parsing import split_turn
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
+from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import ForkReason, Node
 from verl_server.trajectory.recorder import Recorder
-from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.trajectory.rendering.messages import Message, image_sources
+from verl_server.trajectory.rendering.messages import Message
 from verl_server.trajectory.rendering.vision_renderer import have_images, read_images
 from verl_server.types import Json
 
@@ -53,32 +52,29 @@ class Session:
     """One run of an agent program. Use it in one event loop."""
 
     def __init__(
-        self,
-        record: Recorder,
-        generate: GenerateFn,
-        renderer: ChatRenderer,
-        limits: RolloutLimits,
-        sampling: Json,
-        slots: Slots | None = None,
+        self, state: EpisodeState, sampling: Json, record: Recorder | None, slots: Slots | None = None
     ) -> None:
-        """`sampling`: SGLang's sampling parameters of every turn, which replace those of the agent. `slots`: requests
+        """`sampling`: SGLang's sampling parameters of every turn, which replace those of the agent.
+
+        `record`: what `state` records in, with the conversations of an earlier process. None for the session of an
+        episode, which closes its record itself, and whose earlier conversations are not continued. `slots`: requests
         of the session that may be open at a time, by default any number.
         """
-        self.record, self.graph = record, record.graph
-        self.id = self.graph.session_id
-        self._renderer, self._sampling, self._slots = renderer, sampling, slots or Slots()
-        self._state = EpisodeState(self.id, record, generate, renderer, limits, False)
-        self._history = History()
+        self.record, self.graph, self._state = record, state.graph, state
+        self.id, self._renderer, self._sampling = self.graph.session_id, state.renderer, sampling
+        self.reached_limit: str | None = None
+        """Name of the limit for which a request was refused, except `max_context_tokens`."""
+        self._history, self._slots = History(), slots or Slots()
         self._branches = itertools.count(len(self.graph.nodes))
-        self._turns, self._recorded_turns = Turns(), RecordedTurns(self.graph)
+        self._turns, self._recorded_turns = Turns(), RecordedTurns(record.graph if record else TrajectoryGraph(self.id))
         self._lock = asyncio.Lock()
         """Held while the prompt of a request is rendered and recorded."""
         self._closed: GatewayError | None = None
         """The error of requests after `close`."""
-        for node in self.graph.nodes:
-            self._state.restore(node)
-            self._state.has_images |= any(map(image_sources, (node.message or {}).get("messages", ())))
-        self._history.restore(self.graph, self._message_of)
+        if record is not None:
+            for node in self.graph.nodes:
+                self._state.restore(node)
+            self._history.restore(self.graph, self._message_of)
 
     # -- turns --------------------------------------------------------------------------------------
 
@@ -142,10 +138,15 @@ class Session:
             self._closed = GatewayError(ErrorKind.OVERLOADED, "the gateway shuts down; send the request again")
         else:
             self._closed = GatewayError(ErrorKind.PERMISSION, f"the session {self.id!r} has ended")
-        self._state.close()
+        if self.record is not None:
+            self._state.close()
+            self.record.close()
         for generation in self._turns:
             generation.abort(self._closed)
-        self.record.close()
+
+    async def wait_for_turns(self) -> None:
+        """Wait until all turns have ended, after `close`."""
+        await asyncio.gather(*(generation.task for generation in self._turns), return_exceptions=True)
 
     def _require_open(self) -> None:
         if self._closed is not None:
@@ -288,11 +289,12 @@ class Session:
     def _refuse(self, leaf: int | None, limit: str, num_tokens: int | None) -> GatewayError:
         """The error for a prompt that does not fit. The record gets a note: an agent may shorten its history then."""
         self._require_open()
-        self.record.add_note(leaf, "refused", {"limit": limit, "num_tokens": num_tokens})
+        self._state.record.add_note(leaf, REFUSED, {"limit": limit, "num_tokens": num_tokens})
         return self._limit_error(limit, num_tokens)
 
     def _limit_error(self, limit: str, num_tokens: int | None = None) -> GatewayError:
         """`num_tokens`: number of tokens of the prompt, if it is known."""
         if limit == "max_context_tokens":
             return overflow_error(num_tokens, self._state.limits.max_context_tokens or 0)
+        self.reached_limit = limit
         return GatewayError(ErrorKind.LIMIT_REACHED, f"the session has reached its limit {limit}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from verl_server.agent.episodes.segments import find_segments
-from verl_server.gateway.sessions.conversation_kinds import TRAINED_KINDS
+from verl_server.gateway.sessions.conversation_kinds import TRAINED_KINDS, ConversationKind
 from verl_server.gateway.sessions.conversation_labels import LABEL, label_conversations, trained_ends
 from verl_server.gateway.sessions.session_info import SessionInfo
+from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.recorder import Recorder
 
 
@@ -14,11 +15,7 @@ def record_end(recorder: Recorder, info: SessionInfo) -> None:
     graph = recorder.graph
     if not graph.nodes:
         return
-    kinds = label_conversations(graph)
-    known = {note.node: note.value for note in graph.notes if note.name == LABEL}
-    for node, kind in kinds.items():
-        if known.get(node) != kind:
-            recorder.add_note(node, LABEL, kind.value)
+    kinds = record_kinds(recorder)
     ends = trained_ends(graph, kinds, TRAINED_KINDS if info.train is None else info.train)
     segments = find_segments(graph, [(end, 1.0) for end in ends])
     if info.reward is not None:
@@ -28,3 +25,14 @@ def record_end(recorder: Recorder, info: SessionInfo) -> None:
     last = segments[-1].leaf if segments else graph.nodes[-1].id
     trained = [(segment.leaf, segment.loss_weight) for segment in segments]
     recorder.terminate(last, info.stop_reason or "done", None, info.reward, trained, info.rewards)
+
+
+def record_kinds(record: Recorder | TrajectoryGraph) -> dict[int, ConversationKind]:
+    """The kind of each conversation and branch by its first node, which the record gets as notes."""
+    graph = record if isinstance(record, TrajectoryGraph) else record.graph
+    kinds = label_conversations(graph)
+    known = {note.node: note.value for note in graph.notes if note.name == LABEL}
+    for node, kind in kinds.items():
+        if known.get(node) != kind:
+            record.add_note(node, LABEL, kind.value)
+    return kinds

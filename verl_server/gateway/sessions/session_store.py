@@ -126,7 +126,8 @@ class SessionStore:
         info = self.info(session_id)
         if info.ended_at is not None:
             raise GatewayError(ErrorKind.PERMISSION, f"the session {session_id!r} has ended ({info.stop_reason})")
-        if session_id in self._open and self._open[session_id].record.failure is not None:
+        opened = self._open.get(session_id)
+        if opened is not None and opened.record is not None and opened.record.failure is not None:
             self._open.pop(session_id).close()  # the disk was full, for example: the file is read again
         if session_id not in self._open:
             recorder = ObservedRecorder(self._run_dir, session_id, sync=False)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from verl_server.gateway.conversation import TurnRequest
 from verl_server.types import Json
 
+REFUSED = "refused"
+"""Name of the notes in a record about prompts that do not fit."""
+
 
 def turn_details(request: TurnRequest, fingerprint: bytes, reply: Json) -> Json:
     """Keys for the recorded message of a turn.

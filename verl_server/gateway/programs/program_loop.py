@@ -1,0 +1,154 @@
+"""`ProgramAgentLoop`: an agent whose samples are runs of a program, for example Claude Code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from verl_server.agent.environments.environment import Environment
+from verl_server.agent.episodes.episode import Episode
+from verl_server.agent.samples import Task
+from verl_server.agent.sandboxes.local_sandbox import LocalSandbox
+from verl_server.agent.sandboxes.sandbox import CommandResult, Sandbox, SandboxLimits
+from verl_server.errors import BadInputError, InfrastructureError, ProgramError
+from verl_server.gateway.programs.sample_gateway import SampleGateway, serve_episode
+from verl_server.gateway.programs.variables import program_variables
+
+MAX_PROGRAM_S = 3600.0
+"""Maximum seconds of a program without `RolloutLimits.timeout_s`."""
+MEMORY_BYTES = 8 << 30
+"""Maximum memory of a program: programs in JavaScript reserve much more than they use."""
+POLL_S = 0.2
+"""Seconds between two checks whether a limit of the episode ends the program."""
+MAX_ERROR_CHARS = 2000
+"""Number of characters of the program's output in an error."""
+MAKE_FOLDERS = 'cd "${TMPDIR:-/tmp}" && mkdir workspace home && pwd'
+
+
+class ProgramAgentLoop(Environment):
+    """Runs a program in a sandbox for each sample. The program acts through a gateway of its own.
+
+    A subclass sets `command`, writes the files of the task in `prepare`, and computes rewards from the workspace in
+    methods with the decorator `reward`. The program finds the gateway by environment variables, see
+    `program_variables`, and the text of the last message of the task in `PROMPT`. It has an empty home folder, and no
+    network except the gateway, if the kernel allows this.
+
+    The conversations of the program are the paths of the sample: all of them are trained with its reward. The program
+    is killed at the limits of the runner (`timeout_s`, `max_turns`, `max_response_tokens`), and the sample then has a
+    reward as usual; so has a program that fails because its conversation is too long (`max_context_tokens`). A sample
+    whose program ends with another exit code than 0 for any other reason fails with ProgramError. A sample that was not
+    finished starts again in an empty workspace; earlier turns stay in its record and are not trained.
+    """
+
+    command: ClassVar[str | Sequence[str]] = ""
+    """Line for the shell, for example `claude -p "$PROMPT"`, or list of a program and its arguments. Do not write the
+    text of a task into the line: a shell would read it."""
+    env: ClassVar[Mapping[str, str]] = {}
+    """Additional environment variables of the program."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        if not self.command:
+            name = type(self).__name__
+            raise BadInputError(f"{name} has no command; write `command = 'claude -p \"$PROMPT\"'` in the class")
+        self.sandbox = self.make_sandbox()
+        """Sandbox of the program."""
+        self.workspace = ""
+        """Folder in the sandbox in which the program starts. Equal for all samples if the kernel has mount namespaces,
+        so that prompts which name the folder are equal, too."""
+        self.result: CommandResult | None = None
+        """Exit code and outputs of the program. None before its end, and if it was killed at a limit."""
+
+    def make_sandbox(self) -> Sandbox:
+        """A new sandbox, which can `listen`. By default a `LocalSandbox`."""
+        return LocalSandbox(SandboxLimits(memory_bytes=MEMORY_BYTES))
+
+    async def prepare(self) -> None:
+        """Write the files of the task into the workspace, for example with `write_file`."""
+
+    async def setup(self) -> None:
+        await self.sandbox.start()
+        made = await self.sandbox.run(MAKE_FOLDERS)
+        if made.exit_code:
+            raise InfrastructureError(f"the sandbox cannot make the workspace: {made.text}")
+        self._folder = made.stdout.strip()
+        self.workspace = f"{self._folder}/workspace"
+        await self.prepare()
+
+    async def teardown(self) -> None:
+        await self.sandbox.close()
+
+    async def write_file(self, path: str, content: str | bytes) -> None:
+        """Write a file. `path`: relative to the workspace. Raises the errors of `Sandbox.write_file`."""
+        await self.sandbox.write_file(f"{self.workspace}/{path}", content)
+
+    async def read_file(self, path: str) -> str | None:
+        """The text of a file, or None if there is no such file. `path`: relative to the workspace.
+
+        Characters that are not UTF-8 are replaced. Raises InfrastructureError if the sandbox has failed.
+        """
+        try:
+            content = await self.sandbox.read_file(f"{self.workspace}/{path}")
+        except OSError:
+            return None
+        return content.decode("utf-8", "replace")
+
+    async def run(self, episode: Episode) -> None:
+        """Run the program until it ends or reaches a limit. Raises ProgramError if it fails."""
+        listener = await self.sandbox.listen()
+        async with serve_episode(episode, listener) as gateway:
+            program = asyncio.create_task(self._run_program(episode, gateway))
+            try:
+                while not program.done() and gateway.reached_limit is None:
+                    await asyncio.wait((program,), timeout=POLL_S)
+                    gateway.require_running()
+            finally:
+                program.cancel()
+                await asyncio.wait((program,))
+                num_turns = await gateway.finish()
+            if gateway.reached_limit is not None:
+                raise episode._state.stop(gateway.reached_limit)
+            self.result = program.result()
+            if self.result.exit_code and gateway.has_overflowed:
+                raise episode._state.stop("max_context_tokens")
+        _require_success(self.result, num_turns, gateway.key)
+
+    async def _run_program(self, episode: Episode, gateway: SampleGateway) -> CommandResult:
+        """Run the program. Raises EpisodeStopped at the deadline of the episode."""
+        shell = [self.sandbox.shell, "-c", self.command] if isinstance(self.command, str) else self.command
+        home = {"HOME": f"{self._folder}/home", "PROMPT": read_prompt(self.task)}
+        command = self.sandbox.run(
+            shell,
+            cwd=self.workspace,
+            env={**program_variables(gateway.url, gateway.key), **home, **self.env},
+            timeout_s=MAX_PROGRAM_S,
+        )
+        result = await episode._state.finish_in_time(command, "the program")
+        if result.exceeded == "time":
+            raise episode._state.stop("timeout_s")
+        return result
+
+
+def read_prompt(task: Task) -> str:
+    """Text of the last message of a task. Raises BadInputError for a message with images."""
+    content = task.messages[-1].get("content") if task.messages else ""
+    if not isinstance(content, str):
+        raise BadInputError(f"the last message of task {task.id!r} must be a text: a program gets it as PROMPT")
+    return content
+
+
+def _require_success(result: CommandResult, num_turns: int, key: str) -> None:
+    """Raise ProgramError for a program that has failed, or that has not used the policy. `key`: left out of errors."""
+    if result.exceeded is not None:
+        problem = f"the program was killed: {result.exceeded} limit exceeded"
+    elif result.exit_code:
+        problem = f"the program has ended with exit code {result.exit_code}"
+    elif not num_turns:
+        problem = "the program has ended without a turn of the policy; does it use the variables of the gateway?"
+    else:
+        return
+    outputs = {"stderr": result.stderr, "stdout": result.stdout}
+    tails = {name: text.replace(key, "KEY")[-MAX_ERROR_CHARS:].strip() for name, text in outputs.items()}
+    shown = "; ".join(f"{name}: {text}" for name, text in tails.items() if text)
+    raise ProgramError(f"{problem}. {shown or 'It has printed nothing'}", exit_code=result.exit_code, **tails)
