@@ -286,7 +286,8 @@ class HeldRenderer(ChatRenderer):
 
 
 @pytest.fixture
-def held(renderer: ChatRenderer) -> HeldRenderer:
+def held(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> HeldRenderer:
+    monkeypatch.setattr("verl_server.gateway.worker_threads.MAX_RENDERED_CHARS", 0)  # all prompts count as long
     held = HeldRenderer(renderer.tokenizer)
     held.hold_prompts()
     return held

@@ -36,6 +36,8 @@ class TurnRequest:
     """Names of the tools of which the turn must call one. None: the policy chooses."""
     allows_parallel_calls: bool = True
     """Whether a turn that must call a tool may have several calls."""
+    num_bytes: int = 0
+    """Size of the body. 0 if it is unknown: then the work on the request counts as short."""
     raw_prompt: str | Sequence[int] | None = None
     """Prompt that is not a chat: a text, or token ids. The turn after a raw prompt is not split into parts."""
 

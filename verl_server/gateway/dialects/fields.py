@@ -53,6 +53,9 @@ def read_text(body: Mapping[str, Any], name: str, *, default: str | None = None)
 
 def require_recordable(name: str, value: Any) -> None:
     """Raise GatewayError for a value with so many levels that a record with the value cannot be written."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if not any(isinstance(item, (dict, list)) for item in items):
+        return  # one level: the arguments of most tool calls
     for _ in range(OUTER_LEVELS):
         value = [value]
     try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
 
 from fastapi import Request
+from starlette.datastructures import Headers
 
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.errors import ErrorKind, GatewayError
@@ -35,7 +35,9 @@ class Access:
         session_id = None if key is None else self._store.find_by_key(key)
         if self._config.is_open and session_id is None and {key, in_path} <= {None, OPEN_KEY}:
             session_id = OPEN_SESSION
-            if all(info.id != OPEN_SESSION for info in self._store.infos()):
+            try:
+                self._store.info(OPEN_SESSION)
+            except GatewayError:
                 self._store.create(OPEN_SESSION)
         if session_id is None:
             raise GatewayError(
@@ -60,6 +62,10 @@ class Access:
         self.require_admin(request)
         return [info.id for info in self._store.infos()]
 
+    def require_open(self, session: Session) -> Session:
+        """The session, opened again if necessary. Raises GatewayError if it has ended since `session_of`."""
+        return self._store.session(session.id)
+
     def require_admin(self, request: Request) -> None:
         """Raise GatewayError (401) unless the request has the key of the admin API."""
         key, expected = key_of(request.headers), self._config.admin_key
@@ -67,9 +73,13 @@ class Access:
             raise GatewayError(ErrorKind.AUTHENTICATION, "the key of the admin API is missing or wrong")
 
 
-def key_of(headers: Mapping[str, str]) -> str | None:
+def key_of(headers: Headers) -> str | None:
     """The key that a request carries."""
-    kind, _, token = headers.get("authorization", "").partition(" ")
+    found = dict[bytes, str]()
+    for name, value in reversed(headers.raw):  # of a header that is sent twice, the first counts
+        if name in (b"authorization", b"x-api-key"):
+            found[name] = value.decode("latin-1")
+    kind, _, token = found.get(b"authorization", "").partition(" ")
     if kind.lower() == "bearer" and token.strip():
         return token.strip()
-    return headers.get("x-api-key") or None
+    return found.get(b"x-api-key") or None

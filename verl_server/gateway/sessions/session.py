@@ -20,6 +20,7 @@ from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
 from verl_server.gateway.sessions.conversation_labels import root_fork_reason
 from verl_server.gateway.sessions.generation import Generation
 from verl_server.gateway.sessions.history import History, Key, conversation_keys, tools_digest
+from verl_server.gateway.sessions.key_memo import KeyMemo
 from verl_server.gateway.sessions.length_check import is_certainly_longer
 from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt, unsplit_turn
 from verl_server.gateway.sessions.slots import Slots
@@ -28,6 +29,7 @@ from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.forced_calls import turn_params
 from verl_server.gateway.turn_text.turn_parsing import split_turn
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
+from verl_server.gateway.worker_threads import is_short_body, is_short_prompt, run_aside
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import ForkReason, Node
 from verl_server.trajectory.recorder import Recorder
@@ -64,7 +66,7 @@ class Session:
         self.id, self._renderer, self._sampling = self.graph.session_id, state.renderer, sampling
         self.reached_limit: str | None = None
         """Name of the limit for which a request was refused, except `max_context_tokens`."""
-        self._history, self._slots = History(), slots or Slots()
+        self._history, self._key_memo, self._slots = History(), KeyMemo(), slots or Slots()
         self._branches = itertools.count(len(self.graph.nodes))
         self._turns, self._recorded_turns = Turns(), RecordedTurns(record.graph if record else TrajectoryGraph(self.id))
         self._lock = asyncio.Lock()
@@ -126,7 +128,7 @@ class Session:
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Number of tokens of the prompt that `start_turn` would give to the engine, also of a prompt without room."""
-        cursor, messages = self._find_path(request, await asyncio.to_thread(self._keys, request))
+        cursor, messages = self._find_path(request, await self._keys(request))
         num_tokens = self._num_tokens(cursor)
         if messages:
             num_tokens += len((await self._render(cursor, messages, request))[1])
@@ -175,13 +177,13 @@ class Session:
             raw, maximum = request.raw_prompt, self._state.limits.max_context_tokens
             if isinstance(raw, str) and maximum and await is_certainly_longer(self._renderer, raw, maximum):
                 raise self._refuse(None, "max_context_tokens", None)
-            token_ids = await asyncio.to_thread(encode_raw_prompt, self._renderer, raw)
+            token_ids = await run_aside(is_short_prompt((), request.num_bytes), encode_raw_prompt, self._renderer, raw)
             self._require_open()
             cursor, key = append_raw_prompt(self._state, self._branch_name(), token_ids)
             return Prompt(cursor, key, request, fingerprint)
         if request.messages[-1]["role"] == "assistant":
             raise GatewayError(ErrorKind.INVALID_REQUEST, "the last message must not be of the assistant")
-        keys = await asyncio.to_thread(self._keys, request)
+        keys = await self._keys(request)
         cursor, messages = self._find_path(request, keys)
         if messages:
             is_root = cursor.leaf is None
@@ -192,8 +194,8 @@ class Session:
             messages, token_ids = await self._render(cursor, messages, request)
             self._require_open()
             self._state.has_images |= have_images(messages, self._renderer)
-            tools: Json = {"tools": list(request.tools)} if is_root else {}
-            content: Json = {"messages": [dict(message) for message in messages], **tools}
+            content: Json = {"messages": [dict(message) for message in messages]}
+            content |= {"tools": list(request.tools)} if is_root else {}
             remaining, limit = self._state.remaining_tokens(cursor.leaf)
             if is_limited and len(token_ids) >= remaining:
                 raise self._refuse(cursor.leaf, limit, self._num_tokens(cursor) + len(token_ids))
@@ -212,10 +214,7 @@ class Session:
     async def _render(
         self, cursor: Cursor, messages: Sequence[Message], request: TurnRequest
     ) -> tuple[Sequence[Message], list[int]]:
-        """The messages with their images, and their token ids at the end of a path, also if the context has no room.
-
-        A worker thread renders, so that other sessions go on.
-        """
+        """The messages with their images, and their token ids at the end of a path, also if the context has no room."""
         node = None if cursor.leaf is None else self.graph.node(cursor.leaf)
         preceding = () if node is None else self._preceding(node)
 
@@ -226,7 +225,7 @@ class Session:
                 return shown, self._renderer.render_prompt(shown, tools)
             return shown, self._renderer.render_next_turn(shown, node.token_ids, preceding, tools)
 
-        return await asyncio.to_thread(render)
+        return await run_aside(is_short_prompt(messages, request.num_bytes if node is None else None), render)
 
     def _num_tokens(self, cursor: Cursor) -> int:
         return 0 if cursor.leaf is None else self.graph.num_tokens(cursor.leaf)
@@ -280,8 +279,9 @@ class Session:
     def _preceding(self, node: Node) -> Sequence[int]:
         return () if node.parent is None else self.graph.node(node.parent).token_ids
 
-    def _keys(self, request: TurnRequest) -> list[Key]:
-        return conversation_keys(tools_digest(request.tools), request.messages)
+    async def _keys(self, request: TurnRequest) -> list[Key]:
+        tools, messages = request.tools, request.messages
+        return await run_aside(is_short_body(request.num_bytes), self._key_memo.keys_of, tools, messages)
 
     def _branch_name(self) -> str:
         return str(next(self._branches))
