@@ -81,9 +81,7 @@ async def connect(url: str) -> Connection:
     """A connection to the server of a URL."""
     parts = urlsplit(url)
     loop = asyncio.get_running_loop()
-    assert parts.hostname is not None
-    assert parts.port is not None
-    return (await loop.create_connection(Connection, parts.hostname, parts.port))[1]
+    return (await loop.create_connection(Connection, parts.hostname or "", parts.port or 80))[1]
 
 
 def encode_head(url: str, path: str, key: str, body: bytes) -> bytes:
@@ -95,8 +93,15 @@ def encode_head(url: str, path: str, key: str, body: bytes) -> bytes:
 
 
 def body_of(reply: bytes) -> bytes:
-    """The body of a reply that is no stream."""
-    return reply.partition(b"\r\n\r\n")[2]
+    """The body of a reply."""
+    head, _, rest = reply.partition(b"\r\n\r\n")
+    if LENGTH.search(head) is not None:
+        return rest
+    body = b""
+    while rest:  # chunks: size, data, size, data, ...
+        size, _, rest = rest.partition(b"\r\n")
+        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return body
 
 
 def cpu_seconds(pid: int) -> float:
@@ -105,27 +110,29 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def run_burst(
-    url: str, path: str, keys: Sequence[str], bodies: Sequence[bytes], seconds: float, pid: int | None = None
+    url: str,
+    path: str,
+    keys: Sequence[str],
+    bodies: Sequence[bytes],
+    in_flight: int,
+    seconds: float,
+    pid: int | None = None,
 ) -> Burst:
-    """Send requests for `seconds`, one caller for each of `keys`. `pid`: process whose CPU time is measured."""
-    connections = [await connect(url) for _ in keys]
+    """Send requests for `seconds`. Keys and bodies are used in turn. `pid`: process whose CPU time is measured."""
+    connections = [await connect(url) for _ in range(in_flight)]
     numbers, burst = itertools.count(), Burst(0.0)
 
-    async def call(connection: Connection, key: str) -> None:
-        body = bodies[next(numbers) % len(bodies)]
-        await connection.send(encode_head(url, path, key, body) + body)
-
-    async def call_until(deadline: float, connection: Connection, key: str) -> None:
+    async def call_until(deadline: float, connection: Connection) -> None:
         while (started := time.perf_counter()) < deadline:
-            await call(connection, key)
+            number = next(numbers)
+            body, key = bodies[number % len(bodies)], keys[number % len(keys)]
+            await connection.send(encode_head(url, path, key, body) + body)
             burst.latencies_ms.append((time.perf_counter() - started) * 1e3)
 
     try:
-        pairs = list(zip(connections, keys, strict=True))
-        await asyncio.gather(*(call(*pair) for pair in pairs))  # not measured: new connections
         cpu_s = 0.0 if pid is None else cpu_seconds(pid)
         started = time.perf_counter()
-        await asyncio.gather(*(call_until(started + seconds, *pair) for pair in pairs))
+        await asyncio.gather(*(call_until(started + seconds, connection) for connection in connections))
         burst.requests_per_s = len(burst.latencies_ms) / (time.perf_counter() - started)
         if pid is not None:
             burst.cpu_ms = (cpu_seconds(pid) - cpu_s) * 1e3 / len(burst.latencies_ms)

@@ -10,12 +10,13 @@ import os
 import re
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import adapter_of
 
-from verl_server import RolloutManager, VerlEngine
+from verl_server import HttpServerEngineAdapter, RolloutManager, VerlEngine
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -170,6 +171,41 @@ def test_bench_dispatch_measures_placements_bursts_and_results(tmp_path: Path, m
     assert set(record["samples"]["bursts"]["sent_s"]) == replicas
     assert set(record["samples"]["results"]) == set(bench.RESULTS)
     assert len(record["targets"]) == 5
+    assert options.png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_gateway_measures_every_part(
+    tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LiteLLM's proxy, which needs most of the time, runs in front of the fake upstream only."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import bench_gateway as bench
+    from bench_router import KEY, our_router
+    from common import Options, environment
+    from gateway_conversation import DIALECTS
+    from gateway_report import report
+    from gateway_systems import ENGINE, GATEWAY, LITELLM, ROUTER, UPSTREAM, gateway, with_key
+
+    plan = replace(bench.QUICK, in_flight=(1, 2, 3), turns=5)
+    samples = bench.measure(plan, ("upstream", "turns"))
+    arguments = {**bench.SERVER, "max_total_tokens": 8192}
+    with (
+        HttpServerEngineAdapter(model_path=str(tiny("qwen3")), **arguments) as server,
+        our_router([server.base_url]) as router,
+        gateway(tmp_path, server_url=server.base_url) as ours,
+    ):
+        systems = {ENGINE: with_key(server.base_url, KEY), ROUTER: with_key(router, KEY), GATEWAY: ours}
+        samples["engine"] = asyncio.run(bench.measure_systems(systems, plan, 1, 0.1, plan.engine_tokens))
+    options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
+    report(options, environment(), plan, samples)
+    record = json.loads(options.json.read_text())
+    assert len(record["targets"]) == 2 + 2 + len(DIALECTS)
+    assert set(record["samples"]["upstream"]) == {case.name for case in plan.cases}
+    for systems_of_case in record["samples"]["upstream"].values():
+        assert set(systems_of_case) == {UPSTREAM, GATEWAY, LITELLM}
+        assert all(burst["num_requests"] > 0 for bursts in systems_of_case.values() for burst in bursts)
+        assert all(burst["cpu_ms"] > 0 for burst in systems_of_case[GATEWAY])
+    assert [len(turns) for turns in record["samples"]["turns"]["cpu_ms"]["messages"]] == [5] * plan.conversations
     assert options.png.read_bytes().startswith(b"\x89PNG")
 
 
