@@ -104,7 +104,7 @@ class GatewayProcess:
             if self._process.poll() is not None:
                 raise RuntimeError(f"the gateway ended: {self._log.read_text()[-2000:]}")
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200:
+                if httpx.get(f"{self.url}/health/liveliness", timeout=5.0).status_code == 200:
                     return
             time.sleep(0.1)
         raise RuntimeError(f"the gateway did not start in {START_TIMEOUT_S:g} s: {self._log.read_text()[-2000:]}")
