@@ -97,7 +97,9 @@ def gateway(scratch: Path, server_url: str | None = None, tokenizer: Path | None
         command = [sys.executable, str(BENCHMARKS / "fake_upstream.py"), "gateway", str(run_dir), str(tokenizer)]
     env = {**os.environ, ADMIN_KEY_VARIABLE: admin_key, "VERL_SERVER_API_KEY": KEY}
     with process(command, env, log) as started:
-        yield _gateway_system(ready_url(started, log), admin_key, started.pid)
+        url = ready_url(started, log)
+        _wait_until_ready(f"{url}/health/readiness", started, log)  # the gateway starts before it knows the engine
+        yield _gateway_system(url, admin_key, started.pid)
 
 
 @contextlib.contextmanager

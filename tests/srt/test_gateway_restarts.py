@@ -22,8 +22,9 @@ from verl_server.agent import RolloutLimits
 from verl_server.errors import ShutDownError
 from verl_server.gateway import Gateway
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
+from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.sessions.generation import Generation
-from verl_server.gateway.sessions.turns import Turns
+from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.tiny import make_vision_model
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, get_renderer, image_data_url, load_session
@@ -164,6 +165,46 @@ def test_an_idempotency_key_tells_equal_requests_apart(start: Callable[..., Gate
         assert num_turns(gateway) == 2
 
 
+class RecordedStub(RecordedTurns):
+    """Recorded turns of an earlier process: one has not been returned."""
+
+    def __init__(self) -> None:
+        super().__init__(TrajectoryGraph("s"))
+
+    def has_undelivered(self, fingerprint: bytes) -> bool:
+        return True
+
+
+NONE_RECORDED = RecordedTurns(TrajectoryGraph("s"))
+
+
+def test_the_retry_of_a_request_without_a_turn_gets_a_turn_of_its_own(tiny: Callable[..., Path]) -> None:
+    """Of four equal requests, one fails and one is refused. Their retries do not get the turns of the other two."""
+    asyncio.run(find_turns_after_failures(ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))))
+
+
+async def find_turns_after_failures(renderer: ChatRenderer) -> None:
+    async def turn(fails: bool) -> AssistantTurn:
+        if fails:
+            raise ValueError("the engine has died")
+        return AssistantTurn("id", 1, "", "", (), "stop", None, 1, 0, (), (), ())
+
+    progress, turns = TurnProgress(renderer, (), TurnRequest("", ()), {}), Turns()
+    generations = [Generation(turn(fails), 1, progress) for fails in (False, True, False)]
+    for generation in generations:
+        turns.add(b"a", generation)
+    await asyncio.gather(*(generation.task for generation in generations), return_exceptions=True)
+    with pytest.raises(GatewayError), turns.refusals_of(b"a"):
+        raise GatewayError(ErrorKind.TOO_MANY_REQUESTS, "the session has too many open requests")
+    with generations[0].join(), generations[2].join():
+        generations[0].set_delivered()
+        generations[2].set_delivered()
+        assert turns.find(b"a", NONE_RECORDED, is_retry=True) is None, "the retry of the refused request"
+        assert turns.find(b"a", NONE_RECORDED, is_retry=True) is None, "the retry of the failed request"
+        assert turns.find(b"a", RecordedStub(), is_retry=True) is None, "a recorded turn comes before a received turn"
+        assert turns.find(b"a", NONE_RECORDED, is_retry=True) is generations[2]
+
+
 def test_a_retry_gets_the_turn_whose_client_has_left(tiny: Callable[..., Path]) -> None:
     """Two clients send the same request on purpose. One of them leaves and comes back: it gets its own sample."""
     asyncio.run(find_turns(ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))))
@@ -179,17 +220,21 @@ async def find_turns(renderer: ChatRenderer) -> None:
     try:
         for generation in generations:
             turns.add(b"a", generation)
-        assert turns.find(b"b", is_retry=True) is None
+        assert turns.find(b"b", NONE_RECORDED, is_retry=True) is None
         with generations[0].join(), generations[2].join():
             with generations[1].join():
-                assert turns.find(b"a", is_retry=False) is None
-                assert turns.find(b"a", is_retry=True) is generations[2], "no client has left, as far as it is known"
+                assert turns.find(b"a", NONE_RECORDED, is_retry=False) is None
+                assert turns.find(b"a", NONE_RECORDED, is_retry=True) is generations[2], (
+                    "no client has left, as far as it is known"
+                )
             for is_retry in (True, False):
-                assert turns.find(b"a", is_retry=is_retry) is generations[1]
+                assert turns.find(b"a", NONE_RECORDED, is_retry=is_retry) is generations[1]
             generations[1].set_delivered()
-            assert turns.find(b"a", is_retry=False) is None
+            assert turns.find(b"a", NONE_RECORDED, is_retry=False) is None
             generations[2].set_delivered()
-            assert turns.find(b"a", is_retry=True) is generations[0], "the other turns have reached their clients"
+            assert turns.find(b"a", NONE_RECORDED, is_retry=True) is generations[0], (
+                "the other turns have reached their clients"
+            )
     finally:
         for generation in generations:
             generation.task.cancel()

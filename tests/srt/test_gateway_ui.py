@@ -30,13 +30,14 @@ def get(gateway: Gateway, path: str, key: str | None = None, **headers: str) -> 
 
 def test_a_key_reads_its_own_session_only(gateway: Gateway) -> None:
     first, first_key = gateway.create_session("ui-first", sampling_params=SHORT)
-    second, _ = gateway.create_session("ui-second", sampling_params=SHORT, metadata={"trial": 7})
+    second, second_key = gateway.create_session("ui-second", sampling_params=SHORT, metadata={"trial": 7})
     say(gateway, first_key)
     own = get(gateway, "/ui/sessions", first_key).json()["sessions"]
     assert [session["id"] for session in own] == [first.id]
     listed = {session["id"]: session for session in get(gateway, "/ui/sessions", gateway.admin_key).json()["sessions"]}
     assert {first.id, second.id} <= listed.keys()
     assert listed[second.id]["metadata"] == '{"trial":7}'
+    assert get(gateway, "/ui/sessions", second_key).json()["sessions"][0]["metadata"] == "{}", "the agent has this key"
     assert listed[second.id]["kilobytes"] is None
     assert get(gateway, f"/ui/sessions/{first.id}", first_key).status_code == 200
     assert get(gateway, f"/ui/sessions/{second.id}", first_key).status_code == 404

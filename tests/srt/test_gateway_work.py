@@ -7,14 +7,50 @@ import copy
 import threading
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl_server.gateway.dialects.anthropic_messages import AnthropicDialect
+from verl_server.gateway.dialects.fields import encode_schema
+from verl_server.gateway.errors import GatewayError
+from verl_server.gateway.http.app import _identify
 from verl_server.gateway.sessions import key_memo
 from verl_server.gateway.sessions.history import conversation_keys, tools_digest
 from verl_server.gateway.sessions.key_memo import MAX_CONVERSATIONS, KeyMemo
 from verl_server.gateway.worker_threads import MAX_RENDERED_CHARS, is_short_prompt, run_aside
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "(" * 600},
+        {"type": "object", "minProperties": 200, "maxProperties": 30_000},
+        {"type": "object", "properties": {f"p{number}": {} for number in range(3000)}},
+        {"enum": ["x" * (64 << 10)]},
+    ],
+)
+def test_a_schema_that_a_grammar_backend_may_not_survive_is_refused(schema: Any) -> None:
+    with pytest.raises(GatewayError, match="too large"):
+        encode_schema("response_format", schema)
+
+
+def test_an_ordinary_schema_is_sent_as_it_is() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"pattern": "[a-z]+", "maxLength": 9}}}}
+    assert orjson.loads(encode_schema("response_format", schema)) == schema
+
+
+def test_a_retry_with_another_billing_line_is_the_same_request() -> None:
+    """Claude Code changes this line of its system prompt with each request."""
+
+    def identify(line: str) -> bytes:
+        body = orjson.dumps({"system": [{"type": "text", "text": f"x-anthropic-billing-header: {line}"}], "model": "m"})
+        return _identify(AnthropicDialect(), {}, body)[0]
+
+    assert identify("cch=1;") == identify("cch=2;")
+    assert identify("cch=1;") != _identify(AnthropicDialect(), {}, b'{"system": []}')[0]
+
 
 CALLS = [
     {"id": "1", "type": "function", "function": {"name": "a", "arguments": {"x": value}}} for value in (1, True, 1.0)

@@ -18,10 +18,11 @@ from agent_helpers import RecordingGenerateFn
 from program_helpers import LoggingGenerateFn, recorded_turns
 from transformers import AutoTokenizer
 
-from verl_server import UnsupportedError, VerlEngine
-from verl_server.agent import LocalSandbox, RolloutLimits, RolloutRunner, Sample, Sandbox, Task, reward
+from verl_server import ServerDiedError, UnsupportedError, VerlEngine
+from verl_server.agent import Episode, LocalSandbox, RolloutLimits, RolloutRunner, Sample, Sandbox, Task, reward
 from verl_server.gateway import ProgramAgentLoop
-from verl_server.trajectory import ChatRenderer, load_session
+from verl_server.gateway.programs.sample_gateway import serve_episode
+from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
 
 PYTHON = os.path.realpath(sys.executable)
 CLIENT = """
@@ -90,6 +91,69 @@ ask(user("one"), first, user(os.environ["PROMPT"]))
 print(os.getcwd(), open("input/word.txt").read(), os.environ["HOME"], os.listdir(os.environ["HOME"]))
 open("reward.txt", "w").write("0.5")
 """
+
+
+IGNORES_ERRORS = """
+import contextlib
+first = ask(user("one"))
+with contextlib.suppress(Exception):
+    ask(user("one"), first, user("two"))
+"""
+
+
+def test_a_failure_of_the_engine_is_no_end_of_a_program(
+    engine: LoggingGenerateFn, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    """The program ignores the error and ends with exit code 0. The sample has failed, and has no reward."""
+    num_calls = 0
+
+    async def generate(*, rid: str, session_id: str, **request: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls % 2 == 0:
+            raise ServerDiedError("the server has died", exit_code=-9)
+        return await engine(rid=rid, session_id=session_id, **request)
+
+    async def run() -> list[Sample]:
+        runner = RolloutRunner(
+            program(IGNORES_ERRORS), generate, renderer=renderer, limits=LIMITS, sampling_params=PARAMS, max_attempts=1
+        )
+        return [sample async for group in runner.run([TASK]) for sample in group.samples]
+
+    (sample,) = asyncio.run(run())
+    assert (sample.stop_reason, sample.reward) == ("error", None)
+    assert sample.error is not None
+    assert sample.error["type"] == "InfrastructureError"
+    assert "the engine has failed while the program ran: the server has died" in sample.error["message"]
+
+
+def test_the_gateway_of_a_sample_ends_before_its_socket_is_closed(
+    engine: LoggingGenerateFn, renderer: ChatRenderer
+) -> None:
+    """Also if the sample is cancelled twice: the event loop would keep the number of a socket that was closed."""
+
+    async def run() -> None:
+        episode = Episode(TASK, TrajectoryGraph("s"), engine, renderer, LIMITS, PARAMS)
+        listener, is_served = socket.create_server(("127.0.0.1", 0)), asyncio.Event()
+
+        async def serve() -> None:
+            async with serve_episode(episode, listener):
+                is_served.set()
+                await asyncio.sleep(60)
+
+        serving = asyncio.create_task(serve())
+        await is_served.wait()
+        await asyncio.sleep(0.3)
+        serving.cancel()
+        await asyncio.sleep(0)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        assert listener.fileno() == -1
+        names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
+        assert not any("serve" in name for name in names), names
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_program_is_a_sample(run: Callable[..., list[Sample]], engine: LoggingGenerateFn, tmp_path: Path) -> None:

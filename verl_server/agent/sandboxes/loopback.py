@@ -52,6 +52,7 @@ async def listen_in(sandbox: Sandbox, folder: Path) -> socket.socket:
         raise InfrastructureError(f"the sandbox has sent no socket: {error}") from error
     if not descriptors:
         raise InfrastructureError("the sandbox has sent no socket")
+    os.set_inheritable(descriptors[0], False)  # a child of the trainer would keep the port
     return socket.socket(fileno=descriptors[0])
 
 

@@ -6,11 +6,9 @@ import base64
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import orjson
-
 from verl_server.gateway.conversation import as_template_call
 from verl_server.gateway.dialects.chat import parse_content, tool_schema
-from verl_server.gateway.dialects.fields import bad_request, read_objects, read_text, require_recordable
+from verl_server.gateway.dialects.fields import bad_request, encode_schema, read_objects, read_text, require_recordable
 from verl_server.gateway.dialects.tool_choice import force_call
 from verl_server.gateway.errors import GatewayError
 from verl_server.types import Json
@@ -166,7 +164,7 @@ def parse_output_format(body: Json) -> Json:
         return {}
     if not isinstance(value, dict) or value.get("type") != "json_schema":
         raise bad_request("'output_config.format' must have the type json_schema")
-    return {"json_schema": orjson.dumps(_read_object(value, "schema")).decode()}
+    return {"json_schema": encode_schema("schema", _read_object(value, "schema"))}
 
 
 def _read_object(body: Json, name: str) -> Json:

@@ -19,6 +19,7 @@ from verl_server.gateway.conversation import (
 from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.dialects.fields import (
     bad_request,
+    encode_schema,
     read_count,
     read_logit_bias,
     read_number,
@@ -164,8 +165,7 @@ def parse_response_format(value: Any) -> Json:
         return {"json_schema": '{"type": "object"}'}
     schema = value.get("json_schema") if isinstance(value, Mapping) else None
     if kind == "json_schema" and isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping):
-        require_recordable("response_format", schema)
-        return {"json_schema": orjson.dumps(schema["schema"]).decode()}
+        return {"json_schema": encode_schema("response_format", schema["schema"])}
     raise bad_request("'response_format' must have the type text, json_object or json_schema")
 
 

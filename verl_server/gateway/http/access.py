@@ -62,14 +62,14 @@ class Access:
         self.require_admin(request)
         return [info.id for info in self._store.infos()]
 
-    def require_open(self, session: Session) -> Session:
-        """The session, opened again if necessary. Raises GatewayError if it has ended since `session_of`."""
-        return self._store.session(session.id)
+    def is_admin(self, request: Request) -> bool:
+        """Whether the request has the key of the admin API."""
+        key, expected = key_of(request.headers), self._config.admin_key
+        return key is not None and expected is not None and hmac.compare_digest(key.encode(), expected.encode())
 
     def require_admin(self, request: Request) -> None:
         """Raise GatewayError (401) unless the request has the key of the admin API."""
-        key, expected = key_of(request.headers), self._config.admin_key
-        if key is None or expected is None or not hmac.compare_digest(key.encode(), expected.encode()):
+        if not self.is_admin(request):
             raise GatewayError(ErrorKind.AUTHENTICATION, "the key of the admin API is missing or wrong")
 
 

@@ -43,6 +43,8 @@ from verl_server.types import Json
 
 MAX_FIELD_CHARS = 200
 """Maximum number of characters of the name of a field in an error."""
+BILLING_LINE = re.compile(rb'x-anthropic-billing-header:[^"\\]*')
+"""Line of a system prompt in the JSON of a request, see `anthropic_content.py`."""
 
 
 def make_app(
@@ -131,10 +133,10 @@ def _make_handler(dialect: Dialect, access: Access, config: GatewayConfig) -> Ca
     async def handle(request: Request) -> Response:
         try:
             request.state.dialect = dialect.path.removeprefix("/v1/")
-            session = access.session_of(request)  # a request without a key is refused before its body is read
+            access.session_of(request)  # a request without a key is refused before its body is read
             raw = await read_body(request, config.max_body_bytes)
             turn_request = await run_aside(is_short_body(len(raw)), _parse, dialect.parse, raw, config)
-            session = access.require_open(session)  # the session may have ended while the body arrived
+            session = access.session_of(request)  # the session may have ended while the body arrived
             request.state.session_id = session.id
             fingerprint, is_retry = _identify(dialect, request.headers, raw)
             generation = await session.start_turn(turn_request, fingerprint, is_retry=is_retry)
@@ -158,7 +160,7 @@ def _make_count_handler(
             session = access.session_of(request)
             raw = await read_body(request, config.max_body_bytes)
             counted = await run_aside(is_short_body(len(raw)), _parse, dialect.parse_count, raw, config)
-            session = access.require_open(session)
+            session = access.session_of(request)
             request.state.session_id = session.id
             return json_response(dialect.count_reply(await session.count_tokens(counted)))
         except Exception as error:  # noqa: BLE001 - every error is answered in the words of the dialect
@@ -216,7 +218,7 @@ class _TurnStream(StreamingResponse):
 async def _events(
     dialect: Dialect, request: Request, turn_request: TurnRequest, generation: Generation, config: GatewayConfig
 ) -> AsyncIterator[bytes]:
-    reply_id = hashlib.blake2b(f"{request.state.session_id}{id(generation)}".encode(), digest_size=12).hexdigest()
+    reply_id = generation.reply_id
     stream = dialect.open_stream(turn_request, reply_id)
     for event in stream.begin(generation.num_prompt_tokens):
         yield event.encode()
@@ -288,12 +290,10 @@ def _identify(dialect: Dialect, headers: Mapping[str, str], raw: bytes) -> tuple
     `Idempotency-Key` distinguishes several requests with the same body.
     """
     key, count = headers.get("idempotency-key", ""), headers.get("x-stainless-retry-count", "0")
-    digest = hashlib.blake2b(dialect.path.encode() + raw, digest_size=16, key=_digest_of_key(key)).digest()
+    body = BILLING_LINE.sub(b"", raw, count=1)  # it changes with each request of Claude Code, also with a retry
+    id_digest = hashlib.blake2b(key.encode(), digest_size=16).digest() if key else b""
+    digest = hashlib.blake2b(dialect.path.encode() + body, digest_size=16, key=id_digest).digest()
     return digest, bool(key) or (count.isdecimal() and count.strip("0") != "")
-
-
-def _digest_of_key(key: str) -> bytes:
-    return hashlib.blake2b(key.encode(), digest_size=16).digest() if key else b""
 
 
 def _retry_headers(error: GatewayError) -> dict[str, str]:

@@ -109,6 +109,7 @@ class ProgramAgentLoop(Environment):
                 num_turns = await gateway.finish()
             if gateway.reached_limit is not None:
                 raise episode._state.stop(gateway.reached_limit)
+            gateway.require_engine()
             self.result = program.result()
             if self.result.exit_code and gateway.has_overflowed:
                 raise episode._state.stop("max_context_tokens")

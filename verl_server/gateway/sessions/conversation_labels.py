@@ -22,6 +22,8 @@ LABEL = "conversation"
 """Name of the notes in a record that have the kind of a conversation."""
 MAX_COMPARED = 8
 """Number of conversations, and of the last nodes, that a new conversation is compared with."""
+MAX_COMPARED_TURNS = 32
+"""Number of the last turns before a conversation whose texts are looked for in the conversation."""
 FORK_REASONS = {
     ConversationKind.COMPACTED: ForkReason.COMPACTED,
     ConversationKind.EDITED: ForkReason.EDITED,
@@ -51,7 +53,8 @@ def label_conversations(graph: TrajectoryGraph) -> dict[int, ConversationKind]:
             kinds[root] = ConversationKind.MAIN
             continue
         users = "\n".join(opening.users)
-        found = [turn for turn, text in last_turns if turn < root and comes_back(text, users)]
+        before = [(turn, text) for turn, text in last_turns if turn < root][-MAX_COMPARED_TURNS:]
+        found = [turn for turn, text in before if comes_back(text, users)]
         kinds[root] = kind_of(opening, openings[main], bool(found))
         if kinds[root] is ConversationKind.COMPACTED:
             summaries.append(found[-1])

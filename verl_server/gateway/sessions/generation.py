@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Coroutine
 
 from verl_server.gateway.conversation import AssistantTurn, TurnDelta
@@ -34,6 +35,8 @@ class Generation:
         self._num_clients = 0
         self.is_delivered = False
         """Whether a client has received the whole reply."""
+        self.reply_id = secrets.token_hex(12)
+        """Id of the reply of a stream, before the turn has an id."""
         self.num_joins = 0
         """Number of requests that have waited for the turn, or wait."""
         self._abort_error = GatewayError(ErrorKind.OVERLOADED, "the turn was aborted; send the request again")

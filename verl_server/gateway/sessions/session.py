@@ -90,14 +90,10 @@ class Session:
         """
         async with self._lock:
             self._require_open()
-            if (known := self._turns.find(fingerprint, is_retry=is_retry)) is not None:
+            if (known := self._turns.find(fingerprint, self._recorded_turns, is_retry=is_retry)) is not None:
                 return known.join()
-            self._slots.take()
-            try:
+            with self._turns.refusals_of(fingerprint), self._slots.taken():
                 generation = await self._start(request, fingerprint, is_retry)
-            except BaseException:
-                self._slots.release()
-                raise
             self._turns.add(fingerprint, generation)
             return generation.join()
 

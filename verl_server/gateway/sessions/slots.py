@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 from verl_server.gateway.errors import ErrorKind, GatewayError
 
@@ -35,6 +37,16 @@ class Slots:
         if self._parent is not None:
             self._parent.take()
         self.num_taken += 1
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Take a slot, which is given back if the block raises an exception. Raises the errors of `take`."""
+        self.take()
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Give a slot back."""

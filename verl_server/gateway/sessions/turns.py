@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Iterator
 
 from verl_server.gateway.sessions.generation import Generation
@@ -17,21 +19,51 @@ class Turns:
 
     def __init__(self) -> None:
         self._turns = dict[bytes, list[Generation]]()
+        self._refused = Counter[bytes]()
+        """Number of requests without a turn that have not been sent again."""
 
     def __iter__(self) -> Iterator[Generation]:
         return (turn for turns in self._turns.values() for turn in turns)
 
-    def find(self, fingerprint: bytes, *, is_retry: bool) -> Generation | None:
+    def find(self, fingerprint: bytes, recorded: RecordedTurns, *, is_retry: bool) -> Generation | None:
         """The turn of a request that was sent before, or None if the request needs a turn of its own.
 
-        A turn without a client comes first: the request is probably that of the client which has left. Without such a
-        turn, a client that does not say that it repeats its request wants another sample.
+        A turn without a client comes first: the request is probably that of the client which has left. Then comes a
+        turn of its own for each equal request that failed or was refused. Without both, a client that does not say that
+        it repeats its request wants another sample. `recorded`: turns of an earlier process, which come before turns
+        that a client of this process has received.
         """
-        known = [turn for turn in self._turns.get(fingerprint, ()) if not turn.has_failed]
-        if (abandoned := next((turn for turn in known if turn.is_abandoned), None)) is not None or not is_retry:
+        turns = self._turns.get(fingerprint, [])
+        known = [turn for turn in turns if not turn.has_failed]
+        if (abandoned := next((turn for turn in known if turn.is_abandoned), None)) is not None:
             return abandoned
+        if self._take_failed(fingerprint, turns) or not is_retry:
+            return None
         undelivered = [turn for turn in known if not turn.is_delivered]
+        if not undelivered and recorded.has_undelivered(fingerprint):
+            return None
         return next(reversed(undelivered or known), None)
+
+    @contextlib.contextmanager
+    def refusals_of(self, fingerprint: bytes) -> Iterator[None]:
+        """Note that a request got no turn if the block raises an exception: its client may send the request again."""
+        try:
+            yield
+        except BaseException:
+            if len(self._refused) >= MAX_FINISHED_TURNS:
+                self._refused.clear()
+            self._refused[fingerprint] += 1
+            raise
+
+    def _take_failed(self, fingerprint: bytes, turns: list[Generation]) -> bool:
+        """Whether an equal request has failed and was not sent again before. Each of them counts once."""
+        if self._refused[fingerprint] > 0:
+            self._refused[fingerprint] -= 1
+            return True
+        failed = next((turn for turn in turns if turn.has_failed), None)
+        if failed is not None:
+            turns.remove(failed)
+        return failed is not None
 
     def add(self, fingerprint: bytes, turn: Generation) -> None:
         """Add a turn, and forget old turns: a client repeats a request within minutes."""
@@ -56,14 +88,21 @@ class RecordedTurns:
                 self._nodes.setdefault(digest, []).append(node.id)
                 self._undelivered.add(node.id)
 
+    def has_undelivered(self, fingerprint: bytes) -> bool:
+        """Whether `take` returns a turn that this process has not returned yet."""
+        return bool(self._waiting(fingerprint))
+
+    def _waiting(self, fingerprint: bytes) -> list[int]:
+        nodes = self._nodes.get(fingerprint.hex(), [])
+        return [node for node in nodes if node in self._undelivered and not self._graph.children(node)]
+
     def take(self, fingerprint: bytes, *, is_retry: bool) -> Node | None:
         """The recorded turn of a request that was sent before, or None if the request needs a turn of its own.
 
         A turn that no conversation continues has perhaps not reached its client: it is returned once to a request that
         does not say that it is repeated. A repeated request gets its turn each time.
         """
-        nodes = self._nodes.get(fingerprint.hex(), [])
-        waiting = [node for node in nodes if node in self._undelivered and not self._graph.children(node)]
+        nodes, waiting = self._nodes.get(fingerprint.hex(), []), self._waiting(fingerprint)
         found = next(iter(waiting or (nodes[-1:] if is_retry else ())), None)
         if found is None:
             return None

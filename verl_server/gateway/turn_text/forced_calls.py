@@ -107,11 +107,16 @@ class _Schemas:
         if isinstance(values, list) and values:
             self._num_left -= len(values)
             return {"enum": values} if self._num_left >= 0 else {}
+        if isinstance(alternatives, list) and len(alternatives) > self._num_left:
+            return {}
         if isinstance(alternatives, list) and alternatives:
             return {"anyOf": [self._relax(item, root, levels - 1) for item in alternatives]}
         kind = schema.get("type", "object" if isinstance(schema.get("properties"), dict) else None)
         if isinstance(kind, list) and kind:
-            return {"anyOf": [self._relax({**schema, "type": item}, root, levels - 1) for item in kind]}
+            known = [item for item in ("object", "array", *PLAIN_TYPES) if item in kind]
+            return (
+                {"anyOf": [self._relax({**schema, "type": item}, root, levels - 1) for item in known]} if known else {}
+            )
         if kind == "object":
             return self._relax_object(schema, root, levels)
         if kind == "array":
@@ -120,12 +125,13 @@ class _Schemas:
 
     def _relax_object(self, schema: Json, root: Json, levels: int) -> Json:
         properties, required = schema.get("properties"), schema.get("required")
-        if not isinstance(properties, dict) or not properties:
+        if not isinstance(properties, dict) or not 0 < len(properties) <= self._num_left:
             return ANY_OBJECT
+        names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
         return {
             "type": "object",
             "properties": {name: self._relax(value, root, levels - 1) for name, value in properties.items()},
-            "required": [name for name in properties if isinstance(required, list) and name in required],
+            "required": [name for name in properties if name in names],
             "additionalProperties": False,
         }
 

@@ -43,8 +43,11 @@ def add_ui_routes(app: FastAPI, store: SessionStore, access: Access, decode: Dec
 
     async def sessions(request: Request) -> Response:
         infos = [store.info(session_id) for session_id in access.readable_sessions(request)]
+        is_admin = access.is_admin(request)
         latest = sorted(infos, key=lambda info: -info.created_at)[:MAX_LISTED_SESSIONS]
-        return Response(orjson.dumps({"sessions": [_row(store, info) for info in latest]}), headers=_no_store())
+        return Response(
+            orjson.dumps({"sessions": [_row(store, info, is_admin) for info in latest]}), headers=_no_store()
+        )
 
     async def session(request: Request, session_id: str) -> Response:
         if session_id not in access.readable_sessions(request):
@@ -63,7 +66,8 @@ def add_ui_routes(app: FastAPI, store: SessionStore, access: Access, decode: Dec
     app.add_api_route("/ui/sessions/{session_id}", session, methods=["GET"])
 
 
-def _row(store: SessionStore, info: SessionInfo) -> Json:
+def _row(store: SessionStore, info: SessionInfo, is_admin: bool) -> Json:
+    """A session. Its agent, which has the key of the session, sees no metadata: the expected answer, for example."""
     file = store.record_file(info.id)
     return {
         "id": info.id,
@@ -71,7 +75,7 @@ def _row(store: SessionStore, info: SessionInfo) -> Json:
         "is_open": info.ended_at is None,
         "stop_reason": visible(info.stop_reason or ""),
         "reward": info.reward,
-        "metadata": visible(orjson.dumps(info.metadata).decode())[:500],
+        "metadata": visible(orjson.dumps(info.metadata).decode())[:500] if is_admin else "{}",
         "kilobytes": -(-file.stat().st_size // 1000) if file.exists() else None,
     }
 
