@@ -95,7 +95,7 @@ class _Schemas:
         return relaxed if relaxed.get("type") == "object" else ANY_OBJECT
 
     def _relax(self, schema: Any, root: Json, levels: int) -> Json:
-        """A schema that allows at least what `schema` allows. `root`: schema that references are relative to."""
+        """A simpler schema: few conditions are kept, and objects have named properties only. `root`: for references."""
         self._num_left -= 1
         if not isinstance(schema, dict) or levels == 0 or self._num_left < 0:
             return {}
