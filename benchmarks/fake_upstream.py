@@ -84,6 +84,7 @@ def run_gateway(run_dir: str, model: str) -> None:
     from transformers import AutoTokenizer
 
     from verl_server.agent import RolloutLimits
+    from verl_server.garbage_collection import collect_garbage_rarely
     from verl_server.gateway import Gateway
     from verl_server.trajectory import ChatRenderer
 
@@ -103,6 +104,7 @@ def run_gateway(run_dir: str, model: str) -> None:
     limits = RolloutLimits(max_context_tokens=10_000_000, max_turns=10_000_000)
     key = os.environ["VERL_SERVER_GATEWAY_ADMIN_KEY"]
     with Gateway(generate, Path(run_dir), renderer=ChatRenderer(tokenizer), limits=limits, admin_key=key) as gateway:
+        collect_garbage_rarely()  # as `verl-server gateway` does
         print(f"Ready: {gateway.url}", flush=True)
         threading.Event().wait()
 

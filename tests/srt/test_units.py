@@ -71,7 +71,17 @@ PACKAGES = [
     "server",
     "platforms",
 ]
-SHARED_MODULES = ["types", "config", "errors", "type_checks", "argument_names", "validation", "lazy_exports", "tracing"]
+SHARED_MODULES = [
+    "types",
+    "config",
+    "errors",
+    "type_checks",
+    "argument_names",
+    "validation",
+    "lazy_exports",
+    "tracing",
+    "garbage_collection",
+]
 UNRESTRICTED = ["tiny", "__init__", "__main__"]
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FOLDER_FILES = 300, 60, 15
 

@@ -16,6 +16,7 @@ from verl_server.cli.output import print_line, show_progress
 from verl_server.cli.signals import exit_after_cleanup
 from verl_server.cli.tokenizer import load_tokenizer
 from verl_server.errors import BadInputError
+from verl_server.garbage_collection import collect_garbage_rarely
 from verl_server.validation import require_http_url
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def gateway(
         with show_progress("Starting the gateway"):
             opened = _open(run_dir, server, router, fleet, model, max_context_tokens, host, port, is_open, admin_key)
         with opened:
+            collect_garbage_rarely()
             print_line(f"Ready: {opened.url} (Anthropic), {opened.openai_url} (OpenAI)")
             for name in generated:
                 print_line(f"export {name}={admin_key}")

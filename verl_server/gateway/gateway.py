@@ -135,6 +135,7 @@ class Gateway:
                 ),
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,  # nothing depends on the address of a client
                 timeout_graceful_shutdown=GRACE_S,
             )
         )

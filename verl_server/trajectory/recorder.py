@@ -66,6 +66,7 @@ class Recorder:
             """Rewards that the file has. Code of users may set or remove rewards on `graph`."""
             os.ftruncate(self._fd, num_bytes)
             os.lseek(self._fd, num_bytes, os.SEEK_SET)
+            self._num_bytes = num_bytes  # size of the complete lines
             if num_bytes == 0:
                 self._write({"format": FILE_FORMAT, "session_id": session_id, DIGESTS_KEY: self.graph.inputs})
         except BaseException:
@@ -132,17 +133,18 @@ class Recorder:
         """Append lines. After a failure, the file ends with its last complete line, and all later calls fail too."""
         if self.failure is not None:
             raise self.failure
-        end = os.lseek(self._fd, 0, os.SEEK_CUR)
         try:
             remaining = memoryview(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+            num_bytes = len(remaining)
             while remaining:
                 remaining = remaining[os.write(self._fd, remaining) :]
             if self._sync:
                 os.fdatasync(self._fd)
+            self._num_bytes += num_bytes
         except Exception as failure:
             self.failure = failure  # the graph has what the file lacks: a later line would not fit to the file
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, end)
+                os.ftruncate(self._fd, self._num_bytes)
             raise
 
     def flush(self) -> None:

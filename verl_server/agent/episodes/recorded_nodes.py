@@ -19,6 +19,10 @@ class RecordedNodes:
         """Number of nodes that the record contained at the start."""
         self._replayed_nodes: set[int] = set()
         """Ids of recorded turns that were replayed. A turn is replayed once."""
+        self._contexts = dict[tuple[int | None, tuple[int, ...]], list[Node]]()
+        """The nodes that the policy did not sample, by their parents and their tokens."""
+        self._num_indexed_nodes = 0
+        """Number of nodes of the graph that were looked at for `_contexts`."""
 
     def find_context(
         self, parent: int | None, branch: str, token_ids: Sequence[int], message: Json, tools_digest: str | None
@@ -28,17 +32,26 @@ class RecordedNodes:
         A first prompt that the branch had recorded before this episode started is also found by its messages and tools:
         a chat template may write the present date. Earlier versions have not recorded the tools.
         """
-        wanted, images = tuple(token_ids), _images_of(message)
-        nodes = [node for node in map(self._graph.node, self._graph.children(parent)) if not node.sampled]
-        for node in nodes:
-            if node.token_ids == wanted and _images_of(node.message or {}) == images:  # an image is one placeholder
+        images = _images_of(message)
+        for node in self._contexts_of(parent, tuple(token_ids)):
+            if _images_of(node.message or {}) == images:  # an image is one placeholder
                 return node
-        for node in nodes if parent is None else ():
+        if parent is not None or not self._num_recorded_nodes:
+            return None
+        for node in map(self._graph.node, self._graph.children(None)):
             has_same_tools = node.tools_digest in (None, tools_digest)
-            is_recorded = node.id < self._num_recorded_nodes and node.branch == branch
+            is_recorded = node.id < self._num_recorded_nodes and node.branch == branch and not node.sampled
             if is_recorded and has_same_tools and node.message == message:
                 return node
         return None
+
+    def _contexts_of(self, parent: int | None, token_ids: tuple[int, ...]) -> list[Node]:
+        """The children of `parent` with these tokens. The work does not grow with the number of children."""
+        for node in self._graph.nodes[self._num_indexed_nodes :]:
+            if not node.sampled:
+                self._contexts.setdefault((node.parent, node.token_ids), []).append(node)
+        self._num_indexed_nodes = len(self._graph.nodes)
+        return self._contexts.get((parent, token_ids), [])
 
     def take_recorded_turn(self, parent: int, branch: str) -> Node | None:
         """The next turn of a branch that was recorded after `parent` before this episode started, or None.

@@ -15,7 +15,6 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from verl_server.errors import VerlServerError
@@ -32,6 +31,7 @@ from verl_server.gateway.http.health import add_health_routes
 from verl_server.gateway.http.models import add_model_routes
 from verl_server.gateway.http.openapi import add_openapi_route
 from verl_server.gateway.http.request_context import RequestContext, route_of
+from verl_server.gateway.http.turn_routes import TurnRoute, TurnRoutes
 from verl_server.gateway.http.ui.routes import add_ui_routes
 from verl_server.gateway.image_check import require_safe_images
 from verl_server.gateway.metrics import GatewayMetrics
@@ -62,16 +62,19 @@ def make_app(
     app = FastAPI(title="verl_server gateway", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.failures = FailureLog()
     app.state.metrics = metrics = metrics or GatewayMetrics()
-    app.add_middleware(RequestContext, metrics=metrics)
     access = Access(store, config)
     add_health_routes(app, access, health or GatewayHealth(config.run_dir, store, None), metrics, store)
+    routes = list[TurnRoute]()
     for dialect in DIALECTS:
         handlers = {dialect.path: _make_handler(dialect, access, config)}
         if dialect.count_path is not None:
             handlers[dialect.count_path] = _make_count_handler(dialect, access, config)
         for path, handler in handlers.items():
             for prefix in ("", "/session/{session_key}"):
-                app.router.routes.append(_TurnRoute(prefix + path, handler, methods=["POST"], name=path))
+                routes.append(TurnRoute(prefix + path, handler, methods=["POST"], name=path))
+    app.router.routes += routes
+    app.add_middleware(TurnRoutes, routes=routes)
+    app.add_middleware(RequestContext, metrics=metrics)  # around the other middleware
     add_model_routes(app, access, config)
     add_openapi_route(app)
 
@@ -86,14 +89,6 @@ def make_app(
     app.add_exception_handler(VerlServerError, _answer_error)
     app.add_exception_handler(Exception, _answer_error)
     return app
-
-
-class _TurnRoute(Route):
-    """A route without FastAPI's handling of parameters, which takes 0.1 ms for each request."""
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["route"] = self  # as routes of FastAPI do; the log has the path of the route
-        await super().handle(scope, receive, send)
 
 
 async def _answer_unknown_path(request: Request, _: Exception) -> Response:
@@ -187,15 +182,13 @@ def _error_reply(dialect: Dialect, request: Request, error: Exception) -> Respon
 async def _answer(dialect: Dialect, request: Request, turn_request: TurnRequest, generation: Generation) -> Response:
     gone = asyncio.create_task(_wait_until_gone(request))
     with generation:
-        turn = asyncio.create_task(generation.wait())
         try:
-            await asyncio.wait((turn, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not turn.done():
+            await asyncio.wait((generation.task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not generation.task.done():
                 return Response(status_code=499)  # nobody reads it
-            result = turn.result()
+            result = await generation.wait()
         finally:
             gone.cancel()
-            turn.cancel()
     generation.set_delivered()
     _mark_first_token(request)
     return json_response(dialect.reply(turn_request, result))

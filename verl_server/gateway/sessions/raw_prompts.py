@@ -36,7 +36,7 @@ def append_raw_prompt(state: EpisodeState, branch: str, token_ids: Sequence[int]
             state.require_room(leaf, len(new_ids))
         elif len(new_ids) >= (state.limits.max_context_tokens or len(new_ids) + 1):
             raise state.stop("max_context_tokens")
-        text = str(state.renderer.tokenizer.decode(new_ids, skip_special_tokens=False))
+        text = state.renderer.decode_all(new_ids)
         cursor.add_context(new_ids, {"appended_text": text})
     return cursor, raw_prompt_key(token_ids)
 

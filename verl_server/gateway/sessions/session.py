@@ -17,7 +17,7 @@ from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.limits import EpisodeStopped
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
-from verl_server.gateway.sessions.conversation_labels import root_fork_reason
+from verl_server.gateway.sessions.conversation_labels import RootForkReasons
 from verl_server.gateway.sessions.generation import Generation
 from verl_server.gateway.sessions.history import History, Key, conversation_keys, tools_digest
 from verl_server.gateway.sessions.key_memo import KeyMemo
@@ -68,6 +68,7 @@ class Session:
         """Name of the limit for which a request was refused, except `max_context_tokens`."""
         self._history, self._key_memo, self._slots = History(), KeyMemo(), slots or Slots()
         self._branches = itertools.count(len(self.graph.nodes))
+        self._root_fork_reasons = RootForkReasons(self.graph)
         self._turns, self._recorded_turns = Turns(), RecordedTurns(record.graph if record else TrajectoryGraph(self.id))
         self._lock = asyncio.Lock()
         """Held while the prompt of a request is rendered and recorded."""
@@ -198,7 +199,9 @@ class Session:
             digest = tools_digest(request.tools) if is_root else None
             if is_root and self.graph.nodes:
                 known_tools = digest if request.tools else None
-                cursor.fork_reason = await asyncio.to_thread(root_fork_reason, self.graph, messages, known_tools)
+                reasons = self._root_fork_reasons
+                is_short = is_short_prompt(messages, request.num_bytes + reasons.num_compared_tokens)
+                cursor.fork_reason = await run_aside(is_short, reasons.reason_of, messages, known_tools)
                 self._require_open()
             cursor.add_context(token_ids, content, digest)
             cursor.fork_reason = ForkReason.SAMPLE  # of another turn after this prompt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from verl_server.gateway.sessions.generation import Generation
@@ -19,6 +19,8 @@ class Turns:
 
     def __init__(self) -> None:
         self._turns = dict[bytes, list[Generation]]()
+        self._order = deque[tuple[bytes, Generation]]()
+        """All turns, the oldest first, except that a turn that was still running may stand later."""
         self._refused = Counter[bytes]()
         """Number of requests without a turn that have not been sent again."""
 
@@ -68,11 +70,21 @@ class Turns:
     def add(self, fingerprint: bytes, turn: Generation) -> None:
         """Add a turn, and forget old turns: a client repeats a request within minutes."""
         self._turns.setdefault(fingerprint, []).append(turn)
-        finished = [(key, turn) for key, turns in self._turns.items() for turn in turns if turn.task.done()]
-        for key, old in finished[:-MAX_FINISHED_TURNS]:
-            self._turns[key].remove(old)
-            if not self._turns[key]:
-                del self._turns[key]
+        self._order.append((fingerprint, turn))
+        for _ in range(2):  # one more than was added, because one of them may be running
+            if len(self._order) > MAX_FINISHED_TURNS:
+                self._forget(*self._order.popleft())
+
+    def _forget(self, fingerprint: bytes, turn: Generation) -> None:
+        """Forget a turn, unless it is running."""
+        if not turn.task.done():
+            self._order.append((fingerprint, turn))
+            return
+        turns = self._turns.get(fingerprint, [])
+        if turn in turns:  # otherwise, the turn has failed, and its request was sent again
+            turns.remove(turn)
+        if not turns:
+            self._turns.pop(fingerprint, None)
 
 
 class RecordedTurns:

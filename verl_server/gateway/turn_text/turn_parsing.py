@@ -92,8 +92,7 @@ def decode_turn(renderer: ChatRenderer, token_ids: Sequence[int]) -> str:
 
 def opens_thought(renderer: ChatRenderer, preceding_ids: Sequence[int]) -> bool:
     """Whether the prompt ends within a thought. `preceding_ids`: last token ids of the prompt."""
-    end = renderer.tokenizer.decode(list(preceding_ids[-MAX_START_TOKENS:]), skip_special_tokens=False)
-    return str(end).rstrip().endswith(THOUGHT_START)
+    return renderer.decode_all(preceding_ids[-MAX_START_TOKENS:]).rstrip().endswith(THOUGHT_START)
 
 
 def split_thought(text: str, *, is_open: bool) -> tuple[str, str]:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -15,6 +14,7 @@ import uvloop
 from aiohttp import web
 
 from verl_server.config import RemoteServer, RouterConfig
+from verl_server.garbage_collection import collect_garbage_rarely
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http_server import RouterHttpServer
 from verl_server.router.process.pipe_replicas import PipeReplicas
@@ -93,17 +93,6 @@ async def _serve_pipe() -> None:
         port=settings["port"],
         api_key=settings["api_key"],
     )
-
-
-def collect_garbage_rarely() -> None:
-    """Let Python look for cyclic garbage after 50,000 new objects instead of 700.
-
-    Each running request has about a hundred objects. With Python's default, most of the time of a burst of requests
-    goes into looking at the objects of all running requests, again and again.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 messages.py         which messages are valid, which images they contain, and the calls that are parsed from turns
 tokenizer.py        what a renderer needs of a tokenizer
+token_codec.py      `TokenCodec`: texts to token ids and back, without the work around the Rust code of a tokenizer
 chat_renderer.py    `ChatRenderer`: messages with any chat template, turn by turn
 turn_ends.py        the tokens at the end of a turn
 call_turns.py       `CallTurns`: turns with tool calls in a chat template, and the text after them

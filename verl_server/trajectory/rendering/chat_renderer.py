@@ -42,6 +42,7 @@ from verl_server.trajectory.rendering.probes import (
     PROBE_TURN_ENDS,
 )
 from verl_server.trajectory.rendering.prompt_cache import PromptCache, key_of
+from verl_server.trajectory.rendering.token_codec import TokenCodec
 from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT, require_tokenizer
 from verl_server.trajectory.rendering.truncation import truncate_parts, truncate_text
 from verl_server.trajectory.rendering.turn_ends import length_of_overlap, without_end
@@ -67,7 +68,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, **template_arguments: Any) -> None:
         require_tokenizer(tokenizer)
         self._template_arguments = template_arguments
-        self._tokenizer, self._control_tokens = tokenizer, ControlTokens(tokenizer)
+        self._tokenizer, self._codec, self._control_tokens = tokenizer, TokenCodec(tokenizer), ControlTokens(tokenizer)
         self._call_turns = CallTurns(self._apply_template, self._control_tokens)
         self._white_space: dict[int, bool] = {}
         """Whether a token is white space only."""
@@ -171,7 +172,7 @@ class ChatRenderer:
 
     def _is_white_space(self, token_id: int) -> bool:
         if token_id not in self._white_space:
-            self._white_space[token_id] = not self._decode_all([token_id]).strip()
+            self._white_space[token_id] = not self.decode_all([token_id]).strip()
         return self._white_space[token_id]
 
     def parse_turn(
@@ -200,18 +201,16 @@ class ChatRenderer:
         """The special token with which the template ends an assistant turn. Empty if the turn ends with other text."""
         text = self._render_after_turn(FIRST_HISTORY, [{"role": "user", "content": "a"}], None).lstrip()
         first = self.encode(text)[:1]
-        return first if self._decode_all(first) and not self.decode(first) else []
+        return first if self.decode_all(first) and not self.decode(first) else []
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without added special tokens. Raises BadInputError for a text with a lone surrogate."""
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise BadInputError(
-                    f"the text {text!r:.80} cannot be tokenized: {error.reason}; {SURROGATE_CURE}"
-                ) from None
-        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+        try:
+            _ = text.isascii() or text.encode()
+        except UnicodeEncodeError as error:
+            reason = f"{error.reason}; {SURROGATE_CURE}"
+            raise BadInputError(f"the text {text!r:.80} cannot be tokenized: {reason}") from None
+        return self._codec.encode(text)
 
     def encode_foreign(self, text: str, *, prefix: str = "", suffix: str = "") -> list[int]:
         """Token ids of `prefix`, `text` and `suffix`. The text of a control token in `text` becomes ordinary tokens."""
@@ -220,7 +219,7 @@ class ChatRenderer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return self._codec.decode(token_ids, skip_special_tokens=True)
 
     def decode_raw(self, turn_ids: Sequence[int], text: str) -> str:
         """Text of the token ids of a turn with special tokens such as `[TOOL_CALLS]`, but without its end marker.
@@ -231,7 +230,7 @@ class ChatRenderer:
         special_ids = self._control_tokens.special_ids
         if special_ids.isdisjoint(kept) and special_ids.issuperset(turn_ids[len(kept) :]):
             return text
-        return self._decode_all(kept)
+        return self.decode_all(kept)
 
     @functools.cached_property
     def _end_ids(self) -> frozenset[int]:
@@ -244,7 +243,7 @@ class ChatRenderer:
 
         `cut`: the part that is cut out of a longer text, "start", "middle" or "end".
         """
-        return truncate_text(text, max_tokens, cut, self.encode_foreign, self._decode_all)
+        return truncate_text(text, max_tokens, cut, self.encode_foreign, self.decode_all)
 
     def truncate_content(self, content: str | Sequence[Any], max_tokens: int, cut: str = "end") -> str | list[Any]:
         """The content of a message (a string or a list of parts) whose text is truncated to `max_tokens` tokens.
@@ -260,9 +259,9 @@ class ChatRenderer:
             lambda text: len(self.encode_foreign(text)),
         )
 
-    def _decode_all(self, token_ids: Sequence[int]) -> str:
+    def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, with special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        return self._codec.decode(token_ids, skip_special_tokens=False)
 
     def _render_after_turn(
         self, history: Sequence[Message], messages: Sequence[Message], tools: Sequence[Json] | None

@@ -36,6 +36,7 @@ from verl_server.trajectory.rendering.messages import (
     validate_messages,
     with_call_ids,
 )
+from verl_server.trajectory.rendering.token_codec import TokenCodec
 from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT, require_tokenizer
 from verl_server.trajectory.rendering.vision_renderer import VisionRenderer, is_vision_processor
 from verl_server.types import Json
@@ -130,7 +131,7 @@ class FamilyRenderer(ChatRenderer):
     def __init__(self, tokenizer: Any, family: str, **template_arguments: Any) -> None:
         require_tokenizer(tokenizer)
         self._template_arguments = template_arguments
-        self._tokenizer, self.family = tokenizer, family
+        self._tokenizer, self._codec, self.family = tokenizer, TokenCodec(tokenizer), family
         self._control_tokens = ControlTokens(tokenizer)
         try:
             config = _family_config(family)
@@ -160,7 +161,7 @@ class FamilyRenderer(ChatRenderer):
         except Exception as error:
             raise BadInputError(f"the family {self.family!r} refuses these messages: {error}") from error
         token_ids = self._checked(messages, [int(token) for token in token_ids])
-        require_tools_shown(tools or (), self._decode_all(token_ids))
+        require_tools_shown(tools or (), self.decode_all(token_ids))
         return token_ids
 
     @functools.cached_property
@@ -196,13 +197,13 @@ class FamilyRenderer(ChatRenderer):
 
     def _checked(self, messages: Sequence[Message], token_ids: list[int]) -> list[int]:
         """The token ids. Raises BadInputError if they lack the content of a message, or contain a mark."""
-        text, mark = self._decode_all(token_ids), self._marking_tokenizer.mark
+        text, mark = self.decode_all(token_ids), self._marking_tokenizer.mark
         if mark and mark in text:
             raise BadInputError(
                 f"a message contains the text of a control token, which the family {self.family!r} cannot render "
                 "as text; remove it, for example '<|im_end|>'"
             )
-        require_shown(_as_read(messages, mark, lambda content: self._decode_all(self.encode(content))), text)
+        require_shown(_as_read(messages, mark, lambda content: self.decode_all(self.encode(content))), text)
         return token_ids
 
     def _family_for(self, messages: Sequence[Message]) -> tuple[Any, list[Message]]:

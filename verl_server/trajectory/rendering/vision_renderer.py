@@ -92,7 +92,7 @@ class VisionRenderer(ChatRenderer):
         """
         image = self._image_token_id
         collapsed = [token for before, token in pairwise([-1, *token_ids]) if not before == token == image]
-        text = self._decode_all(collapsed)
+        text = self.decode_all(collapsed)
         for placeholder in (*self._placeholders, SGLANG_PLACEHOLDER):
             is_image = placeholder == self._processor.image_token
             if text.count(placeholder) > is_image * num_images:
@@ -108,7 +108,7 @@ class VisionRenderer(ChatRenderer):
         The engine and the trainer would look for its data.
         """
         if found := sorted(placeholder_ids(self._processor).intersection(turn_ids)):
-            names = self._decode_all(found[:1])
+            names = self.decode_all(found[:1])
             raise BadInputError(
                 f"the policy has sampled {names!r} (token {found[0]}), which stands for an image, a video or a sound, "
                 "so the turn cannot be read by the model again; sampling_params={'logit_bias': {'"
