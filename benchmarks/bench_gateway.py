@@ -4,6 +4,7 @@ Three parts, which `--part` selects:
 
 - `engine`: the same chat requests to SGLang's own endpoint, through `verl-server router`, the gateway, and LiteLLM's
   proxy. One server with a tiny model. Only the gateway asks the engine for log probabilities, and records them.
+  "direct engine, log probs" is SGLang's `/generate` with the token ids and the log probabilities of the gateway.
 - `upstream`: the gateway and LiteLLM's proxy in front of an upstream that answers at once.
 - `turns`: CPU time of the gateway for each turn of a growing conversation, through each dialect.
 
@@ -31,7 +32,6 @@ from verl_server.cli.signals import exit_after_cleanup
 from verl_server.types import Json
 
 NAME = "bench_gateway"
-PATH = "/v1/chat/completions"
 PARTS = ("engine", "upstream", "turns")
 SERVER: Json = {
     "dtype": "float32",
@@ -96,8 +96,8 @@ QUICK = Plan(
 )
 
 
-def make_bodies(case: Case, max_tokens: int) -> list[bytes]:
-    """The bodies of a load. Each has another question."""
+def make_bodies(case: Case, max_tokens: int) -> list[Json]:
+    """The bodies of a load in OpenAI's chat dialect. Each has another question."""
     fields: Json = {"model": "policy", "max_tokens": max_tokens, "stream": case.stream, "ignore_eos": True}
     if case.size == "60 kB":
         parameters = {"type": "object", "properties": {f"field_{n}": {"type": "string"} for n in range(8)}}
@@ -113,18 +113,19 @@ def make_bodies(case: Case, max_tokens: int) -> list[bytes]:
             for number in range(NUM_TOOLS)
         ]
     questions = (f"Question {number}: what is the answer?" for number in range(NUM_BODIES[case.size]))
-    return [orjson.dumps({**fields, "messages": [{"role": "user", "content": text}]}) for text in questions]
+    return [{**fields, "messages": [{"role": "user", "content": text}]} for text in questions]
 
 
-async def check_length(system: System, body: bytes, num_tokens: int) -> None:
+async def check_length(system: System, chat_body: Json, num_tokens: int) -> None:
     """Raise RuntimeError unless a reply has this number of tokens: all systems have to do the same work."""
-    (key,) = system.make_keys(1)
+    (key,), body = system.make_keys(1), system.encode(chat_body)
     connection = await connect(system.url)
     try:
-        reply = orjson.loads(body_of(await connection.send(encode_head(system.url, PATH, key, body) + body)))
+        reply = orjson.loads(body_of(await connection.send(encode_head(system.url, system.path, key, body) + body)))
     finally:
         connection.close()
-    if (found := reply["usage"]["completion_tokens"]) != num_tokens:
+    found = (reply.get("usage") or reply.get("meta_info"))["completion_tokens"]
+    if found != num_tokens:
         raise RuntimeError(f"{system.url} has generated {found} tokens, not {num_tokens}")
 
 
@@ -134,14 +135,17 @@ async def measure_systems(systems: dict[str, System], plan: Plan, rounds: int, s
     for system in systems.values():
         await check_length(system, make_bodies(Case(1), num_tokens)[0], num_tokens)
     for case in plan.cases:
-        bodies, found = make_bodies(case, num_tokens), dict[str, list[Json]]()
+        chat_bodies, found = make_bodies(case, num_tokens), dict[str, list[Json]]()
+        bodies = {name: [system.encode(body) for body in chat_bodies] for name, system in systems.items()}
         for number in range(rounds + 1):  # the first round opens what later rounds use, and is not counted
             order = list(systems)
             first = number % len(order)
             for name in [*order[first:], *order[:first]]:
                 system, duration = systems[name], seconds if number else min(0.5, seconds)
                 keys = system.make_keys(max(case.in_flight, NUM_SESSIONS))
-                burst = await run_burst(system.url, PATH, keys, bodies, case.in_flight, duration, system.pid)
+                burst = await run_burst(
+                    system.url, system.path, keys, bodies[name], case.in_flight, duration, system.pid
+                )
                 if number:
                     found.setdefault(name, []).append(asdict(burst))
         samples[case.name] = {name: found[name] for name in systems}
@@ -170,7 +174,7 @@ def measure_engine(plan: Plan, scratch: Path) -> Json:
     model = make_model(scratch / "model", "qwen3", context_length=CONTEXT_LENGTH)
     with (
         HttpServerEngineAdapter(model_path=str(model), **SERVER) as server,
-        engine_systems(server.base_url, scratch) as systems,
+        engine_systems(server.base_url, model, scratch) as systems,
     ):
         return uvloop.run(measure_systems(systems, plan, plan.engine_rounds, plan.engine_s, plan.engine_tokens))
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from common import CONSOLE, Options, Summary, Target, show_table, show_targets, summarize, write_result
-from gateway_systems import ENGINE, GATEWAY, LITELLM, UPSTREAM
+from gateway_systems import ENGINE, ENGINE_LOGPROBS, GATEWAY, LITELLM, UPSTREAM
 from plots import grouped_bars, legend_below, new_figure, save_figure
 
 from verl_server.types import Json
@@ -86,12 +86,12 @@ def make_targets(plan: Plan, samples: Json) -> list[Target]:
     one, many = plan.in_flight[0], plan.in_flight[-2]
     if "engine" in samples:
         alone, loaded = samples["engine"][_name(plan, one)], samples["engine"][_name(plan, many)]
-        targets += [
-            Target(f"throughput over the direct engine, {many} in flight", ratio(loaded, GATEWAY, ENGINE).median, 0.9,
-                   True),
-            Target(f"added to the median latency, short, {one} in flight", added_ms(alone, GATEWAY, ENGINE).median, 3.0,
-                   False, " ms"),
-        ]  # fmt: skip
+        for name in (ENGINE, ENGINE_LOGPROBS):
+            targets += [
+                Target(f"throughput over the {name}, {many} in flight", ratio(loaded, GATEWAY, name).median, 0.9, True),
+                Target(f"added to the median latency of the {name}, short, {one} in flight",
+                       added_ms(alone, GATEWAY, name).median, 3.0, False, " ms"),
+            ]  # fmt: skip
     if "upstream" in samples:
         alone, loaded = samples["upstream"][_name(plan, one)], samples["upstream"][_name(plan, many)]
         added = [

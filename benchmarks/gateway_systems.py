@@ -20,9 +20,15 @@ import requests
 from bench_router import KEY, our_router
 from servers import free_port
 
+from verl_server.cli.tokenizer import load_tokenizer
+from verl_server.trajectory import get_renderer
+from verl_server.types import Json
+
 BENCHMARKS = Path(__file__).parent
 LITELLM_PROGRAM = BENCHMARKS.parent / ".venv-clients" / "bin" / "litellm"
 ENGINE, ROUTER, GATEWAY, LITELLM = "direct engine", "verl-server router", "gateway", "LiteLLM's proxy"
+ENGINE_LOGPROBS = "direct engine, log probs"
+CHAT_PATH = "/v1/chat/completions"
 UPSTREAM = "direct upstream"
 START_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 20.0
@@ -31,7 +37,7 @@ ADMIN_KEY_VARIABLE = "VERL_SERVER_GATEWAY_ADMIN_KEY"
 
 @dataclass(frozen=True)
 class System:
-    """A process that takes OpenAI's requests."""
+    """A process that takes OpenAI's requests, or those of a path of its own."""
 
     url: str
     """Base URL without `/v1`."""
@@ -39,6 +45,13 @@ class System:
     """Makes a key for each of N callers."""
     pid: int | None = None
     """Process whose CPU time is measured."""
+    path: str = CHAT_PATH
+    convert: Callable[[Json], Json] | None = None
+    """Makes the body for the path of a body for `CHAT_PATH`."""
+
+    def encode(self, body: Json) -> bytes:
+        """A body for `CHAT_PATH` as the body for the path of the system."""
+        return orjson.dumps(body if self.convert is None else self.convert(body))
 
 
 def with_key(url: str, key: str, pid: int | None = None) -> System:
@@ -146,15 +159,32 @@ def _wait_until_ready(url: str, started: subprocess.Popen[str], log: Path) -> No
     raise RuntimeError(f"{url} does not answer:\n{log.read_text()[-4000:]}")
 
 
+def engine_with_logprobs(server_url: str, model: Path) -> System:
+    """The engine, asked for what the gateway asks for: token ids and their log probabilities."""
+    renderer = get_renderer(load_tokenizer(str(model), ""))
+
+    def convert(body: Json) -> Json:
+        return {
+            "input_ids": renderer.render_prompt(body["messages"], body.get("tools")),
+            "sampling_params": {"max_new_tokens": body["max_tokens"], "ignore_eos": True},
+            "return_logprob": True,
+            "stream": body["stream"],
+        }
+
+    return System(server_url, lambda count: [KEY] * count, path="/generate", convert=convert)
+
+
 @contextlib.contextmanager
-def engine_systems(server_url: str, scratch: Path) -> Iterator[dict[str, System]]:
+def engine_systems(server_url: str, model: Path, scratch: Path) -> Iterator[dict[str, System]]:
     """The engine, and what can stand in front of it."""
     with (
         our_router([server_url]) as router,
         gateway(scratch, server_url=server_url) as ours,
         litellm_proxy(server_url, scratch, "engine") as litellm,
     ):
-        yield {ENGINE: with_key(server_url, KEY), ROUTER: with_key(router, KEY), GATEWAY: ours, LITELLM: litellm}
+        engine, engine_logprobs = with_key(server_url, KEY), engine_with_logprobs(server_url, model)
+        router_system = with_key(router, KEY)
+        yield {ENGINE: engine, ENGINE_LOGPROBS: engine_logprobs, ROUTER: router_system, GATEWAY: ours, LITELLM: litellm}
 
 
 @contextlib.contextmanager

@@ -90,17 +90,23 @@ def _read_blocks(name: str, content: Any) -> list[Json]:
 
 def _content_of(blocks: Sequence[Json]) -> Any:
     """A text, or a list of parts if there are images."""
+    if not any(block.get("type") == "image" for block in blocks):
+        return _text_of(blocks)
     return parse_content([_parse_image(block) if block.get("type") == "image" else _as_text(block) for block in blocks])
 
 
 def _text_of(blocks: Sequence[Json]) -> str:
-    return "".join(_as_text(block)["text"] for block in blocks)
+    return "".join(map(_read_text_block, blocks))
+
+
+def _read_text_block(block: Json) -> str:
+    if block.get("type") != "text":
+        raise bad_request(f"a content block with 'type' = {str(block.get('type'))[:40]} is not supported here")
+    return read_text(block, "text")
 
 
 def _as_text(block: Json) -> Json:
-    if block.get("type") != "text":
-        raise bad_request(f"a content block with 'type' = {str(block.get('type'))[:40]} is not supported here")
-    return {"type": "text", "text": read_text(block, "text")}
+    return {"type": "text", "text": _read_text_block(block)}
 
 
 def _parse_image(block: Json) -> Json:

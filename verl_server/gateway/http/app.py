@@ -284,9 +284,10 @@ def _identify(dialect: Dialect, headers: Mapping[str, str], raw: bytes) -> tuple
     """
     key, count = headers.get("idempotency-key", ""), headers.get("x-stainless-retry-count", "0")
     body = BILLING_LINE.sub(b"", raw, count=1)  # it changes with each request of Claude Code, also with a retry
-    id_digest = hashlib.blake2b(key.encode(), digest_size=16).digest() if key else b""
-    digest = hashlib.blake2b(dialect.path.encode() + body, digest_size=16, key=id_digest).digest()
-    return digest, bool(key) or (count.isdecimal() and count.strip("0") != "")
+    digest = hashlib.sha256(dialect.path.encode())  # CPUs have instructions for SHA-256
+    digest.update(hashlib.sha256(key.encode()).digest() if key else b"")
+    digest.update(body)
+    return digest.digest(), bool(key) or (count.isdecimal() and count.strip("0") != "")
 
 
 def _retry_headers(error: GatewayError) -> dict[str, str]:
