@@ -44,8 +44,10 @@ class Generation:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the turn ended with an exception."""
-        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+        """Whether the turn ended with an exception before it was recorded: the request has no sample."""
+        if not self.task.done() or self._progress.is_recorded:
+            return False
+        return self.task.cancelled() or self.task.exception() is not None
 
     @property
     def is_abandoned(self) -> bool:

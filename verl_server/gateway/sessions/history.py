@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
 from verl_server.trajectory.rendering.messages import Message, as_json
 from verl_server.types import Json
+
+logger = logging.getLogger(__name__)
 
 Key = bytes
 LITELLM_EMPTY_TEXT = "[System: Empty message content sanitised to satisfy protocol]"
@@ -132,7 +135,11 @@ class History:
                 tools[node.id] = message.get("tools", ())
             else:
                 tools[node.id], start = tools[node.parent], keys[node.parent]
-            messages = [turn_message(node, tools[node.id])] if node.sampled else message.get("messages", ())
+            try:
+                messages = [turn_message(node, tools[node.id])] if node.sampled else message.get("messages", ())
+            except Exception:
+                logger.exception("the turn %d of the session %s cannot be read", node.id, graph.session_id)
+                messages = ()  # no client has received the turn
             if messages:
                 keys[node.id] = conversation_keys(tools_digest(tools[node.id]), messages, start)[-1]
             else:

@@ -117,11 +117,13 @@ class Session:
     def _replay(self, node: Node, request: TurnRequest) -> Generation:
         """A recorded turn as the turn of a request that was sent again."""
         num_prompt_tokens = 0 if node.parent is None else self.graph.num_tokens(node.parent)
+        progress = TurnProgress(self._renderer, (), request, {})
+        progress.is_recorded = True
 
         async def turn() -> AssistantTurn:
             return self._as_turn(node, request, num_prompt_tokens, {})
 
-        return Generation(turn(), num_prompt_tokens, TurnProgress(self._renderer, (), request, {}), self._slots)
+        return Generation(turn(), num_prompt_tokens, progress, self._slots)
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Number of tokens of the prompt that `start_turn` would give to the engine, also of a prompt without room."""
@@ -240,6 +242,7 @@ class Session:
                 on_tokens = progress.add if request.stream else None
                 reply = await state.run_request(cursor.request_turn(params, on_tokens))
                 node = cursor.add_turn(reply, turn_details(request, prompt.fingerprint, reply))
+                progress.is_recorded = True
             finally:
                 if node is None:
                     state.fail_turn()
