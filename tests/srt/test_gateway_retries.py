@@ -6,12 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
-from test_gateway_faults import Served, renderer
+from test_gateway_faults import CHAT, HELLO, Served, renderer, served
 
-from verl_server.trajectory import ChatRenderer, load_session
+from verl_server.trajectory import ChatRenderer, Node, load_session
 
-__all__ = ["renderer"]
+__all__ = ["renderer", "served"]
 
 RETRY = {"x-stainless-retry-count": "1"}
 
@@ -54,3 +55,70 @@ def test_a_turn_that_cannot_be_read_is_not_sampled_again(
     third.engine.go.set()
     assert asyncio.run(third.post(key | RETRY, stream=stream)).status_code == 200
     assert (num_turns(third), third.engine.num_calls) == (1, 0)
+
+
+class LeavingClient:
+    """A client that closes its connection when `leave` is called. It speaks ASGI, as the server of the gateway does."""
+
+    def __init__(self, leaves_at: bytes | None = None) -> None:
+        """`leaves_at`: text of the reply at which the client leaves."""
+        self._leaves_at, self._has_left = leaves_at, asyncio.Event()
+        self.leave = self._has_left.set
+
+    async def post(self, served: Served, headers: dict[str, str], **body: Any) -> None:
+        """Send a chat, and read the reply until the client leaves."""
+        received = [orjson.dumps({"model": "m", "messages": HELLO, **body})]
+
+        async def receive() -> dict[str, Any]:
+            if received:
+                return {"type": "http.request", "body": received.pop(), "more_body": False}
+            await self._has_left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if self._leaves_at is not None and self._leaves_at in message.get("body", b""):
+                self.leave()
+
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": CHAT,
+            "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        }
+        await served.app(scope, receive, send)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_client_that_leaves_when_its_turn_ends_has_no_reply(served: Served, leaves: bool) -> None:
+    """The turn and the end of the connection are noticed at once. The next equal request gets the turn."""
+
+    async def run() -> None:
+        served.engine.go.set()
+        key, client = served.key("a"), LeavingClient()
+
+        def on_node(node: Node) -> None:
+            if node.sampled and leaves:
+                client.leave()
+
+        session = served.store.session("a")
+        session.record.on_node = on_node  # type: ignore[union-attr]
+        await client.post(served, key)
+        leaves_not = LeavingClient()
+        await leaves_not.post(served, key)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert num_turns(served) == (1 if leaves else 2)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_client_that_leaves_before_the_last_event_has_no_reply(served: Served, leaves: bool) -> None:
+    async def run() -> None:
+        served.engine.go.set()
+        key = served.key("a")
+        await LeavingClient(b'"finish_reason":"stop"' if leaves else None).post(served, key, stream=True)
+        await LeavingClient().post(served, key, stream=True)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert num_turns(served) == (1 if leaves else 2)

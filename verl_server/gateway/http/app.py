@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -30,7 +29,7 @@ from verl_server.gateway.http.admin import add_admin_routes
 from verl_server.gateway.http.health import add_health_routes
 from verl_server.gateway.http.models import add_model_routes
 from verl_server.gateway.http.openapi import add_openapi_route
-from verl_server.gateway.http.request_context import RequestContext, route_of
+from verl_server.gateway.http.request_context import RequestContext, mark_first_token, route_of
 from verl_server.gateway.http.turn_routes import TurnRoute, TurnRoutes
 from verl_server.gateway.http.ui.routes import add_ui_routes
 from verl_server.gateway.image_check import require_safe_images
@@ -187,10 +186,11 @@ async def _answer(dialect: Dialect, request: Request, turn_request: TurnRequest,
             if not generation.task.done():
                 return Response(status_code=499)  # nobody reads it
             result = await generation.wait()
+            if not gone.done() and not await request.is_disconnected():  # the turn and the client may end at once
+                generation.set_delivered()
         finally:
             gone.cancel()
-    generation.set_delivered()
-    _mark_first_token(request)
+    mark_first_token(request.state)
     return json_response(dialect.reply(turn_request, result))
 
 
@@ -221,23 +221,17 @@ async def _events(
                 if delta is None:
                     yield stream.keep_alive()
                     continue
-                _mark_first_token(request)
+                mark_first_token(request.state)
                 for event in stream.add(delta):
                     yield event.encode()
         turn = await generation.wait()
     except Exception as error:  # noqa: BLE001 - every error is answered in the words of the dialect
         yield stream.fail(_logged(error, request)).encode()
         return
-    _mark_first_token(request)
     for event in stream.end(turn):
         yield event.encode()
-    generation.set_delivered()
-
-
-def _mark_first_token(request: Request) -> None:
-    """Note the time of the first content of the turn in the reply, for the metrics."""
-    if not hasattr(request.state, "first_token_at"):
-        request.state.first_token_at = time.monotonic()
+    if not await request.is_disconnected():  # uvicorn sends nothing, and raises nothing, when the client has gone
+        generation.set_delivered()
 
 
 async def _wait_until_gone(request: Request) -> None:

@@ -12,7 +12,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders, State
 
 from verl_server.gateway.context import ARRIVED_AT
 from verl_server.gateway.metrics import GatewayMetrics
@@ -83,6 +83,12 @@ class RequestContext:
 def request_id_of(given: str | None) -> str:
     """The id that a client has given, or a random id."""
     return given if given is not None and VALID_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def mark_first_token(state: State) -> None:
+    """Note the time of the first content of the turn in the reply, for the metrics. `state`: that of the request."""
+    if not hasattr(state, "first_token_at"):
+        state.first_token_at = time.monotonic()
 
 
 def route_of(scope: Scope) -> str:

@@ -34,7 +34,7 @@ class Generation:
         self.task.add_done_callback(lambda _: self._release_slots())
         self._num_clients = 0
         self.is_delivered = False
-        """Whether a client has received the whole reply."""
+        """Whether a client has received the whole reply, as far as it is known. False in case of doubt."""
         self.reply_id = secrets.token_hex(12)
         """Id of the reply of a stream, before the turn has an id."""
         self.num_joins = 0
@@ -120,5 +120,5 @@ class Generation:
             self._num_slots -= 1
 
     def set_delivered(self) -> None:
-        """A client has received the whole reply."""
+        """A client was there until the end of the reply."""
         self.is_delivered = True
