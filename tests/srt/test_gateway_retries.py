@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +125,66 @@ def test_a_client_that_leaves_before_the_last_event_has_no_reply(served: Served,
 
     asyncio.run(asyncio.wait_for(run(), 30))
     assert num_turns(served) == (1 if leaves else 2)
+
+
+# -- a full disk ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full_disk(served: Served) -> Iterator[None]:
+    """The kernel refuses to write beyond the present end of the record of the session `a`."""
+    size = served.store.record_file("a").stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def other_chat(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+NO_SPACE = "the gateway cannot write its files: File too large; send the request again"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_disk_ends_no_session(served: Served, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The record is read again when there is space. A turn that runs meanwhile is aborted, and can be sent again."""
+
+    async def run() -> None:
+        key = served.key("a")
+        running = asyncio.create_task(served.post(key, stream=stream, **other_chat("a")))
+        await served.engine.wait_for_calls(1)
+        with full_disk(served):
+            refused = await served.post(key, stream=stream, **other_chat("b"))
+        assert (refused.status_code, NO_SPACE in refused.text) == (503, True)
+        again = asyncio.create_task(served.post(key, stream=stream, **other_chat("b")))
+        aborted = await running
+        assert aborted.status_code == (200 if stream else 503)
+        assert "send the request again" in aborted.text
+        assert "has ended" not in aborted.text
+        served.engine.go.set()
+        assert (await again).status_code == 200
+        assert (await served.post(key | RETRY, stream=stream, **other_chat("a"))).status_code == 200
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert num_turns(served) == 2
+    assert "OSError: [Errno 27]" in caplog.text, "the log has the whole error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_turn_that_cannot_be_recorded_is_sampled_again(served: Served, stream: bool) -> None:
+    async def run() -> None:
+        key = served.key("a")
+        running = asyncio.create_task(served.post(key, stream=stream))
+        await served.engine.wait_for_calls(1)
+        with full_disk(served):
+            served.engine.go.set()
+            reply = await running
+        assert (reply.status_code, NO_SPACE in reply.text) == (200 if stream else 503, True)
+        assert (await served.post(key | RETRY, stream=stream)).status_code == 200
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert (num_turns(served), served.engine.num_calls) == (1, 2)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import errno
 import logging
 import math
+import os
 import time
 
 import pydantic
@@ -18,6 +20,9 @@ from verl_server.errors import (
 
 LOG_INTERVAL_S = 10.0
 """Seconds between two errors of the engine of the same type in the log."""
+
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+"""Numbers of the errors of files that cannot be written. No connection has such an error."""
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +95,9 @@ def as_gateway_error(error: Exception) -> GatewayError:
         return GatewayError(ErrorKind.OVERLOADED, "the engine is busy; send the request again")
     if isinstance(error, VerlServerError):
         return GatewayError(ErrorKind.OVERLOADED, "the engine does not answer; send the request again")
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        message = f"the gateway cannot write its files: {os.strerror(error.errno)}; send the request again"
+        return GatewayError(ErrorKind.OVERLOADED, message)
     return GatewayError(ErrorKind.INTERNAL, f"the gateway failed with {type(error).__name__}; see its log")
 
 

@@ -133,12 +133,9 @@ class Session:
             num_tokens += len((await self._render(cursor, messages, request))[1])
         return num_tokens
 
-    def close(self, *, is_shutdown: bool = False) -> None:
-        """Abort all turns and close the record. `is_shutdown`: whether the next gateway serves the session again."""
-        if is_shutdown:
-            self._closed = GatewayError(ErrorKind.OVERLOADED, "the gateway shuts down; send the request again")
-        else:
-            self._closed = GatewayError(ErrorKind.PERMISSION, f"the session {self.id!r} has ended")
+    def close(self, error: GatewayError | None = None) -> None:
+        """Abort all turns and close the record. `error`: what clients get, by default that the session has ended."""
+        self._closed = error or GatewayError(ErrorKind.PERMISSION, f"the session {self.id!r} has ended")
         if self.record is not None:
             self._state.close()
             self.record.close()

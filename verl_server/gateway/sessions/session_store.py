@@ -128,7 +128,9 @@ class SessionStore:
             raise GatewayError(ErrorKind.PERMISSION, f"the session {session_id!r} has ended ({info.stop_reason})")
         opened = self._open.get(session_id)
         if opened is not None and opened.record is not None and opened.record.failure is not None:
-            self._open.pop(session_id).close()  # the disk was full, for example: the file is read again
+            # The disk was full, for example: the file is read again.
+            message = "the record of the session could not be written; send the request again"
+            self._open.pop(session_id).close(GatewayError(ErrorKind.OVERLOADED, message))
         if session_id not in self._open:
             recorder = ObservedRecorder(self._run_dir, session_id, sync=False)
             try:
@@ -199,7 +201,7 @@ class SessionStore:
         """Abort all turns. The sessions are served again by the next gateway with this folder."""
         self._is_closed = True
         for session in self._open.values():
-            session.close(is_shutdown=True)
+            session.close(GatewayError(ErrorKind.OVERLOADED, "the gateway shuts down; send the request again"))
         self._open.clear()
 
     def _limits_of(self, info: SessionInfo) -> RolloutLimits:
