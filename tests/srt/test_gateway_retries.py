@@ -188,3 +188,42 @@ def test_a_turn_that_cannot_be_recorded_is_sampled_again(served: Served, stream:
 
     asyncio.run(asyncio.wait_for(run(), 30))
     assert (num_turns(served), served.engine.num_calls) == (1, 2)
+
+
+def test_an_expired_session_ends_when_its_end_can_be_written(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    key = served.key("a")
+    served.engine.go.set()
+    assert asyncio.run(served.post(key)).status_code == 200
+    served.store.info("a").expires_at = 1.0
+    with full_disk(served):
+        for _ in range(3):
+            served.store.end_expired()
+        assert asyncio.run(served.post(key)).status_code == 503
+    assert caplog.text.count("cannot be ended") == 1, "once, not every some seconds"
+    served.store.end_expired()
+    assert asyncio.run(served.post(key)).status_code == 403
+    termination = load_session(served.store.record_file("a")).last_termination
+    assert termination is not None
+    assert termination.stop_reason == served.store.info("a").stop_reason == "expired"
+
+
+def test_a_session_whose_end_cannot_be_written_has_not_ended(
+    served: Served, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    """Also for the next gateway. The trainer ends the session again."""
+    key, end, result = served.key("a"), "/admin/sessions/a/end", orjson.dumps({"reward": 0.5})
+    admin = {"authorization": "Bearer sk-admin"}
+    served.engine.go.set()
+    assert asyncio.run(served.post(key)).status_code == 200
+    with full_disk(served):
+        refused = asyncio.run(served.post(admin, end, result))
+    assert (refused.status_code, NO_SPACE in refused.text) == (503, True)
+    served.store.close()
+    served = Served(renderer, tmp_path)
+    served.engine.go.set()
+    assert served.store.info("a").ended_at is None
+    assert asyncio.run(served.post(key, **other_chat("b"))).status_code == 200
+    assert asyncio.run(served.post(admin, end, result)).status_code == 200
+    graph = load_session(served.store.record_file("a"))
+    assert [weight for _, weight in graph.trained_segments or ()] == [1.0, 1.0]
+    assert list(graph.rewards.values()) == [[0.5], [0.5]]

@@ -53,6 +53,8 @@ class SessionStore:
         self._infos = dict[str, SessionInfo]()
         self._ids_by_key = dict[str, str]()
         self._open = dict[str, Session]()
+        self._failed_ends = set[str]()
+        """Ids of expired sessions whose failure to end is in the log."""
         self._is_closed = False
         run_dir.mkdir(parents=True, exist_ok=True)
         for path in sorted(run_dir.glob(f"*{SETTINGS_SUFFIX}")):
@@ -154,7 +156,8 @@ class SessionStore:
         """End a session: abort its turns, and record the reward at the end of each trained conversation.
 
         `train`: kinds of the conversations that are trained (`ConversationKind`); by default all but titles and other
-        side calls. A session that has ended gets the reward too. Raises BadInputError for values that are not allowed.
+        side calls. A session that has ended gets the reward too. Raises BadInputError for values that are not allowed,
+        and OSError if the end cannot be written: the session has not ended then.
         """
         info = self.info(session_id)
         given = as_json("the result", {"stop_reason": stop_reason, "rewards": as_rewards(rewards or {})})
@@ -169,8 +172,6 @@ class SessionStore:
             info.reward = as_rewards({"reward": reward})["reward"]
         if rewards:
             info.rewards = given["rewards"]
-        write_info(self._run_dir, info)
-        self._add(info)
         opened = self._open.pop(session_id, None)
         if opened is not None:
             opened.close()
@@ -178,15 +179,19 @@ class SessionStore:
         if with_record:
             with Recorder(self._run_dir, session_id) as recorder:
                 record_end(recorder, info)
+        write_info(self._run_dir, info)  # after the record: a session that has ended has its reward in the record
+        self._add(info)
         return info
 
     def end_expired(self) -> None:
-        """End the sessions whose time is over."""
+        """End the sessions whose time is over. A session that cannot be ended is tried again by the next call."""
         for info in list(self._infos.values()):
             try:
                 self._end_if_expired(info)
             except Exception:
-                logger.exception("the session %s has expired and cannot be ended", info.id)
+                if info.id not in self._failed_ends:
+                    self._failed_ends.add(info.id)
+                    logger.exception("the session %s has expired and cannot be ended", info.id)
 
     def _end_if_expired(self, info: SessionInfo) -> None:
         if info.ended_at is None and info.expires_at is not None and time.time() > info.expires_at:
