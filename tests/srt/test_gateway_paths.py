@@ -112,6 +112,28 @@ def test_turns_that_say_the_same_are_continued_in_turn(make: MakeGateway) -> Non
     assert sorted(graph.num_turns(leaf) for leaf in graph.leaves) == [2, 2]
 
 
+def test_conversations_with_equal_tokens_are_told_apart_after_a_restart(make: MakeGateway) -> None:
+    """The chat template does not write the ids of calls. Turns that say the same belong to their conversations."""
+    thoughts = iter(["one", "two"])
+
+    def prompt(call_id: str) -> list[Any]:
+        call = {"id": call_id, "type": "function", "function": {"name": "add", "arguments": "{}"}}
+        result = {"role": "tool", "tool_call_id": call_id, "content": "3"}
+        return [user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+
+    gateway = make(lambda prompt: f"<think>{next(thoughts)}</think>Done")
+    session, key = gateway.create_session()
+    turns = [message_of(ask(gateway, key, prompt(call_id))) for call_id in ("x", "y")]
+    graph = graph_of(gateway, session.id)
+    first, second = (node for node in graph.nodes if node.sampled)
+    assert graph.token_ids(first.parent or 0) == graph.token_ids(second.parent or 0)
+    gateway = make(lambda prompt: "end")
+    for call_id, turn, node in (("y", turns[1], second), ("x", turns[0], first)):
+        assert ask(gateway, key, [*prompt(call_id), turn, user("more")]).status_code == 200
+        graph = graph_of(gateway, session.id)
+        assert graph.path(graph.nodes[-1].id)[1] == node
+
+
 def test_a_conversation_that_ends_with_a_turn_is_refused(make: MakeGateway) -> None:
     gateway = make(lambda prompt: "hello")
     _, key = gateway.create_session()

@@ -50,13 +50,16 @@ class Cursor:
         self._state.require_room(self.leaf, len(token_ids))
         return token_ids
 
-    def add_context(self, token_ids: Sequence[int], message: Json, tools_digest: str | None = None) -> None:
+    def add_context(
+        self, token_ids: Sequence[int], message: Json, tools_digest: str | None = None, *, is_new: bool = False
+    ) -> None:
         """Record tokens that the policy did not sample, or move to their node (`RecordedNodes.find_context`).
 
-        No node is added for an empty list of tokens: the last node stays the turn, in which the renderer looks for the
-        end marker.
+        `is_new`: record the tokens in any case. Other messages can have the same tokens. No node is added for an empty
+        list of tokens: the last node stays the turn, in which the renderer looks for the end marker.
         """
-        node = self._state.recorded.find_context(self.leaf, self.branch, token_ids, message, tools_digest)
+        recorded = self._state.recorded
+        node = None if is_new else recorded.find_context(self.leaf, self.branch, token_ids, message, tools_digest)
         if node is not None:
             self._state.count(node)
             self.leaf = node.id

@@ -202,7 +202,8 @@ class Session:
                 is_short = is_short_prompt(messages, request.num_bytes + reasons.num_compared_tokens)
                 cursor.fork_reason = await run_aside(is_short, reasons.reason_of, messages, known_tools)
                 self._require_open()
-            cursor.add_context(token_ids, content, digest)
+            # A prompt with equal tokens that the history does not know has other messages, which are recorded, too.
+            cursor.add_context(token_ids, content, digest, is_new=self.record is not None)
             cursor.fork_reason = ForkReason.SAMPLE  # of another turn after this prompt
         self._require_open()
         assert cursor.leaf is not None
