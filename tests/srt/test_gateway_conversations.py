@@ -17,7 +17,7 @@ from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.gateway import ConversationKind, Gateway, label_conversations
 from verl_server.gateway.sessions.conversation_kinds import Opening, comes_back, find_main, kind_of
-from verl_server.trajectory import ChatRenderer, ForkReason, TrajectoryGraph, load_session
+from verl_server.trajectory import ChatRenderer, ForkReason, Span, TrajectoryGraph, load_session
 
 AGENT = Opening("You are an agent.", ["<env>x</env>\nFix the bug."], "t1", num_turns=5, max_new_tokens=32000)
 CHAT = Opening("You are an agent.", ["Fix the bug."], None, num_turns=5, max_new_tokens=4000)
@@ -98,6 +98,35 @@ def test_the_main_conversation_may_begin_later(openings: list[Opening], index: i
 )
 def test_a_summary_comes_back_line_by_line(turn: str, text: str, expected: bool) -> None:
     assert comes_back(turn, text) is expected
+
+
+def graph_with(*parents: int | None) -> TrajectoryGraph:
+    """A graph in which a turn follows each prompt and a prompt follows each turn. `parents`: parent of each node."""
+    graph, depths = TrajectoryGraph("s"), list[int]()
+    for parent in parents:
+        depths.append(0 if parent is None else depths[parent] + 1)
+        is_turn = depths[-1] % 2 == 1
+        content = message("assistant", "x") if is_turn else {"messages": [message("user", "a")], "tools": []}
+        fields: Any = {"logprobs": [-1.0], "spans": [Span(1, 0, 1)]} if is_turn else {}
+        reason = ForkReason.SAMPLE if graph.children(parent) else None
+        graph.add_node(parent, [1], sampled=is_turn, message=content, fork_reason=reason, **fields)
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("parents", "samples"),
+    [
+        ((None, 0, 0, 2, 3), [1]),  # the agent went on with the second turn
+        ((None, 0, 0, 1, 3), [2]),  # or with the first turn
+        ((None, 0, 1, 2, 0, 4, 5), [1]),  # an attempt that died, and the attempt after it
+        ((None, 0, 0, 1, 3, 2, 5), [1]),  # with both, and at last with the second turn
+        ((None, 0, 0, 2, 3, 1, 5), [2]),
+        ((None, 0, 0), [1]),  # with none: the reply that it received last
+    ],
+)
+def test_the_branch_that_went_on_last_is_no_sample(parents: tuple[int | None, ...], samples: list[int]) -> None:
+    found = label_conversations(graph_with(*parents))
+    assert [node for node, kind in found.items() if kind is ConversationKind.SAMPLE] == samples
 
 
 # -- a session on a real server ---------------------------------------------------------------------------

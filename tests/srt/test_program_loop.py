@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from verl_server import ServerDiedError, UnsupportedError, VerlEngine
 from verl_server.agent import Episode, LocalSandbox, RolloutLimits, RolloutRunner, Sample, Sandbox, Task, reward
-from verl_server.gateway import ProgramAgentLoop
+from verl_server.gateway import ConversationKind, ProgramAgentLoop, label_conversations
 from verl_server.gateway.programs.sample_gateway import serve_episode
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
 
@@ -196,6 +196,8 @@ def test_a_finished_sample_is_loaded_and_an_unfinished_one_starts_again(
     assert again.graph.nodes[: len(first.graph.nodes)] == first.graph.nodes
     assert again.leaf is not None
     assert again.leaf >= len(first.graph.nodes)
+    samples = [node for node, kind in label_conversations(again.graph).items() if kind is ConversationKind.SAMPLE]
+    assert samples == [next(node.id for node in first.graph.nodes if node.sampled)]
 
 
 def test_conversations_of_sub_agents_are_paths_and_titles_are_not(run: Callable[..., list[Sample]]) -> None:

@@ -68,11 +68,20 @@ def label_conversations(graph: TrajectoryGraph) -> dict[int, ConversationKind]:
 
 
 def _forks(graph: TrajectoryGraph) -> Iterator[tuple[int, ConversationKind]]:
-    """The branches within conversations. The branch that went on keeps the kind of its parent."""
+    """The branches within conversations. The branch that went on keeps the kind of its parent.
+
+    Of several turns after a prompt, this is the turn after which the last node was recorded: an attempt that died comes
+    before the attempt that went on. If no node follows any of them, it is the last turn.
+    """
+    last_nodes = list(range(len(graph.nodes)))
+    for node in reversed(graph.nodes):
+        if node.parent is not None:
+            last_nodes[node.parent] = max(last_nodes[node.parent], last_nodes[node.id])
     for node in graph.nodes:
         children = graph.children(node.id)
         turns = [child for child in children if graph.node(child).sampled]
-        kept = next((turn for turn in turns if graph.children(turn)), next(iter(turns), None))
+        continued = [turn for turn in turns if graph.children(turn)]
+        kept = max(continued or turns, key=lambda turn: last_nodes[turn], default=None)
         yield from ((turn, ConversationKind.SAMPLE) for turn in turns if turn != kept)
         prompts = [child for child in children if not graph.node(child).sampled]
         yield from ((prompt, ConversationKind.EDITED) for prompt in prompts[1:])
