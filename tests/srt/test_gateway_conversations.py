@@ -24,6 +24,9 @@ CHAT = Opening("You are an agent.", ["Fix the bug."], None, num_turns=5, max_new
 NAMER = Opening("Write a title.", ["Fix the bug."], None)
 RAW = Opening(is_raw=True)
 SUMMARY = "The user wants a fix of the bug.\nThe file a.py was changed, and all tests pass now."
+ASK_TITLE = f"Write a title.\n<env>x</env>\nFix the bug.\n{SUMMARY}"
+BARE = replace(AGENT, system="")
+BARE_CHAT = replace(BARE, tools=None, max_new_tokens=4000)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,17 @@ SUMMARY = "The user wants a fix of the bug.\nThe file a.py was changed, and all 
         (replace(CHAT, users=["Hi"], max_new_tokens=1, num_turns=1), CHAT, False, "side_call"),
         (replace(CHAT, users=[SUMMARY]), CHAT, True, "compacted"),
         (replace(CHAT, has_foreign_turns=True), CHAT, False, "edited"),
+        # agents without a system prompt
+        (Opening(users=[ASK_TITLE]), BARE, True, "title"),
+        (Opening(users=[f"Is this right?\n{SUMMARY}"]), BARE, True, "side_call"),
+        (replace(BARE, users=[SUMMARY]), BARE, True, "compacted"),
+        (replace(BARE, users=[SUMMARY], tools=None, num_turns=2), BARE, True, "compacted"),
+        (Opening(users=[ASK_TITLE], max_new_tokens=30), BARE_CHAT, True, "title"),
+        (Opening(users=[ASK_TITLE], max_new_tokens=30), BARE_CHAT, False, "title"),
+        (Opening(users=[ASK_TITLE], max_new_tokens=30), replace(BARE_CHAT, max_new_tokens=30), True, "compacted"),
+        (Opening(users=BARE.users, max_new_tokens=30), BARE, False, "other_tools"),
+        (Opening(users=BARE.users, max_new_tokens=1), BARE_CHAT, False, "edited"),
+        (Opening(users=[ASK_TITLE], max_new_tokens=4000), BARE_CHAT, True, "compacted"),
         # prompts that are no chats
         (RAW, AGENT, False, "main"),
         (RAW, RAW, False, "main"),

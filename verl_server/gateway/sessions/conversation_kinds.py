@@ -9,6 +9,7 @@ applies them to a token graph.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -105,9 +106,15 @@ def kind_of(opening: Opening, main: Opening, has_summary: bool) -> ConversationK
     is_same_agent = is_same_system or (is_same_tools and main.tools is not None)
     if opening.is_raw or main.is_raw:
         return ConversationKind.MAIN
-    if has_summary and is_same_agent:
+    is_title = opening.is_question and _share_text("\n".join(opening.users), main.first_user)
+    is_short_title = is_title and PROBE_TOKENS < (opening.max_new_tokens or math.inf) <= MAX_TITLE_TOKENS
+    is_side_question = opening.is_question and main.tools is not None
+    has_same_start = opening.first_user == main.first_user
+    if is_short_title and not has_same_start and opening.max_new_tokens != main.max_new_tokens:
+        return ConversationKind.TITLE
+    if has_summary and is_same_agent and not is_side_question:
         return ConversationKind.COMPACTED
-    if opening.first_user == main.first_user and (is_same_agent or opening.has_foreign_turns):
+    if has_same_start and (is_same_agent or opening.has_foreign_turns):
         return ConversationKind.EDITED if is_same_tools else ConversationKind.OTHER_TOOLS
     if is_same_system and is_same_tools and not opening.is_probe:
         return ConversationKind.EDITED if opening.has_foreign_turns else ConversationKind.MAIN
@@ -115,10 +122,9 @@ def kind_of(opening: Opening, main: Opening, has_summary: bool) -> ConversationK
         return ConversationKind.OTHER_TOOLS
     if opening.is_probe and opening.is_question:
         return ConversationKind.SIDE_CALL
-    is_title = opening.is_question and _share_text("\n".join(opening.users), main.first_user)
-    if main.tools is not None and opening.is_question:
+    if is_side_question:
         return ConversationKind.TITLE if is_title else ConversationKind.SIDE_CALL
-    if is_title and opening.max_new_tokens is not None and opening.max_new_tokens <= MAX_TITLE_TOKENS:
+    if is_short_title:
         return ConversationKind.TITLE
     return ConversationKind.SUB_AGENT
 
