@@ -60,6 +60,20 @@ def test_a_turn_that_cannot_be_read_is_not_sampled_again(
     assert (num_turns(third), third.engine.num_calls) == (1, 0)
 
 
+def test_a_recorded_turn_of_an_earlier_process_counts_as_a_retry(
+    served: Served, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    key = served.key("a")
+    for num_retries in (0, 1, 2):
+        served.engine.go.set()
+        assert asyncio.run(served.post(key | (RETRY if num_retries else {}))).status_code == 200
+        text = served.app.state.metrics.text().decode()
+        assert f"\nverl_gateway_attached_retries_total {min(num_retries, 1)}.0" in text
+        served.store.close()
+        served = Served(renderer, tmp_path)
+    assert num_turns(served) == 1
+
+
 class LeavingClient:
     """A client that closes its connection when `leave` is called. It speaks ASGI, as the server of the gateway does."""
 

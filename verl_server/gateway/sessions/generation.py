@@ -42,6 +42,16 @@ class Generation:
         self._abort_error = GatewayError(ErrorKind.OVERLOADED, "the turn was aborted; send the request again")
         self._abort: asyncio.TimerHandle | None = None
 
+    @classmethod
+    def of_recorded(
+        cls, turn: TurnCoroutine, num_prompt_tokens: int, progress: TurnProgress, slots: Slots
+    ) -> Generation:
+        """A turn that an earlier process has recorded. That process received the first request for the turn."""
+        progress.is_recorded = True
+        generation = cls(turn, num_prompt_tokens, progress, slots)
+        generation.num_joins = 1
+        return generation
+
     @property
     def has_failed(self) -> bool:
         """Whether the turn ended with an exception before it was recorded: the request has no sample."""

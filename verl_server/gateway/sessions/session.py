@@ -118,12 +118,11 @@ class Session:
         """A recorded turn as the turn of a request that was sent again."""
         num_prompt_tokens = 0 if node.parent is None else self.graph.num_tokens(node.parent)
         progress = TurnProgress(self._renderer, (), request, {})
-        progress.is_recorded = True
 
         async def turn() -> AssistantTurn:
             return self._as_turn(node, request, num_prompt_tokens, {})
 
-        return Generation(turn(), num_prompt_tokens, progress, self._slots)
+        return Generation.of_recorded(turn(), num_prompt_tokens, progress, self._slots)
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Number of tokens of the prompt that `start_turn` would give to the engine, also of a prompt without room."""
