@@ -17,6 +17,7 @@ from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.gateway import ConversationKind, Gateway, label_conversations
 from verl_server.gateway.sessions.conversation_kinds import Opening, comes_back, find_main, kind_of
+from verl_server.gateway.sessions.conversation_labels import MAX_COMPARED_TURNS
 from verl_server.trajectory import ChatRenderer, ForkReason, Span, TrajectoryGraph, load_session
 
 AGENT = Opening("You are an agent.", ["<env>x</env>\nFix the bug."], "t1", num_turns=5, max_new_tokens=32000)
@@ -141,6 +142,27 @@ def graph_with(*parents: int | None) -> TrajectoryGraph:
 def test_the_branch_that_went_on_last_is_no_sample(parents: tuple[int | None, ...], samples: list[int]) -> None:
     found = label_conversations(graph_with(*parents))
     assert [node for node, kind in found.items() if kind is ConversationKind.SAMPLE] == samples
+
+
+@pytest.mark.parametrize(("num_others", "kind"), [(MAX_COMPARED_TURNS - 1, "compacted"), (MAX_COMPARED_TURNS, "main")])
+def test_a_summary_is_looked_for_in_the_last_turns(num_others: int, kind: str) -> None:
+    """Other conversations have ended after the summary was written."""
+    graph = TrajectoryGraph("s")
+
+    def add_conversation(system: str, task: str, turn: str) -> int:
+        """The first node of a conversation of one turn."""
+        prompt = {"messages": [message("system", system), message("user", task)], "tools": [tool("read")]}
+        reason = ForkReason.SUB_AGENT if graph.nodes else None
+        root = graph.add_node(None, [1], sampled=False, message=prompt, fork_reason=reason, tools_digest="t").id
+        content = message("assistant", turn)
+        graph.add_node(root, [2], sampled=True, logprobs=[-1.0], spans=[Span(1, 0, 1)], message=content)
+        return root
+
+    add_conversation("You are an agent.", "Fix the bug.", SUMMARY)
+    for number in range(num_others):
+        add_conversation("You search files.", f"Find the bug {number}.", "It is in a.py.")
+    root = add_conversation("You are an agent.", f"The session continues.\n{SUMMARY}", "Done.")
+    assert label_conversations(graph)[root] == kind
 
 
 # -- a session on a real server ---------------------------------------------------------------------------
