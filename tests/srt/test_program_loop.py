@@ -124,7 +124,50 @@ def test_a_failure_of_the_engine_is_no_end_of_a_program(
     assert (sample.stop_reason, sample.reward) == ("error", None)
     assert sample.error is not None
     assert sample.error["type"] == "InfrastructureError"
-    assert "the engine has failed while the program ran: the server has died" in sample.error["message"]
+    assert "a turn has failed while the program ran: the server has died" in sample.error["message"]
+
+
+STREAMS = """
+body = json.dumps({"model": "m", "stream": True, "messages": [user("one")]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+text = ""
+for line in urllib.request.urlopen(request, timeout=60):
+    if line.startswith(b"data: {"):
+        delta = json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+        if delta and not text:
+            ask(user("two"))
+        text += delta
+print(text)
+"""
+"""A program that sends its second request when the first delta of its first turn arrives."""
+
+
+def test_a_program_that_streams_gets_deltas_before_the_end_of_the_turn(renderer: ChatRenderer) -> None:
+    """The first turn ends after the second request, which the program sends at its first delta."""
+    second, agent = asyncio.Event(), program(STREAMS)
+
+    async def generate(*, rid: str, session_id: str, on_tokens: Any = None, **request: Any) -> Any:
+        if "two" in renderer.tokenizer.decode(request["input_ids"]):
+            second.set()
+        token_ids = renderer.encode("alpha beta gamma")
+        if on_tokens is not None:
+            on_tokens(0, token_ids, [-1.0] * len(token_ids))
+        await asyncio.wait_for(second.wait(), 30)
+        meta = {"finish_reason": {"type": "stop"}, "weight_version": "1"}
+        return {
+            "output_ids": [*token_ids, *renderer.stop_token_ids],
+            "meta_info": {**meta, "output_token_logprobs": [[-1.0, token, None] for token in [*token_ids, 0]]},
+        }
+
+    async def run() -> list[Sample]:
+        runner = RolloutRunner(agent, generate, renderer=renderer, limits=LIMITS, max_attempts=1)
+        return [sample async for group in runner.run([TASK]) for sample in group.samples]
+
+    (sample,) = asyncio.run(run())
+    assert (sample.stop_reason, sample.error) == ("done", None)
+    assert len(recorded_turns(sample.graph)) == 2
+    assert agent.instances[0].result.stdout.strip() == "alpha beta gamma"  # type: ignore[attr-defined]
 
 
 def test_the_gateway_of_a_sample_ends_before_its_socket_is_closed(
@@ -248,6 +291,22 @@ def test_a_program_that_fails_is_an_error_with_its_output(run: Callable[..., lis
     assert sample.reward is None
     (sample,) = run(program("print('nothing')"))
     assert "without a turn of the policy" in (sample.error or {})["message"]
+
+
+def test_a_failure_after_an_overflow_that_the_program_has_survived_is_an_error(
+    run: Callable[..., list[Sample]],
+) -> None:
+    """The program shortens its conversation, gets a turn, and fails later for another reason."""
+    text = """
+import contextlib
+with contextlib.suppress(Exception):
+    ask(user("a" * 5000))
+ask(user("short"))
+sys.exit(3)
+"""
+    (sample,) = run(program(text))
+    assert sample.stop_reason == "error"
+    assert (sample.error or {})["type"] == "ProgramError"
 
 
 def test_an_error_of_the_infrastructure_is_tried_again(run: Callable[..., list[Sample]]) -> None:

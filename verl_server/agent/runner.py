@@ -17,7 +17,7 @@ from verl_server.agent.engine_access import Engine, access_engine, with_stop_tok
 from verl_server.agent.environments.environment import Environment, as_agent
 from verl_server.agent.environments.rewards import Reward, RewardFn, RewardOptions, reward_of
 from verl_server.agent.episodes.episode_state import require_limits, validate_episode_arguments
-from verl_server.agent.generate_fn import await_reply, require_sampling_params
+from verl_server.agent.generate_fn import await_reply, require_sampling_params, with_reports
 from verl_server.agent.groups.group_filter import GroupFilter, get_group_filter
 from verl_server.agent.groups.group_runner import GroupRunner, RunnerCounters
 from verl_server.agent.groups.group_stream import stream_groups
@@ -33,6 +33,7 @@ from verl_server.agent.samples import SampleGroup
 from verl_server.agent.tools.tool import Tool
 from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError
+from verl_server.router.token_reports import OnTokens
 from verl_server.server.open_files import raise_open_file_limit
 from verl_server.trajectory.recorder import FILE_SUFFIX
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -216,8 +217,11 @@ class RolloutRunner:
         concurrency = self._max_concurrency
         return GroupRunner(self._samples, self.counters, self._n, concurrency, logs_common_failure=logs_common_failure)
 
-    async def _generate_counted(self, *, rid: str, session_id: str, **request: Any) -> Json:
-        reply = await await_reply(self._generate(rid=rid, session_id=session_id, **request))
+    async def _generate_counted(
+        self, *, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any
+    ) -> Json:
+        generate = with_reports(self._generate, on_tokens)
+        reply = await await_reply(generate(rid=rid, session_id=session_id, **request))
         self.counters.num_turns += 1
         self.counters.num_sampled_tokens += len(reply["output_ids"])
         return reply

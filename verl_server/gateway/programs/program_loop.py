@@ -36,9 +36,10 @@ class ProgramAgentLoop(Environment):
 
     The conversations of the program are the paths of the sample: all of them are trained with its reward. The program
     is killed at the limits of the runner (`timeout_s`, `max_turns`, `max_response_tokens`), and the sample then has a
-    reward as usual; so has a program that fails because its conversation is too long (`max_context_tokens`). A sample
-    whose program ends with another exit code than 0 for any other reason fails with ProgramError. A sample that was not
-    finished starts again in an empty workspace; earlier turns stay in its record and are not trained.
+    reward as usual. So has a program that fails because its conversation is too long, without another turn after that
+    (`max_context_tokens`). A sample whose program ends with another exit code than 0 for any other reason fails with
+    ProgramError. A sample that was not finished starts again in an empty workspace; earlier turns stay in its record
+    and are not trained.
     """
 
     command: ClassVar[str | Sequence[str]] = ""
@@ -109,7 +110,7 @@ class ProgramAgentLoop(Environment):
                 num_turns = await gateway.finish()
             if gateway.reached_limit is not None:
                 raise episode._state.stop(gateway.reached_limit)
-            gateway.require_engine()
+            gateway.require_turns()
             self.result = program.result()
             if self.result.exit_code and gateway.has_overflowed:
                 raise episode._state.stop("max_context_tokens")

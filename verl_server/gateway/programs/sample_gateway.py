@@ -9,26 +9,23 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
 from verl_server.agent.episodes.episode import Episode
 from verl_server.agent.episodes.recorded_paths import end_at
-from verl_server.agent.generate_fn import GenerateFn
 from verl_server.agent.user_code import wait_despite_cancellation
-from verl_server.errors import BadInputError, InfrastructureError
+from verl_server.errors import InfrastructureError
 from verl_server.gateway.config import GatewayConfig
+from verl_server.gateway.errors import GatewayError
 from verl_server.gateway.http.app import make_app
 from verl_server.gateway.sessions.conversation_labels import trained_ends
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_end import record_kinds
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.sessions.slots import Slots
-from verl_server.gateway.sessions.turn_details import REFUSED
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.view.token_texts import decoder_of
-from verl_server.types import Json
 
 GRACE_S = 1
 """Seconds in which replies may still be sent after the program has ended."""
@@ -43,14 +40,11 @@ class SampleGateway:
     the token graph of the session.
     """
 
-    def __init__(
-        self, episode: Episode, session: Session, key: str, port: int, serving: asyncio.Task[None], engine: _EngineWatch
-    ) -> None:
+    def __init__(self, episode: Episode, session: Session, key: str, port: int, serving: asyncio.Task[None]) -> None:
         self._episode, self._session, self.key, self._serving = episode, session, key, serving
-        self._engine = engine
         self.url = f"http://127.0.0.1:{port}"
         """Base URL without `/v1`, as Anthropic's clients take it."""
-        self._first_node, self._first_note = len(episode.graph.nodes), len(episode.graph.notes)
+        self._first_node = len(episode.graph.nodes)
 
     @property
     def reached_limit(self) -> str | None:
@@ -59,13 +53,16 @@ class SampleGateway:
 
     @property
     def has_overflowed(self) -> bool:
-        """Whether a conversation of the program was too long for the context."""
-        return any(note.name == REFUSED for note in self._episode.graph.notes[self._first_note :])
+        """Whether a conversation of the program was too long for the context, and no turn has followed."""
+        return isinstance(self._session.failure, GatewayError)
 
-    def require_engine(self) -> None:
-        """Raise InfrastructureError if the engine has failed and no turn has followed."""
-        if (failure := self._engine.failure) is not None:
-            raise InfrastructureError(f"the engine has failed while the program ran: {failure}") from failure
+    def require_turns(self) -> None:
+        """Raise InfrastructureError if the engine or the gateway has failed and no turn has followed.
+
+        A program may ignore the error of its request and end with exit code 0.
+        """
+        if (failure := self._session.failure) is not None and not self.has_overflowed:
+            raise InfrastructureError(f"a turn has failed while the program ran: {failure}") from failure
 
     def require_running(self) -> None:
         """Raise InfrastructureError if the server has ended."""
@@ -86,28 +83,6 @@ class SampleGateway:
         return sum(node.sampled for node in graph.nodes[self._first_node :])
 
 
-class _EngineWatch:
-    """The generate function of an episode, which remembers a failure that no later turn has followed.
-
-    A program may ignore the error of its request and end with exit code 0.
-    """
-
-    def __init__(self, generate: GenerateFn) -> None:
-        self.generate = generate
-        self.failure: Exception | None = None
-
-    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Json:
-        try:
-            reply = await self.generate(rid=rid, session_id=session_id, **request)
-        except BadInputError:
-            raise  # a mistake of the program, which gets the error
-        except Exception as error:
-            self.failure = error
-            raise
-        self.failure = None
-        return reply
-
-
 class _Server(uvicorn.Server):
     """A server that leaves the signals of the process to the trainer."""
 
@@ -121,7 +96,6 @@ async def serve_episode(episode: Episode, listener: socket.socket) -> AsyncItera
     """Serve a session that records in `episode`, on a socket that listens. The socket is closed at the end."""
     slots, key = Slots(GatewayConfig.max_session_requests), f"sk-{secrets.token_urlsafe(32)}"
     session = Session(episode._state, episode._sampling_params, None, slots)
-    state, engine = episode._state, _EngineWatch(episode._state.generate)
     with tempfile.TemporaryDirectory(prefix="verl-program-") as folder, listener:
 
         def open_session(record: Recorder, *_: object) -> Session:
@@ -136,11 +110,9 @@ async def serve_episode(episode: Episode, listener: socket.socket) -> AsyncItera
             uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S)
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        state.generate = engine
         try:
-            yield SampleGateway(episode, session, key, listener.getsockname()[1], serving, engine)
+            yield SampleGateway(episode, session, key, listener.getsockname()[1], serving)
         finally:
-            state.generate = engine.generate
             session.close()
             server.should_exit = True
             stop = asyncio.get_running_loop().call_later(STOP_TIMEOUT_S, serving.cancel)

@@ -145,6 +145,11 @@ class Session:
         """Wait until all turns have ended, after `close`."""
         await asyncio.gather(*(generation.task for generation in self._turns), return_exceptions=True)
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why the last request without a turn failed, see `Turns.failure`."""
+        return self._turns.failure
+
     def _require_open(self) -> None:
         if self._closed is not None:
             raise self._closed
@@ -255,14 +260,13 @@ class Session:
         text, stop = parts.text, (node.message or {}).get("stop_sequence")
         if stop is not None and not parts.tool_calls:
             text = text.partition(stop)[0]
-        is_cut = node.finish_reason == "length"
         return AssistantTurn(
             id=f"{self.id}-{node.id}",
             node=node.id,
             text=text,
             reasoning=parts.reasoning,
             tool_calls=parts.tool_calls,
-            finish_reason="length" if is_cut else "tool_calls" if parts.tool_calls else "stop",
+            finish_reason="length" if node.finish_reason == "length" else "tool_calls" if parts.tool_calls else "stop",
             stop_sequence=stop,
             num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=int(meta.get("cached_tokens") or 0),

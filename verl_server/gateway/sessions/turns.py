@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import Counter, deque
 from collections.abc import Iterator
 
+from verl_server.gateway.conversation import AssistantTurn
+from verl_server.gateway.errors import ErrorKind, as_gateway_error
 from verl_server.gateway.sessions.generation import Generation
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
 
 MAX_FINISHED_TURNS = 256
 """Number of finished turns that are returned when their requests are repeated."""
+FAILURES = (ErrorKind.OVERLOADED, ErrorKind.INTERNAL)
+"""Errors for which the program is not responsible."""
 
 
 class Turns:
@@ -23,6 +28,10 @@ class Turns:
         """All turns, the oldest first, except that a turn that was still running may stand later."""
         self._refused = Counter[bytes]()
         """Number of requests without a turn that have not been sent again."""
+        self.failure: Exception | None = None
+        """Why the last request without a turn failed, if no later request has got a turn: a failure of the engine or of
+        the gateway, or the GatewayError of a conversation that is too long. Other mistakes of the program do not count.
+        """
 
     def __iter__(self) -> Iterator[Generation]:
         return (turn for turns in self._turns.values() for turn in turns)
@@ -51,7 +60,8 @@ class Turns:
         """Note that a request got no turn if the block raises an exception: its client may send the request again."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            self._note_failure(error)
             if len(self._refused) >= MAX_FINISHED_TURNS:
                 self._refused.clear()
             self._refused[fingerprint] += 1
@@ -70,6 +80,8 @@ class Turns:
     def add(self, fingerprint: bytes, turn: Generation) -> None:
         """Add a turn, and forget old turns: a client repeats a request within minutes."""
         self._turns.setdefault(fingerprint, []).append(turn)
+        failure = self.failure
+        turn.task.add_done_callback(lambda task: self._note_end(task, failure))
         self._order.append((fingerprint, turn))
         for _ in range(2):  # one more than was added, because one of them may be running
             if len(self._order) > MAX_FINISHED_TURNS:
@@ -85,6 +97,22 @@ class Turns:
             turns.remove(turn)
         if not turns:
             self._turns.pop(fingerprint, None)
+
+    def _note_end(self, task: asyncio.Task[AssistantTurn], failure: Exception | None) -> None:
+        """Note how a turn has ended. `failure`: the value of the attribute when the turn was added."""
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            self._note_failure(error)
+        elif self.failure is failure:  # the turn is later than the failure
+            self.failure = None
+
+    def _note_failure(self, error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            return  # the client has gone
+        kind = as_gateway_error(error).kind
+        if kind in FAILURES or (kind is ErrorKind.CONTEXT_OVERFLOW and self.failure is None):
+            self.failure = error
 
 
 class RecordedTurns:
