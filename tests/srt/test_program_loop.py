@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -73,11 +73,11 @@ def renderer(tiny: Callable[..., Path]) -> ChatRenderer:
 
 @pytest.fixture
 def run(engine: LoggingGenerateFn, renderer: ChatRenderer) -> Callable[..., list[Sample]]:
-    def run_samples(agent: type[ProgramAgentLoop], **options: Any) -> list[Sample]:
+    def run_samples(agent: type[ProgramAgentLoop], *, tasks: Sequence[Task] = (TASK,), **options: Any) -> list[Sample]:
         async def run() -> list[Sample]:
             settings = {"renderer": renderer, "limits": LIMITS, "sampling_params": PARAMS, **options}
             runner = RolloutRunner(agent, engine, **settings)
-            return [sample async for group in runner.run([TASK]) for sample in group.samples]
+            return [sample async for group in runner.run(tasks) for sample in group.samples]
 
         engine.turns.clear()
         return asyncio.run(run())
@@ -341,6 +341,19 @@ except OSError:
     if "network" not in agent.instances[0].sandbox.confined:
         pytest.fail("this kernel refuses network namespaces, so programs reach the machine's ports")
     assert sample.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("a\0b", "has a NUL character"), ("a" * 200_000, "has 200,000 bytes, the maximum is")],
+)
+def test_a_message_that_no_variable_can_have_is_named_with_its_task(
+    run: Callable[..., list[Sample]], text: str, named: str
+) -> None:
+    (sample,) = run(program(TWO_TURNS), tasks=[Task("long-7", [{"role": "user", "content": text}], {"word": "hi"})])
+    message = (sample.error or {})["message"]
+    assert "the last message of task 'long-7'" in message
+    assert named in message
 
 
 def test_mistakes(run: Callable[..., list[Sample]]) -> None:

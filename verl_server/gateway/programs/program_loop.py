@@ -9,6 +9,7 @@ from typing import ClassVar
 from verl_server.agent.environments.environment import Environment
 from verl_server.agent.episodes.episode import Episode
 from verl_server.agent.samples import Task
+from verl_server.agent.sandboxes.arguments import MAX_COMMAND_BYTES
 from verl_server.agent.sandboxes.local_sandbox import LocalSandbox
 from verl_server.agent.sandboxes.sandbox import CommandResult, Sandbox, SandboxLimits
 from verl_server.errors import BadInputError, InfrastructureError, ProgramError
@@ -23,6 +24,8 @@ POLL_S = 0.2
 """Seconds between two checks whether a limit of the episode ends the program."""
 MAX_ERROR_CHARS = 2000
 """Number of characters of the program's output in an error."""
+MAX_PROMPT_BYTES = MAX_COMMAND_BYTES - 8 * 1024
+"""Maximum size of the last message of a task. The rest of `MAX_COMMAND_BYTES` is for the other variables."""
 MAKE_FOLDERS = 'cd "${TMPDIR:-/tmp}" && mkdir workspace home && pwd'
 
 
@@ -133,10 +136,21 @@ class ProgramAgentLoop(Environment):
 
 
 def read_prompt(task: Task) -> str:
-    """Text of the last message of a task. Raises BadInputError for a message with images."""
+    """Text of the last message of a task.
+
+    Raises BadInputError for a message with images, and for a text that no environment variable can have.
+    """
     content = task.messages[-1].get("content") if task.messages else ""
     if not isinstance(content, str):
         raise BadInputError(f"the last message of task {task.id!r} must be a text: a program gets it as PROMPT")
+    what = f"a program gets the last message of task {task.id!r} as the environment variable PROMPT, and the message"
+    if "\0" in content:
+        raise BadInputError(f"{what} has a NUL character, which no variable can have; remove it")
+    if (num_bytes := len(content.encode())) > MAX_PROMPT_BYTES:
+        raise BadInputError(
+            f"{what} has {num_bytes:,} bytes, the maximum is {MAX_PROMPT_BYTES:,}; put the long text into Task.data, "
+            "write it to a file in `prepare` with `write_file`, and let the message name the file"
+        )
     return content
 
 
