@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -93,6 +94,59 @@ def test_a_gateway_follows_servers_that_go_and_come(
         servers.found = {}
         wait_until(lambda: not is_ready(gateway.url), 30, "the removed server is still used")
         assert ask(gateway.url, key, messages=[{"role": "user", "content": "b"}]).status_code == 503
+
+
+class HangingSearch:
+    """A search for servers that hangs until `released` is set. Finds no server."""
+
+    def __init__(self, *, hangs_at_close: bool = False) -> None:
+        self.released = threading.Event()
+        self.num_calls = self.num_running = self.max_running = 0
+        self._hangs_at_close = hangs_at_close
+
+    def __call__(self) -> dict[str, RemoteServer]:
+        self.num_calls += 1
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        self.released.wait()
+        self.num_running -= 1
+        return {}
+
+    def close(self) -> None:
+        if self._hangs_at_close:
+            self.released.wait()
+
+
+@pytest.mark.parametrize("hangs_at_close", [False, True])
+def test_a_search_that_hangs_is_called_once_and_does_not_block_the_shutdown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs_at_close: bool
+) -> None:
+    """The other searches wait for the call that hangs. The gateway names the problem, and ends without the call."""
+    monkeypatch.setattr("verl_server.gateway.engines.discovered_servers.FIND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("verl_server.gateway.engines.discovered_servers.CLOSE_TIMEOUT_S", 0.05, raising=False)
+    search = HangingSearch(hangs_at_close=hangs_at_close)
+    try:
+        with Gateway(DiscoveredServers(search), tmp_path, limits=LIMITS) as gateway:
+            headers = {"x-api-key": gateway.admin_key}
+
+            def problem() -> str:
+                report = httpx.get(f"{gateway.url}/health", headers=headers, timeout=60.0).json()
+                return report["engine"]["problem"] or ""
+
+            wait_until(lambda: "took more than 0.05 s" in problem(), 30, "the problem is not named")
+    finally:
+        search.released.set()
+    assert search.num_calls == 1
+
+
+def test_a_search_that_ends_late_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_server.gateway.engines.discovered_servers.FIND_TIMEOUT_S", 0.01)
+    search = HangingSearch()
+    with Gateway(DiscoveredServers(search), tmp_path, limits=LIMITS):
+        wait_until(lambda: search.num_running == 1, 30, "no search")
+        search.released.set()
+        wait_until(lambda: search.num_calls >= 3, 30, "the search is not called again")
+    assert search.max_running == 1
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 from verl_server.adapter.sglang.capabilities import max_request_tokens, max_running_requests
 from verl_server.agent.engine_access import EngineAccess
 from verl_server.agent.generate_fn import GenerateFn, limit_concurrency
+from verl_server.agent.user_code import call_user_function, call_within
 from verl_server.config import RemoteServer
 from verl_server.gateway.engines.engine_source import EngineParts, EngineReport
 from verl_server.gateway.errors import ErrorKind, GatewayError
@@ -25,9 +26,11 @@ FIND_INTERVAL_S = 2.0
 """Seconds between two searches for servers."""
 FIND_TIMEOUT_S = 60.0
 """Seconds that a search for servers may take."""
+CLOSE_TIMEOUT_S = 2.0
+"""Seconds that `close` of the function that finds servers may take."""
 
 FindServers = Callable[[], Mapping[str, RemoteServer]]
-"""Finds the servers that run now, by name. May block; is called in a thread."""
+"""Finds the servers that run now, by name. May block; is called in a daemon thread, one call at a time."""
 
 
 class DiscoveredServers:
@@ -57,6 +60,8 @@ class DiscoveredServers:
         self._problem = ""
         """Why the search or the tokenizer failed the last time. The reason is logged once."""
         self._following: asyncio.Task[None] | None = None
+        self._search: asyncio.Task[Mapping[str, RemoteServer]] | None = None
+        """The search for servers that runs. No other search starts beside a search that hangs."""
 
     async def start(self) -> None:
         """Begin to look for servers."""
@@ -69,8 +74,14 @@ class DiscoveredServers:
         if self._following is not None:
             self._following.cancel()
             if (end := getattr(self._find, "close", None)) is not None:
-                await asyncio.to_thread(end)
+                try:
+                    await call_within(call_user_function(end), CLOSE_TIMEOUT_S, "close() of the search for servers")
+                except Exception as error:  # noqa: BLE001 - the rest is closed all the same
+                    logger.warning("the search for servers was not closed: %s", error)
             await asyncio.gather(self._following, return_exceptions=True)
+            if self._search is not None:
+                self._search.cancel()  # a function that hangs does so in a daemon thread
+                await asyncio.gather(self._search, return_exceptions=True)
         if self._probed is not None:
             await self._probed.close()
         if self._dispatcher is not None:
@@ -127,13 +138,25 @@ class DiscoveredServers:
     async def _look(self) -> None:
         """Look for servers once. Makes the parts of the engine when the first server has answered."""
         assert self._probed is not None
-        async with asyncio.timeout(FIND_TIMEOUT_S):
-            servers = await asyncio.to_thread(self._find)
+        servers = await self._find_servers()
         await self._probed.set_servers(servers)
         infos = list(self._probed.infos.values())
         if self._parts is None and infos:
-            self._parts = await asyncio.to_thread(self._make_parts, infos)
+            self._parts = await call_user_function(self._make_parts, infos)
             logger.info("the gateway has found its engine: %d of %d servers", len(infos), len(servers))
+
+    async def _find_servers(self) -> Mapping[str, RemoteServer]:
+        """Call the function that finds servers, or wait for the call that still runs.
+
+        Raises TimeoutError if the call takes too long, and the exceptions of the function.
+        """
+        if self._search is None:
+            self._search = asyncio.create_task(call_user_function(self._find))
+        await asyncio.wait((self._search,), timeout=FIND_TIMEOUT_S)
+        if not self._search.done():
+            raise TimeoutError
+        search, self._search = self._search, None
+        return search.result()
 
     def _make_parts(self, infos: Sequence[Json]) -> EngineParts:
         renderer = self._renderer or EngineAccess(self._generate, infos[0]).make_renderer()
