@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -147,6 +148,23 @@ def test_a_search_that_ends_late_is_used(tmp_path: Path, monkeypatch: pytest.Mon
         search.released.set()
         wait_until(lambda: search.num_calls >= 3, 30, "the search is not called again")
     assert search.max_running == 1
+
+
+def test_servers_beside_a_wrong_server_are_found_when_the_function_is_right(
+    gateway: Gateway, servers: Servers, shared_engine: VerlEngine
+) -> None:
+    """The wrong value is named, and the servers beside it are probed later."""
+    server = remote_server_of(adapter_of(shared_engine))
+    wrong: Any = server.base_url
+    servers.found = {"r0": server, "r1": wrong}
+    headers = {"x-api-key": gateway.admin_key}
+
+    def problem() -> str:
+        return str(httpx.get(f"{gateway.url}/health", headers=headers, timeout=60.0).json()["engine"]["problem"])
+
+    wait_until(lambda: "got a value of type str" in problem(), 30, "the wrong server is not named")
+    servers.found = {"r0": server}
+    wait_until(lambda: is_ready(gateway.url), 30, "the server is not probed")
 
 
 @contextlib.contextmanager

@@ -56,19 +56,26 @@ class ProbedServers:
         return self._adapters
 
     async def set_servers(self, servers: Mapping[str, RemoteServer]) -> None:
-        """Bring the replicas to `servers`, by name. New servers are probed once, and then repeatedly."""
+        """Bring the replicas to `servers`, by name. New servers are probed once, and then repeatedly.
+
+        Raises BadInputError, and changes nothing, for a value that is no `RemoteServer`.
+        """
+        _require_servers(servers)
         for name in [name for name, server in self._servers.items() if servers.get(name) != server]:
             await self._remove(name)
         added = [name for name in servers if name not in self._servers]
         config = AdapterConfig(Timeouts(connect_s=CONNECT_TIMEOUT_S), max_retries=0)
+        first_probes = list[asyncio.Event]()
         for name in added:
-            server = self._servers[name] = servers[name]
+            server = servers[name]
             self._adapters[name] = AsyncHttpServerEngineAdapter.attach(
                 server.base_url, api_key=server.api_key, admin_api_key=server.admin_api_key, config=config
             )
             self._dispatcher.pool.add_replica(name, self._adapters[name], 0, admitted=False)
-        await asyncio.gather(*(self._probe(name) for name in added))
-        self._probes |= {name: asyncio.create_task(self._keep_probing(name)) for name in added}
+            first_probes.append(asyncio.Event())
+            self._probes[name] = asyncio.create_task(self._keep_probing(name, first_probes[-1]))
+            self._servers[name] = server  # a server without a probe would never be probed
+        await asyncio.gather(*(probe.wait() for probe in first_probes))
 
     async def _remove(self, name: str) -> None:
         """Remove a server. Its running requests continue on other servers."""
@@ -81,7 +88,12 @@ class ProbedServers:
         self._dispatcher.pool.apply_statuses([ReplicaStatus(name, None, 0, False, False, False, removed=True)])
         await adapter.close_connections()
 
-    async def _keep_probing(self, name: str) -> None:
+    async def _keep_probing(self, name: str, first_probe: asyncio.Event) -> None:
+        """Probe a server again and again. `first_probe` is set after the first probe."""
+        try:
+            await self._probe(name)
+        finally:
+            first_probe.set()
         while True:
             await asyncio.sleep(max(PROBE_INTERVAL_S, len(self._adapters) / MAX_PROBES_PER_S))
             await self._probe(name)
@@ -165,6 +177,16 @@ def servers_by_url(servers: Sequence[RemoteServer]) -> dict[str, RemoteServer]:
     if len(by_url) != len(servers):
         raise BadInputError(f"a replica is listed twice: {', '.join(server.base_url for server in servers)}")
     return by_url
+
+
+def _require_servers(servers: object) -> None:
+    """Raise BadInputError unless `servers` are servers by their names."""
+    values = list(servers.values()) if isinstance(servers, Mapping) else [servers]
+    wrong = [type(value).__name__ for value in values if not isinstance(value, RemoteServer)]
+    if wrong or not isinstance(servers, Mapping):
+        got = f"a value of type {wrong[0]}" if wrong else "a RemoteServer without a name"
+        example = 'write {"r0": RemoteServer("http://10.0.0.1:30000")}'
+        raise BadInputError(f"the servers must be a dict of RemoteServer by name, got {got}; {example}")
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
