@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -104,11 +104,21 @@ class Gateway:
         self._server = self._make_server()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="verl-gateway", daemon=True)
-        self._ready = threading.Event()
+        self._started: Future[None] = Future()
+        """Has a result when the server accepts requests, and the error if its thread ended before."""
         self._thread.start()
-        if not self._ready.wait(START_TIMEOUT_S):
-            self.shutdown()
-            raise StartupError("the gateway did not start; see its log")
+        self._wait_for_start()
+
+    def _wait_for_start(self) -> None:
+        """Raise StartupError if the server does not start."""
+        wait([self._started], START_TIMEOUT_S)
+        error = (
+            self._started.exception() if self._started.done() else TimeoutError(f"no start in {START_TIMEOUT_S:g} s")
+        )
+        if error is not None:
+            with contextlib.suppress(DeadlineError):
+                self.shutdown()
+            raise StartupError(f"the gateway did not start: {error or type(error).__name__}") from error
 
     def _open_session(self, record: ObservedRecorder, limits: RolloutLimits, sampling_params: Json) -> Session:
         """The session of a record. Raises GatewayError while the engine is not known yet."""
@@ -187,16 +197,24 @@ class Gateway:
         self.shutdown()
 
     def _run(self) -> None:
-        uvloop.run(self._serve())
+        try:
+            uvloop.run(self._serve())
+        except BaseException as error:
+            if self._started.done():
+                raise
+            self._started.set_exception(error)  # raised in the constructor
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        await self._engine.start()
-        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         try:
+            await self._engine.start()
+            serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
             while not self._server.started and not serving.done():
                 await asyncio.sleep(0.01)
-            self._ready.set()
+            if serving.done():
+                serving.result()
+                raise StartupError("its HTTP server has ended at once; see the log")
+            self._started.set_result(None)
             while not serving.done():
                 self._store.end_expired()
                 await asyncio.wait((serving,), timeout=EXPIRY_INTERVAL_S)
@@ -208,23 +226,30 @@ class Gateway:
     def _call(self, function: Callable[[], Result]) -> Result:
         """Call a function in the event loop of the server, which owns the sessions.
 
-        Raises ShutDownError after `shutdown`.
+        Raises ShutDownError after `shutdown`, and DeadlineError if the event loop does not answer. A call that has not
+        begun is then taken back.
         """
         if self._is_shut_down or self._loop is None or not self._thread.is_alive():
             raise ShutDownError("the gateway was shut down; make another one with the same folder")
         result: Future[Result] = Future()
 
         def run() -> None:
+            if not result.set_running_or_notify_cancel():
+                return
             try:
                 result.set_result(function())
             except BaseException as error:  # noqa: BLE001 - raised in the thread of the caller
                 result.set_exception(error)
 
         self._loop.call_soon_threadsafe(run)
-        try:
-            return result.result(STOP_TIMEOUT_S)
-        except TimeoutError:
-            raise DeadlineError("the gateway did not answer", operation="gateway", seconds=STOP_TIMEOUT_S) from None
+        wait([result], STOP_TIMEOUT_S)
+        if not result.cancel() and not result.done():
+            message = "the gateway has not finished this call, which may still take effect"
+        elif result.cancelled():
+            message = "the gateway did not answer, and the call was taken back"
+        else:
+            return result.result()
+        raise DeadlineError(message, operation="gateway", seconds=STOP_TIMEOUT_S)
 
 
 def _make_source(

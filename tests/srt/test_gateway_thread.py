@@ -1,0 +1,88 @@
+"""The thread of a gateway: a start that fails, and calls that its event loop does not answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from agent_helpers import ScriptedGenerateFn
+from helpers import wait_until
+from transformers import AutoTokenizer
+
+from verl_server import DeadlineError, StartupError
+from verl_server.agent import RolloutLimits
+from verl_server.gateway import DiscoveredServers, Gateway
+from verl_server.trajectory import ChatRenderer
+
+LIMITS = RolloutLimits(max_context_tokens=2000, max_turns=1000)
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny: Callable[..., Path]) -> ChatRenderer:
+    return ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))
+
+
+class NoCluster(DiscoveredServers):
+    """An engine source of a user, whose start fails."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+        self.is_closed = False
+
+    async def start(self) -> None:
+        raise ConnectionError("no cluster at 10.0.0.9")
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_start_that_fails_is_an_error_with_its_cause(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """The folder and the port are free again."""
+    source = NoCluster()
+    with pytest.raises(StartupError, match=r"the gateway did not start: no cluster at 10\.0\.0\.9") as raised:
+        Gateway(source, tmp_path, limits=LIMITS)
+    assert isinstance(raised.value.__cause__, ConnectionError)
+    assert source.is_closed
+    generate = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as gateway:
+        assert gateway.sessions() == []
+
+
+class BlockingGenerateFn(ScriptedGenerateFn):
+    """A policy of a user that blocks the event loop of the gateway until `go` is set."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, lambda prompt: "yes")
+        self.go, self.is_blocking = threading.Event(), False
+
+    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Any:
+        self.is_blocking = True
+        self.go.wait()
+        return await super().__call__(rid=rid, session_id=session_id, **request)
+
+
+def test_a_call_that_the_gateway_did_not_answer_has_no_effect_later(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = BlockingGenerateFn(renderer.tokenizer)
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as gateway, ThreadPoolExecutor(1) as pool:
+        headers = {"authorization": f"Bearer {gateway.create_session('a')[1]}"}
+        url = f"{gateway.openai_url}/chat/completions"
+        turn = pool.submit(httpx.post, url, json=body, headers=headers, timeout=60.0)
+        wait_until(lambda: generate.is_blocking, 30, "no turn")
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr("verl_server.gateway.gateway.STOP_TIMEOUT_S", 0.05)
+                with pytest.raises(DeadlineError, match="the call was taken back"):
+                    gateway.create_session("b")
+        finally:
+            generate.go.set()
+        assert turn.result().status_code == 200
+        assert [info.id for info in gateway.sessions()] == ["a"]
+        gateway.create_session("b")
