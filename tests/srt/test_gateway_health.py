@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from transformers import AutoTokenizer
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine
-from verl_server.agent import RolloutLimits
+from verl_server.agent import RolloutLimits, as_generate_fn
+from verl_server.agent.generate_fn import limit_concurrency
 from verl_server.doctor import Finding, Level, examine_gateway
 from verl_server.gateway import DiscoveredServers, Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.http.app import make_app
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.router.client import RouterClient
+from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import ChatRenderer, load_session
 
 LIMITS = RolloutLimits(max_context_tokens=2000, max_turns=1000)
@@ -130,6 +135,66 @@ def test_paused_generation_is_named_by_the_ping(
     finally:
         adapter.continue_generation()
     assert get(gateway, "/health", gateway.admin_key).status_code == 200
+
+
+class HeldEngine:
+    """A real server whose replies wait until `go` is set. `ignores_cancellation`: also if the request is cancelled."""
+
+    def __init__(self, engine: VerlEngine, *, ignores_cancellation: bool = False) -> None:
+        self._generate = as_generate_fn(adapter_of(engine).asynchronous)
+        self._ignored = [asyncio.CancelledError] if ignores_cancellation else []
+        self.go, self.num_calls = threading.Event(), 0
+
+    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Any:
+        self.num_calls += 1
+        reply = await self._generate(rid=rid, session_id=session_id, **request)
+        while not self.go.is_set():
+            with contextlib.suppress(*self._ignored):
+                await asyncio.sleep(0.005)
+        return reply
+
+
+def test_a_busy_engine_is_healthy_if_tokens_have_come(
+    shared_engine: VerlEngine, renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine takes one request at a time, so the ping waits behind the turn."""
+    monkeypatch.setattr("verl_server.gateway.health.PING_TIMEOUT_S", 0.2)
+    held = HeldEngine(shared_engine)
+    busy = limit_concurrency(held, 1)
+    with Gateway(busy, tmp_path, renderer=renderer, limits=LIMITS) as gateway, ThreadPoolExecutor(2) as pool:
+        _, key = gateway.create_session(sampling_params=SHORT)
+        try:
+            turns = [pool.submit(ask, gateway, key)]
+            wait_until(lambda: held.num_calls == 1, 30, "no turn")
+            reply = get(gateway, "/health", gateway.admin_key)
+            assert reply.json()["reasons"] == ["the engine did not generate a token: no token within 0.2 s"]
+            held.go.set()
+            assert turns[0].result().status_code == 200
+            held.go.clear()
+            turns.append(pool.submit(ask, gateway, key, messages=[{"role": "user", "content": "b"}]))
+            wait_until(lambda: held.num_calls == 2, 30, "no second turn")
+            reply = get(gateway, "/health", gateway.admin_key)
+            assert (reply.status_code, list(reply.json()["ping"])) == (200, ["seconds_since_tokens"])
+            env = {"VERL_SERVER_GATEWAY_ADMIN_KEY": gateway.admin_key}
+            assert "busy" in next(each.detail for each in examine_gateway(gateway.url, env) if each.title == "Engine")
+            monkeypatch.setattr("verl_server.gateway.health.RECENT_TOKENS_S", 0.0)
+            assert get(gateway, "/health", gateway.admin_key).status_code == 503
+        finally:
+            held.go.set()
+
+
+def test_a_ping_that_ignores_its_cancellation_ends(
+    shared_engine: VerlEngine, renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_server.gateway.health.PING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("verl_server.agent.user_code.CANCEL_TIMEOUT_S", 0.1)
+    held = HeldEngine(shared_engine, ignores_cancellation=True)
+    with Gateway(held, tmp_path, renderer=renderer, limits=LIMITS) as gateway:
+        try:
+            reply = get(gateway, "/health", gateway.admin_key)
+            assert reply.json()["reasons"] == ["the engine did not generate a token: no token within 0.2 s"]
+        finally:
+            held.go.set()
 
 
 def test_released_memory_is_named(gateway: Gateway, shared_engine: VerlEngine) -> None:
@@ -340,6 +405,12 @@ def test_the_doctor_walks_the_chain_with_a_router(
     assert wrong_key.startswith("Gateway -> router: the key is refused")
     (no_router,) = found(f"http://127.0.0.1:{free_port()}", ROUTER_KEY)
     assert "cannot be reached" in no_router
+    make_tokenizer(tmp_path / "other-model")
+    other = ChatRenderer(AutoTokenizer.from_pretrained(tmp_path / "other-model"))
+    (wrong_model,) = found(url, ROUTER_KEY, model=other)
+    assert wrong_model.startswith("Model name: the gateway has the tokenizer")
+    assert "other-model" in wrong_model
+    assert f"the engine serves {adapter.get_model_info()['model_path']}" in wrong_model
     (too_long,) = found(url, ROUTER_KEY, RolloutLimits(max_context_tokens=1_000_000))
     assert too_long.startswith("Context length: the gateway allows 1000000 tokens, and the engine")
     lost = router(f"http://127.0.0.1:{free_port()}")

@@ -11,7 +11,7 @@ import requests
 from verl_server.doctor.finding import Finding, fail, ok, warn
 
 TIMEOUT_S = 20.0
-"""Seconds for one request. The gateway needs up to 10 s to notice that the engine generates nothing."""
+"""Seconds for one request. The gateway needs up to 15 s to notice that the engine generates nothing."""
 ADMIN_KEY = "VERL_SERVER_GATEWAY_ADMIN_KEY"
 TURNS_FAIL, REQUESTS_FAIL = "every turn fails with 503 or 529", "every request of the agent fails"
 AGENT_KEYS = ("ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_API_KEY", "OPENAI_API_KEY")
@@ -178,6 +178,9 @@ def check_engine(report: Mapping[str, Any]) -> list[Finding]:
     is_reached = not error and (not rows or any(row.get("admitted") for row in rows))
     if "seconds" in ping:
         found.append(ok("Engine", f"generated one token in {ping['seconds']:g} s"))
+    elif "seconds_since_tokens" in ping:
+        busy = "busy: a short request waits behind the turns, and the last tokens of a turn came"
+        found.append(ok("Engine", f"{busy} {ping['seconds_since_tokens']:g} s ago"))
     elif is_reached:
         found.append(_check_ping(str(ping.get("error"))))
     return found

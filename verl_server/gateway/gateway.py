@@ -140,7 +140,11 @@ class Gateway:
                     lambda token_ids: decoder_of(self._engine.parts().renderer.tokenizer)(token_ids),
                     metrics=self._metrics,
                     health=GatewayHealth(
-                        self.config.run_dir, self._store, self._engine, self.config.limits.max_context_tokens
+                        self.config.run_dir,
+                        self._store,
+                        self._engine,
+                        self._metrics,
+                        self.config.limits.max_context_tokens,
                     ),
                 ),
                 log_config=None,

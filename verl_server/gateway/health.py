@@ -9,13 +9,18 @@ import time
 import uuid
 from pathlib import Path
 
+from verl_server.agent.user_code import call_within
+from verl_server.errors import DeadlineError
 from verl_server.gateway.engines.engine_source import EngineReport, EngineSource
 from verl_server.gateway.errors import GatewayError
+from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.types import Json
 
 PING_TIMEOUT_S = 10.0
-"""Seconds in which the engine must generate one token."""
+"""Seconds in which the engine must generate one token, unless it is busy with turns."""
+RECENT_TOKENS_S = 60.0
+"""Seconds after the last tokens of a turn in which a ping without a token does not make the engine unhealthy."""
 FOLDER_TIMEOUT_S = 5.0
 """Seconds in which a file must be written into the folder of the records."""
 PROBE_FILE = ".gateway.probe"
@@ -25,10 +30,15 @@ class GatewayHealth:
     """Asks the folder, the engine and the sessions of a gateway. Use it in the event loop of the gateway."""
 
     def __init__(
-        self, run_dir: Path, store: SessionStore, engine: EngineSource | None, max_context_tokens: int | None = None
+        self,
+        run_dir: Path,
+        store: SessionStore,
+        engine: EngineSource | None,
+        metrics: GatewayMetrics,
+        max_context_tokens: int | None = None,
     ) -> None:
         """`engine`: None for sessions whose engine cannot be asked. `max_context_tokens`: limit of the gateway."""
-        self._run_dir, self._store, self._engine = run_dir, store, engine
+        self._run_dir, self._store, self._engine, self._metrics = run_dir, store, engine, metrics
         self._max_context_tokens = max_context_tokens
 
     async def reasons(self) -> list[str]:
@@ -67,21 +77,26 @@ class GatewayHealth:
         return []
 
     async def _ping(self) -> Json:
-        """Generate one token. It belongs to no session and is recorded nowhere."""
+        """Generate one token. It belongs to no session and is recorded nowhere.
+
+        A busy engine is healthy: the ping waits behind turns, and tokens of turns have come a short time ago.
+        """
         if self._engine is None:
             return {"error": "the engine cannot be asked"}
         started_at = time.monotonic()
         try:
             parts = self._engine.parts()
-            async with asyncio.timeout(PING_TIMEOUT_S):
-                await parts.generate(
-                    rid=f"gateway-ping-{uuid.uuid4().hex}",
-                    session_id="gateway-ping",
-                    input_ids=parts.renderer.encode("a")[:1],
-                    sampling_params={"max_new_tokens": 1, "temperature": 0.0},
-                    return_logprob=True,
-                )
-        except TimeoutError:
+            reply = parts.generate(
+                rid=f"gateway-ping-{uuid.uuid4().hex}",
+                session_id="gateway-ping",
+                input_ids=parts.renderer.encode("a")[:1],
+                sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+                return_logprob=True,
+            )
+            await call_within(reply, PING_TIMEOUT_S, "the ping of the gateway")  # ends also without its cancellation
+        except (DeadlineError, TimeoutError):
+            if (age_s := self._metrics.seconds_since_tokens()) < RECENT_TOKENS_S:
+                return {"seconds_since_tokens": round(age_s, 3)}
             return {"error": f"no token within {PING_TIMEOUT_S:g} s"}
         except GatewayError as error:
             return {"error": error.message}

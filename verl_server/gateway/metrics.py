@@ -6,7 +6,10 @@ Labels have few values: no ids of sessions, no keys, no names of models.
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -32,23 +35,16 @@ class GatewayMetrics:
         self.open_streams = Gauge("verl_gateway_open_streams", "Streams that are open", registry=registry)
         self.running_turns = Gauge("verl_gateway_running_turns", "Turns that the engine generates", registry=registry)
         self.sessions_open = Gauge("verl_gateway_sessions_open", "Sessions that accept requests", registry=registry)
-        self.queue_seconds = Histogram(
-            "verl_gateway_queue_seconds",
-            "Seconds from the arrival of a request to the call of the engine",
-            buckets=SECONDS,
-            registry=registry,
+        seconds = functools.partial(Histogram, buckets=SECONDS, registry=registry)
+        self.queue_seconds = seconds(
+            "verl_gateway_queue_seconds", "Seconds from the arrival of a request to the call of the engine"
         )
-        self.first_token_seconds = Histogram(
+        self.first_token_seconds = seconds(
             "verl_gateway_first_token_seconds",
             "Seconds from the arrival of a request to the first part of the reply that has content of the turn",
-            buckets=SECONDS,
-            registry=registry,
         )
-        self.turn_seconds = Histogram(
-            "verl_gateway_turn_seconds",
-            "Seconds from the arrival of a request to the end of its reply",
-            buckets=SECONDS,
-            registry=registry,
+        self.turn_seconds = seconds(
+            "verl_gateway_turn_seconds", "Seconds from the arrival of a request to the end of its reply"
         )
         self.prompt_tokens = Counter(
             "verl_gateway_prompt_tokens", "Prompt tokens of generated turns", registry=registry
@@ -71,6 +67,12 @@ class GatewayMetrics:
         self.failed = Counter(
             "verl_gateway_failed_generations", "Generations that ended with an error of the engine", registry=registry
         )
+        self._tokens_at = -math.inf
+        """Time at which the engine has returned or reported the last tokens of a turn (`time.monotonic`)."""
+
+    def seconds_since_tokens(self) -> float:
+        """Seconds since the last tokens of a turn. Infinite before the first tokens."""
+        return time.monotonic() - self._tokens_at
 
     def text(self) -> bytes:
         """The metrics, in the text format of Prometheus."""
@@ -89,9 +91,17 @@ class GatewayMetrics:
             if arrived_at is not None:
                 ARRIVED_AT.set(None)  # a turn that a weight update has aborted is generated again in the same task
                 self.queue_seconds.observe(time.monotonic() - arrived_at)
+
+            def report(start: int, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+                self._tokens_at = time.monotonic()
+                if on_tokens is not None:
+                    on_tokens(start, token_ids, logprobs)
+
             with self.running_turns.track_inprogress():
                 try:
-                    reply = await with_reports(generate, on_tokens)(rid=rid, session_id=session_id, **request)
+                    reply = await with_reports(generate, on_tokens and report)(
+                        rid=rid, session_id=session_id, **request
+                    )
                 except asyncio.CancelledError:
                     self.aborted.inc()
                     raise
@@ -100,6 +110,7 @@ class GatewayMetrics:
                     raise
             if (reply["meta_info"].get("finish_reason") or {}).get("type") == "abort":
                 return reply
+            self._tokens_at = time.monotonic()
             self.prompt_tokens.inc(len(request.get("input_ids") or ()))
             self.cached_tokens.inc(int(reply["meta_info"].get("cached_tokens") or 0))
             self.sampled_tokens.inc(len(reply["output_ids"]))

@@ -62,7 +62,7 @@ def make_app(
     app.state.failures = FailureLog()
     app.state.metrics = metrics = metrics or GatewayMetrics()
     access = Access(store, config)
-    add_health_routes(app, access, health or GatewayHealth(config.run_dir, store, None), metrics, store)
+    add_health_routes(app, access, health or GatewayHealth(config.run_dir, store, None, metrics), metrics, store)
     routes = list[TurnRoute]()
     for dialect in DIALECTS:
         handlers = {dialect.path: _make_handler(dialect, access, config)}
