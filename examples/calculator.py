@@ -15,7 +15,7 @@ from pathlib import Path
 
 import calculator_task as task
 import torch.multiprocessing as mp
-from grpo_training import Trainer, parse_options, save_plot, trainer_rank
+from grpo_training import Trainer, parse_options, save_plot, train_on_steps, trainer_rank
 from word_policy import SERVER_ARGUMENTS, write_policy
 
 from verl_server import RolloutManager, VerlEngine
@@ -24,6 +24,8 @@ from verl_server.agent import RolloutRunner
 NUM_RANKS, NUM_REPLICAS = 2, 2
 CURVES = {"reward/mean": "mean reward", "rewards/used_tool": "fraction of samples that used the tool"}
 """Label of each metric in the plot."""
+FIGURES = {"reward": "reward/mean", "tool used": "rewards/used_tool"}
+"""Name of each metric that is printed, by its label."""
 
 
 async def roll_out_and_train(
@@ -37,22 +39,8 @@ async def roll_out_and_train(
         sampling_params=task.SAMPLING_PARAMS,
         n=task.SAMPLES_PER_PROMPT,
     )
-    metrics: list[Mapping[str, float]] = []
-    async with contextlib.aclosing(runner.steps(task.endless_tasks(seed), task.PROMPTS_PER_STEP)) as rollout:
-        async for step in rollout:
-            gap = await asyncio.to_thread(trainer.train_step, step.index, step)
-            metrics.append(step.metrics)
-            print(
-                f"step {step.index}: reward {step.metrics['reward/mean']:.3f}, "
-                f"tool used {step.metrics['rewards/used_tool']:.3f}, log prob gap {gap:.1e}, "
-                f"{step.metrics['time/wait_s']:.1f} s rolled out",
-                flush=True,
-            )
-            if step.index % 10 == 9:
-                print("   ", task.transcript(step.samples[0]), flush=True)
-            if step.index == steps - 1:
-                break
-    return metrics
+    rollout = runner.steps(task.endless_tasks(seed), task.PROMPTS_PER_STEP)
+    return await train_on_steps(trainer, rollout, steps, FIGURES, task.transcript)
 
 
 def train(rank: int, folder: Path, steps: int, seed: int, png: Path | None) -> None:

@@ -9,14 +9,13 @@ of the rewards.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import coding_task as task
-from grpo_training import Trainer, parse_options, save_plot, trainer_rank
+from grpo_training import Trainer, parse_options, save_plot, train_on_steps, trainer_rank
 from word_policy import SERVER_ARGUMENTS, write_policy
 
 from verl_server import VerlEngine
@@ -33,6 +32,13 @@ CURVES = {
     "rewards/similarity": "fraction of words that agree with the solution",
 }
 """Label of each metric in the plot."""
+FIGURES = {
+    "tests passed": "rewards/tests_pass",
+    "visible tests": "rewards/visible_test_passes",
+    "summaries": "rewards/summary_is_right",
+    "similarity": "rewards/similarity",
+}
+"""Name of each metric that is printed, by its label."""
 
 
 async def roll_out_and_train(engine: VerlEngine, trainer: Trainer, steps: int) -> list[Mapping[str, float]]:
@@ -45,25 +51,8 @@ async def roll_out_and_train(engine: VerlEngine, trainer: Trainer, steps: int) -
         n=SAMPLES_PER_TASK,
         max_concurrency=MAX_CONCURRENCY,
     )
-    metrics: list[Mapping[str, float]] = []
-    async with contextlib.aclosing(runner.steps(task.endless_tasks(), TASKS_PER_STEP)) as rollout:
-        async for step in rollout:
-            started = time.monotonic()
-            gap = await asyncio.to_thread(trainer.train_step, step.index, step)
-            metrics.append(step.metrics)
-            print(
-                f"step {step.index}: tests passed {step.metrics['rewards/tests_pass']:.3f}, "
-                f"visible tests {step.metrics['rewards/visible_test_passes']:.3f}, "
-                f"summaries {step.metrics['rewards/summary_is_right']:.3f}, "
-                f"similarity {step.metrics['rewards/similarity']:.3f}, log prob gap {gap:.1e}, "
-                f"{step.metrics['time/wait_s']:.1f} s rolled out, {time.monotonic() - started:.1f} s trained",
-                flush=True,
-            )
-            if step.index % 10 == 9:
-                print("   ", task.transcript(step.samples[0]), flush=True)
-            if step.index == steps - 1:
-                break
-    return metrics
+    rollout = runner.steps(task.endless_tasks(), TASKS_PER_STEP)
+    return await train_on_steps(trainer, rollout, steps, FIGURES, task.transcript)
 
 
 def train(folder: Path, steps: int, seed: int) -> list[Mapping[str, float]]:

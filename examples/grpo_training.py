@@ -1,15 +1,17 @@
 """Shared by the examples that train: GRPO on any number of trainer ranks, the options of the command line, the plot.
 
-The loss is `policy_loss` of `verl_server/demo/grpo.py`. `calculator.py`, `async_training.py` and `coding.py` use this
-module.
+The loss is `policy_loss` of `verl_server/demo/grpo.py`. `calculator.py`, `async_training.py`, `coding.py` and
+`train_claude_code.py` use this module.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_server import VerlEngine
-from verl_server.agent import RolloutStep
+from verl_server.agent import RolloutStep, Sample
 from verl_server.demo import grpo, policy
 
 EPOCHS, MINIBATCHES, CLIP = 2, 4, 0.2
@@ -143,6 +145,36 @@ class Trainer:
                 self._optimizer.step()
                 self._optimizer.zero_grad()
         return max(gaps)
+
+
+async def train_on_steps(
+    trainer: Trainer,
+    rollout: AsyncGenerator[RolloutStep, None],
+    steps: int,
+    figures: Mapping[str, str],
+    transcript: Callable[[Sample], str],
+) -> list[Mapping[str, float]]:
+    """Train on the first `steps` steps of a rollout. Returns the metrics of each step.
+
+    `figures`: names of metrics by the label that is printed. `transcript`: text of a sample, printed every ten steps.
+    """
+    metrics: list[Mapping[str, float]] = []
+    async with contextlib.aclosing(rollout):
+        async for step in rollout:
+            started = time.monotonic()
+            gap = await asyncio.to_thread(trainer.train_step, step.index, step)
+            metrics.append(step.metrics)
+            shown = ", ".join(f"{label} {step.metrics[name]:.3f}" for label, name in figures.items())
+            print(
+                f"step {step.index}: {shown}, log prob gap {gap:.1e}, {step.metrics['time/wait_s']:.1f} s rolled out, "
+                f"{time.monotonic() - started:.1f} s trained",
+                flush=True,
+            )
+            if step.index % 10 == 9:
+                print("   ", transcript(step.samples[0]), flush=True)
+            if step.index == steps - 1:
+                break
+    return metrics
 
 
 @contextlib.contextmanager

@@ -12,20 +12,21 @@ rises from about a third to above 0.9. 16 steps take less than 15 minutes on two
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import claude_code_task as task
-from grpo_training import Trainer, parse_options, save_plot, trainer_rank
+from grpo_training import Trainer, parse_options, save_plot, train_on_steps, trainer_rank
 
 from verl_server import VerlEngine
 from verl_server.agent import RolloutRunner
 
 TASKS_PER_STEP, SAMPLES_PER_TASK = 5, 6
 LEARNING_RATE, ENTROPY_WEIGHT = 1e-3, 0.0
+FIGURES = {"reward": "reward/mean"}
+"""Name of each metric that is printed, by its label."""
 
 
 async def roll_out_and_train(engine: VerlEngine, trainer: Trainer, steps: int) -> list[Mapping[str, float]]:
@@ -38,22 +39,8 @@ async def roll_out_and_train(engine: VerlEngine, trainer: Trainer, steps: int) -
         n=SAMPLES_PER_TASK,
         max_concurrency=task.MAX_CONCURRENCY,
     )
-    metrics: list[Mapping[str, float]] = []
-    async with contextlib.aclosing(runner.steps(task.endless_tasks(), TASKS_PER_STEP)) as rollout:
-        async for step in rollout:
-            started = time.monotonic()
-            gap = await asyncio.to_thread(trainer.train_step, step.index, step)
-            metrics.append(step.metrics)
-            print(
-                f"step {step.index}: reward {step.metrics['reward/mean']:.3f}, log prob gap {gap:.1e}, "
-                f"{step.metrics['time/wait_s']:.1f} s rolled out, {time.monotonic() - started:.1f} s trained",
-                flush=True,
-            )
-            if step.index % 10 == 9:
-                print("   ", task.transcript(step.samples[0]), flush=True)
-            if step.index == steps - 1:
-                break
-    return metrics
+    rollout = runner.steps(task.endless_tasks(), TASKS_PER_STEP)
+    return await train_on_steps(trainer, rollout, steps, FIGURES, task.transcript)
 
 
 def train(folder: Path, steps: int, seed: int) -> list[Mapping[str, float]]:
