@@ -8,19 +8,15 @@ on a violation.
 
 from __future__ import annotations
 
-import argparse
 import logging
-import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import CONSOLE
+from common import CONSOLE, start_check
 from servers import free_port, one_rank_mesh, tiny_model
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "srt"))
 
 if TYPE_CHECKING:
     from gateway_chaos.running import Result
@@ -30,12 +26,7 @@ SERVER: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 8192}
 
 def main() -> int:
     """Check the turns. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="check_gateway_chaos", description=__doc__)
-    parser.add_argument("--turns", type=int, default=1000, metavar="N", help="number of turns of each part")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the requests and faults")
-    options = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # with a tiny model, a second thread mostly spins
-    logging.getLogger("verl_server").setLevel(logging.CRITICAL)  # replicas fail on purpose
+    options = start_check("check_gateway_chaos", __doc__ or "", "turns", 1000, "number of turns of each part")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with tiny_model() as model, one_rank_mesh() as mesh, tempfile.TemporaryDirectory(prefix="verl-bench-") as folder:
         results = _check(model, mesh, Path(folder), options.turns, options.seed)

@@ -6,9 +6,6 @@ time, and prints what they contained. It exits with 1 on a violation, and prints
 
 from __future__ import annotations
 
-import argparse
-import logging
-import os
 import sys
 import tempfile
 import time
@@ -16,10 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import CONSOLE
+from common import CONSOLE, start_check
 from servers import one_rank_engine, tiny_model
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "srt"))
 
 if TYPE_CHECKING:
     from random_sessions.logprobs import Reference
@@ -32,12 +27,7 @@ SESSIONS_PER_BATCH = 5
 
 def main() -> int:
     """Check the sessions. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="check_random_sessions", description=__doc__)
-    parser.add_argument("--sessions", type=int, default=500, metavar="N", help="number of sessions")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the plans")
-    options = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # with a tiny model, a second thread mostly spins
-    logging.getLogger("verl_server").setLevel(logging.CRITICAL)  # samples fail and are resumed on purpose
+    options = start_check("check_random_sessions", __doc__ or "", "sessions", 500, "number of sessions")
     start = time.perf_counter()
     with (
         tiny_model() as model,

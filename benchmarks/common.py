@@ -12,10 +12,12 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import re
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,6 +69,22 @@ def parse_options(name: str, description: str, add: Callable[[argparse.ArgumentP
         png=arguments.png or RESULTS / f"{stem}.png",
         extra=arguments,
     )
+
+
+def start_check(name: str, description: str, counted: str, number: int, what: str) -> argparse.Namespace:
+    """Read the options of a check that uses modules of the tests, and prepare the process for a tiny model.
+
+    `counted`, `number`, `what`: name, default and explanation of the option that says how much is checked. Failures
+    that the check causes are not logged.
+    """
+    parser = argparse.ArgumentParser(prog=name, description=description)
+    parser.add_argument(f"--{counted}", type=int, default=number, metavar="N", help=what)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of what the check chooses by chance")
+    options = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "srt"))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # with a tiny model, a second thread mostly spins
+    logging.getLogger("verl_server").setLevel(logging.CRITICAL)
+    return options
 
 
 # -- the machine -------------------------------------------------------------------------------------
