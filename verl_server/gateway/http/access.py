@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from urllib.parse import urlsplit
 
 from fastapi import Request
 from starlette.datastructures import Headers
@@ -11,6 +12,7 @@ from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_store import SessionStore
+from verl_server.ranks.machine import is_loopback
 
 OPEN_SESSION = OPEN_KEY = "open"
 """Id of the session of requests without a key in the open mode, and a key for clients that must send one."""
@@ -25,15 +27,16 @@ class Access:
     def session_of(self, request: Request) -> Session:
         """The session of a request. Its key is in the path, a Bearer token, or the header `x-api-key`.
 
-        Raises GatewayError: 401 without the key of a session, 403 for a session that has ended, 404 for a path with
-        the id of another session than that of the key.
+        Raises GatewayError: 401 without the key of a session, 403 for a session that has ended and for a page of
+        another origin without a key, 404 for a path with the id of another session than that of the key.
         """
         in_path = request.path_params.get("session_key")
         key = key_of(request.headers)
         if in_path is not None and (session_id := self._store.find_by_key(in_path)) is not None:
             return self._store.session(session_id)
         session_id = None if key is None else self._store.find_by_key(key)
-        if self._config.is_open and session_id is None and {key, in_path} <= {None, OPEN_KEY}:
+        if session_id is None and self._needs_no_key(key, in_path):
+            _require_own_origin(request.headers)
             session_id = OPEN_SESSION
             try:
                 self._store.info(OPEN_SESSION)
@@ -52,15 +55,21 @@ class Access:
     def readable_sessions(self, request: Request) -> list[str]:
         """Ids of the sessions that the key of a request may read: all with the admin key, or that of the key.
 
-        A session that has ended can be read. Raises GatewayError (401) for a wrong key.
+        A session that has ended can be read. Raises GatewayError: 401 for a wrong key, 403 for a page of another
+        origin without a key.
         """
         key = key_of(request.headers)
         if key is not None and (session_id := self._store.find_by_key(key)) is not None:
             return [session_id]
-        if key is None and self._config.is_open:
+        if self._needs_no_key(key):
+            _require_own_origin(request.headers)
             return [info.id for info in self._store.infos() if info.id == OPEN_SESSION]
         self.require_admin(request)
         return [info.id for info in self._store.infos()]
+
+    def _needs_no_key(self, *sent: str | None) -> bool:
+        """Whether the open mode serves a request that has sent these keys and no others."""
+        return self._config.is_open and set(sent) <= {None, OPEN_KEY}
 
     def is_admin(self, request: Request) -> bool:
         """Whether the request has the key of the admin API."""
@@ -71,6 +80,30 @@ class Access:
         """Raise GatewayError (401) unless the request has the key of the admin API."""
         if not self.is_admin(request):
             raise GatewayError(ErrorKind.AUTHENTICATION, "the key of the admin API is missing or wrong")
+
+
+def _require_own_origin(headers: Headers) -> None:
+    """Raise GatewayError (403) for a request without a key that a page of another origin can have sent.
+
+    A browser sends such requests for each page that the user opens, also to the loopback address. A page can also give
+    the loopback address a name of its own (DNS rebinding): then `Host` has this name.
+    """
+    host, origin = headers.get("host", ""), headers.get("origin")
+    cure = "create a session and send its key"
+    if not _is_loopback_host(host):
+        message = f"requests without a key need a loopback address or localhost as Host; {cure}"
+        raise GatewayError(ErrorKind.PERMISSION, message)
+    if origin is not None and origin.lower() != f"http://{host.lower()}":
+        message = f"requests without a key are refused for pages of another Origin than the gateway's; {cure}"
+        raise GatewayError(ErrorKind.PERMISSION, message)
+
+
+def _is_loopback_host(host: str) -> bool:
+    """Whether the header `Host`, a name or an address with or without a port, means this machine."""
+    try:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False
 
 
 def key_of(headers: Headers) -> str | None:
