@@ -17,7 +17,7 @@ from agent_helpers import ScriptedGenerateFn, renderer_with_template
 
 from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError, ServerBusyError
-from verl_server.gateway import Gateway
+from verl_server.gateway import DiscoveredServers, Gateway
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 from verl_server.trajectory import ChatRenderer, load_session
 
@@ -159,6 +159,29 @@ def test_wrong_settings_make_no_session(gateway: Gateway, settings: Any, named: 
     with pytest.raises(BadInputError, match=named):
         gateway.create_session("wrong", **settings)
     assert all(info.id != "wrong" for info in gateway.sessions())
+
+
+def test_a_misspelled_limit_is_refused_before_the_engine_is_known(tmp_path: Path) -> None:
+    with Gateway(DiscoveredServers(dict), tmp_path) as gateway:
+        with pytest.raises(BadInputError, match=r"limits .*'max_turn'; did you mean 'max_turns'; its fields are "):
+            gateway.create_session("a", limits={"max_turn": 3})
+        with pytest.raises(BadInputError, match="max_turns must be"):
+            gateway.create_session("a", limits={"max_turns": "3"})
+        assert gateway.sessions() == []
+        gateway.create_session("a", limits={"max_turns": 3})
+
+
+def test_unknown_settings_are_named_with_the_known_ones(gateway: Gateway) -> None:
+    create: Any = gateway.create_session
+    end: Any = gateway.end_session
+    with pytest.raises(BadInputError, match=r"Gateway.create_session .*'sampling'; did you mean 'sampling_params'"):
+        create("unknown", sampling={"temperature": 1.0})
+    with pytest.raises(BadInputError, match="'user'; its arguments are session_id, key, metadata, limits, sampling_p"):
+        create("unknown", user="a")
+    info, _ = gateway.create_session()
+    with pytest.raises(BadInputError, match=r"Gateway.end_session .*'score'; its arguments are .*train"):
+        end(info.id, score=1.0)
+    assert {info.id: info.ended_at for info in gateway.sessions()}[info.id] is None
 
 
 def test_two_sessions_have_two_keys(gateway: Gateway) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -18,11 +17,13 @@ import uvloop
 from verl_server.agent.engine_access import Engine
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.limits import RolloutLimits
+from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError, DeadlineError, ShutDownError, StartupError
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.engines.engine_source import EngineSource
 from verl_server.gateway.engines.known_engine import KnownEngine
 from verl_server.gateway.errors import ErrorKind
+from verl_server.gateway.folder_lock import lock_folder
 from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.app import make_app
 from verl_server.gateway.metrics import GatewayMetrics
@@ -33,11 +34,11 @@ from verl_server.gateway.sessions.session_store import SessionStore, require_tok
 from verl_server.gateway.sessions.slots import Slots
 from verl_server.ranks.machine import is_loopback
 from verl_server.server.ports import join_host_port, listen
-from verl_server.trajectory.locked_files import close_locked, open_locked
+from verl_server.trajectory.locked_files import close_locked
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.view.token_texts import decoder_of
 from verl_server.types import Json
-from verl_server.validation import make_writable_folder, require_list
+from verl_server.validation import require_list
 
 Result = TypeVar("Result")
 
@@ -45,8 +46,6 @@ START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 GRACE_S = 5
 """Seconds in which replies may still be sent at the end, after all turns were aborted."""
-LOCK_FILE = ".gateway.lock"
-"""File in the folder of the records that a running gateway holds locked. It has the URL of the gateway."""
 EXPIRY_INTERVAL_S = 5.0
 """Seconds between two searches for sessions that have expired."""
 
@@ -92,7 +91,7 @@ class Gateway:
         self._socket = listen(host, port)
         self._address: tuple[str, int] = self._socket.getsockname()[:2]
         try:
-            self._lock: int | None = (lock := _lock_folder(self.config.run_dir, self.url))
+            self._lock: int | None = (lock := lock_folder(self.config.run_dir, self.url))
             try:
                 self._store = SessionStore(self.config.run_dir, self._open_session, limits, session_expiry_s)
             except BaseException:
@@ -164,13 +163,57 @@ class Gateway:
         """Base URL with `/v1`, as OpenAI's clients take it."""
         return f"{self.url}/v1"
 
-    def create_session(self, session_id: str | None = None, **settings: Any) -> tuple[SessionInfo, str]:
-        """Create a session. Returns the session and its key. `settings`: see `SessionStore.create`."""
-        return self._call(lambda: self._store.create(session_id, **settings))
+    @explain_arguments
+    def create_session(
+        self,
+        session_id: str | None = None,
+        *,
+        key: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        limits: Mapping[str, Any] | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        expires_in_s: float | None = None,
+    ) -> tuple[SessionInfo, str]:
+        """Create a session. Returns the session and its key. `session_id`, `key`: by default random.
 
-    def end_session(self, session_id: str, reward: float | None = None, **result: Any) -> SessionInfo:
-        """End a session, and record its reward. `result`: see `SessionStore.end`."""
-        return self._call(lambda: self._store.end(session_id, reward=reward, **result))
+        `limits`: fields of `RolloutLimits` that replace those of the gateway. `sampling_params`: SGLang's sampling
+        parameters of every turn, which replace those of the agent. `expires_in_s`: seconds after which the session ends
+        by itself. Raises BadInputError for values that are not allowed, and for an id or a key that is taken.
+        """
+        return self._call(
+            lambda: self._store.create(
+                session_id,
+                key=key,
+                metadata=metadata,
+                limits=limits,
+                sampling_params=sampling_params,
+                expires_in_s=expires_in_s,
+            )
+        )
+
+    @explain_arguments
+    def end_session(
+        self,
+        session_id: str,
+        reward: float | None = None,
+        *,
+        stop_reason: str = "done",
+        rewards: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        train: Sequence[str] | None = None,
+    ) -> SessionInfo:
+        """End a session, and record its reward at the end of each trained conversation.
+
+        `rewards`: results of reward functions by name. `metadata`: added to that of the session. `train`: kinds of
+        conversations that are trained (`ConversationKind`), by default all but titles and other side calls. A session
+        that has ended gets the new result too. Raises BadInputError for values that are not allowed, and GatewayError
+        for an unknown session.
+        """
+        return self._call(
+            lambda: self._store.end(
+                session_id, stop_reason, reward=reward, rewards=rewards, metadata=metadata, train=train
+            )
+        )
 
     def sessions(self) -> list[SessionInfo]:
         """All sessions, in the order of their creation."""
@@ -266,25 +309,6 @@ def _make_source(
     limits = known.parts().complete_limits(limits)
     require_token_limit(limits)
     return known, limits
-
-
-def _lock_folder(run_dir: Path, url: str) -> int:
-    """Lock the folder for the gateway at `url`. Returns a descriptor of `open_locked`.
-
-    Raises ServerBusyError if another gateway serves the folder, and BadInputError if the folder takes no files.
-    """
-    with contextlib.suppress(OSError):  # the next line raises the error
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = make_writable_folder("run_dir", run_dir) / LOCK_FILE
-    owner = path.read_text().strip() if path.exists() else ""
-    lock = open_locked(
-        path,
-        f"another gateway serves the folder {run_dir}: {owner or 'it is starting'}; "
-        "use that gateway, or pass another folder",
-    )
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{url}, process {os.getpid()}".encode(), 0)
-    return lock
 
 
 def _check_arguments(host: str, is_open: bool, model_names: tuple[str, ...]) -> None:

@@ -33,7 +33,7 @@ from verl_server.gateway.sessions.session_info import (
 )
 from verl_server.trajectory.recorder import Recorder, session_file
 from verl_server.types import Json
-from verl_server.validation import require_seconds
+from verl_server.validation import did_you_mean, require_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,9 @@ class SessionStore:
         )
         if info.key_digest in self._ids_by_key:
             raise BadInputError(f"another session has the key of the new session {session_id!r}; choose another key")
+        session_limits = self._limits_of(info)
         if self._limits.has_token_limit:  # otherwise, the engine tells its context length later
-            require_token_limit(self._limits_of(info))
+            require_token_limit(session_limits)
         write_info(self._run_dir, info)
         self._add(info)
         return info, key
@@ -210,10 +211,12 @@ class SessionStore:
         self._open.clear()
 
     def _limits_of(self, info: SessionInfo) -> RolloutLimits:
-        try:
-            return dataclasses.replace(self._limits, **info.limits)
-        except TypeError as error:
-            raise BadInputError(f"the limits of the session are wrong: {error}") from error
+        fields = [field.name for field in dataclasses.fields(self._limits)]
+        for name in info.limits:
+            if name not in fields:
+                hint = did_you_mean(name, fields).removesuffix("?")
+                raise BadInputError(f"limits has no field {name!r:.80}{hint}; its fields are {', '.join(fields)}")
+        return dataclasses.replace(self._limits, **info.limits)
 
     def _add(self, info: SessionInfo) -> None:
         self._infos[info.id] = info
