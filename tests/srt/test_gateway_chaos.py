@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from gateway_chaos.faults import GatewayProcess
 from gateway_chaos.running import check_gateway_kills, check_replica_faults
@@ -60,3 +61,12 @@ def test_a_killed_gateway_loses_and_doubles_no_turn(
     assert result.counts["turns"] == 40
     assert result.counts["kills"] >= 1
     assert result.counts["failed attempts: ConnectError"] >= 1
+
+
+def test_a_gateway_that_does_not_start_in_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway_chaos.faults.START_TIMEOUT_S", 0.0)
+    process = GatewayProcess(tmp_path / "run", free_port(), "http://127.0.0.1:9", "the-key-of-the-router", tmp_path)
+    known = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(RuntimeError, match="did not start"):
+        process.start()
+    assert {child.pid for child in psutil.Process().children()} <= known

@@ -93,15 +93,25 @@ class GatewayProcess:
         self.num_kills = 0
 
     def start(self) -> None:
-        """Start the gateway and wait until it answers. Raises RuntimeError if it ends."""
+        """Start the gateway and wait until it answers. Raises RuntimeError if it ends or does not answer in time.
+
+        After an exception, no process is left.
+        """
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
+        try:
+            self._wait_until_alive(self._process)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait_until_alive(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
+            if process.poll() is not None:
                 raise RuntimeError(f"the gateway ended: {self._log.read_text()[-2000:]}")
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/health/liveliness", timeout=5.0).status_code == 200:
