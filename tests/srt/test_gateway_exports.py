@@ -17,6 +17,8 @@ from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.gateway import Gateway
 from verl_server.trajectory import TrajectoryGraph, from_atif, from_verifiers, load_session, to_litellm
+from verl_server.trajectory.exports import ExportFormat
+from verl_server.trajectory.exports.files import export_sessions
 
 SECRET = "sk-secret-of-the-session-0001"
 LITELLM_FIELDS = {
@@ -118,14 +120,27 @@ def test_wrong_exports_are_refused(gateway: Gateway, session: TrajectoryGraph) -
     reply = read(gateway, "?format=csv")
     assert (reply.status_code, "jsonl, verifiers, atif, litellm" in reply.text) == (400, True)
     assert read(gateway, "?format=atif", "unknown").status_code == 404
-    gateway.create_session("empty")
-    assert read(gateway, "?format=litellm", "empty").status_code == 404
     for path in ("../trial", "..%2ftrial", "%2e%2e%2ftrial", "trial.jsonl", "trial%00"):
         assert read(gateway, "", path).status_code == 404
     wrong = httpx.get(f"{gateway.url}/admin/sessions/trial/record", headers={"authorization": f"Bearer {SECRET}"})
     assert wrong.status_code == 401
     with pytest.raises(BadInputError):
         to_litellm({})  # type: ignore[arg-type]
+
+
+def test_a_session_without_a_turn_says_so_everywhere(gateway: Gateway, tmp_path: Path) -> None:
+    gateway.create_session("empty")
+    file, found = gateway.config.run_dir / "empty.jsonl", "a session without a turn has no file"
+    with pytest.raises(FileNotFoundError, match=f"{found}.*{file}"):
+        load_session(file)
+    with pytest.raises(BadInputError, match=f"{file}.*{found}"):
+        export_sessions(file, tmp_path / "out", ExportFormat.LITELLM)
+    for query in ("", "?format=litellm"):
+        reply = read(gateway, query, "empty")
+        assert (reply.status_code, "no turn yet" in reply.text) == (404, True)
+    headers = {"authorization": f"Bearer {gateway.admin_key}"}
+    page = httpx.get(f"{gateway.url}/ui/sessions/empty", headers=headers, timeout=60.0)
+    assert (page.status_code, "no turn yet" in page.text) == (404, True)
 
 
 def test_the_command_exports_for_litellm(gateway: Gateway, session: TrajectoryGraph, tmp_path: Path) -> None:

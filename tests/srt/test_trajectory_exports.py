@@ -777,7 +777,7 @@ def test_nothing_is_left_of_an_export_that_is_ended(kind: str, run_dir: Path, tm
 
 
 def test_the_command_says_what_is_wrong_with_its_arguments(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match="there is no file or folder"):
+    with pytest.raises(BadInputError, match="No such file"):
         run(tmp_path / "none", "--format", "atif", "--output", tmp_path / "x")
     (tmp_path / "nothing").mkdir()
     with pytest.raises(BadInputError, match="has no recorded session"):

@@ -394,7 +394,10 @@ def test_mistakes_are_explained(session: Path) -> None:
     (folder / "digests.jsonl").write_bytes(b'{"format":2,"session_id":"digests","input_digests":7}\n')
     session.with_name("renamed.jsonl").write_bytes(session.read_bytes())
     cases: list[tuple[list[object], str]] = [
-        ([folder / "none.jsonl"], "cannot be read: No such file or directory; pass the file of a recorded session"),
+        (
+            [folder / "none.jsonl"],
+            "cannot be read: No such file (a session without a turn has no file); pass",
+        ),
         ([folder / "copy" / "sum-0.jsonl"], "is damaged at byte"),
         ([folder / "digests.jsonl"], "is damaged: input_digests is no JSON object"),
         ([folder / "renamed.jsonl"], "contains the session 'sum-0'"),

@@ -8,6 +8,7 @@ written, for example because the disk is full, leaves no part of it in the file,
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ FILE_FORMAT = 2
 """Version of the file format. Increased when files of earlier versions cannot be read any more."""
 DIGESTS_KEY = "input_digests"
 """Key of the digests of the inputs in the header. Earlier versions wrote digests of another kind under `inputs`."""
+NO_FILE = "No such file (a session without a turn has no file)"
 SESSION_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -167,10 +169,7 @@ class Recorder:
 
 
 def session_file(run_dir: Path | str, session_id: str) -> Path:
-    """The path of a session's file. Raises BadInputError for an id that is not safe as a file name.
-
-    Here and in the other functions, `~` at the beginning of a path is the home of the user.
-    """
+    """The path of a session's file; `~` is the home of the user. Raises BadInputError for an id that is not safe."""
     if not isinstance(session_id, str) or not SESSION_ID_PATTERN.fullmatch(session_id):
         raise BadInputError(
             "the id of a recorded session must have 1 to 200 letters, digits, '.', '_' or '-', and begin with a letter "
@@ -183,7 +182,7 @@ def load_session(path: Path | str) -> TrajectoryGraph:
     """Load a recorded session. The session may still be written by another process.
 
     Raises BadInputError for a folder, a damaged file, a file of another format, or a file of another session, and
-    FileNotFoundError if there is no file.
+    FileNotFoundError if there is no file: a session of a gateway gets its file with its first turn.
     """
     path = Path(os.path.expanduser(path))
     if path.is_dir():
@@ -191,6 +190,8 @@ def load_session(path: Path | str) -> TrajectoryGraph:
             f"{path} is a folder, and load_session reads the file of one session; for all sessions of a run_dir, write "
             f"[load_session(path) for path in list_sessions({str(path)!r})]"
         )
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, NO_FILE, str(path))
     return parse_session(path.name.removesuffix(FILE_SUFFIX), path.read_bytes())[0]
 
 
@@ -230,9 +231,8 @@ def parse_session(session_id: str, content: bytes) -> tuple[TrajectoryGraph, int
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, BadInputError) as error:
             reason = f"the key {error} is missing" if isinstance(error, KeyError) else str(error)
             hint = "" if start else f". A file of another kind is no recorded session: pass RUN_DIR/NAME{FILE_SUFFIX}"
-            raise BadInputError(
-                f"the file of session {session_id!r} is damaged at byte {start}: {reason}{hint}"
-            ) from error
+            damage = f"the file of session {session_id!r} is damaged at byte {start}: {reason}{hint}"
+            raise BadInputError(damage) from error
         if "format" in line:
             _check_header(session_id, line)
             graph.inputs = dict(line.get(DIGESTS_KEY) or {})

@@ -18,7 +18,7 @@ from verl_server.trajectory.exports.atif_export import atif_file_name, to_atif
 from verl_server.trajectory.exports.litellm_export import to_litellm
 from verl_server.trajectory.exports.verifiers_export import to_verifiers
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.recorder import FILE_SUFFIX, list_sessions, load_session
+from verl_server.trajectory.recorder import FILE_SUFFIX, NO_FILE, list_sessions, load_session
 from verl_server.types import Json
 
 
@@ -75,7 +75,7 @@ def _find_sessions(source: Path) -> list[Path]:
             raise BadInputError(f"the folder {source} has no recorded session (*.jsonl); pass the run_dir of a run")
         return sessions
     if not source.exists():
-        raise BadInputError(f"there is no file or folder {source}; pass the file of a session, or the run_dir of a run")
+        raise BadInputError(f"{source}: {NO_FILE}; pass the file of a session, or the run_dir of a run")
     return [source]
 
 
