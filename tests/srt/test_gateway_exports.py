@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from verl_server.gateway import Gateway
 from verl_server.trajectory import TrajectoryGraph, from_atif, from_verifiers, load_session, to_litellm
 from verl_server.trajectory.exports import ExportFormat
 from verl_server.trajectory.exports.files import export_sessions
+from verl_server.trajectory.recorder import parse_session
 
 SECRET = "sk-secret-of-the-session-0001"
 LITELLM_FIELDS = {
@@ -102,6 +105,27 @@ def test_a_line_of_litellm_has_the_tokens_of_the_engine(gateway: Gateway, sessio
         assert choice["message"]["role"] == "assistant"
     assert [message["role"] for message in lines[1]["messages"]] == ["system", "user", "assistant", "user"]
     assert lines[1]["messages"][2] == lines[0]["response"]["choices"][0]["message"]
+
+
+def test_a_line_of_litellm_has_the_times_of_the_turn(gateway: Gateway) -> None:
+    before = time.time()
+    _, key = gateway.create_session("timed", sampling_params={"max_new_tokens": 8})
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    headers = {"authorization": f"Bearer {key}"}
+    assert httpx.post(f"{gateway.openai_url}/chat/completions", json=body, headers=headers, timeout=60.0).is_success
+    after = time.time()
+    (line,) = lines_of(read(gateway, "?format=litellm", "timed"))
+    assert before - 0.001 <= line["startTime"] < line["endTime"] <= after + 0.001
+    assert line["completionStartTime"] == line["endTime"], "as LiteLLM writes it for a call without a stream"
+    assert line["response_time"] == pytest.approx(line["endTime"] - line["startTime"])
+    assert line["response"]["created"] == int(line["startTime"])
+    assert line["response"]["choices"][0]["message"].keys() == {"role", "content"}
+
+    file = gateway.config.run_dir / "timed.jsonl"
+    old = re.sub(rb',"started_at":[^,}]*,"duration_s":[^,}]*', b"", file.read_bytes())
+    assert old != file.read_bytes()
+    (line,) = to_litellm(parse_session("timed", old)[0])
+    assert (line["startTime"], line["endTime"], line["response_time"], line["response"]["created"]) == (0, 0, 0, 0)
 
 
 def test_a_raw_prompt_is_a_text_completion(gateway: Gateway) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -237,13 +238,13 @@ class Session:
         state, cursor, request = self._state, prompt.cursor, prompt.request
         assert cursor.leaf is not None
         params["stop_token_ids"] = [*(params.get("stop_token_ids") or ()), *self._renderer.stop_token_ids]
-        num_prompt_tokens, node = self.graph.num_tokens(cursor.leaf), None
+        num_prompt_tokens, node, started_at = self.graph.num_tokens(cursor.leaf), None, time.time()
         try:
             state.begin_turn()
             try:
                 on_tokens = progress.add if request.stream else None
                 reply = await state.run_request(cursor.request_turn(params, on_tokens))
-                node = cursor.add_turn(reply, turn_details(request, prompt.fingerprint, reply))
+                node = cursor.add_turn(reply, turn_details(request, prompt.fingerprint, reply, started_at))
                 progress.is_recorded = True
             finally:
                 if node is None:

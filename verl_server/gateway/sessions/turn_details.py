@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from verl_server.gateway.conversation import TurnRequest
 from verl_server.types import Json
 
@@ -9,14 +11,17 @@ REFUSED = "refused"
 """Name of the notes in a record about prompts that do not fit."""
 
 
-def turn_details(request: TurnRequest, fingerprint: bytes, reply: Json) -> Json:
+def turn_details(request: TurnRequest, fingerprint: bytes, reply: Json, started_at: float) -> Json:
     """Keys for the recorded message of a turn.
 
     `stop_sequence`: the stop sequence at which the turn ended, if there is one. `request`: the digest of the request,
-    by which a repeated request is recognised, and what labels of conversations depend on (`conversation_kinds.py`).
+    by which a repeated request is recognised, what labels of conversations depend on (`conversation_kinds.py`), and the
+    times of the turn, which exports read: `started_at`, seconds since 1970, and `duration_s`. Records of earlier
+    versions have no times.
     """
     matched = (reply["meta_info"].get("finish_reason") or {}).get("matched")
     asked: Json = {"digest": fingerprint.hex(), "model": request.model}
     if (max_new_tokens := request.sampling_params.get("max_new_tokens")) is not None:
         asked["max_new_tokens"] = max_new_tokens
+    asked |= {"started_at": round(started_at, 6), "duration_s": round(max(time.time() - started_at, 0.0), 6)}
     return {"request": asked, **({"stop_sequence": matched} if isinstance(matched, str) else {})}

@@ -12,18 +12,21 @@ from verl_server.trajectory.exports.chat import APPENDED_TEXT, node_messages
 from verl_server.trajectory.graph import TrajectoryGraph, require_graph
 from verl_server.trajectory.nodes import Node
 from verl_server.types import Json
+from verl_server.validation import is_finite_number
 
 CHAT_CALL, TEXT_CALL = "acompletion", "atext_completion"
 """LiteLLM's names of the calls: a chat, and a raw prompt."""
 PROVIDER = "verl_server"
+TURN_DETAILS = ("request", "stop_sequence")
+"""Keys of the recorded message of a turn that a gateway adds, and that are no part of the chat."""
 
 
 def to_litellm(graph: TrajectoryGraph, *, model: str | None = None) -> list[Json]:
     """One line for each turn of the session, in the order of the turns, also for turns that are not trained.
 
-    `model`: name of the model, which sessions do not record. Sessions record no times: they are 0. Each line has the
-    whole conversation before the turn, so that the size grows with the square of the number of turns. Raises
-    BadInputError if `graph` is no `TrajectoryGraph`.
+    `model`: name of the model, which sessions do not record. Only turns of a gateway have times: those of other turns
+    are 0. Each line has the whole conversation before the turn, so that the size grows with the square of the number of
+    turns. Raises BadInputError if `graph` is no `TrajectoryGraph`.
     """
     require_graph(graph)
     return [_payload(graph, node, model or "") for node in graph.nodes if node.sampled]
@@ -39,8 +42,13 @@ def _payload(graph: TrajectoryGraph, node: Node, model: str) -> Json:
         "total_tokens": len(prompt_ids) + len(node.token_ids),
     }
     call_id = f"{graph.session_id}-{node.id}"
+    started_at, duration_s = _times(node)
     return {
         **_EMPTY,
+        "startTime": started_at,
+        "endTime": started_at + duration_s,
+        "completionStartTime": started_at + duration_s,
+        "response_time": duration_s,
         "id": call_id,
         "trace_id": graph.session_id,
         "session_id": graph.session_id,
@@ -52,22 +60,39 @@ def _payload(graph: TrajectoryGraph, node: Node, model: str) -> Json:
         "hidden_params": {"usage_object": usage},
         **usage,
         "metadata": {"usage_object": usage, "requester_metadata": _details(graph, node)},
-        "messages": [dict(message) for earlier in path for message in node_messages(earlier)],
-        "response": _response(node, call_id, model, usage),
+        "messages": [message for earlier in path for message in _messages(earlier)],
+        "response": _response(node, call_id, model, usage, int(started_at)),
         "prompt_token_ids": prompt_ids,
         "completion_token_ids": list(node.token_ids),
         "completion_logprobs": list(node.logprobs),
     }
 
 
-def _response(node: Node, call_id: str, model: str, usage: Json) -> Json:
-    """The turn as OpenAI's chat completion, which LiteLLM logs for all providers."""
-    (message,) = node_messages(node)
-    choice = {"index": 0, "message": dict(message), "finish_reason": node.finish_reason}
+def _times(node: Node) -> tuple[float, float]:
+    """When a turn of a gateway began, in seconds since 1970, and its duration in seconds. Zeros if they are unknown."""
+    asked = (node.message or {}).get("request")
+    started_at, duration_s = (
+        (asked.get("started_at"), asked.get("duration_s")) if isinstance(asked, dict) else (None, None)
+    )
+    if not is_finite_number(started_at) or not is_finite_number(duration_s):
+        return 0.0, 0.0
+    return started_at, duration_s
+
+
+def _messages(node: Node) -> list[Json]:
+    """The chat messages of a node, without what a gateway records of a turn beside its text."""
+    hidden = TURN_DETAILS if node.sampled else ()
+    return [{name: value for name, value in message.items() if name not in hidden} for message in node_messages(node)]
+
+
+def _response(node: Node, call_id: str, model: str, usage: Json, created: int) -> Json:
+    """The turn as OpenAI's chat completion, which LiteLLM logs for all providers. `created`: seconds since 1970."""
+    (message,) = _messages(node)
+    choice = {"index": 0, "message": message, "finish_reason": node.finish_reason}
     return {
         "id": call_id,
         "object": "chat.completion",
-        "created": 0,
+        "created": created,
         "model": model,
         "choices": [choice],
         "usage": usage,
@@ -95,10 +120,6 @@ _EMPTY: dict[str, Any] = {
     "status": "success",
     "status_fields": {"llm_api_status": "success"},
     "custom_llm_provider": PROVIDER,
-    "startTime": 0.0,
-    "endTime": 0.0,
-    "completionStartTime": 0.0,
-    "response_time": 0.0,
     "model_id": None,
     "api_base": "",
     "cache_hit": None,
