@@ -19,6 +19,7 @@ from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.gateway import Gateway
 from verl_server.trajectory import TrajectoryGraph, from_atif, from_verifiers, load_session, to_litellm
+from verl_server.trajectory.conversations import recorded_kinds
 from verl_server.trajectory.exports import ExportFormat
 from verl_server.trajectory.exports.files import export_sessions
 from verl_server.trajectory.recorder import parse_session
@@ -107,6 +108,34 @@ def test_a_line_of_litellm_has_the_tokens_of_the_engine(gateway: Gateway, sessio
     assert lines[1]["messages"][2] == lines[0]["response"]["choices"][0]["message"]
 
 
+def test_exports_have_the_kinds_of_conversations_and_the_refused_prompts(gateway: Gateway) -> None:
+    """Also those of a session that runs: a file gets the kinds at the end of the session."""
+    _, key = gateway.create_session("kinds", sampling_params={"max_new_tokens": 8})
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    user = {"role": "user", "content": "What is 1 + 2?"}
+    title = [{"role": "system", "content": "Write a title."}, user]
+    bodies: list[Any] = [{"messages": [user], "tools": [tool]}, {"messages": title}]
+    long = [{"role": "user", "content": "long " * 3000}]
+    for body, status in [*((body, 200) for body in bodies), ({"messages": long}, 400)]:
+        headers = {"authorization": f"Bearer {key}"}
+        url = f"{gateway.openai_url}/chat/completions"
+        assert httpx.post(url, json={"model": "m", **body}, headers=headers, timeout=60.0).status_code == status
+    known = list[TrajectoryGraph]()
+    for is_ended in (False, True):
+        if is_ended:
+            gateway.end_session("kinds", train=["main", "title"])
+        documents = lines_of(read(gateway, "?format=atif", "kinds"))
+        assert [document["extra"]["conversation_kind"] for document in documents] == ["main", "title"]
+        (episode,) = lines_of(read(gateway, "?format=verifiers", "kinds"))
+        lines = lines_of(read(gateway, "?format=litellm", "kinds"))
+        assert [line["metadata"]["requester_metadata"]["conversation_kind"] for line in lines] == ["main", "title"]
+        known += [from_atif(documents), *from_verifiers(episode)]
+    for graph in known:
+        assert recorded_kinds(graph) == {0: "main", 2: "title"}
+        (refused,) = (note for note in graph.notes if note.name == "refused")
+        assert (refused.node, refused.value["limit"]) == (None, "max_context_tokens")
+
+
 def test_a_line_of_litellm_has_the_times_of_the_turn(gateway: Gateway) -> None:
     before = time.time()
     _, key = gateway.create_session("timed", sampling_params={"max_new_tokens": 8})
@@ -117,7 +146,7 @@ def test_a_line_of_litellm_has_the_times_of_the_turn(gateway: Gateway) -> None:
     (line,) = lines_of(read(gateway, "?format=litellm", "timed"))
     assert before - 0.001 <= line["startTime"] < line["endTime"] <= after + 0.001
     assert line["completionStartTime"] == line["endTime"], "as LiteLLM writes it for a call without a stream"
-    assert line["response_time"] == pytest.approx(line["endTime"] - line["startTime"])
+    assert line["response_time"] == pytest.approx(line["endTime"] - line["startTime"], abs=1e-5)
     assert line["response"]["created"] == int(line["startTime"])
     assert line["response"]["choices"][0]["message"].keys() == {"role", "content"}
 

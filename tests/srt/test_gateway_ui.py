@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 from browser import needs_browser, open_page
-from test_gateway import SHORT, gateway, generate, graph_of, openai_client
+from test_gateway import ADD, SHORT, ask, gateway, generate, graph_of, openai_client
 
 from verl_server.gateway import Gateway
 
@@ -63,6 +65,18 @@ def test_the_view_of_a_session_changes_with_its_record(gateway: Gateway) -> None
     say(gateway, key, "another")
     changed = get(gateway, path, key, **{"If-None-Match": tag})
     assert (changed.status_code, changed.headers["etag"] != tag) == (200, True)
+
+
+def test_the_view_has_the_kinds_of_conversations_and_the_refused_prompts(gateway: Gateway) -> None:
+    """The session runs: its file has no kinds yet."""
+    info, key = gateway.create_session("ui-kinds", sampling_params=SHORT)
+    assert ask(gateway, key, "What is 1 + 2?", tools=[ADD]).status_code == 200
+    title: Any = [{"role": "system", "content": "Write a title."}, {"role": "user", "content": "What is 1 + 2?"}]
+    openai_client(gateway, key).chat.completions.create(model="m", messages=title)
+    assert ask(gateway, key, "long " * 3000).status_code == 400
+    page = get(gateway, f"/ui/sessions/{info.id}", key).text
+    assert re.findall(r'<b class="conversation">(.*?)</b>', page) == ["main", "title"]
+    assert re.search("<h2>Notes</h2>\n<ul><li>refused: limit max_context_tokens", page)
 
 
 @needs_browser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -16,6 +17,7 @@ import pytest
 from helpers import chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from verl_server.cli.app import app
@@ -24,6 +26,7 @@ from verl_server.trajectory import ForkReason, Recorder, Span, TrajectoryGraph, 
 from verl_server.trajectory.view.model import LOGPROB_LEVELS, NodeView, logprob_level
 from verl_server.trajectory.view.page import render_page
 from verl_server.trajectory.view.session import make_session_view
+from verl_server.trajectory.view.terminal import print_session
 from verl_server.trajectory.view.texts import as_text, text_parts, visible
 from verl_server.trajectory.view.token_texts import TokenTexts
 
@@ -105,6 +108,29 @@ def test_paths_contain_each_node_once() -> None:
     assert [node.depth for node in nodes] == [0, 1, 2, 3, 3, 0, 1, 0, 1]
     assert [node.id for node in nodes if node.sampled] == [1, 3, 4, 6, 8]
     assert [node.id for node in nodes if node.is_left_out] == [4], "node 4 is in no trained segment"
+
+
+def test_kinds_of_conversations_and_notes() -> None:
+    """The kind of a path is that of its conversation. Other notes have their node, and texts from outside are safe."""
+    graph = TrajectoryGraph("s")
+    record_session(graph)
+    for node, kind in ((0, "edited"), (0, "main"), (2, "summary"), (5, ATTACK)):
+        graph.add_note(node, "conversation", kind)
+    graph.add_note(1, "refused", {"limit": "max_turns", "num_tokens": None})
+    graph.add_note(None, f"other\n{ATTACK}", 5)
+    view = make_session_view(graph)
+    assert [path.kind for path in view.paths] == ["main", "summary", ATTACK, None]
+    assert view.paths[2].origin == "begins with a prompt of its own", "not that of a sub-agent"
+    notes = [(1, "refused: limit max_turns"), (None, f"other\u240a{ATTACK}: 5")]
+    assert [(note.node, note.text) for note in view.notes] == notes
+    assert "begins a conversation of the kind summary" in view.paths[0].nodes[2].facts
+    html = render_page(view)
+    assert "script" not in Page(html).tags
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_session(view, console)
+    for text in (Page(html).text, console.export_text()):
+        assert f"Path 3 ({ATTACK})" in text or f"Path 3 {ATTACK}" in text
+        assert "refused: limit max_turns (after node 1)" in text
 
 
 def test_terminations_segments_and_divergences() -> None:

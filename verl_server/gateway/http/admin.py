@@ -14,6 +14,7 @@ from fastapi.responses import FileResponse
 
 from verl_server.gateway.errors import ErrorKind, GatewayError, list_wrong_fields
 from verl_server.gateway.http.access import Access
+from verl_server.gateway.sessions.session_end import record_kinds
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.trajectory.exports import ExportFormat
 from verl_server.trajectory.exports.files import export_lines
@@ -105,7 +106,9 @@ def add_admin_routes(
 
 def _export_lines(path: Path, kind: ExportFormat, model: str | None) -> bytes:
     """The session in another format, as JSON lines."""
-    return b"".join(orjson.dumps(line) + b"\n" for line in export_lines(load_session(path), kind, model))
+    graph = load_session(path)
+    record_kinds(graph)  # of a session that runs; the file gets them at the end of the session
+    return b"".join(orjson.dumps(line) + b"\n" for line in export_lines(graph, kind, model))
 
 
 def _reply(body: Json) -> Response:

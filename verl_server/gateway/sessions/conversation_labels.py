@@ -19,8 +19,6 @@ from verl_server.trajectory.nodes import ForkReason, Node
 from verl_server.trajectory.rendering.messages import Message
 from verl_server.types import Json
 
-LABEL = "conversation"
-"""Name of the notes in a record that have the kind of a conversation."""
 MAX_COMPARED = 8
 """Number of conversations, and of the last nodes, that a new conversation is compared with."""
 MAX_COMPARED_TURNS = 32

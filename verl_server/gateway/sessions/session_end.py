@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from verl_server.agent.episodes.segments import find_segments
 from verl_server.gateway.sessions.conversation_kinds import TRAINED_KINDS, ConversationKind
-from verl_server.gateway.sessions.conversation_labels import LABEL, label_conversations, trained_ends
+from verl_server.gateway.sessions.conversation_labels import label_conversations, trained_ends
 from verl_server.gateway.sessions.session_info import SessionInfo
+from verl_server.trajectory.conversations import KIND_NOTE, recorded_kinds
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.recorder import Recorder
 
@@ -31,8 +32,8 @@ def record_kinds(record: Recorder | TrajectoryGraph) -> dict[int, ConversationKi
     """The kind of each conversation and branch by its first node, which the record gets as notes."""
     graph = record if isinstance(record, TrajectoryGraph) else record.graph
     kinds = label_conversations(graph)
-    known = {note.node: note.value for note in graph.notes if note.name == LABEL}
+    known = recorded_kinds(graph)
     for node, kind in kinds.items():
         if known.get(node) != kind:
-            record.add_note(node, LABEL, kind.value)
+            record.add_note(node, KIND_NOTE, kind.value)
     return kinds

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl_server.trajectory.conversations import kind_at, recorded_kinds
 from verl_server.trajectory.exports import atif_schema as schema
 from verl_server.trajectory.exports.atif_messages import from_result, from_step, to_result, to_step
 from verl_server.trajectory.exports.chat import APPENDED_TEXT, derive_node_message, node_messages, require_tool_schemas
@@ -99,7 +100,10 @@ class _PathWriter:
     def build(self, agent: schema.Agent, paths: ExportedPaths) -> schema.Trajectory:
         """The document."""
         termination = paths.termination
-        extra = schema.PathExtra(token_ids_after_last_turn=self._token_ids[self._num_turn_tokens :] or None)
+        extra = schema.PathExtra(
+            conversation_kind=kind_at(self.graph, recorded_kinds(self.graph), self._details[-1].id),
+            token_ids_after_last_turn=self._token_ids[self._num_turn_tokens :] or None,
+        )
         scores: Json = {"weight": self.weight}
         if termination is not None:
             extra.stop_reason, extra.error = termination.stop_reason, termination.error

@@ -191,6 +191,8 @@ class PathExtra(BaseModel):
     """What `to_atif` writes into `Trajectory.extra` for other programs."""
 
     stop_reason: str | None = None
+    conversation_kind: str | None = None
+    """Kind of the conversation that the path ends in, for example `main` or `sub_agent`."""
     error: Json | None = None
     """Exception of a failed session."""
     token_ids_after_last_turn: TokenIds | None = None

@@ -2,14 +2,15 @@
 
 Both formats have a place for data of the program that wrote the file. The key `verl_server` there has the fields of
 nodes and of the termination that the format does not have: spans of weight versions, reasons of forks, rewards of
-nodes, and messages that the format cannot express. Tokens and log probabilities are in the fields of the format only.
+nodes, notes, and messages that the format cannot express. Tokens and log probabilities are in the fields of the format
+only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat
 
@@ -58,6 +59,17 @@ class TerminationDetails(BaseModel):
     segments: list[tuple[Count, FiniteFloat]] | None = None
 
 
+class NoteDetails(BaseModel):
+    """A note: the kind of a conversation, for example, or a prompt that was refused."""
+
+    model_config = ConfigDict(extra="forbid")
+    node: Count | None = None
+    """Id of the node in the recorded session. None for a note about the session."""
+    name: str
+    value: Any = None
+    """The fact, as a JSON value."""
+
+
 class SessionDetails(BaseModel):
     """Fields of a session that a format has no place for."""
 
@@ -69,6 +81,8 @@ class SessionDetails(BaseModel):
     """Digests of the inputs of the session."""
     nodes: list[NodeDetails] = []
     termination: TerminationDetails | None = None
+    notes: list[NoteDetails] = []
+    """Notes about the session and about exported nodes."""
     num_nodes_left_out: Count = 0
     """Number of recorded nodes that the export does not contain, for example those of turns that were sampled again."""
 
@@ -127,6 +141,11 @@ def session_details(graph: TrajectoryGraph, paths: ExportedPaths, nodes: list[No
             error=termination.error,
             segments=None if termination.segments is None else list(termination.segments),
         ),
+        notes=[
+            NoteDetails(node=note.node, name=note.name, value=note.value)
+            for note in graph.notes
+            if note.node is None or note.node in exported
+        ],
         num_nodes_left_out=len(graph.nodes) - len(exported),
     )
 
@@ -155,6 +174,9 @@ def restore_graph(details: SessionDetails, nodes: Iterable[ImportedNode], scores
     new_ids: dict[int, int] = {}
     for node_id in sorted(by_id):
         new_ids[node_id] = _add_node(graph, by_id[node_id], new_ids)
+    for note in details.notes:
+        if note.node is None or note.node in new_ids:
+            graph.add_note(None if note.node is None else new_ids[note.node], note.name, note.value)
     termination = details.termination
     # The path of a sample may be no trained path, for example with the weight 0. Then the export does not contain it.
     if termination is not None and new_ids:

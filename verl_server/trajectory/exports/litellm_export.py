@@ -6,8 +6,10 @@ The fields are those of LiteLLM 1.x (`litellm/types/utils.py`). `prompt_token_id
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from verl_server.trajectory.conversations import kind_at, recorded_kinds
 from verl_server.trajectory.exports.chat import APPENDED_TEXT, node_messages
 from verl_server.trajectory.graph import TrajectoryGraph, require_graph
 from verl_server.trajectory.nodes import Node
@@ -29,10 +31,11 @@ def to_litellm(graph: TrajectoryGraph, *, model: str | None = None) -> list[Json
     turns. Raises BadInputError if `graph` is no `TrajectoryGraph`.
     """
     require_graph(graph)
-    return [_payload(graph, node, model or "") for node in graph.nodes if node.sampled]
+    kinds = recorded_kinds(graph)
+    return [_payload(graph, node, model or "", kinds) for node in graph.nodes if node.sampled]
 
 
-def _payload(graph: TrajectoryGraph, node: Node, model: str) -> Json:
+def _payload(graph: TrajectoryGraph, node: Node, model: str, kinds: Mapping[int, str]) -> Json:
     path = [] if node.parent is None else graph.path(node.parent)
     prompt_ids = [token for earlier in path for token in earlier.token_ids]
     is_raw = bool(path) and APPENDED_TEXT in (path[0].message or {})
@@ -59,7 +62,7 @@ def _payload(graph: TrajectoryGraph, node: Node, model: str) -> Json:
         "model_map_information": {"model_map_key": model, "model_map_value": None},
         "hidden_params": {"usage_object": usage},
         **usage,
-        "metadata": {"usage_object": usage, "requester_metadata": _details(graph, node)},
+        "metadata": {"usage_object": usage, "requester_metadata": _details(graph, node, kinds)},
         "messages": [message for earlier in path for message in _messages(earlier)],
         "response": _response(node, call_id, model, usage, int(started_at)),
         "prompt_token_ids": prompt_ids,
@@ -99,13 +102,14 @@ def _response(node: Node, call_id: str, model: str, usage: Json, created: int) -
     }
 
 
-def _details(graph: TrajectoryGraph, node: Node) -> Json:
+def _details(graph: TrajectoryGraph, node: Node, kinds: Mapping[int, str]) -> Json:
     """What LiteLLM has no field for."""
     termination = graph.last_termination
     return {
         "node": node.id,
         "parent": node.parent,
         "fork_reason": node.fork_reason,
+        "conversation_kind": kind_at(graph, kinds, node.id),
         "weight_versions": [[span.version, span.start, span.end] for span in node.spans],
         "stop_reason": None if termination is None else termination.stop_reason,
         "reward": None if termination is None else termination.reward,

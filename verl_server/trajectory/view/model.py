@@ -106,6 +106,8 @@ class PathView:
 
     number: int
     """From 1, in the order in which the paths were recorded."""
+    kind: str | None
+    """Kind of its conversation, for example `main` or `sub_agent`. None if it is not recorded."""
     origin: str
     """Where the path begins: at a root, or after a node of another path, with the fork reason."""
     nodes: tuple[NodeView, ...]
@@ -149,6 +151,15 @@ class SegmentView:
 
 
 @dataclass(frozen=True)
+class NoteView:
+    """A recorded fact that is no token, for example a prompt that was refused."""
+
+    node: int | None
+    """Node that the note is about. None for the session."""
+    text: str
+
+
+@dataclass(frozen=True)
 class SessionView:
     """A recorded session."""
 
@@ -163,5 +174,7 @@ class SessionView:
     segments: tuple[SegmentView, ...]
     """Segments of the last termination."""
     divergences: tuple[DivergenceView, ...]
+    notes: tuple[NoteView, ...]
+    """In the order in which they were recorded, without the kinds of conversations."""
     has_texts: bool
     """Whether tokens have texts, because there was a tokenizer."""

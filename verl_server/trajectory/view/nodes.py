@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
 from verl_server.trajectory.view.model import NodeView, TokenRun, TokenView
-from verl_server.trajectory.view.texts import as_text, count, join, text_parts, visible
+from verl_server.trajectory.view.texts import as_label, as_text, count, join, text_parts, visible
 from verl_server.trajectory.view.token_texts import TokenTexts
 
 
@@ -21,7 +21,7 @@ class NodeViews:
     """Makes the views of the nodes of a session.
 
     `trained`: ids of the nodes in trained segments, None if the session has not finished. `starts`: number of the
-    path that begins at a node, by the id of the node.
+    path that begins at a node, by the id of the node. `kinds`: recorded kinds of conversations by their first nodes.
     """
 
     def __init__(
@@ -30,8 +30,9 @@ class NodeViews:
         texts: TokenTexts | None,
         trained: AbstractSet[int] | None,
         starts: Mapping[int, int],
+        kinds: Mapping[int, str],
     ) -> None:
-        self._graph, self._texts, self._trained, self._starts = graph, texts, trained, starts
+        self._graph, self._texts, self._trained, self._starts, self._kinds = graph, texts, trained, starts, kinds
         self._depths: dict[int, int] = {}
 
     def view(self, node: Node) -> NodeView:
@@ -54,6 +55,8 @@ class NodeViews:
         if node.sampled:
             yield f"turn {self._graph.num_turns(node.id)}"
         yield count(len(node.token_ids), "token")
+        if node.id in self._kinds and node.id not in self._starts:
+            yield f"begins a conversation of the kind {as_label(self._kinds[node.id])}"
         if node.spans:
             yield f"weights {join(span.version for span in node.spans)}"
         if node.finish_reason is not None:

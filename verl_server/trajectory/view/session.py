@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl_server.trajectory.conversations import KIND_NOTE, kind_at, recorded_kinds
 from verl_server.trajectory.divergence import Divergence, find_divergences
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import ForkReason, Node
+from verl_server.trajectory.nodes import ForkReason, Node, Note
 from verl_server.trajectory.termination import Termination
 from verl_server.trajectory.view.model import (
     DivergenceView,
     ErrorView,
+    NoteView,
     PathView,
     SegmentView,
     SessionView,
@@ -42,7 +44,8 @@ def make_session_view(graph: TrajectoryGraph, decode: DecodeFn | None = None) ->
     segments = graph.trained_segments
     trained = None if segments is None else {node.id for leaf, _ in segments for node in graph.path(leaf)}
     texts = None if decode is None else TokenTexts(decode)
-    views = NodeViews(graph, texts, trained, {path.nodes[0].id: path.number for path in paths})
+    kinds = recorded_kinds(graph)
+    views = NodeViews(graph, texts, trained, {path.nodes[0].id: path.number for path in paths}, kinds)
     divergences = {path_of[found.node]: _divergence_view(found, path_of, texts) for found in find_divergences(graph)}
     return SessionView(
         session_id=visible(graph.session_id),
@@ -51,7 +54,8 @@ def make_session_view(graph: TrajectoryGraph, decode: DecodeFn | None = None) ->
         paths=tuple(
             PathView(
                 path.number,
-                _origin(path.nodes[0], path_of),
+                as_label(kind) if (kind := kind_at(graph, kinds, path.nodes[0].id)) is not None else None,
+                _origin(path.nodes[0], path_of, kind),
                 tuple(views.view(node) for node in path.nodes),
                 divergences.get(path.number),
             )
@@ -63,6 +67,7 @@ def make_session_view(graph: TrajectoryGraph, decode: DecodeFn | None = None) ->
         ),
         segments=tuple(_segment_view(graph, path_of, leaf, weight) for leaf, weight in segments or ()),
         divergences=tuple(divergences.values()),
+        notes=tuple(_note_view(note) for note in graph.notes if note.name != KIND_NOTE),
         has_texts=texts is not None,
     )
 
@@ -80,9 +85,12 @@ def _find_paths(graph: TrajectoryGraph) -> list[_Path]:
     return paths
 
 
-def _origin(start: Node, path_of: dict[int, int]) -> str:
+def _origin(start: Node, path_of: dict[int, int], kind: str | None) -> str:
+    """`kind`: of the conversation. It is known better later: a title may be asked for before the main conversation."""
     if start.parent is not None:
         return f"forks after node {start.parent} of path {path_of[start.parent]}: {start.fork_reason}"
+    if start.fork_reason is ForkReason.SUB_AGENT and kind not in (None, ForkReason.SUB_AGENT):
+        return "begins with a prompt of its own"
     return ROOT_REASONS.get(start.fork_reason, f"begins with a prompt of its own: {start.fork_reason}")
 
 
@@ -142,6 +150,16 @@ def _error_view(error: object) -> ErrorView:
         as_text(error.get("message", "")),
         tuple((as_label(name), as_text(value)) for name, value in others),
     )
+
+
+# -- notes -------------------------------------------------------------------------------------------
+
+
+def _note_view(note: Note) -> NoteView:
+    if isinstance(note.value, dict):
+        facts = [f"{name} {as_text(value)}" for name, value in note.value.items() if value is not None]
+        return NoteView(note.node, as_label(f"{note.name}: {', '.join(facts)}"))
+    return NoteView(note.node, as_label(f"{note.name}: {as_text(note.value)}"))
 
 
 # -- divergences -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from verl_server.trajectory.view.model import (
     NodeView,
+    NoteView,
     PathView,
     SegmentView,
     SessionView,
@@ -39,6 +40,7 @@ def print_session(view: SessionView, console: Console, *, with_tokens: bool = Fa
     _print_section(console, "Terminations", [line for item in view.terminations for line in _termination_lines(item)])
     _print_section(console, "Trained segments", map(_segment_line, view.segments))
     _print_section(console, "Divergences", (divergence.text for divergence in view.divergences))
+    _print_section(console, "Notes", map(_note_line, view.notes))
     for path in view.paths:
         _print_path(console, path, with_tokens=with_tokens)
 
@@ -68,6 +70,10 @@ def _segment_line(item: SegmentView) -> str:
     return f"path {item.path} up to node {item.node}: weight {item.weight}, {tokens}"
 
 
+def _note_line(item: NoteView) -> str:
+    return item.text if item.node is None else f"{item.text} (after node {item.node})"
+
+
 def _indented(text: str) -> Iterator[str]:
     """The lines of an error, each with the sign of an error."""
     for index, line in enumerate(text.split("\n")):
@@ -75,7 +81,8 @@ def _indented(text: str) -> Iterator[str]:
 
 
 def _print_path(console: Console, path: PathView, *, with_tokens: bool) -> None:
-    _print_line(console, Text.assemble("\n", (f"Path {path.number}", "bold"), f" {path.origin}"))
+    kind = "" if path.kind is None else f" ({path.kind})"
+    _print_line(console, Text.assemble("\n", (f"Path {path.number}", "bold"), kind, f" {path.origin}"))
     if path.divergence is not None:
         _print_line(console, f"  {path.divergence.text}")
     for node in path.nodes:

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request, Response
 from verl_server.errors import BadInputError
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.http.access import Access
+from verl_server.gateway.sessions.session_end import record_kinds
 from verl_server.gateway.sessions.session_info import SessionInfo
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.trajectory.recorder import load_session
@@ -95,7 +96,9 @@ def _render(file: Path, decode: DecodeFn) -> str:
     if file.stat().st_size > MAX_RECORD_BYTES:
         raise GatewayError(ErrorKind.TOO_LARGE, f"the record has more than {MAX_RECORD_BYTES >> 20} MiB; {cure}")
     try:
-        return render_page(make_session_view(load_session(file), decode))
+        graph = load_session(file)
+        record_kinds(graph)  # of a session that runs; the file gets them at the end of the session
+        return render_page(make_session_view(graph, decode))
     except BadInputError as error:
         raise GatewayError(ErrorKind.INTERNAL, f"the record cannot be read: {error.message}") from None
 
