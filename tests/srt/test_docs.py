@@ -236,7 +236,7 @@ def shell_commands() -> Iterator[tuple[Block, list[str]]]:
     for block in blocks("bash"):
         for line in block.text.splitlines():
             words = shlex.split(line, comments=True)
-            if command := list(itertools.dropwhile(lambda word: re.match(r"\w+=", word), words)):
+            if command := list(itertools.dropwhile(lambda word: re.match(r"\w+=|nohup$", word), words)):
                 yield block, command
 
 

@@ -263,6 +263,17 @@ def test_a_wrong_key_file_is_named(tmp_path: Path, content: str | None, named: s
     assert named in " ".join(done.stderr.split())
 
 
+def test_without_a_terminal_the_command_says_how_it_gets_the_key(tmp_path: Path) -> None:
+    """Under systemd, Docker and nohup, nobody would see a random key."""
+    program = [sys.executable, "-m", "verl_server.cli", "gateway", str(tmp_path), "--server", "http://127.0.0.1:9"]
+    env = {**os.environ, "VERL_SERVER_GATEWAY_ADMIN_KEY": ""}
+    for options in ((), ("--open",)):
+        done = subprocess.run([*program, *options], capture_output=True, text=True, timeout=120, env=env)
+        found = " ".join(done.stderr.split())
+        assert (done.returncode, "not a terminal" in found) == (2, True)
+        assert "set VERL_SERVER_GATEWAY_ADMIN_KEY, or pass --admin-key-file FILE:" in found
+
+
 def test_one_kind_of_engine_is_named(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "verl_server.cli", "gateway", str(tmp_path)]
     env = {**os.environ, "VERL_SERVER_GATEWAY_ADMIN_KEY": ADMIN_KEY}

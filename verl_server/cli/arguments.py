@@ -171,16 +171,17 @@ def _parse_option(written: str, texts: list[str]) -> tuple[str, Any]:
     return name, guesses if len(guesses) > 1 else (guesses[0] if guesses else True)
 
 
-def missing_keys(variables: Sequence[str], *, shown: bool) -> list[str]:
+def missing_keys(variables: Sequence[str], *, shown: bool, alternative: str = "") -> list[str]:
     """The environment variables without a key; a random key will be generated for each of them.
 
-    Raises BadInputError when keys are missing and `shown` is False, because then no user would see the random keys.
+    `alternative`: what can be done instead of setting them. Raises BadInputError when keys are missing and `shown` is
+    False, because then no user would see the random keys.
     """
     missing = [name for name in variables if not os.environ.get(name)]
     if missing and not shown:
         raise BadInputError(
-            f"set {' and '.join(missing)}: random keys are printed on a terminal only, and the standard output is not "
-            f"a terminal, so no client would know the keys. For example: {_example_of_keys(missing)}"
+            f"set {' and '.join(missing)}{alternative}: random keys are printed on a terminal only, and the standard "
+            f"output is not a terminal, so no client would know the keys. For example: {_example_of_keys(missing)}"
         )
     return missing
 

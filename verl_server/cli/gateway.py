@@ -62,6 +62,7 @@ def gateway(
 
     Keys are read from the environment: VERL_SERVER_API_KEY is the key of the servers or of the router,
     VERL_SERVER_GATEWAY_ADMIN_KEY the key of the admin API. On a terminal, a missing admin key is generated and printed.
+    Without a terminal (systemd, Docker, nohup, a pipe), set the variable or pass --admin-key-file.
 
     Examples:
       verl-server gateway runs/a --server http://127.0.0.1:30000
@@ -71,7 +72,9 @@ def gateway(
     """
     if admin_key_file is not None:
         os.environ[GATEWAY_KEY] = options.read_key_file("--admin-key-file", admin_key_file)
-    generated = options.missing_keys([GATEWAY_KEY], shown=sys.stdout.isatty())
+    generated = options.missing_keys(
+        [GATEWAY_KEY], shown=sys.stdout.isatty(), alternative=", or pass --admin-key-file FILE"
+    )
     options.require_long_keys([GATEWAY_KEY])
     admin_key = options.take_key(GATEWAY_KEY)
     with exit_after_cleanup():
