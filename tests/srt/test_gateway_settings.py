@@ -1,0 +1,119 @@
+"""What the pages promise of the settings: what reaches the engine, names of models, the end by time, and the limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from agent_helpers import ScriptedGenerateFn
+from test_gateway_sessions import LIMITS, ask, renderer, start_gateway
+
+from verl_server.gateway import Gateway
+from verl_server.gateway.config import GatewayConfig
+from verl_server.gateway.sessions.generation import ABANDONED_S
+from verl_server.trajectory import ChatRenderer
+
+__all__ = ["renderer"]
+PAGE = " ".join((Path(__file__).parents[2] / "docs" / "gateway.md").read_text().split())
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+
+
+class ParamsGenerateFn(ScriptedGenerateFn):
+    """Stores the sampling parameters of the last request."""
+
+    params: dict[str, Any]
+
+    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Any:
+        self.params = request["sampling_params"]
+        return await super().__call__(rid=rid, session_id=session_id, **request)
+
+
+@pytest.fixture(scope="module")
+def generate(renderer: ChatRenderer) -> ParamsGenerateFn:
+    return ParamsGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    generate: ParamsGenerateFn, renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Gateway]:
+    with Gateway(generate, tmp_path_factory.mktemp("run"), renderer=renderer, limits=LIMITS) as gateway:
+        yield gateway
+
+
+def post(gateway: Gateway, key: str, path: str = CHAT, **fields: Any) -> httpx.Response:
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}], **fields}
+    return httpx.post(f"{gateway.url}{path}", json=body, headers={"x-api-key": key}, timeout=60.0)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_sampling_params_of_a_session_replace_those_of_the_agent(
+    gateway: Gateway, generate: ParamsGenerateFn, path: str
+) -> None:
+    _, key = gateway.create_session(sampling_params={"temperature": 0.75})
+    reply = post(gateway, key, path, temperature=0, top_p=0.5, a_field_of_next_year={"a": 1})
+    assert reply.status_code == 200, reply.text
+    assert (generate.params["temperature"], generate.params["top_p"]) == (0.75, 0.5)
+
+
+def test_a_session_keeps_a_grammar_of_its_own(gateway: Gateway, generate: ParamsGenerateFn) -> None:
+    _, key = gateway.create_session(sampling_params={"regex": "yes|no"})
+    assert post(gateway, key, tools=[TOOL], tool_choice="required").status_code == 200
+    assert generate.params["regex"] == "yes|no"
+    assert "structural_tag" not in generate.params
+
+
+def test_max_tokens_beyond_the_context_is_cut(gateway: Gateway, generate: ParamsGenerateFn) -> None:
+    _, key = gateway.create_session()
+    for path in (CHAT, MESSAGES):
+        assert post(gateway, key, path, max_tokens=10_000_000).status_code == 200
+        assert 1000 < generate.params["max_new_tokens"] < 2000
+
+
+def test_parallel_calls_of_turns_that_are_not_forced(gateway: Gateway) -> None:
+    """No grammar can forbid a second call there: OpenAI's field is ignored, and Anthropic's is refused by its name."""
+    _, key = gateway.create_session()
+    assert post(gateway, key, tools=[TOOL], parallel_tool_calls=False).status_code == 200
+    tools, choice = [{"name": "add", "input_schema": {}}], {"type": "auto", "disable_parallel_tool_use": True}
+    reply = post(gateway, key, MESSAGES, tools=tools, tool_choice=choice)
+    assert (reply.status_code, "disable_parallel_tool_use" in reply.text) == (400, True)
+
+
+def test_names_of_the_model_have_the_form_of_the_client(renderer: ChatRenderer, tmp_path: Path) -> None:
+    with start_gateway(renderer, tmp_path, model_names=("one", "two")) as gateway:
+        _, key = gateway.create_session()
+        headers = {"x-api-key": key}
+        listed = httpx.get(f"{gateway.url}/v1/models", headers=headers).json()
+        assert (listed["object"], [model["id"] for model in listed["data"]]) == ("list", ["one", "two"])
+        listed = httpx.get(f"{gateway.url}/v1/models", headers={**headers, "anthropic-version": "2023-06-01"}).json()
+        assert [model["display_name"] for model in listed["data"]] == ["one", "two"]
+        assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("one", "two", False)
+        assert httpx.get(f"{gateway.url}/v1/models").status_code == 401
+
+
+def test_a_session_ends_by_itself(renderer: ChatRenderer, tmp_path: Path) -> None:
+    with start_gateway(renderer, tmp_path, session_expiry_s=1e-6) as gateway:
+        expired, key = gateway.create_session()
+        assert (ask(gateway, key), gateway.sessions()[0].stop_reason) == (403, "expired")
+        lasting, key = gateway.create_session(expires_in_s=600.0)
+        assert ask(gateway, key) == 200
+        assert {info.id: info.stop_reason for info in gateway.sessions()} == {expired.id: "expired", lasting.id: None}
+
+
+def test_the_page_has_the_limits_of_the_settings(gateway: Gateway) -> None:
+    config: GatewayConfig = gateway.config
+    assert config.max_body_bytes == 16 << 20
+    assert config.max_image_pixels // 10**6 == 134
+    for text in (
+        f"{config.max_body_bytes >> 20} MiB, {config.max_messages:,} messages, {config.max_content_parts:,} content",
+        f"{config.max_tools:,} tools, and {config.max_tool_name_chars} characters in the name of a tool",
+        f"A session may have {config.max_session_requests} open requests",
+        f"All sessions together may have {config.max_requests:,}",
+        f"nothing arrives for {config.keep_alive_s:.0f} seconds",
+        f"within {ABANDONED_S:.0f} seconds is aborted",
+    ):
+        assert text in PAGE
