@@ -244,6 +244,7 @@ def test_metrics_count_turns_retries_forks_and_errors(gateway: Gateway) -> None:
     assert metric(gateway, "sessions_open") == 2
     assert metric(gateway, "open_streams") == metric(gateway, "running_turns") == 0
     text = get(gateway, "/metrics").text
+    assert set(re.findall(r'[{,](\w+)="', text)) <= {"dialect", "status", "reason", "le"}
     assert info.id not in text
     assert key not in text
 

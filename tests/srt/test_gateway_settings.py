@@ -13,11 +13,17 @@ from test_gateway_sessions import LIMITS, ask, renderer, start_gateway
 
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
+from verl_server.gateway.engines.discovered_servers import FIND_INTERVAL_S
+from verl_server.gateway.health import PING_TIMEOUT_S
 from verl_server.gateway.sessions.generation import ABANDONED_S
+from verl_server.router.process.static_replicas import PROBE_INTERVAL_S
 from verl_server.trajectory import ChatRenderer
 
 __all__ = ["renderer"]
-PAGE = " ".join((Path(__file__).parents[2] / "docs" / "gateway.md").read_text().split())
+PAGE, OPERATION = (
+    " ".join((Path(__file__).parents[2] / "docs" / name).read_text().split())
+    for name in ("gateway.md", "gateway-operation.md")
+)
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
@@ -102,6 +108,15 @@ def test_a_session_ends_by_itself(renderer: ChatRenderer, tmp_path: Path) -> Non
         lasting, key = gateway.create_session(expires_in_s=600.0)
         assert ask(gateway, key) == 200
         assert {info.id: info.stop_reason for info in gateway.sessions()} == {expired.id: "expired", lasting.id: None}
+
+
+def test_the_page_of_the_operation_has_its_times() -> None:
+    for text in (
+        f"probes each server {round(1 / PROBE_INTERVAL_S)} times a second",
+        f"every {FIND_INTERVAL_S:.0f} seconds, by the names in the Ray namespace",
+        f"a deadline of {PING_TIMEOUT_S:.0f} seconds",
+    ):
+        assert text in OPERATION
 
 
 def test_the_page_has_the_limits_of_the_settings(gateway: Gateway) -> None:
