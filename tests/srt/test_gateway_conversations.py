@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from verl_server import VerlEngine
 from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError
-from verl_server.gateway import ConversationKind, Gateway, label_conversations
+from verl_server.gateway import ConversationKind, Gateway, label_conversations, trained_ends
 from verl_server.gateway.sessions.conversation_kinds import Opening, comes_back, find_main, kind_of
 from verl_server.gateway.sessions.conversation_labels import MAX_COMPARED_TURNS
 from verl_server.trajectory import ChatRenderer, ForkReason, Span, TrajectoryGraph, load_session
@@ -260,6 +260,8 @@ def test_side_calls_are_labelled_and_titles_are_not_trained(start: Callable[[Pat
         (main,) = (leaf for leaf, _ in graph.trained_segments or ())
         assert graph.num_turns(main) == 2, "the summary is a turn of its own kind"
         assert graph.rewards == {main: [0.5]}
+        (chosen,) = trained_ends(graph, label_conversations(graph), trained={"title"})
+        assert graph.path(chosen)[0].id == title, "the reader can choose other kinds"
         with pytest.raises(BadInputError, match="train has the kind 'titles'"):
             gateway.end_session("a", train=["titles"])
 

@@ -215,6 +215,22 @@ def test_lists_of_servers_are_checked() -> None:
         DiscoveredServers([])
 
 
+def test_the_search_for_servers_is_closed_with_the_gateway(tmp_path: Path) -> None:
+    class Finder:
+        is_closed = False
+
+        def __call__(self) -> dict[str, RemoteServer]:
+            return {}
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    finder = Finder()
+    with Gateway(DiscoveredServers(finder), tmp_path, limits=LIMITS):
+        assert not finder.is_closed
+    assert finder.is_closed
+
+
 # -- the command ------------------------------------------------------------------------------------------
 
 
