@@ -183,7 +183,7 @@ def test_wrong_exports_are_refused(gateway: Gateway, session: TrajectoryGraph) -
 
 def test_a_session_without_a_turn_says_so_everywhere(gateway: Gateway, tmp_path: Path) -> None:
     gateway.create_session("empty")
-    file, found = gateway.config.run_dir / "empty.jsonl", "a session without a turn has no file"
+    file, found = gateway.config.run_dir / "empty.jsonl", "a session gets its file with its first request"
     with pytest.raises(FileNotFoundError, match=f"{found}.*{file}"):
         load_session(file)
     with pytest.raises(BadInputError, match=f"{file}.*{found}"):

@@ -422,7 +422,7 @@ def test_mistakes_are_explained(session: Path) -> None:
     cases: list[tuple[list[object], str]] = [
         (
             [folder / "none.jsonl"],
-            "cannot be read: No such file (a session without a turn has no file); pass",
+            "cannot be read: No such file (a session gets its file with its first request); pass",
         ),
         ([folder / "copy" / "sum-0.jsonl"], "is damaged at byte"),
         ([folder / "digests.jsonl"], "is damaged: input_digests is no JSON object"),

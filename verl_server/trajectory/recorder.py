@@ -31,7 +31,7 @@ FILE_FORMAT = 2
 """Version of the file format. Increased when files of earlier versions cannot be read any more."""
 DIGESTS_KEY = "input_digests"
 """Key of the digests of the inputs in the header. Earlier versions wrote digests of another kind under `inputs`."""
-NO_FILE = "No such file (a session without a turn has no file)"
+NO_FILE = "No such file (a session gets its file with its first request)"
 SESSION_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -182,7 +182,7 @@ def load_session(path: Path | str) -> TrajectoryGraph:
     """Load a recorded session. The session may still be written by another process.
 
     Raises BadInputError for a folder, a damaged file, a file of another format, or a file of another session, and
-    FileNotFoundError if there is no file: a session of a gateway gets its file with its first turn.
+    FileNotFoundError if there is no file: a session of a gateway gets its file with its first request.
     """
     path = Path(os.path.expanduser(path))
     if path.is_dir():
