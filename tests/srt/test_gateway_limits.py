@@ -87,6 +87,18 @@ def test_a_text_of_many_characters_and_few_tokens_is_served(gateway: Gateway) ->
     assert ask(gateway, key, "a" * 2500).status_code == 400
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", MESSAGES])
+def test_the_stop_sequences_of_a_request_have_limits(gateway: Gateway, path: str) -> None:
+    _, key = gateway.create_session()
+    name = "stop_sequences" if path == MESSAGES else "stop"
+    longest = [str(number).rjust(1000, "#") for number in range(64)]
+    assert ask(gateway, key, "a", path, prompt="a", **{name: longest}).status_code == 200
+    for stop in ([*longest, "one more"], ["#" * 1001]):
+        reply = ask(gateway, key, "a", path, prompt="a", **{name: stop})
+        assert reply.status_code == 400
+        assert f"'{name}' is too large: a request may have 64 stop sequences of 1000 characters" in reply.text
+
+
 # -- content parts and images -----------------------------------------------------------------------------
 
 

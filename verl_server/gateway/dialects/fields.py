@@ -14,6 +14,10 @@ LARGEST_TOP_K = 1 << 30
 """SGLang's value for all tokens. Larger values do not fit into its tensors."""
 MAX_TOKEN_DIGITS = 9
 """Maximum number of digits of a token id."""
+MAX_STOP_SEQUENCES, MAX_STOP_CHARS = 64, 1000
+"""Maximum number of stop sequences of a request, and of characters of each: servers look for all of them after each
+token.
+"""
 OUTER_LEVELS = 100
 """Number of levels of objects and lists that the gateway may put around a value of a body in its record."""
 
@@ -165,11 +169,16 @@ def read_flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def read_stop(body: Mapping[str, Any], name: str) -> list[str]:
-    """Stop sequences: a string or a list of strings."""
+    """Stop sequences: a string or a list of strings. Raises GatewayError for too many or too long strings."""
     value = body.get(name)
     stop = [value] if isinstance(value, str) else value or []
     if not isinstance(stop, Sequence) or not all(isinstance(item, str) and item for item in stop):
         raise bad_request(f"{name!r} must be a string or a list of strings that are not empty")
+    if len(stop) > MAX_STOP_SEQUENCES or any(len(item) > MAX_STOP_CHARS for item in stop):
+        raise bad_request(
+            f"{name!r} is too large: a request may have {MAX_STOP_SEQUENCES} stop sequences of {MAX_STOP_CHARS} "
+            "characters each"
+        )
     return list(stop)
 
 
