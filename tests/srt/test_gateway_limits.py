@@ -9,6 +9,7 @@ import io
 import struct
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -133,9 +134,9 @@ def png_header(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("image_format", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_images_of_the_public_apis_are_accepted(image_format: str) -> None:
     require_safe_images(image_message(encoded(image_format)), 200)
-    with pytest.raises(GatewayError, match="more than 199 pixels"):
+    with pytest.raises(GatewayError, match="have 200 pixels or more, and 199 are allowed"):
         require_safe_images(image_message(encoded(image_format)), 199)
-    with pytest.raises(GatewayError, match="more than 399 pixels"):
+    with pytest.raises(GatewayError, match="have 400 pixels or more, and 399 are allowed"):
         require_safe_images([*image_message(encoded(image_format)), *image_message(encoded("PNG"))], 399)
 
 
@@ -151,11 +152,21 @@ def test_an_image_with_a_billion_pixels_is_refused_by_its_header(gateway: Gatewa
     bomb = png_header(*size)
     reply = ask(gateway, key, image_message(bomb)[0]["content"])
     assert reply.status_code in (400, 413)
-    assert "pixels" in reply.text
+    assert f"have {size[0] * size[1]} pixels or more, and 134217728 are allowed; send fewer or smaller" in reply.text
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(bomb).decode()}
     reply = ask(gateway, key, [{"type": "image", "source": source}], MESSAGES)
     assert "pixels" in reply.text
     assert reply.json()["error"]["type"] in ("request_too_large", "invalid_request_error")
+
+
+def test_the_limit_of_pixels_does_not_depend_on_that_of_pillow() -> None:
+    """Pillow warns at 89 million pixels. Its warnings are settings of the whole process, and other threads run."""
+    image = image_message(png_header(10_000, 10_000))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_safe_images(image, 100_000_000)
+        with pytest.raises(GatewayError, match="have 100000000 pixels or more, and 99999999 are allowed"):
+            require_safe_images(image, 99_999_999)
 
 
 # -- open requests ----------------------------------------------------------------------------------------
