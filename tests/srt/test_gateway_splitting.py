@@ -22,10 +22,12 @@ from verl_server.trajectory import ChatRenderer, FamilyRenderer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 STOPS = ("#", "END", "\n\n", "</think>", "ab", "aab", " ")
+MARKS_IN_CALL = CALL.replace('"a": 1', '"a": "</think> and <tool_call>"')
 PIECES = (
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<thi", "</thin", "<tool_c", CALL, "<|im_end|>",
     "<|endoftext|>", "<|im_start|>", " ", "\n", "\n\n", "\t", "a", "ab", "END", "E", "#", "Hello world. ", "é", "日本",
     "🙂", "\ufffd", '{"name": "add"}', "it 's . n't",
+    MARKS_IN_CALL,
 )  # fmt: skip
 
 
@@ -50,9 +52,8 @@ def finished(
     renderer: ChatRenderer, token_ids: list[int], preceding: list[int], stop: str | None, is_raw: bool
 ) -> tuple[str, str]:
     """Thoughts and text of the finished turn, as `Session` gives them."""
-    parts = (unsplit_turn if is_raw else split_turn)(renderer, token_ids, preceding, [], "t")
-    text = parts.text if stop is None or parts.tool_calls else parts.text.partition(stop)[0]
-    return parts.reasoning, text
+    parts = (unsplit_turn if is_raw else split_turn)(renderer, token_ids, preceding, [], "t", stop_sequence=stop)
+    return parts.reasoning, parts.text
 
 
 HALF_CHARACTERS = st.tuples(st.sampled_from(["é", "日", "🙂"]), st.integers(1, 2))
@@ -72,6 +73,10 @@ HALF_CHARACTERS = st.tuples(st.sampled_from(["é", "日", "🙂"]), st.integers(
 @example("qwen3", ["x ", CALL], [2], [], "<think>", False)
 @example("qwen3", [" ", "a", " ", "<think>", "\n"], [1], [" "], "", False)
 @example("generic", ["a", "<|im_end|>", "b"], [1], [], "", False)
+@example("generic", ["Why", MARKS_IN_CALL, "a"], [3], [], "<think>", False)
+@example("generic", ["a", CALL, "b", MARKS_IN_CALL, "c"], [3], ["b"], "", False)
+@example("generic", [" <think>a b</think>c"], [1], [" "], "", False)
+@example("generic", ["<think>aab"], [1], ["ab"], "", False)
 def test_deltas_are_the_beginning_of_the_turn(
     renderers: dict[str, ChatRenderer],
     name: str,
@@ -95,6 +100,41 @@ def test_deltas_are_the_beginning_of_the_turn(
         assert whole[1].startswith(text), (text, whole)
     if name == "llama-3" and not is_raw:
         assert (reasoning, text) == ("", ""), "this family is not split by its text"
+
+
+@pytest.mark.parametrize("name", ["generic", "qwen3"])
+@pytest.mark.parametrize(
+    ("prompt", "turn", "reasoning", "text", "num_calls"),
+    [
+        ("<think>\n", f"Why{MARKS_IN_CALL}", "Why", "", 1),
+        ("<think>\n", f"Why{MARKS_IN_CALL}not</think>So", f"Why{MARKS_IN_CALL}not", "So", 0),
+        ("", f"<think>Why</think>\n{MARKS_IN_CALL}", "Why", "", 1),
+        ("", f"<think>Why{MARKS_IN_CALL}not</think>So{CALL}", f"Why{MARKS_IN_CALL}not", "So", 1),
+        ("", f"First\n{CALL}\nand then\n{MARKS_IN_CALL}\nlast", "", "First\nand then\nlast", 2),
+        ("<think>\n", f"Why\n{CALL}\nand then\n{CALL}", "Why", "and then", 2),
+    ],
+)
+def test_marks_in_the_arguments_of_calls_and_text_between_calls(
+    renderers: dict[str, ChatRenderer], name: str, prompt: str, turn: str, reasoning: str, text: str, num_calls: int
+) -> None:
+    renderer = renderers[name]
+    parts = split_turn(renderer, renderer.encode(turn), renderer.encode(prompt), [], "t")
+    assert (parts.reasoning, parts.text, len(parts.tool_calls)) == (reasoning, text, num_calls)
+
+
+@pytest.mark.parametrize("name", ["generic", "qwen3", "llama-3"])
+def test_a_stop_sequence_in_a_thought_ends_the_thought(renderers: dict[str, ChatRenderer], name: str) -> None:
+    """The engine has ended the turn there. The last token may have more characters than the stop sequence."""
+    renderer = renderers[name]
+    thought, call = renderer.encode("<think>Why not EN") + renderer.encode("D##"), renderer.encode(f"{CALL} END")
+    parts = split_turn(renderer, thought, [], [], "t", stop_sequence="END")
+    found = parts.text if name == "llama-3" else parts.reasoning
+    assert found.removeprefix("<think>").strip() == "Why not"
+    splitter = TurnSplitter(renderer, [], ["END"])
+    sent = [splitter.add([token])[0] for token in thought]
+    assert "".join(sent) == ("" if name == "llama-3" else "Why not")
+    if name != "llama-3":
+        assert split_turn(renderer, call, [], [], "t", stop_sequence="END").text == "", "the text after a call, too"
 
 
 @pytest.mark.parametrize("name", ["generic", "qwen3"])

@@ -109,7 +109,7 @@ def stream_chat(gateway: Gateway, key: str, look: Callable[[Seen], None]) -> See
         look(seen)
     assert usage is not None
     assert len(tokens) == usage.completion_tokens, "each token has its log probability once"
-    assert seen.text in "".join(tokens)
+    assert all(line in "".join(tokens) for line in seen.text.split("\n"))
     seen.calls = [(name, json.loads("".join(arguments[index]))) for index, (name, _) in enumerate(seen.calls)]
     return seen
 
@@ -351,11 +351,15 @@ EVENTS = {
 
 @pytest.mark.parametrize("dialect", EVENTS)
 @pytest.mark.parametrize("pause_after", ["Why", "So i", '"add"'])
+@pytest.mark.parametrize("between", ["", "\nAnd then"])
 def test_events_of_a_turn_with_all_parts(
-    renderer: ChatRenderer, tmp_path: Path, dialect: str, pause_after: str
+    renderer: ChatRenderer, tmp_path: Path, dialect: str, pause_after: str, between: str
 ) -> None:
-    """The policy goes on only when the client has seen the characters before the pause."""
-    policy = KnownTurn(renderer, TURN, pause_after)
+    """The policy goes on only when the client has seen the characters before the pause.
+
+    `between`: text between the two calls. The text of a turn comes before its calls.
+    """
+    policy = KnownTurn(renderer, TURN.replace("</tool_call>", f"</tool_call>{between}", 1), pause_after)
     expected = {"Why": ("Why", ""), "So i": ("Why not?", "So i"), '"add"': ("Why not?", "So it is.")}[pause_after]
 
     def look(seen: Seen) -> None:
@@ -366,7 +370,7 @@ def test_events_of_a_turn_with_all_parts(
         _, key = gateway.create_session()
         seen = STREAMS[dialect](gateway, key, look)
     assert policy.has_paused
-    assert ("".join(seen.thoughts), seen.text.rstrip()) == ("Why not?", "So it is.")
+    assert ("".join(seen.thoughts), seen.text.rstrip()) == ("Why not?", f"So it is. {between}".rstrip())
     assert seen.calls == [("add", {"a": 1}), ("add", {"a": 2})]
     assert seen.kinds == EVENTS[dialect]
     assert seen.end == {"chat": "tool_calls", "responses": "completed", "messages": "tool_use"}[dialect]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import orjson
 
@@ -15,7 +17,11 @@ from verl_server.trajectory.rendering.messages import ParsedToolCall
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 """Marks of a call in the format of Hermes."""
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 MARK = re.compile("<tool_call>|</?think>")
+SPACED_CALL_END = re.compile(r"\s*</tool_call>")
+FUNCTION = re.compile(r"\s*<function=(?:(?!<tool_call>).)*?</function>(?=\s*</tool_call>)", re.DOTALL)
+"""A call in the format of Qwen3.5, whose parameters may contain the marks of thoughts."""
 END_OF_BAD_CALL = re.compile("</tool_call>|</think>")
 """A call that is no JSON ends here. In a thought, the policy may only speak of the mark."""
 SPACE = re.compile(r"\s*")
@@ -24,28 +30,49 @@ MAX_SCANNED_CHARACTERS = 16_384
 """Characters after which the parsed beginning of a text is removed: errors of JSON count the lines before them."""
 
 
+@dataclass(frozen=True)
+class CallSpan:
+    """The place of a call in a text, with its marks."""
+
+    start: int
+    end: int
+
+
 def parse_hermes_tool_calls(text: str) -> list[ToolCall | ToolResult]:
     """Tool calls in the format of Hermes' and Qwen's chat templates.
 
     The format is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A call that cannot be parsed is a
     `ToolResult` with the error type `malformed`. Calls inside of a thought (`<think>...</think>`) do not count.
     """
-    calls: list[ToolCall | ToolResult] = []
-    position = 0
+    bodies = (text[span.start + len(CALL_START) : span.end].removesuffix(CALL_END) for span in find_calls(text)[0])
+    return [parse_json_tool_call(body) for body in bodies]
+
+
+def find_calls(text: str) -> tuple[list[CallSpan], int | None]:
+    """The calls outside of thoughts, and the place of the first `</think>` outside of calls. None without one."""
+    spans, first_end, is_thought = list[CallSpan](), None, False
+    for mark, start, end in _find_marks(text):
+        if mark == THOUGHT_END:
+            first_end = start if first_end is None else first_end
+            spans = spans if is_thought else []  # they were inside of a thought that the prompt had opened
+        elif mark == CALL_START and not is_thought:
+            spans.append(CallSpan(start, end))
+        is_thought = mark == THOUGHT_START or (is_thought and mark == CALL_START)
+    return spans, first_end
+
+
+def _find_marks(text: str) -> Iterator[tuple[str, int, int]]:
+    """The marks, their places, and their ends. The end of `<tool_call>` is the end of the call."""
+    position = num_removed = 0
     while (mark := MARK.search(text, position)) is not None:
-        position = mark.end()
-        if mark[0] == "</think>":
-            calls = []  # they were inside of a thought that the prompt had opened
-        elif mark[0] == "<think>":
-            end = text.find("</think>", position)
-            position = len(text) if end < 0 else end + len("</think>")
-        else:
+        start, position = num_removed + mark.start(), mark.end()
+        if mark[0] == CALL_START:
             if position > MAX_SCANNED_CHARACTERS:
-                text, position = text[position:], 0
-            end = _end_of_call(text, position)
-            calls.append(parse_json_tool_call(text[position:end]))
-            position = end
-    return calls
+                text, position, num_removed = text[position:], 0, num_removed + position
+            position = _end_of_call(text, position)
+            if (call_end := SPACED_CALL_END.match(text, position)) is not None:
+                position = call_end.end()
+        yield mark[0], start, num_removed + position
 
 
 def _end_of_call(text: str, start: int) -> int:
@@ -56,6 +83,8 @@ def _end_of_call(text: str, start: int) -> int:
             return end
     except (ValueError, RecursionError):
         pass
+    if (function := FUNCTION.match(text, start)) is not None:
+        return function.end()
     stop = END_OF_BAD_CALL.search(text, start)
     return len(text) if stop is None else stop.start()
 

@@ -9,7 +9,7 @@ from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.errors import BadInputError
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.sessions.history import Key, raw_prompt_key
-from verl_server.gateway.turn_text.turn_parsing import TurnParts
+from verl_server.gateway.turn_text.turn_parsing import TurnParts, decode_turn, until_stop
 from verl_server.trajectory.nodes import ForkReason
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.vision_renderer import VisionRenderer
@@ -60,6 +60,8 @@ def _require_readable(renderer: ChatRenderer, token_ids: Sequence[int]) -> None:
             raise GatewayError(ErrorKind.INVALID_REQUEST, message) from None
 
 
-def unsplit_turn(renderer: ChatRenderer, token_ids: Sequence[int], *_: object) -> TurnParts:
+def unsplit_turn(
+    renderer: ChatRenderer, token_ids: Sequence[int], *_: object, stop_sequence: str | None = None
+) -> TurnParts:
     """The turn after a raw prompt: thoughts and tool calls stay in the text. Takes the arguments of `split_turn`."""
-    return TurnParts(renderer.decode_raw(token_ids, renderer.decode(token_ids)), "", ())
+    return TurnParts(until_stop(decode_turn(renderer, token_ids), stop_sequence), "", ())

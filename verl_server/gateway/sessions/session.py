@@ -257,14 +257,13 @@ class Session:
 
     def _as_turn(self, node: Node, request: TurnRequest, num_prompt_tokens: int, meta: Json) -> AssistantTurn:
         split = split_turn if request.raw_prompt is None else unsplit_turn
-        parts = split(self._renderer, node.token_ids, self._preceding(node), request.tools, f"{self.id}-{node.id}")
-        text, stop = parts.text, (node.message or {}).get("stop_sequence")
-        if stop is not None and not parts.tool_calls:
-            text = text.partition(stop)[0]
+        turn_id, stop = f"{self.id}-{node.id}", (node.message or {}).get("stop_sequence")
+        preceding = self._preceding(node)
+        parts = split(self._renderer, node.token_ids, preceding, request.tools, turn_id, stop_sequence=stop)
         return AssistantTurn(
-            id=f"{self.id}-{node.id}",
+            id=turn_id,
             node=node.id,
-            text=text,
+            text=parts.text,
             reasoning=parts.reasoning,
             tool_calls=parts.tool_calls,
             finish_reason="length" if node.finish_reason == "length" else "tool_calls" if parts.tool_calls else "stop",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from verl_server.agent.tools.parsing import parse_hermes_tool_calls
+from verl_server.agent.tools.parsing import find_calls, parse_hermes_tool_calls
 from verl_server.agent.tools.tool import ToolCall
 from verl_server.gateway.conversation import ToolUse
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -42,31 +42,36 @@ def split_turn(
     preceding_ids: Sequence[int],
     tools: Sequence[Json],
     turn_id: str,
+    *,
+    stop_sequence: str | None = None,
 ) -> TurnParts:
     """The parts of a turn. `preceding_ids`: token ids before the turn. `turn_id`: what the ids of calls depend on.
+    `stop_sequence`: the stop sequence that ended the turn, which belongs to no part.
 
     The generic renderer, and the families of models that are split by their text, have thoughts between `<think>` and
     `</think>` at the beginning of the turn. The prompt may have opened the thought. The generic renderer reads tool
     calls in the format of Hermes. The renderer of a family parses the tool calls of the family, and the whole turn if
-    the family is not split by its text. A call that cannot be parsed stays in the text.
+    the family is not split by its text. A call that cannot be parsed stays in the text. The parts of the text before,
+    between and after the calls are joined with a line break.
     """
     parsed = renderer.parse_turn(token_ids, preceding_ids, tools)
-    raw = decode_turn(renderer, token_ids)
+    raw = until_stop(decode_turn(renderer, token_ids), stop_sequence)
     reasoning, text = split_thought(raw, is_open=opens_thought(renderer, preceding_ids))
     calls = [] if parsed is None else parsed.tool_calls
-    if not calls and reads_hermes_calls(renderer):  # a family looks for the tokens of the marks only
-        calls = _parse_calls(raw)
     uses = as_tool_uses(calls, turn_id)
+    if (not uses or len(uses) < len(calls)) and reads_hermes_calls(renderer):
+        calls = _parse_calls(raw)  # a family looks for the tokens of the marks only, also in the arguments of a call
+        uses = as_tool_uses(calls, turn_id)
     if parsed is not None and not is_split_by_text(renderer):
         if len(uses) < len(calls) or (not uses and CALL_START in text):
             return TurnParts(text, reasoning, ())
-        return TurnParts(parsed.text, parsed.reasoning, uses)
+        return TurnParts(until_stop(parsed.text, stop_sequence), until_stop(parsed.reasoning, stop_sequence), uses)
     uses = [] if len(uses) < len(calls) else uses
-    before, found, rest = text.partition(CALL_START)
-    if uses and found:
-        text = "\n".join(filter(None, (before.rstrip("\n"), rest.rpartition(CALL_END)[2].strip())))
+    if uses and CALL_START in text:
+        text = "\n".join(filter(None, _outside_of_calls(text)))
     elif uses:  # the calls ended the thought
-        reasoning = reasoning.partition(CALL_START)[0].rstrip()
+        reasoning, *rest = _outside_of_calls(reasoning)
+        reasoning, text = reasoning.rstrip(), "\n".join(filter(None, (*rest, text)))
     return TurnParts(text.strip() if is_text_stripped(renderer) else text, reasoning, uses)
 
 
@@ -96,12 +101,33 @@ def opens_thought(renderer: ChatRenderer, preceding_ids: Sequence[int]) -> bool:
 
 
 def split_thought(text: str, *, is_open: bool) -> tuple[str, str]:
-    """The thought at the beginning of a turn, and the text after it. `is_open`: the prompt has opened the thought."""
+    """The thought at the beginning of a turn, and the text after it. `is_open`: the prompt has opened the thought.
+
+    A `</think>` in the arguments of a tool call ends no thought.
+    """
     first = text.lstrip()
     if not is_open and not first.startswith(THOUGHT_START):
         return "", text
-    thought, _, after = first.removeprefix(THOUGHT_START).partition(THOUGHT_END)
-    return thought.strip(), after.lstrip("\n")
+    first = first.removeprefix(THOUGHT_START)
+    end = find_calls(first)[1]
+    if end is None:
+        return first.strip(), ""
+    return first[:end].strip(), first[end + len(THOUGHT_END) :].lstrip("\n")
+
+
+def until_stop(text: str, stop_sequence: str | None) -> str:
+    """The text before the stop sequence that ended the turn. None: another reason ended the turn."""
+    return text if stop_sequence is None else text.partition(stop_sequence)[0]
+
+
+def _outside_of_calls(text: str) -> list[str]:
+    """The parts of a text before its first call, between its calls, and after its last call."""
+    spans = find_calls(text)[0]
+    if not spans:  # the renderer of a family has found calls where there are no marks of whole calls
+        return [text.partition(CALL_START)[0].rstrip("\n")]
+    ends = [*(span.start for span in spans[1:]), len(text)]
+    parts = [text[span.end : end].strip() for span, end in zip(spans, ends, strict=True)]
+    return [text[: spans[0].start].rstrip("\n"), *parts]
 
 
 def _parse_calls(text: str) -> list[ParsedToolCall]:

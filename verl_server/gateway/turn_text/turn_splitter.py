@@ -46,7 +46,8 @@ class TurnSplitter:
     ) -> None:
         """`preceding_ids`: token ids before the turn. `stop`: stop sequences of the request."""
         self._decoder = TokenDecoder(renderer)
-        self._text_marks = tuple(stop) if is_raw else (CALL_START, *stop)
+        self._stop = tuple(stop)
+        self._text_marks = () if is_raw else (CALL_START,)
         self._is_open = not is_raw and opens_thought(renderer, preceding_ids)
         self._thought = _WithoutSpace(None)
         self._text = _WithoutSpace(None if not is_raw and is_text_stripped(renderer) else "")
@@ -56,6 +57,8 @@ class TurnSplitter:
             and decodes_in_parts(renderer)
         )
         self._part = (_Part.TEXT if is_raw else _Part.START) if is_certain else _Part.REST
+        self._held = ""
+        """Characters that may be the beginning of a stop sequence."""
         self._pending = ""
         """Characters that may be the beginning of a mark."""
         self._first_space = list[str]()
@@ -65,19 +68,27 @@ class TurnSplitter:
         """The thoughts and the text that are certain after these tokens, and were not returned before."""
         if self._part is _Part.REST:
             return "", ""
-        self._pending += self._decoder.add(token_ids)
+        found, stop, self._held = _take_until(self._held + self._decoder.add(token_ids), self._stop)
+        self._pending += found
+        reasoning, text = self._split()
+        if stop is not None:
+            self._part = _Part.REST
+        return reasoning, text
+
+    def _split(self) -> tuple[str, str]:
+        """The thoughts and the text in the pending characters."""
         reasoning = text = ""
         if self._part is _Part.START:
             self._find_start()
         if self._part is _Part.THOUGHT:
-            found, mark = self._take_until((THOUGHT_END, CALL_START))
+            found, mark, self._pending = _take_until(self._pending, (THOUGHT_END, CALL_START))
             reasoning = self._thought.add(found)
             if mark == THOUGHT_END:
                 self._part, self._text = _Part.TEXT, _WithoutSpace(None if self._text.left is None else "\n")
             elif mark == CALL_START:  # a part of the thought, or the end of a thought that has no end mark
                 self._part = _Part.REST
         if self._part is _Part.TEXT:
-            found, mark = self._take_until(self._text_marks)
+            found, mark, self._pending = _take_until(self._pending, self._text_marks)
             text = self._text.add(found)
             if mark is not None:
                 self._part = _Part.REST
@@ -94,18 +105,19 @@ class TurnSplitter:
             self._part = _Part.THOUGHT if self._is_open else _Part.TEXT
             self._pending = "".join((*self._first_space, first))
 
-    def _take_until(self, marks: Sequence[str]) -> tuple[str, str | None]:
-        """Take the characters before the first of the marks, and the mark. Without a mark, those that begin none."""
-        pending = self._pending
-        places = [(place, mark) for mark in marks if (place := pending.find(mark)) >= 0]
-        if places:
-            place, mark = min(places)
-            self._pending = pending[place + len(mark) :]
-            return pending[:place], mark
-        lengths = (length for length in range(min(len(pending), max(map(len, marks), default=0)), 0, -1))
-        held = next((length for length in lengths if any(mark.startswith(pending[-length:]) for mark in marks)), 0)
-        self._pending = pending[len(pending) - held :]
-        return pending[: len(pending) - held], None
+
+def _take_until(pending: str, marks: Sequence[str]) -> tuple[str, str | None, str]:
+    """The characters before the first of the marks, the mark, and the characters after it.
+
+    Without a mark: the characters that begin no mark, None, and the characters that may begin a mark.
+    """
+    places = [(place, mark) for mark in marks if (place := pending.find(mark)) >= 0]
+    if places:
+        place, mark = min(places)
+        return pending[:place], mark, pending[place + len(mark) :]
+    lengths = (length for length in range(min(len(pending), max(map(len, marks), default=0)), 0, -1))
+    held = next((length for length in lengths if any(mark.startswith(pending[-length:]) for mark in marks)), 0)
+    return pending[: len(pending) - held], None, pending[len(pending) - held :]
 
 
 class _WithoutSpace:
