@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -166,6 +167,19 @@ def test_text_after_a_call_is_in_the_reply(make: MakeGateway) -> None:
     reply = ask(gateway, key, [user("a")])
     assert message_of(reply)["content"] == "Before\nafter"
     assert len(reply.json()["choices"][0]["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probs_have_the_bytes_of_tokens_that_end_within_a_character(make: MakeGateway, stream: bool) -> None:
+    gateway = make(lambda prompt: "é 日本 🙂")
+    _, key = gateway.create_session()
+    reply = ask(gateway, key, [user("a")], logprobs=True, stream=stream).text
+    bodies = [line.removeprefix("data: ") for line in reply.split("\n\n")[:-2]] if stream else [reply]
+    found = [choice["logprobs"] for body in bodies for choice in json.loads(body)["choices"]]
+    entries = [entry for logprobs in found if logprobs for entry in logprobs["content"]]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries) == "é 日本 🙂".encode()
+    assert len(entries) == 14
+    assert [entry["token"] for entry in entries[:3]] == ["\ufffd", "\ufffd", " "]
 
 
 def test_limits_of_a_session_hold_over_a_restart(make: MakeGateway) -> None:

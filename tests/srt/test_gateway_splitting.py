@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.errors import GatewayError
 from verl_server.gateway.sessions.raw_prompts import unsplit_turn
-from verl_server.gateway.turn_text.token_decoder import TokenDecoder, decodes_in_parts
+from verl_server.gateway.turn_text.token_decoder import TokenDecoder, bytes_of_token, decodes_in_parts
 from verl_server.gateway.turn_text.turn_parsing import split_turn
 from verl_server.gateway.turn_text.turn_progress import TurnDeltas, TurnProgress
 from verl_server.gateway.turn_text.turn_splitter import TurnSplitter
@@ -216,10 +216,27 @@ def test_a_tokenizer_that_strips_the_first_space() -> None:
         def decode_raw(self, token_ids: list[int], text: str) -> str:
             return text
 
+        @property
+        def tokenizer(self) -> Any:
+            return self
+
+        def convert_ids_to_tokens(self, token_id: int) -> str:
+            return words[token_id]
+
     renderer: Any = Tokens()
     decoder, turn = TokenDecoder(renderer), [4, 4, 5, 6, 1, 2, 3, 4, 7, 6]
     assert [decoder.add([token]) for token in turn] == ["a", " a", "", " b", "", "", "€", " a", " .", "b"]
     assert renderer.decode(turn) == "a a b€ a .b"
+    assert b"".join(bytes_of_token(renderer, token) for token in turn[4:7]) == "€".encode()
+
+
+def test_the_bytes_of_tokens_are_those_of_their_text(renderers: dict[str, ChatRenderer]) -> None:
+    """Each byte is a token of this tokenizer, also a byte that is a part of a character."""
+    renderer = renderers["generic"]
+    text = "".join(map(chr, range(0x180))) + "日本🙂 <|im_end|>"
+    tokens = [bytes_of_token(renderer, token) for token in renderer.encode(text)]
+    assert b"".join(tokens) == renderer.decode(renderer.encode(text)).encode()
+    assert b"\x99" in tokens
 
 
 # -- the tokens of a turn for several streams --------------------------------------------------------
@@ -228,7 +245,7 @@ def test_a_tokenizer_that_strips_the_first_space() -> None:
 def turn_of(renderer: ChatRenderer, token_ids: list[int]) -> AssistantTurn:
     parts = split_turn(renderer, token_ids, [], [], "t")
     logprobs = [-0.5] * len(token_ids)
-    tokens = [renderer.decode([token]) for token in token_ids]
+    tokens = [renderer.decode([token]).encode() for token in token_ids]
     values = ("s-1", 1, parts.text, parts.reasoning, (), "stop", None, 3, 0, token_ids, logprobs, tokens)
     return AssistantTurn(*values)  # type: ignore[arg-type]
 

@@ -75,8 +75,13 @@ class AssistantTurn:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     """Log probability of each token in nats."""
-    tokens: Sequence[str]
-    """Text of each token. Empty if the agent wants no log probabilities."""
+    tokens: Sequence[bytes]
+    """Bytes of each token, which may be a part of a character. Empty if the agent wants no log probabilities."""
+
+    @property
+    def token_texts(self) -> list[str]:
+        """Text of each token. Bytes that are no whole character are U+FFFD."""
+        return [token.decode(errors="replace") for token in self.tokens]
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,13 @@ class TurnDelta:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     """Log probability of each token in nats."""
-    tokens: Sequence[str]
-    """Text of each token. Empty if the agent wants no log probabilities."""
+    tokens: Sequence[bytes]
+    """Bytes of each token, which may be a part of a character. Empty if the agent wants no log probabilities."""
+
+    @property
+    def token_texts(self) -> list[str]:
+        """Text of each token. Bytes that are no whole character are U+FFFD."""
+        return [token.decode(errors="replace") for token in self.tokens]
 
 
 def whole_delta(turn: AssistantTurn) -> TurnDelta:

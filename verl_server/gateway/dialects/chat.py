@@ -253,8 +253,8 @@ def parse_arguments(arguments: Any) -> Any:
 
 def _logprobs(turn: AssistantTurn | TurnDelta) -> Json:
     entries = [
-        {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(turn.tokens, turn.logprobs, strict=True)
+        {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(token), "top_logprobs": []}
+        for token, text, logprob in zip(turn.tokens, turn.token_texts, turn.logprobs, strict=True)
         if math.isfinite(logprob)
     ]
     return {"content": entries, "refusal": None}

@@ -98,7 +98,7 @@ class CompletionStream(ReplyStream):
         if delta.text or delta.token_ids:
             logprobs = _logprobs(delta, self._offset) if self.request.logprobs else None
             yield Event({**self._head, "choices": [_choice(delta.text, None, logprobs, delta.token_ids)]})
-            self._offset += sum(map(len, delta.tokens))
+            self._offset += sum(map(len, delta.token_texts))
 
     def end(self, turn: AssistantTurn) -> Iterator[Event]:
         yield Event({**self._head, "choices": [_choice("", turn.finish_reason, None, ())]})
@@ -134,9 +134,9 @@ def _choice(text: str, finish_reason: str | None, logprobs: Json | None, token_i
 
 def _logprobs(turn: AssistantTurn | TurnDelta, offset: int) -> Json:
     """The log probabilities of the sampled tokens. Those of other tokens are not known. `offset`: of the first text."""
-    offsets = itertools.accumulate((len(token) for token in turn.tokens), initial=offset)
+    offsets = itertools.accumulate(map(len, turn.token_texts), initial=offset)
     return {
-        "tokens": list(turn.tokens),
+        "tokens": turn.token_texts,
         "token_logprobs": list(turn.logprobs),
         "top_logprobs": None,
         "text_offset": list(offsets)[: len(turn.tokens)],

@@ -28,6 +28,7 @@ from verl_server.gateway.sessions.slots import Slots
 from verl_server.gateway.sessions.turn_details import REFUSED, turn_details
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.forced_calls import turn_params
+from verl_server.gateway.turn_text.token_decoder import bytes_of_token
 from verl_server.gateway.turn_text.turn_parsing import split_turn
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.gateway.worker_threads import is_short_body, is_short_prompt, run_aside
@@ -272,7 +273,7 @@ class Session:
             num_cached_tokens=int(meta.get("cached_tokens") or 0),
             token_ids=node.token_ids,
             logprobs=node.logprobs,
-            tokens=[self._renderer.decode([token]) for token in node.token_ids] if request.logprobs else (),
+            tokens=[bytes_of_token(self._renderer, token) for token in node.token_ids] if request.logprobs else (),
         )
 
     def _message_of(self, node: Node, tools: Sequence[Json]) -> Message:

@@ -1,7 +1,9 @@
-"""Decodes the tokens of a turn while the turn is generated."""
+"""Decodes the tokens of a turn while the turn is generated, and single tokens."""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
 
 from verl_server.gateway.turn_text.turn_parsing import decode_turn
@@ -13,11 +15,39 @@ SPACED_TEXT = "a . b ? c , d ' e n't f 's g"
 """Text from which some tokenizers remove spaces when they decode it."""
 RETRY_SHARE = 8
 """A text that cannot be decoded up to its end is decoded again when it has grown by this part of its tokens."""
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token that is one byte, in vocabularies of SentencePiece."""
 
 
 def decodes_in_parts(renderer: ChatRenderer) -> bool:
     """Whether the text of a turn begins with the text of its first tokens: the tokenizer removes no spaces later."""
     return renderer.decode(renderer.encode(SPACED_TEXT)) == SPACED_TEXT
+
+
+def bytes_of_token(renderer: ChatRenderer, token_id: int) -> bytes:
+    """The bytes of a token, which may be a part of a character. Empty for a special token."""
+    text = renderer.decode([token_id])
+    if INCOMPLETE not in text:
+        return text.encode()
+    name = str(renderer.tokenizer.convert_ids_to_tokens(token_id))
+    if (byte := BYTE_TOKEN.fullmatch(name)) is not None:
+        return bytes.fromhex(byte[1])
+    try:
+        return bytes(_byte_by_letter()[letter] for letter in name)
+    except KeyError:  # the name of the token does not tell its bytes
+        return text.encode()
+
+
+@functools.cache
+def _byte_by_letter() -> dict[str, int]:
+    """The bytes by the letters with which byte-level BPE writes them in its vocabulary.
+
+    Printable characters of Latin-1 stand for themselves, and the other bytes are the letters from U+0100 on in their
+    order (`bytes_to_unicode` of GPT-2).
+    """
+    printable = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1))
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 class TokenDecoder:
