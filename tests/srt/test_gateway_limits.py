@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import functools
+import http.client
 import io
 import struct
 import threading
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 from agent_helpers import ScriptedGenerateFn, renderer_with_template
 from PIL import Image
@@ -35,7 +38,7 @@ from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 from verl_server.trajectory import ChatRenderer, load_session
 
 LIMITS = RolloutLimits(max_context_tokens=2000, max_turns=1000)
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+CHAT, MESSAGES, COUNT = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +192,93 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def small_gateway(
+    generate: HeldGenerateFn, renderer: ChatRenderer, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Gateway]:
+    """A gateway with two open requests in a session, and three in all sessions. Its turns end at the end."""
+    generate.hold()
+    small = functools.partial(GatewayConfig, max_session_requests=2, max_requests=3)
+    monkeypatch.setattr("verl_server.gateway.gateway.GatewayConfig", small)
+    with Gateway(generate, run_dir, renderer=renderer, limits=LIMITS) as gateway:
+        try:
+            yield gateway
+        finally:
+            generate.go.set()
+
+
+def begin_request(gateway: Gateway, key: str, path: str, num_bytes: int) -> http.client.HTTPConnection:
+    """A request whose body has not been sent."""
+    connection = http.client.HTTPConnection(*gateway._address, timeout=30.0)
+    connection.putrequest("POST", path)
+    connection.putheader("x-api-key", key)
+    connection.putheader("content-length", str(num_bytes))
+    connection.endheaders()
+    return connection
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, COUNT])
+def test_a_request_without_a_slot_is_refused_before_its_body_arrives(
+    renderer: ChatRenderer, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = HeldGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    with ThreadPoolExecutor(4) as pool, small_gateway(generate, renderer, tmp_path, monkeypatch) as gateway:
+        (_, first), (_, second) = gateway.create_session("a"), gateway.create_session("b")
+        running = [pool.submit(ask, gateway, first, str(number)) for number in range(2)]
+        wait_until(lambda: generate.num_calls == 2)
+        reply = begin_request(gateway, first, path, 1 << 20).getresponse()
+        assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+        running.append(pool.submit(ask, gateway, second, "c"))
+        wait_until(lambda: generate.num_calls == 3)
+        reply = begin_request(gateway, second, path, 1 << 20).getresponse()
+        assert (reply.status, reply.headers["retry-after"]) == (503 if path == CHAT else 529, "1")
+        generate.go.set()
+        assert [request.result().status_code for request in running] == [200] * 3
+        assert ask(gateway, first, "c", path).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, COUNT])
+def test_the_number_of_bodies_that_arrive_is_limited(
+    renderer: ChatRenderer, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = HeldGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    body = orjson.dumps({"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]})
+    with small_gateway(generate, renderer, tmp_path, monkeypatch) as gateway:
+        _, key = gateway.create_session("a")
+        generate.go.set()
+        assert ask(gateway, key, "a").status_code == 200
+        slots = gateway._store.session("a").slots
+        begun = [begin_request(gateway, key, path, len(body)) for _ in range(2)]
+        wait_until(lambda: slots.num_arriving + slots.num_taken == 2)
+        reply = ask(gateway, key, "b", path)
+        assert reply.status_code == 429
+        assert "the session has 2 open requests already" in reply.text
+        for connection in begun:
+            connection.send(body)
+            assert connection.getresponse().status == 200
+        assert ask(gateway, key, "b", path).status_code == 200
+        assert (slots.num_arriving, slots.num_taken) == (0, 0)
+
+
+def test_a_request_that_was_refused_before_it_was_read_gets_a_turn_of_its_own(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal requests are samples. The retry of a refused sample must not get the turn of another one."""
+    generate = HeldGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    with ThreadPoolExecutor(4) as pool, small_gateway(generate, renderer, tmp_path, monkeypatch) as gateway:
+        _, key = gateway.create_session("a")
+        running = [pool.submit(ask, gateway, key, "a") for _ in range(2)]
+        wait_until(lambda: generate.num_calls == 2)
+        assert ask(gateway, key, "a").status_code == 429
+        generate.go.set()
+        assert [request.result().status_code for request in running] == [200] * 2
+        body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}
+        for num_calls in (3, 3):
+            headers = {"x-api-key": key, "x-stainless-retry-count": "1"}
+            assert httpx.post(f"{gateway.url}{CHAT}", json=body, headers=headers).status_code == 200
+            assert generate.num_calls == num_calls
 
 
 @pytest.mark.parametrize("stream", [False, True])

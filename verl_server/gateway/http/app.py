@@ -13,7 +13,6 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from verl_server.errors import VerlServerError
@@ -21,11 +20,11 @@ from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import TurnRequest, require_few_parts, require_size
 from verl_server.gateway.dialects import DIALECTS
 from verl_server.gateway.dialects.dialect import Dialect, openai_error
-from verl_server.gateway.dialects.fields import require_recordable
 from verl_server.gateway.errors import ErrorKind, FailureLog, GatewayError
 from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.access import Access
 from verl_server.gateway.http.admin import add_admin_routes
+from verl_server.gateway.http.bodies import parse_object, read_body
 from verl_server.gateway.http.health import add_health_routes
 from verl_server.gateway.http.models import add_model_routes
 from verl_server.gateway.http.openapi import add_openapi_route
@@ -127,13 +126,16 @@ def _make_handler(dialect: Dialect, access: Access, config: GatewayConfig) -> Ca
     async def handle(request: Request) -> Response:
         try:
             request.state.dialect = dialect.path.removeprefix("/v1/")
-            access.session_of(request)  # a request without a key is refused before its body is read
-            raw = await read_body(request, config.max_body_bytes)
-            turn_request = await run_aside(is_short_body(len(raw)), _parse, dialect.parse, raw, config)
-            session = access.session_of(request)  # the session may have ended while the body arrived
-            request.state.session_id = session.id
-            fingerprint, is_retry = _identify(dialect, request.headers, raw)
-            generation = await session.start_turn(turn_request, fingerprint, is_retry=is_retry)
+            session, has_id = access.session_of(request), "idempotency-key" in request.headers
+            with session.arriving(
+                has_id=has_id
+            ):  # a request without a key or a slot is refused before its body is read
+                raw = await read_body(request, config.max_body_bytes)
+                turn_request = await run_aside(is_short_body(len(raw)), _parse, dialect.parse, raw, config)
+                session = access.session_of(request)  # the session may have ended while the body arrived
+                request.state.session_id = session.id
+                fingerprint, is_retry = _identify(dialect, request.headers, raw)
+                generation = await session.start_turn(turn_request, fingerprint, is_retry=is_retry, has_id=has_id)
             if generation.num_joins > 1:
                 request.app.state.metrics.attached_retries.inc()
             if turn_request.stream:
@@ -151,12 +153,12 @@ def _make_count_handler(
 ) -> Callable[[Request], Awaitable[Response]]:
     async def count(request: Request) -> Response:
         try:
-            session = access.session_of(request)
-            raw = await read_body(request, config.max_body_bytes)
-            counted = await run_aside(is_short_body(len(raw)), _parse, dialect.parse_count, raw, config)
-            session = access.session_of(request)
-            request.state.session_id = session.id
-            return json_response(dialect.count_reply(await session.count_tokens(counted)))
+            with access.session_of(request).slots.held():
+                raw = await read_body(request, config.max_body_bytes)
+                counted = await run_aside(is_short_body(len(raw)), _parse, dialect.parse_count, raw, config)
+                session = access.session_of(request)
+                request.state.session_id = session.id
+                return json_response(dialect.count_reply(await session.count_tokens(counted)))
         except Exception as error:  # noqa: BLE001 - every error is answered in the words of the dialect
             return _error_reply(dialect, request, error)
 
@@ -237,32 +239,6 @@ async def _events(
 async def _wait_until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request. Raises GatewayError (413) for a body that is too long, without reading all of it."""
-    chunks, size = list[bytes](), 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > max_bytes:
-                raise GatewayError(ErrorKind.TOO_LARGE, f"the request body has more than {max_bytes} bytes")
-            chunks.append(chunk)
-    except ClientDisconnect:
-        raise GatewayError(ErrorKind.INVALID_REQUEST, "the connection was closed before the end of the body") from None
-    return b"".join(chunks)
-
-
-def parse_object(raw: bytes) -> Json:
-    """The JSON object of a body. Raises GatewayError."""
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise GatewayError(ErrorKind.INVALID_REQUEST, f"the request body is not valid JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise GatewayError(ErrorKind.INVALID_REQUEST, "the request body must be a JSON object")
-    require_recordable("body", body)
-    return body
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -8,10 +8,10 @@ continues no recorded path begins with a prompt of its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from verl_server.agent.episodes.cursor import Cursor
 from verl_server.agent.episodes.episode_state import EpisodeState
@@ -25,7 +25,7 @@ from verl_server.gateway.sessions.key_memo import KeyMemo
 from verl_server.gateway.sessions.length_check import is_certainly_longer
 from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt, unsplit_turn
 from verl_server.gateway.sessions.slots import Slots
-from verl_server.gateway.sessions.turn_details import REFUSED, turn_details
+from verl_server.gateway.sessions.turn_details import REFUSED, Prompt, turn_details
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.forced_calls import turn_params
 from verl_server.gateway.turn_text.token_decoder import bytes_of_token
@@ -38,18 +38,6 @@ from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.messages import Message
 from verl_server.trajectory.rendering.vision_renderer import have_images, read_images
 from verl_server.types import Json
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The end of a recorded prompt, and what the turn after it needs."""
-
-    cursor: Cursor
-    key: Key
-    """Key of the conversation that the prompt ends."""
-    request: TurnRequest
-    fingerprint: bytes
-    """Digest of the request, by which a request that is sent again is recognised."""
 
 
 class Session:
@@ -68,7 +56,7 @@ class Session:
         self.id, self._renderer, self._sampling = self.graph.session_id, state.renderer, sampling
         self.reached_limit: str | None = None
         """Name of the limit for which a request was refused, except `max_context_tokens`."""
-        self._history, self._key_memo, self._slots = History(), KeyMemo(), slots or Slots()
+        self._history, self._key_memo, self.slots = History(), KeyMemo(), slots or Slots()
         self._branches = itertools.count(len(self.graph.nodes))
         self._root_fork_reasons = RootForkReasons(self.graph)
         self._turns, self._recorded_turns = Turns(), RecordedTurns(record.graph if record else TrajectoryGraph(self.id))
@@ -83,19 +71,28 @@ class Session:
 
     # -- turns --------------------------------------------------------------------------------------
 
-    async def start_turn(self, request: TurnRequest, fingerprint: bytes, *, is_retry: bool) -> Generation:
+    def arriving(self, *, has_id: bool) -> contextlib.AbstractContextManager[None]:
+        """Count a request for a turn while it is read, until `start_turn` returns. Raises GatewayError without a slot.
+
+        `has_id`: as in `start_turn`.
+        """
+        return self._turns.arriving(self.slots, has_id=has_id)
+
+    async def start_turn(
+        self, request: TurnRequest, fingerprint: bytes, *, is_retry: bool, has_id: bool = False
+    ) -> Generation:
         """Start the turn of a request, or return the turn of the same request that was sent before.
 
-        `fingerprint`: digest of the request. `is_retry`: whether the client says that it sends the request again. A
-        turn whose client has gone before the end of the reply is returned in any case. The caller is a client of the
-        turn, and leaves the turn at the end of a `with` block. Raises GatewayError, and BadInputError for messages that
-        the renderer refuses.
+        `fingerprint`: digest of the request. `is_retry`: whether the client says that it sends the request again.
+        `has_id`: whether no other request has the digest. A turn whose client has gone before the end of the reply is
+        returned in any case. The caller is a client of the turn, and leaves the turn at the end of a `with` block.
+        Raises GatewayError, and BadInputError for messages that the renderer refuses.
         """
         async with self._lock:
             self._require_open()
-            if (known := self._turns.find(fingerprint, self._recorded_turns, is_retry=is_retry)) is not None:
+            if (known := self._turns.find(fingerprint, self._recorded_turns, is_retry, has_id)) is not None:
                 return known.join()
-            with self._turns.refusals_of(fingerprint), self._slots.taken():
+            with self._turns.refusals_of(fingerprint), self.slots.taken():
                 generation = await self._start(request, fingerprint, is_retry)
             self._turns.add(fingerprint, generation)
             return generation.join()
@@ -114,7 +111,7 @@ class Session:
         params = turn_params(self._renderer, request, preceding_ids, self._sampling)
         progress = TurnProgress(self._renderer, preceding_ids, request, params)
         turn = self._generate(prompt, params, progress)
-        return Generation(turn, self._num_tokens(prompt.cursor), progress, self._slots)
+        return Generation(turn, self._num_tokens(prompt.cursor), progress, self.slots)
 
     def _replay(self, node: Node, request: TurnRequest) -> Generation:
         """A recorded turn as the turn of a request that was sent again."""
@@ -124,7 +121,7 @@ class Session:
         async def turn() -> AssistantTurn:
             return self._as_turn(node, request, num_prompt_tokens, {})
 
-        return Generation.of_recorded(turn(), num_prompt_tokens, progress, self._slots)
+        return Generation.of_recorded(turn(), num_prompt_tokens, progress, self.slots)
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Number of tokens of the prompt that `start_turn` would give to the engine, also of a prompt without room."""

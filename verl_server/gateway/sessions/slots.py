@@ -27,13 +27,50 @@ class Slots:
         self._maximum, self._kind, self._owner, self._parent = maximum, kind, owner, parent
         self.num_taken = 0
         """Number of open requests."""
+        self.num_arriving = 0
+        """Number of requests that are being read and have no slot yet."""
 
-    def take(self) -> None:
-        """Take a slot. Raises GatewayError if all are taken."""
-        if self.num_taken >= self._maximum:
+    def _require(self, num_known: int) -> None:
+        if num_known >= self._maximum:
             raise GatewayError(
                 self._kind, f"{self._owner} has {self._maximum} open requests already; send the request again later"
             )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all slots are taken."""
+        return self.num_taken >= self._maximum or (self._parent is not None and self._parent.is_full)
+
+    def require_free(self) -> None:
+        """Raise GatewayError if all slots are taken."""
+        self._require(self.num_taken)
+        if self._parent is not None:
+            self._parent.require_free()
+
+    @contextlib.contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Count a request that is being read, until it has a slot or is refused.
+
+        Raises GatewayError if as many requests as there are slots are being read.
+        """
+        self._require(self.num_arriving)
+        with contextlib.nullcontext() if self._parent is None else self._parent.arriving():
+            self.num_arriving += 1
+            try:
+                yield
+            finally:
+                self.num_arriving -= 1
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold a slot within the block. Raises the errors of `take`."""
+        with self.taken():
+            yield
+        self.release()
+
+    def take(self) -> None:
+        """Take a slot. Raises GatewayError if all are taken."""
+        self._require(self.num_taken)
         if self._parent is not None:
             self._parent.take()
         self.num_taken += 1

@@ -1,14 +1,29 @@
-"""What a session records of a turn besides the tokens: what a later process needs to return the turn again."""
+"""The prompt of a turn, and what a session records of the turn besides the tokens for a later process."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
+from verl_server.agent.episodes.cursor import Cursor
 from verl_server.gateway.conversation import TurnRequest
+from verl_server.gateway.sessions.history import Key
 from verl_server.types import Json
 
 REFUSED = "refused"
 """Name of the notes in a record about prompts that do not fit."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The end of a recorded prompt, and what the turn after it needs."""
+
+    cursor: Cursor
+    key: Key
+    """Key of the conversation that the prompt ends."""
+    request: TurnRequest
+    fingerprint: bytes
+    """Digest of the request, by which a request that is sent again is recognised."""
 
 
 def turn_details(request: TurnRequest, fingerprint: bytes, reply: Json, started_at: float) -> Json:

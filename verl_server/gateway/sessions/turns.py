@@ -8,8 +8,9 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from verl_server.gateway.conversation import AssistantTurn
-from verl_server.gateway.errors import ErrorKind, as_gateway_error
+from verl_server.gateway.errors import ErrorKind, GatewayError, as_gateway_error
 from verl_server.gateway.sessions.generation import Generation
+from verl_server.gateway.sessions.slots import Slots
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
 
@@ -28,6 +29,8 @@ class Turns:
         """All turns, the oldest first, except that a turn that was still running may stand later."""
         self._refused = Counter[bytes]()
         """Number of requests without a turn that have not been sent again."""
+        self._num_unread = 0
+        """Number of such requests whose bodies were not read."""
         self.failure: Exception | None = None
         """Why the last request without a turn failed, if no later request has got a turn: a failure of the engine or of
         the gateway, or the GatewayError of a conversation that is too long. Other mistakes of the program do not count.
@@ -36,13 +39,15 @@ class Turns:
     def __iter__(self) -> Iterator[Generation]:
         return (turn for turns in self._turns.values() for turn in turns)
 
-    def find(self, fingerprint: bytes, recorded: RecordedTurns, *, is_retry: bool) -> Generation | None:
+    def find(
+        self, fingerprint: bytes, recorded: RecordedTurns, is_retry: bool, has_id: bool = False
+    ) -> Generation | None:
         """The turn of a request that was sent before, or None if the request needs a turn of its own.
 
         A turn without a client comes first: the request is probably that of the client which has left. Then comes a
         turn of its own for each equal request that failed or was refused. Without both, a client that does not say that
         it repeats its request wants another sample. `recorded`: turns of an earlier process, which come before turns
-        that a client of this process has received.
+        that a client of this process has received. `has_id`: whether only this request has the fingerprint.
         """
         turns = self._turns.get(fingerprint, [])
         known = [turn for turn in turns if not turn.has_failed]
@@ -52,6 +57,9 @@ class Turns:
             return None
         undelivered = [turn for turn in known if not turn.is_delivered]
         if not undelivered and recorded.has_undelivered(fingerprint):
+            return None
+        if known and self._num_unread and not has_id:
+            self._num_unread -= 1
             return None
         return next(reversed(undelivered or known), None)
 
@@ -66,6 +74,24 @@ class Turns:
                 self._refused.clear()
             self._refused[fingerprint] += 1
             raise
+
+    @contextlib.contextmanager
+    def arriving(self, slots: Slots, *, has_id: bool) -> Iterator[None]:
+        """Count a request while it is read. Raises GatewayError, before it is read, if it can have no slot.
+
+        The next request that is sent again may be a request that was refused so. It gets a turn of its own: it could be
+        a sample that has an equal request. `has_id`: the fingerprint will tell which request it is.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                # A request that joins a running turn without a client needs no slot.
+                if slots.is_full and not any(turn.is_abandoned and not turn.task.done() for turn in self):
+                    slots.require_free()
+                stack.enter_context(slots.arriving())
+            except GatewayError:
+                self._num_unread = min(self._num_unread + (not has_id), MAX_FINISHED_TURNS)
+                raise
+            yield
 
     def _take_failed(self, fingerprint: bytes, turns: list[Generation]) -> bool:
         """Whether an equal request has failed and was not sent again before. Each of them counts once."""
