@@ -31,7 +31,12 @@ from verl_server.trajectory import ChatRenderer, FamilyRenderer
 __all__ = ["gateway", "generate"]
 
 SAMPLING = {"max_new_tokens": 300, "temperature": 1.0}
-YES_OR_NO: Any = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]}
+YES_OR_NO: Any = {
+    "type": "object",
+    "properties": {"yes": {"type": "boolean"}},
+    "required": ["yes"],
+    "additionalProperties": False,
+}
 COLOURS: Any = {
     "type": "object",
     "properties": {
@@ -39,6 +44,7 @@ COLOURS: Any = {
         "shades": {"$ref": "#/$defs/shade"},
     },
     "required": ["colour", "shades"],
+    "additionalProperties": False,
     "$defs": {"shade": {"anyOf": [{"const": "dark"}, {"type": "boolean"}]}},
 }
 SCHEMAS = {"decide": YES_OR_NO, "paint-it": COLOURS}
@@ -262,6 +268,46 @@ def test_the_grammar_has_what_is_parsed(tokenizer: Any) -> None:
             parts = split_turn(renderer, renderer.encode(text), preceding, request.tools, "t")
             assert [(call.name, call.arguments) for call in parts.tool_calls] == [("decide", '{"yes":true}')]
             assert (parts.reasoning, parts.text) == (thought and "So.", "")
+
+
+A = {"a": {"type": "boolean"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        (
+            {"properties": A},
+            ["{}", '{"a": true}', '{"b": 1}', '{"a": true, "b": [1]}'],
+            ['{"a": 1}', '{"a": 1, "b": 1}'],
+        ),
+        (
+            {"properties": A, "required": ["a", "z"]},
+            ['{"a": true, "z": 1}', '{"a": true, "b": 1, "z": 1}'],
+            ['{"z": 1}'],
+        ),
+        ({"properties": A, "required": ["z"]}, ['{"z": 1}', '{"a": true, "z": 1}'], ['{"a": 1, "z": 1}']),
+        ({"properties": A, "additionalProperties": {"type": "integer"}}, ['{"b": 1}'], ['{"b": "c"}']),
+        ({"properties": A, "additionalProperties": False}, ["{}", '{"a": true}'], ['{"b": 1}']),
+        ({"properties": A, "additionalProperties": False, "patternProperties": {"b": {}}}, ['{"b": 1}'], []),
+        ({"properties": A, "allOf": [{"properties": {"b": {}}, "required": ["b"]}]}, ['{"a": true, "b": 1}'], []),
+        ({"allOf": [{"properties": A}]}, ['{"a": true, "b": 1}'], ["1"]),
+        ({"properties": {"a": {"allOf": [{"type": "integer"}]}}}, ['{"a": 1}'], []),
+        (
+            {"properties": {"a": {"type": "array", "prefixItems": [{"type": "string"}], "items": {"type": "integer"}}}},
+            ['{"a": ["b", 1]}'],
+            ['{"a": 1}'],
+        ),
+    ],
+)
+def test_the_grammar_allows_what_the_schema_allows(
+    tokenizer: Any, schema: Any, allowed: list[str], refused: list[str]
+) -> None:
+    renderer, tools = ChatRenderer(tokenizer), [tool({"type": "object", **schema})]
+    tag = turn_params(renderer, TurnRequest("m", HELLO, tools, forced_tools=["decide"]), [], {})["structural_tag"]
+    for arguments in (*allowed, *refused):
+        text = f'<tool_call>\n{{"name": "decide", "arguments": {arguments}}}\n</tool_call>'
+        assert accepts(tag, text, tokenizer) == (arguments in allowed), arguments
 
 
 def test_a_family_with_other_calls_is_refused_with_the_cure(tokenizer: Any) -> None:

@@ -1,7 +1,9 @@
 """Turns that must be tool calls: a grammar, with which the server lets the policy write nothing else.
 
-The schemas of tools come from strangers. `relax` keeps what every grammar backend compiles: types, properties, required
-properties, items, enumerations and alternatives. A constraint that is left out, such as a pattern, does not bind.
+The schemas of tools come from strangers. `_Schemas` keeps what every grammar backend compiles: types, properties,
+required properties, whether there may be other properties, items, enumerations and alternatives. A constraint that is
+left out, such as a pattern, `allOf`, or a required name without a schema, does not bind. The grammar orders the
+properties: those of the schema come first, in their order.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class _Schemas:
         return relaxed if relaxed.get("type") == "object" else ANY_OBJECT
 
     def _relax(self, schema: Any, root: Json, levels: int) -> Json:
-        """A simpler schema: few conditions are kept, and objects have named properties only. `root`: for references."""
+        """A simpler schema that allows each value of the schema: few conditions are kept. `root`: for references."""
         self._num_left -= 1
         if not isinstance(schema, dict) or levels == 0 or self._num_left < 0:
             return {}
@@ -120,7 +122,8 @@ class _Schemas:
         if kind == "object":
             return self._relax_object(schema, root, levels)
         if kind == "array":
-            return {"type": "array", "items": self._relax(schema.get("items"), root, levels - 1)}
+            items = None if "prefixItems" in schema else schema.get("items")  # with it, `items` are the others
+            return {"type": "array", "items": self._relax(items, root, levels - 1)}
         return {"type": kind} if kind in PLAIN_TYPES else {}
 
     def _relax_object(self, schema: Json, root: Json, levels: int) -> Json:
@@ -131,9 +134,16 @@ class _Schemas:
         return {
             "type": "object",
             "properties": {name: self._relax(value, root, levels - 1) for name, value in properties.items()},
-            "required": [name for name in properties if name in names],
-            "additionalProperties": False,
+            "required": [name for name in properties if name in names],  # xgrammar would misread other names
+            "additionalProperties": self._relax_others(schema, root, levels),
         }
+
+    def _relax_others(self, schema: Json, root: Json, levels: int) -> bool | Json:
+        """The schema of properties that have no schema of their own. A schema that does not tell it allows all."""
+        others = schema.get("additionalProperties")
+        if others is False and not schema.get("patternProperties"):
+            return False
+        return self._relax(others, root, levels - 1) or True
 
 
 def _referenced(reference: Any, root: Json) -> Any:
