@@ -38,6 +38,14 @@ class GatewayConfig:
     """Maximum number of open requests of a session."""
     max_requests: int = 4096
     """Maximum number of open requests of all sessions."""
+    max_connections: int = 8192
+    """Maximum number of connections, with those that have no open request."""
+    head_timeout_s: float = 30.0
+    """Seconds in which the head of a request must arrive, from the connection or from its first byte on."""
+    body_timeout_s: float = 300.0
+    """Seconds in which the body of a request must arrive after its head."""
+    idle_timeout_s: int = 30
+    """Seconds after a reply in which the next request must begin."""
     keep_alive_s: float = 10.0
     """Seconds between two signs of life of a stream whose turn is being generated."""
     session_expiry_s: float | None = None

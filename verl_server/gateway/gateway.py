@@ -26,6 +26,7 @@ from verl_server.gateway.errors import ErrorKind
 from verl_server.gateway.folder_lock import lock_folder
 from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.app import make_app
+from verl_server.gateway.http.connections import protocol_of
 from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.sessions.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.session import Session
@@ -33,6 +34,7 @@ from verl_server.gateway.sessions.session_info import SessionInfo
 from verl_server.gateway.sessions.session_store import SessionStore, require_token_limit
 from verl_server.gateway.sessions.slots import Slots
 from verl_server.ranks.machine import is_loopback
+from verl_server.server.open_files import raise_open_file_limit
 from verl_server.server.ports import join_host_port, listen
 from verl_server.trajectory.locked_files import close_locked
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -88,6 +90,7 @@ class Gateway:
         self._metrics = GatewayMetrics()
         self._slots = Slots(self.config.max_requests, ErrorKind.OVERLOADED, "the gateway")
         self._is_shut_down = False
+        raise_open_file_limit()
         self._socket = listen(host, port)
         self._address: tuple[str, int] = self._socket.getsockname()[:2]
         try:
@@ -146,9 +149,12 @@ class Gateway:
                         self.config.limits.max_context_tokens,
                     ),
                 ),
+                http=protocol_of(self.config),
+                ws="none",
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,  # nothing depends on the address of a client
+                timeout_keep_alive=self.config.idle_timeout_s,
                 timeout_graceful_shutdown=GRACE_S,
             )
         )

@@ -19,6 +19,7 @@ from verl_server.errors import InfrastructureError
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.errors import GatewayError
 from verl_server.gateway.http.app import make_app
+from verl_server.gateway.http.connections import protocol_of
 from verl_server.gateway.sessions.conversation_labels import trained_ends
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_end import record_kinds
@@ -107,7 +108,16 @@ async def serve_episode(episode: Episode, listener: socket.socket) -> AsyncItera
         config = GatewayConfig(Path(folder), None, episode.limits)
         app = make_app(store, config, decoder_of(episode._renderer.tokenizer))
         server = _Server(
-            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S)
+            uvicorn.Config(
+                app,
+                http=protocol_of(config),
+                ws="none",
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=config.idle_timeout_s,
+                timeout_graceful_shutdown=GRACE_S,
+            )
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:

@@ -1,0 +1,145 @@
+"""Connections of the gateway: clients that send nothing, that are slow or idle, and too many connections."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_helpers import renderer_with_template
+from test_gateway_limits import CHAT, LIMITS, HeldGenerateFn, ask, wait_until
+
+from verl_server.gateway import Gateway
+from verl_server.gateway.config import GatewayConfig
+from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
+from verl_server.trajectory import ChatRenderer
+
+HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\nx-api-key: KEY\r\ncontent-length: 1000\r\n\r\n"
+READY = "GET /health/liveness HTTP/1.1\r\nhost: a\r\n\r\n"
+Open = Callable[..., Gateway]
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    return renderer_with_template(make_tokenizer(tmp_path_factory.mktemp("tokenizer")), CHAT_TEMPLATE)
+
+
+@pytest.fixture
+def generate(renderer: ChatRenderer) -> HeldGenerateFn:
+    made = HeldGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    made.hold()
+    return made
+
+
+@pytest.fixture
+def open_gateway(
+    generate: HeldGenerateFn, renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Open]:
+    """Makes a gateway with settings of `GatewayConfig`."""
+    made = list[Gateway]()
+
+    def make(**settings: Any) -> Gateway:
+        monkeypatch.setattr("verl_server.gateway.gateway.GatewayConfig", functools.partial(GatewayConfig, **settings))
+        made.append(Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS))
+        return made[-1]
+
+    yield make
+    generate.go.set()
+    for gateway in made:
+        gateway.shutdown()
+
+
+def send_slowly_until_closed(gateway: Gateway, begin: str, byte: bytes) -> bytes:
+    """Send a text, and then the same byte again and again. Returns what the gateway has sent until it closed."""
+    received, deadline = b"", time.monotonic() + 60.0
+    with socket.create_connection(gateway._address) as client:
+        client.settimeout(0.05)
+        client.sendall(begin.encode())
+        while True:
+            assert time.monotonic() < deadline, "the gateway does not close the connection"
+            try:
+                if not (found := client.recv(1 << 16)):
+                    return received
+                received += found
+            except TimeoutError:
+                pass
+            except ConnectionError:
+                return received
+            try:
+                client.sendall(byte)
+            except ConnectionError:
+                return received
+
+
+@pytest.mark.parametrize(
+    ("begin", "byte", "reply"),
+    [
+        ("", b"", b""),
+        ("", b"\r\n", b""),
+        ("GE", b"", b""),
+        ("GET / HTTP/1.1\r\nx: ", b"y", b""),
+        (HEAD, b"", b""),
+        (HEAD, b" ", b""),
+        (HEAD.replace("KEY", "wrong"), b" ", b"401 Unauthorized"),
+        (READY, b"", b"200 OK"),
+        (READY, b"\r\n", b"200 OK"),
+        (READY + "GET / HTTP/1.1\r\nx: ", b"y", b"200 OK"),
+    ],
+)
+def test_a_slow_or_idle_client_does_not_keep_its_connection(
+    open_gateway: Open, begin: str, byte: bytes, reply: bytes
+) -> None:
+    """`byte`: what the client sends 20 times a second."""
+    gateway = open_gateway(head_timeout_s=0.3, body_timeout_s=0.5, idle_timeout_s=1)
+    _, key = gateway.create_session("a")
+    received = send_slowly_until_closed(gateway, begin.replace("KEY", key), byte)
+    assert reply in received
+    assert bool(received) == bool(reply)
+    slots = gateway._call(lambda: gateway._store.session("a").slots)
+    wait_until(lambda: (slots.num_arriving, slots.num_taken) == (0, 0))
+
+
+def test_deadlines_of_requests_do_not_end_their_turns(open_gateway: Open, generate: HeldGenerateFn) -> None:
+    gateway = open_gateway(head_timeout_s=0.3, body_timeout_s=0.3, idle_timeout_s=1)
+    _, key = gateway.create_session("a")
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(ask, gateway, key, "a", stream=stream) for stream in (False, True)]
+        wait_until(lambda: generate.num_calls == 2)
+        send_slowly_until_closed(gateway, HEAD.replace("KEY", key), b" ")  # both deadlines have passed
+        generate.go.set()
+        replies = [request.result() for request in running]
+    assert [reply.status_code for reply in replies] == [200, 200]
+    assert replies[1].text.rstrip().endswith("[DONE]")
+
+
+def test_the_number_of_connections_is_limited(open_gateway: Open) -> None:
+    gateway = open_gateway(max_connections=2)
+    connections = [http.client.HTTPConnection(*gateway._address, timeout=30.0) for _ in range(2)]
+    for connection in connections:
+        connection.request("GET", "/health/liveness")
+        assert connection.getresponse().read()
+    with socket.create_connection(gateway._address, timeout=30.0) as client:
+        received = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert received.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 1" in received
+    assert b"the gateway has 2 open connections already" in received
+    connections[0].request("GET", "/health/liveness")
+    assert connections[0].getresponse().status == 200
+    for connection in connections:
+        connection.close()
+
+    def is_served() -> bool:
+        with socket.create_connection(gateway._address, timeout=30.0) as client:
+            client.sendall(READY.replace("host: a", "host: a\r\nconnection: close").encode())
+            try:
+                return client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            except ConnectionError:
+                return False
+
+    wait_until(is_served)
