@@ -26,8 +26,7 @@ MARKS_IN_CALL = CALL.replace('"a": 1', '"a": "</think> and <tool_call>"')
 PIECES = (
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<thi", "</thin", "<tool_c", CALL, "<|im_end|>",
     "<|endoftext|>", "<|im_start|>", " ", "\n", "\n\n", "\t", "a", "ab", "END", "E", "#", "Hello world. ", "é", "日本",
-    "🙂", "\ufffd", '{"name": "add"}', "it 's . n't",
-    MARKS_IN_CALL,
+    "🙂", "\ufffd", '{"name": "add"}', "it 's . n't", MARKS_IN_CALL,
 )  # fmt: skip
 
 
@@ -122,17 +121,28 @@ def test_marks_in_the_arguments_of_calls_and_text_between_calls(
     assert (parts.reasoning, parts.text, len(parts.tool_calls)) == (reasoning, text, num_calls)
 
 
+@pytest.mark.parametrize(("prompt", "before"), [("", "<think>\nWhy</think>\n\n"), ("<think>\n", "Why</think>")])
+def test_calls_of_a_family_without_json(renderers: dict[str, ChatRenderer], prompt: str, before: str) -> None:
+    renderer = FamilyRenderer(renderers["generic"].tokenizer, "prime-qwen3")
+    call = "<tool_call>\n<function=add>\n<parameter=a>\nx</think>y\n</parameter>\n</function>\n</tool_call>"
+    turn = renderer.encode(f"{before}First\n{call}\nand then\n{call}\nlast")
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    parts = split_turn(renderer, turn, renderer.encode(prompt), [tool], "t")
+    assert (parts.reasoning, parts.text) == ("Why", "First\nand then\nlast")
+    assert [found.arguments for found in parts.tool_calls] == ['{"a":"x</think>y"}'] * 2
+
+
 @pytest.mark.parametrize("name", ["generic", "qwen3", "llama-3"])
 def test_a_stop_sequence_in_a_thought_ends_the_thought(renderers: dict[str, ChatRenderer], name: str) -> None:
     """The engine has ended the turn there. The last token may have more characters than the stop sequence."""
     renderer = renderers[name]
-    thought, call = renderer.encode("<think>Why not EN") + renderer.encode("D##"), renderer.encode(f"{CALL} END")
+    thought, call = renderer.encode("<think>Why not END##"), renderer.encode(f"{CALL} END")
     parts = split_turn(renderer, thought, [], [], "t", stop_sequence="END")
     found = parts.text if name == "llama-3" else parts.reasoning
     assert found.removeprefix("<think>").strip() == "Why not"
     splitter = TurnSplitter(renderer, [], ["END"])
-    sent = [splitter.add([token])[0] for token in thought]
-    assert "".join(sent) == ("" if name == "llama-3" else "Why not")
+    assert "".join(splitter.add([token])[0] for token in thought) == ("" if name == "llama-3" else "Why not")
     if name != "llama-3":
         assert split_turn(renderer, call, [], [], "t", stop_sequence="END").text == "", "the text after a call, too"
 
