@@ -247,6 +247,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return made
 
 
+@pytest.fixture(scope="module")
+def renderer(tokenizer: Any) -> ChatRenderer:
+    return ChatRenderer(tokenizer)
+
+
 def accepts(structural_tag: str, text: str, tokenizer: Any) -> bool:
     """Whether the grammar allows exactly this text."""
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer)
@@ -346,16 +351,9 @@ ANY_SCHEMA = st.recursive(
 
 @settings(max_examples=200)
 @given(schema=ANY_SCHEMA, name=NAMES)
-def test_each_schema_of_a_stranger_becomes_a_grammar(schema: Any, name: str) -> None:
+def test_each_schema_of_a_stranger_becomes_a_grammar(renderer: ChatRenderer, schema: Any, name: str) -> None:
     request = TurnRequest("m", HELLO, [tool(schema, name)], forced_tools=[name])
-
-    class Renderer(ChatRenderer):
-        """A generic renderer, of which only its type counts here."""
-
-        def __init__(self) -> None:
-            self._tokenizer = type("Tokenizer", (), {"decode": lambda *_, **__: ""})()
-
-    xgrammar.Grammar.from_structural_tag(turn_params(Renderer(), request, [], {})["structural_tag"])
+    xgrammar.Grammar.from_structural_tag(turn_params(renderer, request, [], {})["structural_tag"])
 
 
 def test_a_huge_schema_has_a_bounded_grammar(tokenizer: Any) -> None:
