@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_server.gateway.dialects.fields import MAX_STOP_CHARS, MAX_STOP_SEQUENCES
 from verl_server.types import Json
 
 TEXT: Json = {"type": "string"}
@@ -47,7 +48,9 @@ SAMPLING: Json = {
     "top_k": _or_null({"type": "integer", "minimum": -1}),
     "stream": _or_null(FLAG),
 }
-STOP: Json = _or_null(_any_of({"type": "string", "minLength": 1}, _list({"type": "string", "minLength": 1})))
+STOP_SEQUENCE: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+STOP_SEQUENCES: Json = _list(STOP_SEQUENCE, maxItems=MAX_STOP_SEQUENCES)
+STOP: Json = _or_null(_any_of(STOP_SEQUENCE, STOP_SEQUENCES))
 IMAGE_URL: Json = {"type": "string", "pattern": "^data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/]*=*$"}
 
 # -- OpenAI chat ------------------------------------------------------------------------------------------
@@ -163,7 +166,7 @@ MESSAGES: Json = _object(
     system=_any_of(TEXT, _list(_BLOCK_TEXT)),
     tools=_list(_ANTHROPIC_TOOL),
     tool_choice=_object(("type",), type=TEXT, disable_parallel_tool_use=FLAG),
-    stop_sequences=_list({"type": "string", "minLength": 1}),
+    stop_sequences=STOP_SEQUENCES,
     thinking=ANY_OBJECT,
     metadata=ANY_OBJECT,
     **SAMPLING,
