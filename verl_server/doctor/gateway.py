@@ -13,6 +13,7 @@ from verl_server.doctor.finding import Finding, fail, ok, warn
 TIMEOUT_S = 20.0
 """Seconds for one request. The gateway needs up to 15 s to notice that the engine generates nothing."""
 ADMIN_KEY = "VERL_SERVER_GATEWAY_ADMIN_KEY"
+ADMIN_FAILS = "the requests of the trainer to /admin/sessions fail with 401"
 TURNS_FAIL, REQUESTS_FAIL = "every turn fails with 503 or 529", "every request of the agent fails"
 AGENT_KEYS = ("ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_API_KEY", "OPENAI_API_KEY")
 """Variables from which agents take the key of their session."""
@@ -46,8 +47,7 @@ def examine(url: str, env: Mapping[str, str]) -> list[Finding]:
         status, report = _ask(http, f"{base}/health", admin_key)
         if status == 401:
             cure = f"set {ADMIN_KEY} to the key that the gateway was started with (Gateway.admin_key)"
-            symptom = "the requests of the trainer to /admin/sessions fail with 401"
-            return [*found, fail("Admin key", "the gateway refuses it (401)", symptom=symptom, fix=cure)]
+            return [*found, fail("Admin key", "the gateway refuses it (401)", symptom=ADMIN_FAILS, fix=cure)]
         return [*found, *check_engine(report if isinstance(report, dict) else {})]
 
 
@@ -64,11 +64,8 @@ def check_alive(base: str, reply: tuple[int, Any], replicas: tuple[int, Any]) ->
         )
     if status == 200 and isinstance(body, dict) and body.get("status") == "healthy":
         return ok(title, f"a gateway answers at {base}")
-    what = (
-        "a router"
-        if replicas[0] == 200 or "router" in str(replicas[1])
-        else "another program, perhaps an SGLang server or a proxy"
-    )
+    is_router = replicas[0] == 200 or "router" in str(replicas[1])
+    what = "a router" if is_router else "another program, perhaps an SGLang server or a proxy"
     return fail(
         title,
         f"{what} answers at {base}, and no gateway (status {status} for /health/liveness)",

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_server.agent.limits import RolloutLimits
+from verl_server.errors import BadInputError
+from verl_server.ranks.machine import is_loopback
+from verl_server.validation import require_list
 
 
 @dataclass(frozen=True)
@@ -50,3 +53,15 @@ class GatewayConfig:
     """Seconds between two signs of life of a stream whose turn is being generated."""
     session_expiry_s: float | None = None
     """Seconds after which a session ends by itself."""
+
+
+def require_gateway_arguments(host: str, is_open: bool, model_names: tuple[str, ...]) -> None:
+    """Raise BadInputError for arguments that a gateway cannot use."""
+    require_list("model_names", model_names, "for one name, write (name,)")
+    if not model_names or not all(isinstance(name, str) for name in model_names):
+        raise BadInputError(f"model_names must have at least one name, and names are strings; got {model_names!r:.80}")
+    if is_open and not is_loopback(host):
+        raise BadInputError(
+            f"requests without a key (is_open, --open) are served on this machine only, but other machines reach "
+            f"the host {host!r}; leave out the host, or create sessions with keys"
+        )

@@ -18,8 +18,8 @@ from verl_server.agent.engine_access import Engine
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.limits import RolloutLimits
 from verl_server.argument_names import explain_arguments
-from verl_server.errors import BadInputError, DeadlineError, ShutDownError, StartupError
-from verl_server.gateway.config import GatewayConfig
+from verl_server.errors import DeadlineError, ShutDownError, StartupError
+from verl_server.gateway.config import GatewayConfig, require_gateway_arguments
 from verl_server.gateway.engines.engine_source import EngineSource
 from verl_server.gateway.engines.known_engine import KnownEngine
 from verl_server.gateway.errors import ErrorKind
@@ -27,20 +27,19 @@ from verl_server.gateway.folder_lock import lock_folder
 from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.app import make_app
 from verl_server.gateway.http.connections import protocol_of
+from verl_server.gateway.loop_calls import call_in_loop
 from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.sessions.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_info import SessionInfo
 from verl_server.gateway.sessions.session_store import SessionStore, require_token_limit
 from verl_server.gateway.sessions.slots import Slots
-from verl_server.ranks.machine import is_loopback
 from verl_server.server.open_files import raise_open_file_limit
 from verl_server.server.ports import join_host_port, listen
 from verl_server.trajectory.locked_files import close_locked
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.view.token_texts import decoder_of
 from verl_server.types import Json
-from verl_server.validation import require_list
 
 Result = TypeVar("Result")
 
@@ -76,7 +75,7 @@ class Gateway:
         key.
         """
         self._engine, limits = _make_source(engine, renderer, limits or RolloutLimits(max_turns=1_000_000))
-        _check_arguments(host, is_open, model_names)
+        require_gateway_arguments(host, is_open, model_names)
         self.admin_key = admin_key or f"sk-admin-{secrets.token_urlsafe(32)}"
         self.config = GatewayConfig(
             Path(run_dir).expanduser(),
@@ -284,25 +283,7 @@ class Gateway:
         """
         if self._is_shut_down or self._loop is None or not self._thread.is_alive():
             raise ShutDownError("the gateway was shut down; make another one with the same folder")
-        result: Future[Result] = Future()
-
-        def run() -> None:
-            if not result.set_running_or_notify_cancel():
-                return
-            try:
-                result.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - raised in the thread of the caller
-                result.set_exception(error)
-
-        self._loop.call_soon_threadsafe(run)
-        wait([result], STOP_TIMEOUT_S)
-        if not result.cancel() and not result.done():
-            message = "the gateway has not finished this call, which may still take effect"
-        elif result.cancelled():
-            message = "the gateway did not answer, and the call was taken back"
-        else:
-            return result.result()
-        raise DeadlineError(message, operation="gateway", seconds=STOP_TIMEOUT_S)
+        return call_in_loop(self._loop, function, STOP_TIMEOUT_S)
 
 
 def _make_source(
@@ -315,14 +296,3 @@ def _make_source(
     limits = known.parts().complete_limits(limits)
     require_token_limit(limits)
     return known, limits
-
-
-def _check_arguments(host: str, is_open: bool, model_names: tuple[str, ...]) -> None:
-    require_list("model_names", model_names, "for one name, write (name,)")
-    if not model_names or not all(isinstance(name, str) for name in model_names):
-        raise BadInputError(f"model_names must have at least one name, and names are strings; got {model_names!r:.80}")
-    if is_open and not is_loopback(host):
-        raise BadInputError(
-            f"requests without a key (is_open, --open) are served on this machine only, but other machines reach "
-            f"the host {host!r}; leave out the host, or create sessions with keys"
-        )

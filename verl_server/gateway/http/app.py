@@ -127,9 +127,7 @@ def _make_handler(dialect: Dialect, access: Access, config: GatewayConfig) -> Ca
         try:
             request.state.dialect = dialect.path.removeprefix("/v1/")
             session, has_id = access.session_of(request), "idempotency-key" in request.headers
-            with session.arriving(
-                has_id=has_id
-            ):  # a request without a key or a slot is refused before its body is read
+            with session.arriving(has_id=has_id):  # a request without a slot is refused before its body is read
                 raw = await read_body(request, config.max_body_bytes)
                 turn_request = await run_aside(is_short_body(len(raw)), _parse, dialect.parse, raw, config)
                 session = access.session_of(request)  # the session may have ended while the body arrived

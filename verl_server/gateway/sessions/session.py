@@ -23,13 +23,11 @@ from verl_server.gateway.sessions.generation import Generation
 from verl_server.gateway.sessions.history import History, Key, conversation_keys, tools_digest
 from verl_server.gateway.sessions.key_memo import KeyMemo
 from verl_server.gateway.sessions.length_check import is_certainly_longer
-from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt, unsplit_turn
+from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt
 from verl_server.gateway.sessions.slots import Slots
-from verl_server.gateway.sessions.turn_details import REFUSED, Prompt, turn_details
+from verl_server.gateway.sessions.turn_details import REFUSED, Prompt, read_turn, turn_details
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.forced_calls import turn_params
-from verl_server.gateway.turn_text.token_decoder import bytes_of_token
-from verl_server.gateway.turn_text.turn_parsing import split_turn
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.gateway.worker_threads import is_short_body, is_short_prompt, run_aside
 from verl_server.trajectory.graph import TrajectoryGraph
@@ -254,24 +252,7 @@ class Session:
         return turn
 
     def _as_turn(self, node: Node, request: TurnRequest, num_prompt_tokens: int, meta: Json) -> AssistantTurn:
-        split = split_turn if request.raw_prompt is None else unsplit_turn
-        turn_id, stop = f"{self.id}-{node.id}", (node.message or {}).get("stop_sequence")
-        preceding = self._preceding(node)
-        parts = split(self._renderer, node.token_ids, preceding, request.tools, turn_id, stop_sequence=stop)
-        return AssistantTurn(
-            id=turn_id,
-            node=node.id,
-            text=parts.text,
-            reasoning=parts.reasoning,
-            tool_calls=parts.tool_calls,
-            finish_reason="length" if node.finish_reason == "length" else "tool_calls" if parts.tool_calls else "stop",
-            stop_sequence=stop,
-            num_prompt_tokens=num_prompt_tokens,
-            num_cached_tokens=int(meta.get("cached_tokens") or 0),
-            token_ids=node.token_ids,
-            logprobs=node.logprobs,
-            tokens=[bytes_of_token(self._renderer, token) for token in node.token_ids] if request.logprobs else (),
-        )
+        return read_turn(self._renderer, self.graph, node, request, num_prompt_tokens, meta)
 
     def _message_of(self, node: Node, tools: Sequence[Json]) -> Message:
         """The message of a recorded turn, as agents repeat it."""

@@ -6,8 +6,14 @@ import time
 from dataclasses import dataclass
 
 from verl_server.agent.episodes.cursor import Cursor
-from verl_server.gateway.conversation import TurnRequest
+from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.sessions.history import Key
+from verl_server.gateway.sessions.raw_prompts import unsplit_turn
+from verl_server.gateway.turn_text.token_decoder import bytes_of_token
+from verl_server.gateway.turn_text.turn_parsing import split_turn
+from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.nodes import Node
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
 
 REFUSED = "refused"
@@ -40,3 +46,27 @@ def turn_details(request: TurnRequest, fingerprint: bytes, reply: Json, started_
         asked["max_new_tokens"] = max_new_tokens
     asked |= {"started_at": round(started_at, 6), "duration_s": round(max(time.time() - started_at, 0.0), 6)}
     return {"request": asked, **({"stop_sequence": matched} if isinstance(matched, str) else {})}
+
+
+def read_turn(
+    renderer: ChatRenderer, graph: TrajectoryGraph, node: Node, request: TurnRequest, num_prompt_tokens: int, meta: Json
+) -> AssistantTurn:
+    """The turn that a node contains, in no dialect. `meta`: SGLang's `meta_info` of the reply, empty for a replay."""
+    turn_id, stop = f"{graph.session_id}-{node.id}", (node.message or {}).get("stop_sequence")
+    preceding = () if node.parent is None else graph.node(node.parent).token_ids
+    split = split_turn if request.raw_prompt is None else unsplit_turn
+    parts = split(renderer, node.token_ids, preceding, request.tools, turn_id, stop_sequence=stop)
+    return AssistantTurn(
+        id=turn_id,
+        node=node.id,
+        text=parts.text,
+        reasoning=parts.reasoning,
+        tool_calls=parts.tool_calls,
+        finish_reason="length" if node.finish_reason == "length" else "tool_calls" if parts.tool_calls else "stop",
+        stop_sequence=stop,
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=int(meta.get("cached_tokens") or 0),
+        token_ids=node.token_ids,
+        logprobs=node.logprobs,
+        tokens=[bytes_of_token(renderer, token) for token in node.token_ids] if request.logprobs else (),
+    )

@@ -58,9 +58,10 @@ class Turns:
         undelivered = [turn for turn in known if not turn.is_delivered]
         if not undelivered and recorded.has_undelivered(fingerprint):
             return None
-        if known and self._num_unread and not has_id:
+        if self._num_unread and not has_id:  # this request is probably the one that was not read
             self._num_unread -= 1
-            return None
+            if known:
+                return None
         return next(reversed(undelivered or known), None)
 
     @contextlib.contextmanager
