@@ -125,7 +125,7 @@ def test_the_page_has_the_limits_of_the_settings(gateway: Gateway) -> None:
     assert config.max_image_pixels // 10**6 == 134
     for text in (
         f"{config.max_body_bytes >> 20} MiB, {config.max_messages:,} messages, {config.max_content_parts:,} content",
-        f"{config.max_tools:,} tools, and {config.max_tool_name_chars} characters in the name of a tool",
+        f"{config.max_tools:,} tools, {config.max_tool_name_chars} characters in the name of a tool",
         f"A session may have {config.max_session_requests} open requests",
         f"All sessions together may have {config.max_requests:,}",
         f"nothing arrives for {config.keep_alive_s:.0f} seconds",
