@@ -28,8 +28,8 @@ from verl_server.gateway.http.bodies import parse_object, read_body
 from verl_server.gateway.http.health import add_health_routes
 from verl_server.gateway.http.models import add_model_routes
 from verl_server.gateway.http.openapi import add_openapi_route
-from verl_server.gateway.http.request_context import RequestContext, mark_first_token, route_of
-from verl_server.gateway.http.turn_routes import TurnRoute, TurnRoutes
+from verl_server.gateway.http.request_context import mark_first_token, route_of
+from verl_server.gateway.http.turn_routes import GatewayApp, TurnRoute
 from verl_server.gateway.http.ui.routes import add_ui_routes
 from verl_server.gateway.image_check import require_safe_images
 from verl_server.gateway.metrics import GatewayMetrics
@@ -57,9 +57,9 @@ def make_app(
 
     `decode`: decodes token ids for the live page. `health` None: the engine cannot be asked.
     """
-    app = FastAPI(title="verl_server gateway", openapi_url=None, docs_url=None, redoc_url=None)
+    metrics = metrics or GatewayMetrics()
+    app = GatewayApp(metrics)
     app.state.failures = FailureLog()
-    app.state.metrics = metrics = metrics or GatewayMetrics()
     access = Access(store, config)
     add_health_routes(app, access, health or GatewayHealth(config.run_dir, store, None, metrics), metrics, store)
     routes = list[TurnRoute]()
@@ -70,9 +70,7 @@ def make_app(
         for path, handler in handlers.items():
             for prefix in ("", "/session/{session_key}"):
                 routes.append(TurnRoute(prefix + path, handler, methods=["POST"], name=path))
-    app.router.routes += routes
-    app.add_middleware(TurnRoutes, routes=routes)
-    app.add_middleware(RequestContext, metrics=metrics)  # around the other middleware
+    app.add_turn_routes(routes)
     add_model_routes(app, access, config)
     add_openapi_route(app)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from verl_server.gateway.http.request_context import RequestContext
+from verl_server.gateway.metrics import GatewayMetrics
 
 SESSION_PREFIX = "/session/"
 
@@ -19,11 +22,30 @@ class TurnRoute(Route):
         await super().handle(scope, receive, send)
 
 
+class GatewayApp(FastAPI):
+    """The application of the gateway: FastAPI's behind `RequestContext` and `TurnRoutes`."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        super().__init__(title="verl_server gateway", openapi_url=None, docs_url=None, redoc_url=None)
+        self.state.metrics = metrics
+        self._entry: ASGIApp = super().__call__
+
+    def add_turn_routes(self, routes: Sequence[TurnRoute]) -> None:
+        """Add the routes for turns. Called once."""
+        self.router.routes += routes
+        self._entry = RequestContext(TurnRoutes(super().__call__, routes), self.state.metrics)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        scope["app"] = self
+        await self._entry(scope, receive, send)
+
+
 class TurnRoutes:
-    """ASGI middleware that answers POST requests to the paths of turns. The application answers all others."""
+    """ASGI application that answers POST requests to the paths of turns. Another application answers all others."""
 
     def __init__(self, app: ASGIApp, routes: Sequence[TurnRoute]) -> None:
-        """`routes`: with the paths `/v1/...` and `/session/{session_key}/v1/...`."""
+        """`app`: the other application. `routes`: with the paths `/v1/...` and `/session/{session_key}/v1/...`."""
         self._app = app
         self._routes = {route.path: route for route in routes}
 
