@@ -281,6 +281,25 @@ def test_a_request_that_was_refused_before_it_was_read_gets_a_turn_of_its_own(
             assert generate.num_calls == num_calls
 
 
+def test_a_refused_request_that_comes_back_uses_up_its_refusal(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the next retry of an answered request would be sampled a second time."""
+    generate = HeldGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    with ThreadPoolExecutor(4) as pool, small_gateway(generate, renderer, tmp_path, monkeypatch) as gateway:
+        _, key = gateway.create_session("a")
+        running = [pool.submit(ask, gateway, key, text) for text in ("a", "b")]
+        wait_until(lambda: generate.num_calls == 2)
+        assert ask(gateway, key, "c").status_code == 429
+        generate.go.set()
+        assert [request.result().status_code for request in running] == [200] * 2
+        for text, num_calls in (("c", 3), ("a", 3), ("b", 3)):
+            body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": text}]}
+            headers = {"x-api-key": key, "x-stainless-retry-count": "1"}
+            assert httpx.post(f"{gateway.url}{CHAT}", json=body, headers=headers).status_code == 200
+            assert generate.num_calls == num_calls
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_session_has_a_limited_number_of_open_requests(
     renderer: ChatRenderer, tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
