@@ -184,7 +184,8 @@ async def _answer(dialect: Dialect, request: Request, turn_request: TurnRequest,
             if not generation.task.done():
                 return Response(status_code=499)  # nobody reads it
             result = await generation.wait()
-            if not gone.done() and not await request.is_disconnected():  # the turn and the client may end at once
+            await asyncio.sleep(0)  # the client may have gone when the turn ended: then `gone` is done now
+            if not gone.done():
                 generation.set_delivered()
         finally:
             gone.cancel()
