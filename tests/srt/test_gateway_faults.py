@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from verl_server.agent import RolloutLimits
 from verl_server.agent.episodes.episode_state import EpisodeState
-from verl_server.errors import ServerDiedError
+from verl_server.errors import ServerDiedError, ServerError
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import fold_system_messages
@@ -46,6 +46,8 @@ class Engine:
         self._tokenizer = tokenizer
         self.go = asyncio.Event()
         self.error: Exception | None = None
+        self.logprobs: list[float | None] | None = None
+        """Log probabilities of a reply, which SGLang writes as None for NaN. By default -1.0 for each token."""
         self.num_calls = 0
 
     async def wait_for_calls(self, num_calls: int) -> None:
@@ -59,7 +61,8 @@ class Engine:
             raise self.error
         token_ids = self._tokenizer.encode("hi", add_special_tokens=False)
         meta = {"finish_reason": {"type": "stop"}, "weight_version": "1"}
-        logprobs = [[-1.0, token, None] for token in token_ids]
+        values = [-1.0] * len(token_ids) if self.logprobs is None else self.logprobs
+        logprobs = [[value, token, None] for value, token in zip(values, token_ids, strict=False)]
         return {"output_ids": token_ids, "meta_info": {**meta, "output_token_logprobs": logprobs}}
 
 
@@ -217,6 +220,29 @@ def test_an_error_of_the_engine_is_whole_in_the_log_only(
         assert "4711" not in reply.text
     assert caplog.text.count("the process 4711") == 1, "once in some seconds"
     assert f"the request {CHAT} of the session 'a' failed" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [[None, -1.0], [-1.0]])
+def test_a_reply_that_cannot_be_recorded_is_a_failure_of_the_engine(
+    served: Served, logprobs: list[float | None], stream: bool
+) -> None:
+    """The agent sends the request again, and gets a turn."""
+
+    async def run() -> None:
+        served.engine.go.set()
+        key, served.engine.logprobs = served.key("a"), logprobs
+        reply = await served.post(key, stream=stream)
+        assert reply.status_code == (200 if stream else 503)
+        assert "the engine does not answer; send the request again" in reply.text
+        assert isinstance(served.store.session("a").failure, ServerError)
+        served.engine.logprobs = None
+        again = await served.post(key | {"x-stainless-retry-count": "1"}, stream=stream)
+        assert (again.status_code, '"content":"hi"' in again.text) == (200, True)
+        assert served.store.session("a").failure is None
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert served.engine.num_calls == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -101,18 +101,25 @@ with contextlib.suppress(Exception):
 """
 
 
+@pytest.mark.parametrize("has_nan", [False, True])
 def test_a_failure_of_the_engine_is_no_end_of_a_program(
-    engine: LoggingGenerateFn, renderer: ChatRenderer, tmp_path: Path
+    engine: LoggingGenerateFn, renderer: ChatRenderer, has_nan: bool
 ) -> None:
-    """The program ignores the error and ends with exit code 0. The sample has failed, and has no reward."""
+    """The program ignores the error and ends with exit code 0. The sample has failed, and has no reward.
+
+    `has_nan`: the second reply has a log probability that is not finite. Otherwise, the server dies.
+    """
     num_calls = 0
 
     async def generate(*, rid: str, session_id: str, **request: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
-        if num_calls % 2 == 0:
+        if num_calls % 2 == 0 and not has_nan:
             raise ServerDiedError("the server has died", exit_code=-9)
-        return await engine(rid=rid, session_id=session_id, **request)
+        reply = await engine(rid=rid, session_id=session_id, **request)
+        if num_calls % 2 == 0:
+            reply["meta_info"]["output_token_logprobs"][0][0] = None  # SGLang writes NaN so
+        return reply
 
     async def run() -> list[Sample]:
         runner = RolloutRunner(
@@ -124,7 +131,8 @@ def test_a_failure_of_the_engine_is_no_end_of_a_program(
     assert (sample.stop_reason, sample.reward) == ("error", None)
     assert sample.error is not None
     assert sample.error["type"] == "InfrastructureError"
-    assert "a turn has failed while the program ran: the server has died" in sample.error["message"]
+    problem = "the reply of the engine cannot be recorded: log probabilities" if has_nan else "the server has died"
+    assert f"a turn has failed while the program ran: {problem}" in sample.error["message"]
 
 
 STREAMS = """

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from verl_server.agent.episodes.cursor import Cursor
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.limits import EpisodeStopped
+from verl_server.errors import BadInputError, ServerError
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
 from verl_server.gateway.sessions.conversation_labels import RootForkReasons
@@ -240,7 +241,7 @@ class Session:
             try:
                 on_tokens = progress.add if request.stream else None
                 reply = await state.run_request(cursor.request_turn(params, on_tokens))
-                node = cursor.add_turn(reply, turn_details(request, prompt.fingerprint, reply, started_at))
+                node = _record_turn(prompt, reply, started_at)
                 progress.is_recorded = True
             finally:
                 if node is None:
@@ -280,3 +281,12 @@ class Session:
             return overflow_error(num_tokens, self._state.limits.max_context_tokens or 0)
         self.reached_limit = limit
         return GatewayError(ErrorKind.LIMIT_REACHED, f"the session has reached its limit {limit}")
+
+
+def _record_turn(prompt: Prompt, reply: Json, started_at: float) -> Node:
+    """Record the reply of the engine. Raises ServerError for a reply that the record refuses, for example with NaN."""
+    details = turn_details(prompt.request, prompt.fingerprint, reply, started_at)
+    try:
+        return prompt.cursor.add_turn(reply, details)
+    except BadInputError as error:  # it is no mistake of the agent
+        raise ServerError(f"the reply of the engine cannot be recorded: {error.message}") from error
