@@ -28,6 +28,7 @@ from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.tiny import make_vision_model
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, get_renderer, image_data_url, load_session
+from verl_server.trajectory.nodes import Span
 
 LIMITS = RolloutLimits(max_context_tokens=2000, max_turns=1000)
 SHORT = {"max_new_tokens": 20, "temperature": 1.0, "ignore_eos": True}
@@ -165,17 +166,8 @@ def test_an_idempotency_key_tells_equal_requests_apart(start: Callable[..., Gate
         assert num_turns(gateway) == 2
 
 
-class RecordedStub(RecordedTurns):
-    """Recorded turns of an earlier process: one has not been returned."""
-
-    def __init__(self) -> None:
-        super().__init__(TrajectoryGraph("s"))
-
-    def has_undelivered(self, fingerprint: bytes) -> bool:
-        return True
-
-
-NONE_RECORDED = RecordedTurns(TrajectoryGraph("s"))
+def no_recorded_turns() -> RecordedTurns:
+    return RecordedTurns(TrajectoryGraph("s"))
 
 
 def test_the_retry_of_a_request_without_a_turn_gets_a_turn_of_its_own(tiny: Callable[..., Path]) -> None:
@@ -189,7 +181,12 @@ async def find_turns_after_failures(renderer: ChatRenderer) -> None:
             raise ValueError("the engine has died")
         return AssistantTurn("id", 1, "", "", (), "stop", None, 1, 0, (), (), ())
 
-    progress, turns = TurnProgress(renderer, (), TurnRequest("", ()), {}), Turns()
+    graph = TrajectoryGraph("s")
+    node, recorded = (
+        graph.add_node(None, [1], sampled=True, logprobs=[-1.0], spans=[Span(1, 0, 1)]),
+        RecordedTurns(graph),
+    )
+    progress, turns = TurnProgress(renderer, (), TurnRequest("", ()), {}), Turns(recorded)
     generations = [Generation(turn(fails), 1, progress) for fails in (False, True, False)]
     for generation in generations:
         turns.add(b"a", generation)
@@ -199,10 +196,12 @@ async def find_turns_after_failures(renderer: ChatRenderer) -> None:
     with generations[0].join(), generations[2].join():
         generations[0].set_delivered()
         generations[2].set_delivered()
-        assert turns.find(b"a", NONE_RECORDED, is_retry=True) is None, "the retry of the refused request"
-        assert turns.find(b"a", NONE_RECORDED, is_retry=True) is None, "the retry of the failed request"
-        assert turns.find(b"a", RecordedStub(), is_retry=True) is None, "a recorded turn comes before a received turn"
-        assert turns.find(b"a", NONE_RECORDED, is_retry=True) is generations[2]
+        assert turns.find(b"a", is_retry=True) is None, "the retry of the refused request"
+        assert turns.find(b"a", is_retry=True) is None, "the retry of the failed request"
+        recorded.add(b"a", node.id, is_delivered=False)
+        assert turns.find(b"a", is_retry=True) is node, "a recorded turn comes before a received turn"
+        recorded.take(b"a", node)
+        assert turns.find(b"a", is_retry=True) is generations[2]
 
 
 def test_a_retry_gets_the_turn_whose_client_has_left(tiny: Callable[..., Path]) -> None:
@@ -216,25 +215,21 @@ async def find_turns(renderer: ChatRenderer) -> None:
         raise AssertionError
 
     progress = TurnProgress(renderer, (), TurnRequest("", ()), {})
-    turns, generations = Turns(), [Generation(turn(), 1, progress) for _ in range(3)]
+    turns, generations = Turns(no_recorded_turns()), [Generation(turn(), 1, progress) for _ in range(3)]
     try:
         for generation in generations:
             turns.add(b"a", generation)
-        assert turns.find(b"b", NONE_RECORDED, is_retry=True) is None
+        assert turns.find(b"b", is_retry=True) is None
         with generations[0].join(), generations[2].join():
             with generations[1].join():
-                assert turns.find(b"a", NONE_RECORDED, is_retry=False) is None
-                assert turns.find(b"a", NONE_RECORDED, is_retry=True) is generations[2], (
-                    "no client has left, as far as it is known"
-                )
+                assert turns.find(b"a", is_retry=False) is None
+                assert turns.find(b"a", is_retry=True) is generations[2], "no client has left, as far as it is known"
             for is_retry in (True, False):
-                assert turns.find(b"a", NONE_RECORDED, is_retry=is_retry) is generations[1]
+                assert turns.find(b"a", is_retry=is_retry) is generations[1]
             generations[1].set_delivered()
-            assert turns.find(b"a", NONE_RECORDED, is_retry=False) is None
+            assert turns.find(b"a", is_retry=False) is None
             generations[2].set_delivered()
-            assert turns.find(b"a", NONE_RECORDED, is_retry=True) is generations[0], (
-                "the other turns have reached their clients"
-            )
+            assert turns.find(b"a", is_retry=True) is generations[0], "the other turns have reached their clients"
     finally:
         for generation in generations:
             generation.task.cancel()

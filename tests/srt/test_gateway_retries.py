@@ -13,6 +13,7 @@ import orjson
 import pytest
 from test_gateway_faults import CHAT, HELLO, Served, renderer, served
 
+from verl_server.errors import ServerDiedError
 from verl_server.trajectory import ChatRenderer, Node, load_session
 
 __all__ = ["renderer", "served"]
@@ -139,6 +140,89 @@ def test_a_client_that_leaves_before_the_last_event_has_no_reply(served: Served,
 
     asyncio.run(asyncio.wait_for(run(), 30))
     assert num_turns(served) == (1 if leaves else 2)
+
+
+# -- turns that are not kept in memory --------------------------------------------------------------------
+
+
+async def end_of_leaving_client(served: Served, key: dict[str, str], **body: Any) -> None:
+    """A client asks and leaves while its turn is generated. The turn then ends."""
+    client, num_calls = LeavingClient(), served.engine.num_calls
+    served.engine.go.clear()
+    request = asyncio.create_task(client.post(served, key, **body))
+    await served.engine.wait_for_calls(num_calls + 1)
+    client.leave()
+    await request
+    served.engine.go.set()
+
+
+async def forget_turns(served: Served, key: dict[str, str]) -> None:
+    for number in range(4):
+        assert (await served.post(key, **other_chat(f"forget {number}"))).status_code == 200
+
+
+@pytest.mark.parametrize("headers", [{}, RETRY])
+def test_an_old_turn_is_returned_from_the_record(
+    served: Served, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session keeps few turns. The request of an older turn is sampled again only if its client has the reply."""
+    monkeypatch.setattr("verl_server.gateway.sessions.turns.MAX_FINISHED_TURNS", 2)
+
+    async def run() -> None:
+        key = served.key("a")
+        await end_of_leaving_client(served, key, **other_chat("left"))
+        first = await served.post(key | {"idempotency-key": "1"})
+        await forget_turns(served, key)
+        for _ in range(2):
+            again = await served.post(key | {"idempotency-key": "1"} | headers)
+            assert again.json()["choices"] == first.json()["choices"]
+            await forget_turns(served, key)
+        num_known = num_turns(served)
+        for num_more in (0, 0 if headers else 1):
+            assert (await served.post(key | headers, **other_chat("left"))).status_code == 200
+            assert num_turns(served) == num_known + num_more
+            await forget_turns(served, key)
+            num_known = num_turns(served)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_the_retry_of_an_old_failed_request_gets_a_turn_of_its_own(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_server.gateway.sessions.turns.MAX_FINISHED_TURNS", 2)
+
+    async def run() -> None:
+        served.engine.go.set()
+        key = served.key("a")
+        first = await served.post(key)
+        served.engine.error = ServerDiedError("the server has died")
+        assert (await served.post(key)).status_code == 503
+        served.engine.error = None
+        await forget_turns(served, key)
+        own = await served.post(key | RETRY)
+        assert own.json()["id"] != first.json()["id"]
+        assert (await served.post(key | RETRY)).json()["id"] == own.json()["id"]
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_after_a_restart_the_retry_of_a_failed_sample_gets_a_turn_of_its_own(
+    served: Served, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    """Not the recorded turn of an equal request, which its client has received."""
+    key = served.key("a")
+    served.engine.go.set()
+    first = asyncio.run(served.post(key)).json()["id"]
+    served.store.close()
+    served = Served(renderer, tmp_path)
+    served.engine.go.set()
+    assert asyncio.run(served.post(key | RETRY)).json()["id"] == first
+    served.engine.error = ServerDiedError("the server has died")
+    assert asyncio.run(served.post(key)).status_code == 503
+    served.engine.error = None
+    assert asyncio.run(served.post(key | RETRY)).json()["id"] != first
+    assert num_turns(served) == 2
 
 
 # -- a full disk ------------------------------------------------------------------------------------------

@@ -46,8 +46,7 @@ class Generation:
     def of_recorded(
         cls, turn: TurnCoroutine, num_prompt_tokens: int, progress: TurnProgress, slots: Slots
     ) -> Generation:
-        """A turn that an earlier process has recorded. That process received the first request for the turn."""
-        progress.is_recorded = True
+        """A turn that was recorded for an earlier request, perhaps of an earlier process. `progress` has its node."""
         generation = cls(turn, num_prompt_tokens, progress, slots)
         generation.num_joins = 1
         return generation
@@ -55,9 +54,19 @@ class Generation:
     @property
     def has_failed(self) -> bool:
         """Whether the turn ended with an exception before it was recorded: the request has no sample."""
-        if not self.task.done() or self._progress.is_recorded:
+        if not self.task.done() or self.node_id is not None:
             return False
         return self.task.cancelled() or self.task.exception() is not None
+
+    @property
+    def node_id(self) -> int | None:
+        """Id of the recorded turn. None before the turn is recorded."""
+        return self._progress.node_id
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the turn is being generated, or a client waits for it or receives it."""
+        return self._num_clients > 0 or not self.task.done()
 
     @property
     def is_abandoned(self) -> bool:

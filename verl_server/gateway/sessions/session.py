@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from verl_server.agent.episodes.cursor import Cursor
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.limits import EpisodeStopped
-from verl_server.errors import BadInputError, ServerError
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
 from verl_server.gateway.sessions.conversation_labels import RootForkReasons
@@ -26,12 +25,11 @@ from verl_server.gateway.sessions.key_memo import KeyMemo
 from verl_server.gateway.sessions.length_check import is_certainly_longer
 from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt
 from verl_server.gateway.sessions.slots import Slots
-from verl_server.gateway.sessions.turn_details import REFUSED, Prompt, read_turn, turn_details
+from verl_server.gateway.sessions.turn_details import REFUSED, Prompt, read_turn, record_turn
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.forced_calls import turn_params
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.gateway.worker_threads import is_short_body, is_short_prompt, run_aside
-from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import ForkReason, Node
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.messages import Message
@@ -58,7 +56,8 @@ class Session:
         self._history, self._key_memo, self.slots = History(), KeyMemo(), slots or Slots()
         self._branches = itertools.count(len(self.graph.nodes))
         self._root_fork_reasons = RootForkReasons(self.graph)
-        self._turns, self._recorded_turns = Turns(), RecordedTurns(record.graph if record else TrajectoryGraph(self.id))
+        self._recorded_turns = RecordedTurns(self.graph)
+        self._turns = Turns(self._recorded_turns)
         self._lock = asyncio.Lock()
         """Held while the prompt of a request is rendered and recorded."""
         self._closed: GatewayError | None = None
@@ -67,6 +66,7 @@ class Session:
             for node in self.graph.nodes:
                 self._state.restore(node)
             self._history.restore(self.graph, self._message_of)
+            self._recorded_turns.restore()
 
     # -- turns --------------------------------------------------------------------------------------
 
@@ -89,16 +89,20 @@ class Session:
         """
         async with self._lock:
             self._require_open()
-            if (known := self._turns.find(fingerprint, self._recorded_turns, is_retry, has_id)) is not None:
+            known = self._turns.find(fingerprint, is_retry, has_id)
+            if isinstance(known, Generation):
                 return known.join()
-            with self._turns.refusals_of(fingerprint), self.slots.taken():
-                generation = await self._start(request, fingerprint, is_retry)
+            if known is not None:
+                with self.slots.taken():
+                    generation = self._replay(known, request)
+                self._recorded_turns.take(fingerprint, known)
+            else:
+                with self._turns.refusals_of(fingerprint), self.slots.taken():
+                    generation = await self._start(request, fingerprint)
             self._turns.add(fingerprint, generation)
             return generation.join()
 
-    async def _start(self, request: TurnRequest, fingerprint: bytes, is_retry: bool) -> Generation:
-        if (recorded := self._recorded_turns.take(fingerprint, is_retry=is_retry)) is not None:
-            return self._replay(recorded, request)
+    async def _start(self, request: TurnRequest, fingerprint: bytes) -> Generation:
         try:
             return self._begin(await self._append_prompt(request, fingerprint))
         except EpisodeStopped as stopped:
@@ -116,6 +120,7 @@ class Session:
         """A recorded turn as the turn of a request that was sent again."""
         num_prompt_tokens = 0 if node.parent is None else self.graph.num_tokens(node.parent)
         progress = TurnProgress(self._renderer, (), request, {})
+        progress.node_id = node.id
 
         async def turn() -> AssistantTurn:
             return self._as_turn(node, request, num_prompt_tokens, {})
@@ -241,8 +246,8 @@ class Session:
             try:
                 on_tokens = progress.add if request.stream else None
                 reply = await state.run_request(cursor.request_turn(params, on_tokens))
-                node = _record_turn(prompt, reply, started_at)
-                progress.is_recorded = True
+                node = record_turn(prompt, reply, started_at)
+                progress.node_id = node.id
             finally:
                 if node is None:
                     state.fail_turn()
@@ -281,12 +286,3 @@ class Session:
             return overflow_error(num_tokens, self._state.limits.max_context_tokens or 0)
         self.reached_limit = limit
         return GatewayError(ErrorKind.LIMIT_REACHED, f"the session has reached its limit {limit}")
-
-
-def _record_turn(prompt: Prompt, reply: Json, started_at: float) -> Node:
-    """Record the reply of the engine. Raises ServerError for a reply that the record refuses, for example with NaN."""
-    details = turn_details(prompt.request, prompt.fingerprint, reply, started_at)
-    try:
-        return prompt.cursor.add_turn(reply, details)
-    except BadInputError as error:  # it is no mistake of the agent
-        raise ServerError(f"the reply of the engine cannot be recorded: {error.message}") from error

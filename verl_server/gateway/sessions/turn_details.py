@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from verl_server.agent.episodes.cursor import Cursor
+from verl_server.errors import BadInputError, ServerError
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.sessions.history import Key
 from verl_server.gateway.sessions.raw_prompts import unsplit_turn
@@ -70,3 +71,12 @@ def read_turn(
         logprobs=node.logprobs,
         tokens=[bytes_of_token(renderer, token) for token in node.token_ids] if request.logprobs else (),
     )
+
+
+def record_turn(prompt: Prompt, reply: Json, started_at: float) -> Node:
+    """Record the reply of the engine. Raises ServerError for a reply that the record refuses, for example with NaN."""
+    details = turn_details(prompt.request, prompt.fingerprint, reply, started_at)
+    try:
+        return prompt.cursor.add_turn(reply, details)
+    except BadInputError as error:  # it is no mistake of the agent
+        raise ServerError(f"the reply of the engine cannot be recorded: {error.message}") from error

@@ -15,7 +15,7 @@ from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
 
 MAX_FINISHED_TURNS = 256
-"""Number of finished turns that are returned when their requests are repeated."""
+"""Number of finished turns that are kept for requests that are repeated. Older turns are read from the record."""
 FAILURES = (ErrorKind.OVERLOADED, ErrorKind.INTERNAL)
 """Errors for which the program is not responsible."""
 
@@ -23,10 +23,12 @@ FAILURES = (ErrorKind.OVERLOADED, ErrorKind.INTERNAL)
 class Turns:
     """The turns that this process has started for a session, by the fingerprints of their requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorded: RecordedTurns) -> None:
+        """`recorded`: turns of earlier processes. It gets the turns that are forgotten here."""
+        self._recorded = recorded
         self._turns = dict[bytes, list[Generation]]()
         self._order = deque[tuple[bytes, Generation]]()
-        """All turns, the oldest first, except that a turn that was still running may stand later."""
+        """All turns, the oldest first, except that a turn that was still open may stand later."""
         self._refused = Counter[bytes]()
         """Number of requests without a turn that have not been sent again."""
         self._num_unread = 0
@@ -39,30 +41,29 @@ class Turns:
     def __iter__(self) -> Iterator[Generation]:
         return (turn for turns in self._turns.values() for turn in turns)
 
-    def find(
-        self, fingerprint: bytes, recorded: RecordedTurns, is_retry: bool, has_id: bool = False
-    ) -> Generation | None:
+    def find(self, fingerprint: bytes, is_retry: bool, has_id: bool = False) -> Generation | Node | None:
         """The turn of a request that was sent before, or None if the request needs a turn of its own.
 
         A turn without a client comes first: the request is probably that of the client which has left. Then comes a
         turn of its own for each equal request that failed or was refused. Without both, a client that does not say that
-        it repeats its request wants another sample. `recorded`: turns of an earlier process, which come before turns
-        that a client of this process has received. `has_id`: whether only this request has the fingerprint.
+        it repeats its request wants another sample. A Node is a recorded turn, see `RecordedTurns`. If it has perhaps
+        not reached its client, it comes before turns that have reached their clients. `has_id`: whether only this
+        request has the fingerprint.
         """
         turns = self._turns.get(fingerprint, [])
         known = [turn for turn in turns if not turn.has_failed]
         if (abandoned := next((turn for turn in known if turn.is_abandoned), None)) is not None:
             return abandoned
+        waiting = self._recorded.find_undelivered(fingerprint)
         if self._take_failed(fingerprint, turns) or not is_retry:
-            return None
+            return waiting
         undelivered = [turn for turn in known if not turn.is_delivered]
-        if not undelivered and recorded.has_undelivered(fingerprint):
-            return None
+        if not undelivered and waiting is not None:
+            return waiting
         if self._num_unread and not has_id:  # this request is probably the one that was not read
             self._num_unread -= 1
-            if known:
-                return None
-        return next(reversed(undelivered or known), None)
+            return None
+        return next(reversed(undelivered or known), None) or self._recorded.find_last(fingerprint)
 
     @contextlib.contextmanager
     def refusals_of(self, fingerprint: bytes) -> Iterator[None]:
@@ -71,9 +72,7 @@ class Turns:
             yield
         except BaseException as error:
             self._note_failure(error)
-            if len(self._refused) >= MAX_FINISHED_TURNS:
-                self._refused.clear()
-            self._refused[fingerprint] += 1
+            self._add_refused(fingerprint)
             raise
 
     @contextlib.contextmanager
@@ -104,26 +103,39 @@ class Turns:
             turns.remove(failed)
         return failed is not None
 
+    def _add_refused(self, fingerprint: bytes) -> None:
+        if len(self._refused) >= MAX_FINISHED_TURNS:
+            self._refused.clear()
+        self._refused[fingerprint] += 1
+
     def add(self, fingerprint: bytes, turn: Generation) -> None:
-        """Add a turn, and forget old turns: a client repeats a request within minutes."""
+        """Add a turn, and forget old turns, so that the session does not keep the texts of all its turns."""
         self._turns.setdefault(fingerprint, []).append(turn)
         failure = self.failure
         turn.task.add_done_callback(lambda task: self._note_end(task, failure))
         self._order.append((fingerprint, turn))
-        for _ in range(2):  # one more than was added, because one of them may be running
+        for _ in range(2):  # one more than was added, because one of them may be open
             if len(self._order) > MAX_FINISHED_TURNS:
                 self._forget(*self._order.popleft())
 
     def _forget(self, fingerprint: bytes, turn: Generation) -> None:
-        """Forget a turn, unless it is running."""
-        if not turn.task.done():
+        """Forget a turn, unless it is open."""
+        if turn.is_open:
             self._order.append((fingerprint, turn))
             return
         turns = self._turns.get(fingerprint, [])
         if turn in turns:  # otherwise, the turn has failed, and its request was sent again
             turns.remove(turn)
+            self._hand_over(fingerprint, turn)
         if not turns:
             self._turns.pop(fingerprint, None)
+
+    def _hand_over(self, fingerprint: bytes, turn: Generation) -> None:
+        """Note what the next equal request needs of a turn that is not kept."""
+        if turn.node_id is None:
+            self._add_refused(fingerprint)
+        else:
+            self._recorded.add(fingerprint, turn.node_id, is_delivered=turn.is_delivered)
 
     def _note_end(self, task: asyncio.Task[AssistantTurn], failure: Exception | None) -> None:
         """Note how a turn has ended. `failure`: the value of the attribute when the turn was added."""
@@ -143,35 +155,48 @@ class Turns:
 
 
 class RecordedTurns:
-    """The turns that an earlier process has recorded for a session, by the fingerprints of their requests."""
+    """Recorded turns of a session that `Turns` does not keep: turns of earlier processes, and forgotten turns.
+
+    By the fingerprints of their requests.
+    """
 
     def __init__(self, graph: TrajectoryGraph) -> None:
         self._graph = graph
-        self._nodes = dict[str, list[int]]()
-        self._undelivered = set[int]()
-        """Turns that were not returned by this process."""
-        for node in graph.nodes:
+        self._last = dict[str, int]()
+        """The last turn of each request. Keys are fingerprints as hexadecimal text."""
+        self._undelivered = dict[str, deque[int]]()
+        """The turns of each request that have perhaps not reached their clients."""
+
+    def restore(self) -> None:
+        """Add the turns of an earlier process. It is not known whether they have reached their clients."""
+        for node in self._graph.nodes:
             if node.sampled and (digest := (node.message or {}).get("request", {}).get("digest")):
-                self._nodes.setdefault(digest, []).append(node.id)
-                self._undelivered.add(node.id)
+                self._last[digest] = node.id
+                self._undelivered.setdefault(digest, deque()).append(node.id)
 
-    def has_undelivered(self, fingerprint: bytes) -> bool:
-        """Whether `take` returns a turn that this process has not returned yet."""
-        return bool(self._waiting(fingerprint))
+    def add(self, fingerprint: bytes, node: int, *, is_delivered: bool) -> None:
+        """Add a turn. `is_delivered`: whether a client has received it."""
+        digest = fingerprint.hex()
+        self._last[digest] = max(node, self._last.get(digest, node))
+        if not is_delivered:
+            self._undelivered.setdefault(digest, deque()).append(node)
 
-    def _waiting(self, fingerprint: bytes) -> list[int]:
-        nodes = self._nodes.get(fingerprint.hex(), [])
-        return [node for node in nodes if node in self._undelivered and not self._graph.children(node)]
+    def find_undelivered(self, fingerprint: bytes) -> Node | None:
+        """The first turn of a request that has perhaps not reached its client: no conversation continues it."""
+        waiting = self._undelivered.get(fingerprint.hex())
+        while waiting:
+            if not self._graph.children(waiting[0]):
+                return self._graph.node(waiting[0])
+            waiting.popleft()
+        return None
 
-    def take(self, fingerprint: bytes, *, is_retry: bool) -> Node | None:
-        """The recorded turn of a request that was sent before, or None if the request needs a turn of its own.
+    def find_last(self, fingerprint: bytes) -> Node | None:
+        """The last turn of a request."""
+        node = self._last.get(fingerprint.hex())
+        return None if node is None else self._graph.node(node)
 
-        A turn that no conversation continues has perhaps not reached its client: it is returned once to a request that
-        does not say that it is repeated. A repeated request gets its turn each time.
-        """
-        nodes, waiting = self._nodes.get(fingerprint.hex(), []), self._waiting(fingerprint)
-        found = next(iter(waiting or (nodes[-1:] if is_retry else ())), None)
-        if found is None:
-            return None
-        self._undelivered.discard(found)
-        return self._graph.node(found)
+    def take(self, fingerprint: bytes, node: Node) -> None:
+        """Note that `Turns` keeps a turn again."""
+        waiting = self._undelivered.get(fingerprint.hex(), ())
+        if node.id in waiting:
+            waiting.remove(node.id)  # type: ignore[union-attr]

@@ -33,8 +33,8 @@ class TurnProgress:
         self.logprobs = list[float]()
         self.num_restarts = 0
         """Number of times that the engine has reported other tokens than before."""
-        self.is_recorded = False
-        """Whether the turn is in the record: its request has its sample, also if the turn cannot be read."""
+        self.node_id: int | None = None
+        """Id of the recorded turn. Its request has its sample then, also if the turn cannot be read."""
         self._news = asyncio.Event()
 
     def add(self, start: int, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
