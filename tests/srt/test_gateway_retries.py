@@ -154,6 +154,7 @@ async def end_of_leaving_client(served: Served, key: dict[str, str], **body: Any
     client.leave()
     await request
     served.engine.go.set()
+    await served.store.session("a").wait_for_turns()
 
 
 async def forget_turns(served: Served, key: dict[str, str]) -> None:
@@ -286,6 +287,46 @@ def test_a_turn_that_cannot_be_recorded_is_sampled_again(served: Served, stream:
 
     asyncio.run(asyncio.wait_for(run(), 30))
     assert (num_turns(served), served.engine.num_calls) == (1, 2)
+
+
+def test_after_a_full_disk_each_equal_request_keeps_its_turn(served: Served) -> None:
+    """A turn that its client has received is not returned for another sample."""
+
+    async def run() -> None:
+        served.engine.go.set()
+        key = served.key("a")
+        first = (await served.post(key)).json()["id"]
+        await end_of_leaving_client(served, key, **other_chat("left"))
+        left = load_session(served.store.record_file("a")).nodes[-1].id
+        with full_disk(served):
+            assert (await served.post(key)).status_code == 503
+        second = (await served.post(key | RETRY)).json()["id"]
+        third = (await served.post(key)).json()["id"]
+        assert len({first, second, third}) == 3
+        assert num_turns(served) == 4
+        assert (await served.post(key, **other_chat("left"))).json()["id"].endswith(f"-{left}")
+        assert num_turns(served) == 4
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_the_retry_of_a_turn_that_a_full_disk_aborted_gets_a_turn_of_its_own(served: Served) -> None:
+    async def run() -> None:
+        served.engine.go.set()
+        key = served.key("a")
+        first = (await served.post(key)).json()["id"]
+        served.engine.go.clear()
+        running = asyncio.create_task(served.post(key))
+        await served.engine.wait_for_calls(2)
+        with full_disk(served):
+            assert (await served.post(key, **other_chat("b"))).status_code == 503
+        again = asyncio.create_task(served.post(key | RETRY))
+        assert (await running).status_code == 503
+        served.engine.go.set()
+        assert (await again).json()["id"] != first
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert num_turns(served) == 2
 
 
 def test_an_expired_session_ends_when_its_end_can_be_written(served: Served, caplog: pytest.LogCaptureFixture) -> None:

@@ -88,7 +88,8 @@ class Session:
         Raises GatewayError, and BadInputError for messages that the renderer refuses.
         """
         async with self._lock:
-            self._require_open()
+            with self._turns.refusals_of(fingerprint):
+                self._require_open()
             known = self._turns.find(fingerprint, is_retry, has_id)
             if isinstance(known, Generation):
                 return known.join()
@@ -143,6 +144,11 @@ class Session:
             self.record.close()
         for generation in self._turns:
             generation.abort(self._closed)
+
+    def continue_turns_of(self, earlier: Session) -> None:
+        """Continue a closed session with the same record: know its turns, and the requests that had no turn."""
+        self._turns, self._recorded_turns = earlier._turns, earlier._recorded_turns
+        self._turns.continue_with(self.graph)
 
     async def wait_for_turns(self) -> None:
         """Wait until all turns have ended, after `close`."""

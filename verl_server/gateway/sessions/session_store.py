@@ -130,18 +130,21 @@ class SessionStore:
         if info.ended_at is not None:
             raise GatewayError(ErrorKind.PERMISSION, f"the session {session_id!r} has ended ({info.stop_reason})")
         opened = self._open.get(session_id)
-        if opened is not None and opened.record is not None and opened.record.failure is not None:
-            # The disk was full, for example: the file is read again.
+        has_failed = opened is not None and opened.record is not None and opened.record.failure is not None
+        if opened is not None and has_failed:  # the disk was full, for example: the file is read again
             message = "the record of the session could not be written; send the request again"
-            self._open.pop(session_id).close(GatewayError(ErrorKind.OVERLOADED, message))
-        if session_id not in self._open:
+            opened.close(GatewayError(ErrorKind.OVERLOADED, message))
+        if opened is None or has_failed:
             recorder = ObservedRecorder(self._run_dir, session_id, sync=False)
             try:
                 limits = _remaining(self._limits_of(info), info.created_at)
-                self._open[session_id] = self._open_session(recorder, limits, info.sampling_params)
+                session = self._open_session(recorder, limits, info.sampling_params)
             except BaseException:
                 recorder.close()  # the engine is not there yet, for example
                 raise
+            if opened is not None:
+                session.continue_turns_of(opened)
+            self._open[session_id] = session
         return self._open[session_id]
 
     def end(

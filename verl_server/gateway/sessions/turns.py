@@ -130,6 +130,14 @@ class Turns:
         if not turns:
             self._turns.pop(fingerprint, None)
 
+    def continue_with(self, graph: TrajectoryGraph) -> None:
+        """Continue after the record was read again into `graph`. Turns that were running have been aborted."""
+        self._recorded.continue_with(graph)
+        for fingerprint, turns in self._turns.items():
+            for turn in [turn for turn in turns if not turn.task.done()]:
+                turns.remove(turn)
+                self._hand_over(fingerprint, turn)
+
     def _hand_over(self, fingerprint: bytes, turn: Generation) -> None:
         """Note what the next equal request needs of a turn that is not kept."""
         if turn.node_id is None:
@@ -173,6 +181,10 @@ class RecordedTurns:
             if node.sampled and (digest := (node.message or {}).get("request", {}).get("digest")):
                 self._last[digest] = node.id
                 self._undelivered.setdefault(digest, deque()).append(node.id)
+
+    def continue_with(self, graph: TrajectoryGraph) -> None:
+        """Use another graph that has the same turns."""
+        self._graph = graph
 
     def add(self, fingerprint: bytes, node: int, *, is_delivered: bool) -> None:
         """Add a turn. `is_delivered`: whether a client has received it."""
