@@ -29,13 +29,14 @@ from verl_server.errors import BadInputError
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
-from verl_server.gateway.errors import GatewayError
+from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.image_check import require_safe_images
 from verl_server.gateway.sessions.generation import Generation
 from verl_server.gateway.sessions.slots import Slots
+from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
-from verl_server.trajectory import ChatRenderer, load_session
+from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
 
 LIMITS = RolloutLimits(max_context_tokens=2000, max_turns=1000)
 CHAT, MESSAGES, COUNT = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
@@ -281,8 +282,9 @@ def test_a_request_that_was_refused_before_it_was_read_gets_a_turn_of_its_own(
             assert generate.num_calls == num_calls
 
 
+@pytest.mark.parametrize("num_refusals", [1, 3])
 def test_a_refused_request_that_comes_back_uses_up_its_refusal(
-    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_refusals: int
 ) -> None:
     """Otherwise, the next retry of an answered request would be sampled a second time."""
     generate = HeldGenerateFn(renderer.tokenizer, lambda prompt: "yes")
@@ -290,14 +292,53 @@ def test_a_refused_request_that_comes_back_uses_up_its_refusal(
         _, key = gateway.create_session("a")
         running = [pool.submit(ask, gateway, key, text) for text in ("a", "b")]
         wait_until(lambda: generate.num_calls == 2)
-        assert ask(gateway, key, "c").status_code == 429
+
+        def send(text: str, num_retries: int) -> int:
+            body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": text}]}
+            headers = {"x-api-key": key, "x-stainless-retry-count": str(num_retries)}
+            return httpx.post(f"{gateway.url}{CHAT}", json=body, headers=headers).status_code
+
+        for number in range(num_refusals):
+            assert send("c", number) == 429
         generate.go.set()
         assert [request.result().status_code for request in running] == [200] * 2
         for text, num_calls in (("c", 3), ("a", 3), ("b", 3)):
-            body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": text}]}
-            headers = {"x-api-key": key, "x-stainless-retry-count": "1"}
-            assert httpx.post(f"{gateway.url}{CHAT}", json=body, headers=headers).status_code == 200
+            assert send(text, num_refusals) == 200
             assert generate.num_calls == num_calls
+
+
+def test_a_request_uses_up_its_refusal_also_if_an_equal_request_has_failed(renderer: ChatRenderer) -> None:
+    asyncio.run(refuse_and_fail(renderer))
+
+
+async def delivered_turn(turns: Turns, fingerprint: bytes, renderer: ChatRenderer) -> Generation:
+    """A turn of `turns` that its client has received."""
+
+    async def turn() -> AssistantTurn:
+        return AssistantTurn("id", 1, "", "", (), "stop", None, 1, 0, (), (), ())
+
+    generation = Generation(turn(), 1, TurnProgress(renderer, (), TurnRequest("", ()), {}))
+    turns.add(fingerprint, generation)
+    with generation.join():
+        await generation.wait()
+        generation.set_delivered()
+    return generation
+
+
+def refuse(turns: Turns, fingerprint: bytes) -> None:
+    """A request is refused after it was read."""
+    with pytest.raises(GatewayError), turns.refusals_of(fingerprint):
+        raise GatewayError(ErrorKind.TOO_MANY_REQUESTS, "the session has too many open requests")
+
+
+async def refuse_and_fail(renderer: ChatRenderer) -> None:
+    turns = Turns(RecordedTurns(TrajectoryGraph("s")))
+    answered = await delivered_turn(turns, b"b", renderer)
+    with pytest.raises(GatewayError), turns.arriving(Slots(0), is_retry=False):
+        raise AssertionError("there is no slot")
+    refuse(turns, b"a")
+    assert turns.find(b"a", is_retry=True) is None
+    assert turns.find(b"b", is_retry=True) is answered
 
 
 @pytest.mark.parametrize("stream", [False, True])

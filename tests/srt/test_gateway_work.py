@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from verl_server.gateway.dialects.anthropic_messages import AnthropicDialect
 from verl_server.gateway.dialects.fields import encode_schema
 from verl_server.gateway.errors import GatewayError
-from verl_server.gateway.http.app import _identify
+from verl_server.gateway.http.app import _fingerprint
 from verl_server.gateway.sessions import key_memo
 from verl_server.gateway.sessions.history import conversation_keys, tools_digest
 from verl_server.gateway.sessions.key_memo import MAX_CONVERSATIONS, KeyMemo
@@ -46,10 +46,10 @@ def test_a_retry_with_another_billing_line_is_the_same_request() -> None:
 
     def identify(line: str) -> bytes:
         body = orjson.dumps({"system": [{"type": "text", "text": f"x-anthropic-billing-header: {line}"}], "model": "m"})
-        return _identify(AnthropicDialect(), {}, body)[0]
+        return _fingerprint(AnthropicDialect(), {}, body)
 
     assert identify("cch=1;") == identify("cch=2;")
-    assert identify("cch=1;") != _identify(AnthropicDialect(), {}, b'{"system": []}')[0]
+    assert identify("cch=1;") != _fingerprint(AnthropicDialect(), {}, b'{"system": []}')
 
 
 CALLS = [

@@ -124,13 +124,14 @@ def _make_handler(dialect: Dialect, access: Access, config: GatewayConfig) -> Ca
     async def handle(request: Request) -> Response:
         try:
             request.state.dialect = dialect.path.removeprefix("/v1/")
-            session, has_id = access.session_of(request), "idempotency-key" in request.headers
-            with session.arriving(has_id=has_id):  # a request without a slot is refused before its body is read
+            session, has_id = access.session_of(request), bool(request.headers.get("idempotency-key"))
+            is_retry = _is_retry(request.headers)
+            with session.arriving(is_retry=is_retry):  # a request without a slot is refused before its body is read
                 raw = await read_body(request, config.max_body_bytes)
                 turn_request = await run_aside(is_short_body(len(raw)), _parse, dialect.parse, raw, config)
                 session = access.session_of(request)  # the session may have ended while the body arrived
                 request.state.session_id = session.id
-                fingerprint, is_retry = _identify(dialect, request.headers, raw)
+                fingerprint = _fingerprint(dialect, request.headers, raw)
                 generation = await session.start_turn(turn_request, fingerprint, is_retry=is_retry, has_id=has_id)
             if generation.num_joins > 1:
                 request.app.state.metrics.attached_retries.inc()
@@ -243,18 +244,24 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(orjson.dumps(body), status, dict(headers or {}), "application/json")
 
 
-def _identify(dialect: Dialect, headers: Mapping[str, str], raw: bytes) -> tuple[bytes, bool]:
-    """The digest of a request, and whether the request may be one that was sent before.
+def _is_retry(headers: Mapping[str, str]) -> bool:
+    """Whether a request may be one that was sent before. The official SDKs count their retries in a header."""
+    count = headers.get("x-stainless-retry-count", "0")
+    return bool(headers.get("idempotency-key")) or (count.isdecimal() and count.strip("0") != "")
 
-    The official SDKs count their retries in a header. They send no id of the request, unless a program asks for it: an
-    `Idempotency-Key` distinguishes several requests with the same body.
+
+def _fingerprint(dialect: Dialect, headers: Mapping[str, str], raw: bytes) -> bytes:
+    """The digest of a request.
+
+    The official SDKs send no id of the request, unless a program asks for it: an `Idempotency-Key` distinguishes
+    several requests with the same body.
     """
-    key, count = headers.get("idempotency-key", ""), headers.get("x-stainless-retry-count", "0")
+    key = headers.get("idempotency-key", "")
     body = BILLING_LINE.sub(b"", raw, count=1)  # it changes with each request of Claude Code, also with a retry
     digest = hashlib.sha256(dialect.path.encode())  # CPUs have instructions for SHA-256
     digest.update(hashlib.sha256(key.encode()).digest() if key else b"")
     digest.update(body)
-    return digest.digest(), bool(key) or (count.isdecimal() and count.strip("0") != "")
+    return digest.digest()
 
 
 def _retry_headers(error: GatewayError) -> dict[str, str]:

@@ -70,12 +70,12 @@ class Session:
 
     # -- turns --------------------------------------------------------------------------------------
 
-    def arriving(self, *, has_id: bool) -> contextlib.AbstractContextManager[None]:
+    def arriving(self, *, is_retry: bool) -> contextlib.AbstractContextManager[None]:
         """Count a request for a turn while it is read, until `start_turn` returns. Raises GatewayError without a slot.
 
-        `has_id`: as in `start_turn`.
+        `is_retry`: as in `start_turn`.
         """
-        return self._turns.arriving(self.slots, has_id=has_id)
+        return self._turns.arriving(self.slots, is_retry=is_retry)
 
     async def start_turn(
         self, request: TurnRequest, fingerprint: bytes, *, is_retry: bool, has_id: bool = False

@@ -50,6 +50,8 @@ class Turns:
         not reached its client, it comes before turns that have reached their clients. `has_id`: whether only this
         request has the fingerprint.
         """
+        is_unread = is_retry and not has_id and self._num_unread > 0  # this request is probably one that was not read
+        self._num_unread -= is_unread
         turns = self._turns.get(fingerprint, [])
         known = [turn for turn in turns if not turn.has_failed]
         if (abandoned := next((turn for turn in known if turn.is_abandoned), None)) is not None:
@@ -60,8 +62,7 @@ class Turns:
         undelivered = [turn for turn in known if not turn.is_delivered]
         if not undelivered and waiting is not None:
             return waiting
-        if self._num_unread and not has_id:  # this request is probably the one that was not read
-            self._num_unread -= 1
+        if is_unread:
             return None
         return next(reversed(undelivered or known), None) or self._recorded.find_last(fingerprint)
 
@@ -76,11 +77,12 @@ class Turns:
             raise
 
     @contextlib.contextmanager
-    def arriving(self, slots: Slots, *, has_id: bool) -> Iterator[None]:
+    def arriving(self, slots: Slots, *, is_retry: bool) -> Iterator[None]:
         """Count a request while it is read. Raises GatewayError, before it is read, if it can have no slot.
 
         The next request that is sent again may be a request that was refused so. It gets a turn of its own: it could be
-        a sample that has an equal request. `has_id`: the fingerprint will tell which request it is.
+        a sample that has an equal request. `is_retry`: as in `find`. The first refusal of such a request was counted,
+        or its fingerprint will tell which request it is.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -89,7 +91,7 @@ class Turns:
                     slots.require_free()
                 stack.enter_context(slots.arriving())
             except GatewayError:
-                self._num_unread = min(self._num_unread + (not has_id), MAX_FINISHED_TURNS)
+                self._num_unread = min(self._num_unread + (not is_retry), MAX_FINISHED_TURNS)
                 raise
             yield
 
