@@ -341,6 +341,25 @@ async def refuse_and_fail(renderer: ChatRenderer) -> None:
     assert turns.find(b"b", is_retry=True) is answered
 
 
+def test_refusals_that_were_used_up_displace_no_other_refusal(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_server.gateway.sessions.turns.MAX_FINISHED_TURNS", 2)
+    asyncio.run(refuse_many(renderer))
+
+
+async def refuse_many(renderer: ChatRenderer) -> None:
+    turns = Turns(RecordedTurns(TrajectoryGraph("s")))
+    answered = await delivered_turn(turns, b"a", renderer)
+    refuse(turns, b"a")
+    for number in range(4):
+        refuse(turns, b"%d" % number)
+        assert turns.find(b"%d" % number, is_retry=True) is None
+    refuse(turns, b"b")
+    assert turns.find(b"a", is_retry=True) is None, "the retry of the refused request"
+    assert turns.find(b"a", is_retry=True) is answered
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_session_has_a_limited_number_of_open_requests(
     renderer: ChatRenderer, tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch

@@ -99,6 +99,8 @@ class Turns:
         """Whether an equal request has failed and was not sent again before. Each of them counts once."""
         if self._refused[fingerprint] > 0:
             self._refused[fingerprint] -= 1
+            if not self._refused[fingerprint]:
+                del self._refused[fingerprint]
             return True
         failed = next((turn for turn in turns if turn.has_failed), None)
         if failed is not None:
@@ -106,9 +108,9 @@ class Turns:
         return failed is not None
 
     def _add_refused(self, fingerprint: bytes) -> None:
-        if len(self._refused) >= MAX_FINISHED_TURNS:
-            self._refused.clear()
         self._refused[fingerprint] += 1
+        if len(self._refused) > MAX_FINISHED_TURNS:
+            del self._refused[next(iter(self._refused))]  # the oldest
 
     def add(self, fingerprint: bytes, turn: Generation) -> None:
         """Add a turn, and forget old turns, so that the session does not keep the texts of all its turns."""
