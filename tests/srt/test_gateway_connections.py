@@ -11,10 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
+import orjson
 import pytest
 from agent_helpers import renderer_with_template
 from test_gateway_limits import CHAT, LIMITS, HeldGenerateFn, ask, wait_until
 
+from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
@@ -143,3 +146,25 @@ def test_the_number_of_connections_is_limited(open_gateway: Open) -> None:
                 return False
 
     wait_until(is_served)
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_long_reply_has_no_turn(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """Its request gets the turn when it is sent again. The reply is longer than the buffers of the connection."""
+    generate = HeldGenerateFn(renderer.tokenizer, lambda prompt: "y" * 60_000)
+    generate.hold()
+    generate.go.set()
+    body = orjson.dumps({"model": "m", "logprobs": True, "messages": [{"role": "user", "content": "a"}]})
+    with Gateway(generate, tmp_path, renderer=renderer, limits=RolloutLimits(max_context_tokens=100_000)) as gateway:
+        _, key = gateway.create_session("a")
+        slots = gateway._call(lambda: gateway._store.session("a").slots)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(60.0)
+            client.connect(gateway._address)
+            client.sendall(HEAD.replace("KEY", key).replace("1000", str(len(body))).encode() + body)
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: slots.num_taken == 0)
+        for num_calls in (1, 2):
+            reply = httpx.post(f"{gateway.url}{CHAT}", content=body, headers={"x-api-key": key}, timeout=60.0)
+            assert len(reply.json()["choices"][0]["logprobs"]["content"]) == 60_000
+            assert generate.num_calls == num_calls

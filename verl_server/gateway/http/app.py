@@ -12,8 +12,6 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from verl_server.errors import VerlServerError
 from verl_server.gateway.config import GatewayConfig
@@ -29,6 +27,7 @@ from verl_server.gateway.http.health import add_health_routes
 from verl_server.gateway.http.models import add_model_routes
 from verl_server.gateway.http.openapi import add_openapi_route
 from verl_server.gateway.http.request_context import mark_first_token, route_of
+from verl_server.gateway.http.turn_replies import TurnReply, TurnStream
 from verl_server.gateway.http.turn_routes import GatewayApp, TurnRoute
 from verl_server.gateway.http.ui.routes import add_ui_routes
 from verl_server.gateway.image_check import require_safe_images
@@ -137,7 +136,7 @@ def _make_handler(dialect: Dialect, access: Access, config: GatewayConfig) -> Ca
                 request.app.state.metrics.attached_retries.inc()
             if turn_request.stream:
                 events = _events(dialect, request, turn_request, generation, config)
-                return _TurnStream(events, generation)
+                return TurnStream(events, generation)
             return await _answer(dialect, request, turn_request, generation)
         except Exception as error:  # noqa: BLE001 - every error is answered in the words of the dialect
             return _error_reply(dialect, request, error)
@@ -179,33 +178,15 @@ def _error_reply(dialect: Dialect, request: Request, error: Exception) -> Respon
 
 async def _answer(dialect: Dialect, request: Request, turn_request: TurnRequest, generation: Generation) -> Response:
     gone = asyncio.create_task(_wait_until_gone(request))
-    with generation:
-        try:
-            await asyncio.wait((generation.task, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not generation.task.done():
-                return Response(status_code=499)  # nobody reads it
-            result = await generation.wait()
-            await asyncio.sleep(0)  # the client may have gone when the turn ended: then `gone` is done now
-            if not gone.done():
-                generation.set_delivered()
-        finally:
-            gone.cancel()
-    mark_first_token(request.state)
-    return json_response(dialect.reply(turn_request, result))
-
-
-class _TurnStream(StreamingResponse):
-    """A stream of server-sent events. Its client waits for the turn until the stream ends or the connection closes."""
-
-    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._generation = generation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        streams = scope["app"].state.metrics.open_streams.track_inprogress()
-        with self._generation, streams:  # also if the client closes the connection before the first event
-            await super().__call__(scope, receive, send)
+    with contextlib.ExitStack() as client:
+        client.enter_context(generation)
+        client.callback(gone.cancel)
+        await asyncio.wait((generation.task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not generation.task.done():
+            return Response(status_code=499)  # nobody reads it
+        body = orjson.dumps(dialect.reply(turn_request, await generation.wait()))
+        mark_first_token(request.state)
+        return TurnReply(body, generation, gone, client.pop_all())
 
 
 async def _events(
