@@ -13,6 +13,7 @@ from verl_server.agent.generate_fn import GenerateFn, limit_concurrency
 from verl_server.agent.user_code import call_user_function, call_within
 from verl_server.config import RemoteServer
 from verl_server.gateway.engines.engine_source import EngineParts, EngineReport
+from verl_server.gateway.engines.server_tokenizers import ServerTokenizers
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process.static_replicas import ProbedServers, servers_by_url
@@ -36,7 +37,8 @@ FindServers = Callable[[], Mapping[str, RemoteServer]]
 class DiscoveredServers:
     """Servers that may start after the gateway, restart, move and end. Requests go to those that answer.
 
-    The gateway asks the first server that answers for its tokenizer and its context length.
+    The gateway asks the first server that answers for its tokenizer and its context length. A server with another
+    tokenizer gets no requests.
     """
 
     def __init__(self, servers: Sequence[RemoteServer] | FindServers, renderer: ChatRenderer | None = None) -> None:
@@ -56,6 +58,8 @@ class DiscoveredServers:
         self._renderer = renderer
         self._dispatcher: Dispatcher | None = None
         self._probed: ProbedServers | None = None
+        self._tokenizers: ServerTokenizers | None = None
+        """Refuses servers with another tokenizer. None until the tokenizer of the gateway is known."""
         self._parts: EngineParts | None = None
         self._problem = ""
         """Why the search or the tokenizer failed the last time. The reason is logged once."""
@@ -66,7 +70,7 @@ class DiscoveredServers:
     async def start(self) -> None:
         """Begin to look for servers."""
         self._dispatcher = Dispatcher()
-        self._probed = ProbedServers(self._dispatcher)
+        self._probed = ProbedServers(self._dispatcher, self._check_server)
         self._following = asyncio.create_task(self._follow())
 
     async def close(self) -> None:
@@ -140,10 +144,25 @@ class DiscoveredServers:
         assert self._probed is not None
         servers = await self._find_servers()
         await self._probed.set_servers(servers)
-        infos = list(self._probed.infos.values())
-        if self._parts is None and infos:
-            self._parts = await call_user_function(self._make_parts, infos)
-            logger.info("the gateway has found its engine: %d of %d servers", len(infos), len(servers))
+        if self._parts is None and self._probed.infos:
+            await self._find_parts(self._probed)
+
+    async def _find_parts(self, probed: ProbedServers) -> None:
+        """Make the parts of the engine. Servers that were admitted before are compared with the first one."""
+        first, info = next(iter(probed.infos.items()))
+        renderer = self._renderer or await call_user_function(EngineAccess(self._generate, info).make_renderer)
+        self._tokenizers = ServerTokenizers(first, info)
+        await probed.probe_all()
+        if infos := list(probed.infos.values()):
+            self._parts = self._make_parts(renderer, infos)
+            logger.info("the gateway has found its engine: %d of %d servers", len(infos), len(probed.adapters))
+        else:
+            self._tokenizers = None  # the first server has ended: another one will be the first
+
+    async def _check_server(self, name: str, model_info: Json) -> None:
+        """Raise BadInputError for a server with another tokenizer than that of the gateway."""
+        if self._tokenizers is not None:
+            await self._tokenizers.require_same(name, model_info)
 
     async def _find_servers(self) -> Mapping[str, RemoteServer]:
         """Call the function that finds servers, or wait for the call that still runs.
@@ -158,8 +177,7 @@ class DiscoveredServers:
         search, self._search = self._search, None
         return search.result()
 
-    def _make_parts(self, infos: Sequence[Json]) -> EngineParts:
-        renderer = self._renderer or EngineAccess(self._generate, infos[0]).make_renderer()
+    def _make_parts(self, renderer: ChatRenderer, infos: Sequence[Json]) -> EngineParts:
         numbers = [number for info in infos if (number := max_request_tokens(info)) is not None]
         generate: GenerateFn = self._generate
         if self._is_single and (limit := max_running_requests(infos[0])) is not None:

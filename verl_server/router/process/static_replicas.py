@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.adapter.sglang.capabilities import num_data_parallel_ranks
@@ -38,8 +38,11 @@ class ProbedServers:
     Use it in the event loop of the dispatcher.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, dispatcher: Dispatcher, check: Callable[[str, Json], Awaitable[None]] | None = None) -> None:
+        """`check`: gets the name and SGLang's `/model_info` of a server at each probe. It raises an exception for a
+        server that must receive no requests.
+        """
+        self._dispatcher, self._check = dispatcher, check
         self._servers: dict[str, RemoteServer] = {}
         self._adapters: dict[str, AsyncHttpServerEngineAdapter] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
@@ -77,6 +80,10 @@ class ProbedServers:
             self._servers[name] = server  # a server without a probe would never be probed
         await asyncio.gather(*(probe.wait() for probe in first_probes))
 
+    async def probe_all(self) -> None:
+        """Probe all servers now."""
+        await asyncio.gather(*(self._probe(name) for name in self._servers))
+
     async def _remove(self, name: str) -> None:
         """Remove a server. Its running requests continue on other servers."""
         await _cancel([self._probes.pop(name)])
@@ -105,6 +112,8 @@ class ProbedServers:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 info = await self._adapters[name].get_model_info()
             _require_no_preferred_params(info)
+            if self._check is not None:
+                await self._check(name, info)
             version = parse_weight_version(info.get("weight_version"))
             pool.update_replica(name, admitted=True, will_serve=True, weight_version=version)
             self._answered_at[name] = time.monotonic()
