@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import threading
+from pathlib import Path
 from typing import Any
 
+import httpx
 import orjson
 import pytest
+from agent_helpers import ScriptedGenerateFn, renderer_with_template
+from helpers import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl_server.agent import RolloutLimits
+from verl_server.gateway import Gateway
+from verl_server.gateway.conversation import TurnRequest
 from verl_server.gateway.dialects.anthropic_messages import AnthropicDialect
 from verl_server.gateway.dialects.fields import encode_schema
 from verl_server.gateway.errors import GatewayError
@@ -20,6 +28,7 @@ from verl_server.gateway.sessions import key_memo
 from verl_server.gateway.sessions.history import conversation_keys, tools_digest
 from verl_server.gateway.sessions.key_memo import MAX_CONVERSATIONS, KeyMemo
 from verl_server.gateway.worker_threads import MAX_RENDERED_CHARS, is_short_prompt, run_aside
+from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -106,3 +115,33 @@ def test_long_work_runs_in_a_worker_thread() -> None:
     assert not is_short_prompt([{"role": "user", "content": long}])
     assert not is_short_prompt([{"role": "user", "content": image}]), "images are decoded"
     assert not is_short_prompt([{"role": "user", "content": "a"}], MAX_RENDERED_CHARS + 1), "its tools are long"
+
+
+def test_finished_turns_do_not_keep_their_requests(tmp_path: Path) -> None:
+    """A request has the whole conversation, and a session remembers hundreds of turns. A restart replays the turns."""
+    renderer = renderer_with_template(make_tokenizer(tmp_path / "tokenizer"), CHAT_TEMPLATE)
+    generate, limits = (
+        ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes"),
+        RolloutLimits(max_turns=1000, max_context_tokens=1000),
+    )
+    name, key = "the-model-of-this-test", "the-key-of-this-test"
+    for start in range(2):
+        with Gateway(generate, tmp_path / "run", renderer=renderer, limits=limits) as gateway:
+            if start == 0:
+                gateway.create_session("a", key=key)
+            for number in range(10):
+                body = {
+                    "model": name,
+                    "stream": number % 2 == 0,
+                    "messages": [{"role": "user", "content": f"{number}"}],
+                }
+                url, headers = f"{gateway.openai_url}/chat/completions", {"authorization": f"Bearer {key}"}
+                assert httpx.post(url, json=body, headers=headers, timeout=60.0).status_code == 200
+            assert len(generate.prompts) == 10, "the second gateway replays the turns"
+            wait_until(lambda: not requests_of(name), 30, "finished turns keep their requests")
+
+
+def requests_of(model: str) -> list[TurnRequest]:
+    """The requests with this name of a model that are in memory."""
+    gc.collect()
+    return [found for found in gc.get_objects() if isinstance(found, TurnRequest) and found.model == model]

@@ -25,7 +25,9 @@ class TurnProgress:
         self, renderer: ChatRenderer, preceding_ids: Sequence[int], request: TurnRequest, sampling_params: Json
     ) -> None:
         """`preceding_ids`: token ids before the turn. `sampling_params`: those of the turn."""
-        self.renderer, self.request = renderer, request
+        self.renderer = renderer
+        # The request itself is not kept: it has the whole conversation, and a session remembers hundreds of turns.
+        self.has_logprobs, self._is_raw = request.logprobs, request.raw_prompt is not None
         self._preceding_ids = preceding_ids
         stop: Any = sampling_params.get("stop") or ()
         self._stop = [stop] if isinstance(stop, str) else list(stop)
@@ -65,7 +67,7 @@ class TurnProgress:
 
     def new_splitter(self) -> TurnSplitter:
         """Splits the turn for one stream."""
-        return TurnSplitter(self.renderer, self._preceding_ids, self._stop, is_raw=self.request.raw_prompt is not None)
+        return TurnSplitter(self.renderer, self._preceding_ids, self._stop, is_raw=self._is_raw)
 
 
 class TurnDeltas:
@@ -114,8 +116,6 @@ class TurnDeltas:
         self._reasoning.append(reasoning)
         self._text.append(text)
         tokens = (
-            [bytes_of_token(self._progress.renderer, token) for token in new_ids]
-            if self._progress.request.logprobs
-            else ()
+            [bytes_of_token(self._progress.renderer, token) for token in new_ids] if self._progress.has_logprobs else ()
         )
         return TurnDelta(reasoning, text, new_ids, logprobs[num_sent:], tokens)
