@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ from verl_server.gateway.sessions.history import conversation_keys, tools_digest
 from verl_server.gateway.sessions.key_memo import MAX_CONVERSATIONS, KeyMemo
 from verl_server.gateway.worker_threads import MAX_RENDERED_CHARS, is_short_prompt, run_aside
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
+from verl_server.trajectory import load_session
+from verl_server.trajectory.conversations import recorded_kinds
+
+LIMITS = RolloutLimits(max_turns=1000, max_context_tokens=1000)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +144,40 @@ def test_finished_turns_do_not_keep_their_requests(tmp_path: Path) -> None:
                 assert httpx.post(url, json=body, headers=headers, timeout=60.0).status_code == 200
             assert len(generate.prompts) == 10, "the second gateway replays the turns"
             wait_until(lambda: not requests_of(name), 30, "finished turns keep their requests")
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_the_end_of_a_session_is_one_write_to_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    """A record with a part of the end would train other paths. Each write to the disk stops the event loop."""
+    renderer = renderer_with_template(make_tokenizer(tmp_path / "tokenizer"), CHAT_TEMPLATE)
+    generate, limits = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes"), LIMITS
+    gateway = Gateway(generate, tmp_path / "run", renderer=renderer, limits=limits)
+    _, key = gateway.create_session("a")
+    for number in range(3):
+        body = {"model": "m", "messages": [{"role": "user", "content": f"{number}"}]}
+        headers = {"authorization": f"Bearer {key}"}
+        reply = httpx.post(f"{gateway.openai_url}/chat/completions", json=body, headers=headers, timeout=60.0)
+        assert reply.status_code == 200
+    if not is_open:
+        gateway.shutdown()
+        gateway = Gateway(generate, tmp_path / "run", renderer=renderer, limits=limits)
+    sizes, sync = list[int](), os.fdatasync
+
+    def note_size(fd: int) -> None:
+        sizes.append(os.fstat(fd).st_size)
+        sync(fd)
+
+    path = tmp_path / "run" / "a.jsonl"
+    with gateway, monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", note_size)
+        gateway.end_session("a", reward=1.0)
+    graph = load_session(path)
+    assert sizes == [path.stat().st_size]
+    assert len(recorded_kinds(graph)) == 3
+    assert graph.last_termination is not None
+    assert graph.last_termination.reward == 1.0
 
 
 def requests_of(model: str) -> list[TurnRequest]:

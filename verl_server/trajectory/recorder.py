@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import orjson
@@ -105,10 +104,10 @@ class Recorder:
         is_removed = not self._written_rewards.keys() <= rewards.keys()
         written = {} if is_removed else self._written_rewards
         changed = {node: values for node, values in rewards.items() if values != written.get(node)}
-        cleared: list[Json] = [{"cleared_rewards": True}] if is_removed else []
-        added = [{"rewards": {"node": node, "values": values}} for node, values in changed.items()]
-        if all_lines := [*cleared, *added, *lines]:
-            self._write(*all_lines)
+        all_lines: list[Json] = [{"cleared_rewards": True}] if is_removed else []
+        all_lines += [{"rewards": {"node": node, "values": values}} for node, values in changed.items()]
+        if all_lines or lines:
+            self._write(*all_lines, *lines)
         self._written_rewards = rewards
 
     def clear_rewards(self) -> None:
@@ -123,13 +122,16 @@ class Recorder:
         reward: float | None = None,
         segments: Sequence[tuple[int, float]] | None = None,
         rewards: Mapping[str, float] | None = None,
+        notes: Sequence[tuple[int | None, str, Any]] = (),
     ) -> None:
         """Record the end of a path. Write it with all rewards of `graph`, also those that were set or removed there.
 
-        See `TrajectoryGraph.terminate`. The termination is the last line: a file with the termination has all rewards.
+        `notes`: the arguments of `add_note`, written at once with the end. See `TrajectoryGraph.terminate`. The
+        termination is the last line: a file with the termination has all rewards and notes.
         """
         termination = self.graph.terminate(node, stop_reason, error, reward, segments, rewards)
-        self._write_rewards_and({"termination": asdict(termination)})
+        added = [{"note": asdict(self.graph.add_note(*note))} for note in notes]
+        self._write_rewards_and(*added, {"termination": asdict(termination)})
 
     def _write(self, *lines: Json) -> None:
         """Append lines. After a failure, the file ends with its last complete line, and all later calls fail too."""
@@ -162,9 +164,7 @@ class Recorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from verl_server.agent.episodes.segments import find_segments
 from verl_server.gateway.sessions.conversation_kinds import TRAINED_KINDS, ConversationKind
 from verl_server.gateway.sessions.conversation_labels import label_conversations, trained_ends
@@ -12,11 +14,11 @@ from verl_server.trajectory.recorder import Recorder
 
 
 def record_end(recorder: Recorder, info: SessionInfo) -> None:
-    """Record the end of a session. The end of each trained path has the reward."""
+    """Record the end of a session with one write. The end of each trained path has the reward."""
     graph = recorder.graph
     if not graph.nodes:
         return
-    kinds = record_kinds(recorder)
+    kinds = label_conversations(graph)
     ends = trained_ends(graph, kinds, TRAINED_KINDS if info.train is None else info.train)
     segments = find_segments(graph, [(end, 1.0) for end in ends])
     if info.reward is not None:
@@ -25,15 +27,20 @@ def record_end(recorder: Recorder, info: SessionInfo) -> None:
             graph.set_rewards(segment.leaf, [info.reward])
     last = segments[-1].leaf if segments else graph.nodes[-1].id
     trained = [(segment.leaf, segment.loss_weight) for segment in segments]
-    recorder.terminate(last, info.stop_reason or "done", None, info.reward, trained, info.rewards)
+    notes = _new_notes(graph, kinds)
+    recorder.terminate(last, info.stop_reason or "done", None, info.reward, trained, info.rewards, notes)
 
 
 def record_kinds(record: Recorder | TrajectoryGraph) -> dict[int, ConversationKind]:
     """The kind of each conversation and branch by its first node, which the record gets as notes."""
     graph = record if isinstance(record, TrajectoryGraph) else record.graph
     kinds = label_conversations(graph)
-    known = recorded_kinds(graph)
-    for node, kind in kinds.items():
-        if known.get(node) != kind:
-            record.add_note(node, KIND_NOTE, kind.value)
+    for note in _new_notes(graph, kinds):
+        record.add_note(*note)
     return kinds
+
+
+def _new_notes(graph: TrajectoryGraph, kinds: Mapping[int, ConversationKind]) -> list[tuple[int, str, str]]:
+    """The notes for the kinds that the graph does not have."""
+    known = recorded_kinds(graph)
+    return [(node, KIND_NOTE, kind.value) for node, kind in kinds.items() if known.get(node) != kind]

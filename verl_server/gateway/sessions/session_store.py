@@ -6,12 +6,13 @@ settings and the result. A gateway that is started again with the same folder se
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,16 +177,26 @@ class SessionStore:
             info.reward = as_rewards({"reward": reward})["reward"]
         if rewards:
             info.rewards = given["rewards"]
-        opened = self._open.pop(session_id, None)
-        if opened is not None:
-            opened.close()
-        with_record = session_file(self._run_dir, session_id).exists()
-        if with_record:
-            with Recorder(self._run_dir, session_id) as recorder:
+        with self._record_to_end(session_id) as recorder:
+            if recorder is not None:
                 record_end(recorder, info)
+                recorder.flush()
         write_info(self._run_dir, info)  # after the record: a session that has ended has its reward in the record
         self._add(info)
         return info
+
+    @contextlib.contextmanager
+    def _record_to_end(self, session_id: str) -> Iterator[Recorder | None]:
+        """The record of a session that ends, or None without a file. The turns are aborted at the end of the block."""
+        with contextlib.ExitStack() as stack:
+            if (opened := self._open.pop(session_id, None)) is not None:
+                stack.callback(opened.close)
+                if opened.record is not None and opened.record.failure is None:
+                    yield opened.record
+                    return
+            stack.close()
+            has_record = session_file(self._run_dir, session_id).exists()
+            yield stack.enter_context(Recorder(self._run_dir, session_id, sync=False)) if has_record else None
 
     def end_expired(self) -> None:
         """End the sessions whose time is over. A session that cannot be ended is tried again by the next call."""
