@@ -336,10 +336,10 @@ def test_an_expired_session_ends_when_its_end_can_be_written(served: Served, cap
     served.store.info("a").expires_at = 1.0
     with full_disk(served):
         for _ in range(3):
-            served.store.end_expired()
+            asyncio.run(served.store.end_expired())
         assert asyncio.run(served.post(key)).status_code == 503
     assert caplog.text.count("cannot be ended") == 1, "once, not every some seconds"
-    served.store.end_expired()
+    asyncio.run(served.store.end_expired())
     assert asyncio.run(served.post(key)).status_code == 403
     termination = load_session(served.store.record_file("a")).last_termination
     assert termination is not None

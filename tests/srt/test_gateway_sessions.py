@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import socket
@@ -18,6 +19,7 @@ from agent_helpers import ScriptedGenerateFn, renderer_with_template
 from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.gateway import DiscoveredServers, Gateway
+from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 from verl_server.trajectory import ChatRenderer, load_session
 
@@ -52,6 +54,30 @@ def ask(gateway: Gateway, key: str | None) -> int:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     return httpx.post(f"{gateway.openai_url}/chat/completions", json=body, headers=headers, timeout=60.0).status_code
+
+
+def test_many_sessions_that_expire_together_do_not_stop_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_server.gateway.sessions.session_store.MAX_WORK_S", 0.0)
+
+    def no_turn(*_: Any) -> Any:
+        raise AssertionError("the sessions have no turns")
+
+    async def run() -> list[int]:
+        store, seen = SessionStore(tmp_path, no_turn, LIMITS, expiry_s=1e-9), list[int]()
+        for _ in range(20):
+            store.create()
+
+        async def watch() -> None:
+            while store.num_open:
+                seen.append(store.num_open)
+                await asyncio.sleep(0)
+
+        await asyncio.gather(watch(), store.end_expired())
+        return seen
+
+    assert set(range(1, 20)) <= set(asyncio.run(run()))
 
 
 # -- the admin API ----------------------------------------------------------------------------------------

@@ -268,7 +268,7 @@ class Gateway:
                 raise StartupError("its HTTP server has ended at once; see the log")
             self._started.set_result(None)
             while not serving.done():
-                self._store.end_expired()
+                await self._store.end_expired()
                 await asyncio.wait((serving,), timeout=EXPIRY_INTERVAL_S)
             serving.result()
         finally:

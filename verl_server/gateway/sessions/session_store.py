@@ -6,6 +6,7 @@ settings and the result. A gateway that is started again with the same folder se
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -37,6 +38,9 @@ from verl_server.types import Json
 from verl_server.validation import did_you_mean, require_seconds
 
 logger = logging.getLogger(__name__)
+
+MAX_WORK_S = 0.01
+"""Seconds for which expired sessions are ended at a time. The event loop does other work for as long in between."""
 
 
 class SessionStore:
@@ -198,15 +202,24 @@ class SessionStore:
             has_record = session_file(self._run_dir, session_id).exists()
             yield stack.enter_context(Recorder(self._run_dir, session_id, sync=False)) if has_record else None
 
-    def end_expired(self) -> None:
-        """End the sessions whose time is over. A session that cannot be ended is tried again by the next call."""
-        for info in list(self._infos.values()):
+    async def end_expired(self) -> None:
+        """End the sessions whose time is over. A session that cannot be ended is tried again by the next call.
+
+        The event loop does other work after each `MAX_WORK_S` seconds.
+        """
+        began_at = time.monotonic()
+        for session_id in list(self._infos):
+            if self._is_closed:
+                return
             try:
-                self._end_if_expired(info)
+                self._end_if_expired(self._infos[session_id])
             except Exception:
-                if info.id not in self._failed_ends:
-                    self._failed_ends.add(info.id)
-                    logger.exception("the session %s has expired and cannot be ended", info.id)
+                if session_id not in self._failed_ends:
+                    self._failed_ends.add(session_id)
+                    logger.exception("the session %s has expired and cannot be ended", session_id)
+            if time.monotonic() - began_at >= MAX_WORK_S:
+                await asyncio.sleep(MAX_WORK_S)
+                began_at = time.monotonic()
 
     def _end_if_expired(self, info: SessionInfo) -> None:
         if info.ended_at is None and info.expires_at is not None and time.time() > info.expires_at:
