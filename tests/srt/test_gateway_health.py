@@ -114,6 +114,28 @@ def test_a_gateway_that_shuts_down_is_not_ready(tmp_path: Path) -> None:
     assert reply.headers["retry-after"] == "1"
 
 
+def test_a_gateway_whose_shared_threads_are_busy_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts are rendered in the threads that the event loop shares. The disk takes files meanwhile."""
+    monkeypatch.setattr("verl_server.gateway.health.FOLDER_TIMEOUT_S", 30.0)
+    go, was_ready = threading.Event(), list[bool]()
+
+    async def run() -> httpx.Response:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        rendering = loop.run_in_executor(None, go.wait, 10)
+        store = SessionStore(tmp_path, _no_session, LIMITS)
+        transport = httpx.ASGITransport(make_app(store, GatewayConfig(tmp_path, None, LIMITS), lambda _: ""))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            reply = await client.get("/health/readiness")
+        was_ready.append(not rendering.done())
+        go.set()
+        await rendering
+        return reply
+
+    assert asyncio.run(run()).status_code == 200
+    assert was_ready == [True], "readiness waited for the shared threads"
+
+
 def _no_session(*_: Any) -> Any:
     raise AssertionError
 
