@@ -329,6 +329,26 @@ def test_the_retry_of_a_turn_that_a_full_disk_aborted_gets_a_turn_of_its_own(ser
     assert num_turns(served) == 2
 
 
+def test_without_a_free_file_a_request_can_be_sent_again(served: Served) -> None:
+    """A session opens its record with its first request."""
+    first, second = served.key("a"), served.key("b")
+    served.engine.go.set()
+
+    async def run() -> list[Any]:
+        replies = [await served.post(first)]
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+        try:
+            replies.append(await served.post(second))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return [*replies, await served.post(second | RETRY)]
+
+    replies = asyncio.run(run())
+    assert [reply.status_code for reply in replies] == [200, 503, 200]
+    assert "Too many open files; send the request again" in replies[1].text
+
+
 def test_an_expired_session_ends_when_its_end_can_be_written(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     key = served.key("a")
     served.engine.go.set()

@@ -23,6 +23,8 @@ LOG_INTERVAL_S = 10.0
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 """Numbers of the errors of files that cannot be written. No connection has such an error."""
+OPEN_FILE_ERRORS = frozenset({errno.EMFILE, errno.ENFILE})
+"""Numbers of the errors of a process, or of a machine, that has too many open files."""
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,9 @@ def as_gateway_error(error: Exception) -> GatewayError:
         return GatewayError(ErrorKind.OVERLOADED, "the engine does not answer; send the request again")
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         message = f"the gateway cannot write its files: {os.strerror(error.errno)}; send the request again"
+        return GatewayError(ErrorKind.OVERLOADED, message)
+    if isinstance(error, OSError) and error.errno in OPEN_FILE_ERRORS:
+        message = f"the gateway cannot open its files: {os.strerror(error.errno)}; send the request again"
         return GatewayError(ErrorKind.OVERLOADED, message)
     return GatewayError(ErrorKind.INTERNAL, f"the gateway failed with {type(error).__name__}; see its log")
 
