@@ -104,6 +104,16 @@ def test_the_stop_sequences_of_a_request_have_limits(gateway: Gateway, path: str
         assert f"'{name}' is too large: a request may have 64 stop sequences of 1000 characters" in reply.text
 
 
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, COUNT, "/v1/responses", "/v1/completions"])
+def test_a_body_with_millions_of_values_is_refused_before_it_is_parsed(gateway: Gateway, path: str) -> None:
+    """A parser that makes millions of objects stops the event loop for seconds. The body is no valid JSON."""
+    _, key = gateway.create_session()
+    body = b'{"model":"m","metadata":[' + b"[1]," * 500_001
+    reply = httpx.post(f"{gateway.url}{path}", content=body, headers={"x-api-key": key}, timeout=60.0)
+    assert reply.status_code == 413
+    assert "more than 1000000 commas and opening brackets" in reply.text
+
+
 # -- content parts and images -----------------------------------------------------------------------------
 
 
