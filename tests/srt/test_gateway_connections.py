@@ -121,6 +121,50 @@ def test_deadlines_of_requests_do_not_end_their_turns(open_gateway: Open, genera
     assert replies[1].text.rstrip().endswith("[DONE]")
 
 
+def turn(key: str, content: str) -> bytes:
+    """A request for a turn."""
+    body = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": content}]})
+    return HEAD.replace("KEY", key).replace("1000", str(len(body))).encode() + body
+
+
+@pytest.mark.parametrize("behind", [READY, HEAD + "{", READY + READY + "GET / HT"])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_client_that_leaves_with_waiting_requests_leaves_its_turn(
+    open_gateway: Open, generate: HeldGenerateFn, monkeypatch: pytest.MonkeyPatch, behind: str, later: bool
+) -> None:
+    """`behind`: what the client sends before the reply to its turn. `later`: after the turn has begun."""
+    monkeypatch.setattr("verl_server.gateway.sessions.generation.ABANDONED_S", 0.0)
+    gateway = open_gateway()
+    _, key = gateway.create_session("a")
+    slots = gateway._call(lambda: gateway._store.session("a").slots)
+    with socket.create_connection(gateway._address) as client:
+        client.sendall(turn(key, "a") + (b"" if later else behind.encode()))
+        wait_until(lambda: generate.num_calls == 1)
+        if later:
+            client.sendall(behind.encode())
+            connections: Any = gateway._server.server_state.connections
+            wait_until(lambda: any(connection.pipeline for connection in list(connections)))
+        assert slots.num_taken == 1
+    wait_until(lambda: slots.num_taken == 0)
+
+
+def test_the_deadline_of_a_waiting_request_does_not_end_the_turn_before_it(
+    open_gateway: Open, generate: HeldGenerateFn
+) -> None:
+    """The time for the body of the waiting request begins after the reply to the turn."""
+    gateway = open_gateway(head_timeout_s=0.3, body_timeout_s=0.3, idle_timeout_s=1)
+    _, key = gateway.create_session("a")
+    with socket.create_connection(gateway._address, timeout=30.0) as client:
+        client.sendall(turn(key, "a") + HEAD.replace("KEY", key).encode())
+        wait_until(lambda: generate.num_calls == 1)
+        send_slowly_until_closed(gateway, HEAD.replace("KEY", key), b" ")  # the deadline has passed
+        generate.go.set()
+        received = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert received.startswith(b"HTTP/1.1 200 OK")
+    slots = gateway._call(lambda: gateway._store.session("a").slots)
+    wait_until(lambda: (slots.num_arriving, slots.num_taken) == (0, 0))
+
+
 def test_the_number_of_connections_is_limited(open_gateway: Open) -> None:
     gateway = open_gateway(max_connections=2)
     connections = [http.client.HTTPConnection(*gateway._address, timeout=30.0) for _ in range(2)]

@@ -6,11 +6,14 @@ import asyncio
 from typing import Any
 
 import orjson
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.dialects.dialect import openai_error
 from verl_server.gateway.errors import ErrorKind, GatewayError
+
+MAX_WAITING_REQUESTS = 8
+"""Requests that a client may send before the reply to an earlier one, until its connection is read no more."""
 
 
 def protocol_of(config: GatewayConfig) -> type[asyncio.Protocol]:
@@ -27,6 +30,11 @@ class _Connection(HttpToolsProtocol):
 
     uvicorn closes a connection that is idle after a reply. It waits for ever for the first request, for the rest of a
     request, and after bytes that begin no request.
+
+    A client may send more requests before the reply to its first request. They wait. If the client leaves, uvicorn
+    tells the last request only. This class tells the running request, and it reads on, because only reading finds the
+    end of a connection. It stops reading after `MAX_WAITING_REQUESTS` requests, and uvicorn stops in a large body of a
+    waiting request: the end of such a connection is found when the running request has its reply.
     """
 
     settings: GatewayConfig
@@ -35,6 +43,8 @@ class _Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._deadline: asyncio.TimerHandle | None = None
         """Closes the connection unless the head or the body of the request has arrived before."""
+        self._running: RequestResponseCycle | None = None
+        """The request that is being answered, or was answered last. `cycle` is the newest request, which may wait."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
@@ -54,8 +64,16 @@ class _Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head of a request has arrived."""
-        self._expect(self.settings.body_timeout_s)
+        self._expect(None)
         super().on_headers_complete()
+        if 0 < len(self.pipeline) <= MAX_WAITING_REQUESTS:
+            self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Answer a request. The time for its body begins now, also if the request has waited."""
+        self._running = cycle
+        self._expect(self.settings.body_timeout_s if cycle.more_body else None)
+        super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
         """The whole request has arrived."""
@@ -65,6 +83,9 @@ class _Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed."""
         self._expect(None)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def _expect(self, seconds: float | None) -> None:
