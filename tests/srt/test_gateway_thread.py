@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from agent_helpers import ScriptedGenerateFn
-from helpers import wait_until
+from helpers import free_port, wait_until
 from transformers import AutoTokenizer
 
 from verl_server import DeadlineError, StartupError
@@ -51,6 +52,37 @@ def test_a_start_that_fails_is_an_error_with_its_cause(renderer: ChatRenderer, t
     generate = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes")
     with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as gateway:
         assert gateway.sessions() == []
+
+
+def test_a_thread_that_cannot_start_keeps_neither_the_port_nor_the_folder(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    generate, port = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes"), free_port()
+    default = threading.stack_size(1 << 47)  # no machine has so much memory for the stack of a thread
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS, port=port)
+    finally:
+        threading.stack_size(default)
+    with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS, port=port) as gateway:
+        assert gateway.sessions() == []
+
+
+def test_a_gateway_starts_on_a_full_disk(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """It makes sessions when there is space again. The folder is free at its end."""
+    generate = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        gateway = Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS)
+        with pytest.raises(OSError, match="File too large"):
+            gateway.create_session("a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with gateway:
+        gateway.create_session("a")
+    with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as again:
+        assert [info.id for info in again.sessions()] == ["a"]
 
 
 class BlockingGenerateFn(ScriptedGenerateFn):

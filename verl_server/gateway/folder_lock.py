@@ -27,6 +27,7 @@ def lock_folder(run_dir: Path, url: str) -> int:
         f"another gateway serves the folder {run_dir}: {owner or 'it is starting'}; "
         "use that gateway, or pass another folder",
     )
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{url}, process {os.getpid()}".encode(), 0)
+    with contextlib.suppress(OSError):  # the disk is full: the text is a hint only
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{url}, process {os.getpid()}".encode(), 0)
     return lock

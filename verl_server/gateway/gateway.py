@@ -92,23 +92,27 @@ class Gateway:
         raise_open_file_limit()
         self._socket = listen(host, port)
         self._address: tuple[str, int] = self._socket.getsockname()[:2]
-        try:
-            self._lock: int | None = (lock := lock_folder(self.config.run_dir, self.url))
-            try:
-                self._store = SessionStore(self.config.run_dir, self._open_session, limits, session_expiry_s)
-            except BaseException:
-                close_locked(lock)
-                raise
-        except BaseException:
-            self._socket.close()
-            raise
-        self._server = self._make_server()
+        self._lock: int | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="verl-gateway", daemon=True)
         self._started: Future[None] = Future()
         """Has a result when the server accepts requests, and the error if its thread ended before."""
-        self._thread.start()
+        try:
+            self._lock = lock_folder(self.config.run_dir, self.url)
+            self._store = SessionStore(self.config.run_dir, self._open_session, limits, session_expiry_s)
+            self._server = self._make_server()
+            self._thread = threading.Thread(target=self._run, name="verl-gateway", daemon=True)
+            self._thread.start()
+        except BaseException:
+            self._release()
+            raise
         self._wait_for_start()
+
+    def _release(self) -> None:
+        """Give back the port and the folder of the records."""
+        self._socket.close()
+        if self._lock is not None:
+            close_locked(self._lock)
+            self._lock = None
 
     def _wait_for_start(self) -> None:
         """Raise StartupError if the server does not start."""
@@ -235,12 +239,10 @@ class Gateway:
                 self._loop.call_soon_threadsafe(self._store.close)  # clients get their replies, so that uvicorn can end
         self._server.should_exit = True
         self._thread.join(STOP_TIMEOUT_S)
-        self._socket.close()
         if self._thread.is_alive():
+            self._socket.close()
             raise DeadlineError("the gateway did not stop", operation="gateway", seconds=STOP_TIMEOUT_S)
-        if self._lock is not None:
-            close_locked(self._lock)
-            self._lock = None
+        self._release()
 
     def __enter__(self) -> Self:
         return self
