@@ -16,6 +16,7 @@ import httpx
 import pytest
 from gateway_commands import ADMIN_KEY, SHORT, ask, create_session, gateway_command, is_ready
 from helpers import adapter_of, free_port, remote_server_of, wait_until
+from transformers import AutoTokenizer
 
 from verl_server import BadInputError, RemoteServer, VerlEngine
 from verl_server.agent import RolloutLimits
@@ -148,6 +149,44 @@ def test_a_search_that_ends_late_is_used(tmp_path: Path, monkeypatch: pytest.Mon
         search.released.set()
         wait_until(lambda: search.num_calls >= 3, 30, "the search is not called again")
     assert search.max_running == 1
+
+
+def test_a_tokenizer_that_does_not_load_is_named_and_the_search_goes_on(
+    tmp_path: Path, shared_engine: VerlEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of the tokenizer can be on a network file system that hangs. They are read once."""
+    monkeypatch.setattr("verl_server.gateway.engines.discovered_servers.FIND_TIMEOUT_S", 0.5)
+    load, released, num_calls = AutoTokenizer.from_pretrained, threading.Event(), [0, 0]
+
+    def hang(*args: Any, **options: Any) -> Any:
+        num_calls[1] += 1
+        released.wait()
+        return load(*args, **options)
+
+    def find() -> dict[str, RemoteServer]:
+        num_calls[0] += 1
+        return {"r0": remote_server_of(adapter_of(shared_engine))}
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", hang)
+    try:
+        with Gateway(DiscoveredServers(find), tmp_path, limits=LIMITS) as gateway:
+            headers = {"x-api-key": gateway.admin_key}
+
+            def problem() -> str:
+                return str(
+                    httpx.get(f"{gateway.url}/health", headers=headers, timeout=60.0).json()["engine"]["problem"]
+                )
+
+            wait_until(
+                lambda: "loading the tokenizer took more than 0.5 s" in problem(), 30, "the problem is not named"
+            )
+            num_before = num_calls[0]
+            wait_until(lambda: num_calls[0] >= num_before + 3, 30, "the search has stopped")
+            assert num_calls[1] == 1
+            released.set()
+            wait_until(lambda: is_ready(gateway.url), 30, "the tokenizer that loads late is not used")
+    finally:
+        released.set()
 
 
 def test_servers_beside_a_wrong_server_are_found_when_the_function_is_right(

@@ -26,12 +26,43 @@ logger = logging.getLogger(__name__)
 FIND_INTERVAL_S = 2.0
 """Seconds between two searches for servers."""
 FIND_TIMEOUT_S = 60.0
-"""Seconds that a search for servers may take."""
+"""Seconds that a search for servers may take, and that the tokenizer may take to load."""
 CLOSE_TIMEOUT_S = 2.0
 """Seconds that `close` of the function that finds servers may take."""
 
 FindServers = Callable[[], Mapping[str, RemoteServer]]
 """Finds the servers that run now, by name. May block; is called in a daemon thread, one call at a time."""
+
+
+class _CallThatMayHang:
+    """Calls a function in a daemon thread. No other call begins beside a call that hangs."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        """`name`: what the function does, for the error."""
+        self._name, self._function = name, function
+        self._task: asyncio.Task[Any] | None = None
+        self._deadline = 0.0
+
+    async def result(self, *args: Any) -> Any:
+        """Call the function, or wait for the call that still runs.
+
+        Raises TimeoutError when the call has run for `FIND_TIMEOUT_S` seconds, and the exceptions of the function.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._task is None:
+            self._task = asyncio.create_task(call_user_function(self._function, *args))
+            self._deadline = now + FIND_TIMEOUT_S
+        await asyncio.wait((self._task,), timeout=max(self._deadline - now, 0.0))
+        if not self._task.done():
+            raise TimeoutError(f"{self._name} took more than {FIND_TIMEOUT_S:g} s")
+        task, self._task = self._task, None
+        return task.result()
+
+    async def cancel(self) -> None:
+        """Wait for the call no more. A function that hangs does so in its daemon thread."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
 
 class DiscoveredServers:
@@ -64,8 +95,8 @@ class DiscoveredServers:
         self._problem = ""
         """Why the search or the tokenizer failed the last time. The reason is logged once."""
         self._following: asyncio.Task[None] | None = None
-        self._search: asyncio.Task[Mapping[str, RemoteServer]] | None = None
-        """The search for servers that runs. No other search starts beside a search that hangs."""
+        self._search = _CallThatMayHang("the search for servers", self._find)
+        self._load = _CallThatMayHang("loading the tokenizer", self._load_renderer)
 
     async def start(self) -> None:
         """Begin to look for servers."""
@@ -83,9 +114,8 @@ class DiscoveredServers:
                 except Exception as error:  # noqa: BLE001 - the rest is closed all the same
                     logger.warning("the search for servers was not closed: %s", error)
             await asyncio.gather(self._following, return_exceptions=True)
-            if self._search is not None:
-                self._search.cancel()  # a function that hangs does so in a daemon thread
-                await asyncio.gather(self._search, return_exceptions=True)
+            await self._search.cancel()
+            await self._load.cancel()
         if self._probed is not None:
             await self._probed.close()
         if self._dispatcher is not None:
@@ -130,8 +160,6 @@ class DiscoveredServers:
             problem = ""
             try:
                 await self._look()
-            except TimeoutError:
-                problem = f"the search for servers took more than {FIND_TIMEOUT_S:g} s"
             except Exception as error:  # noqa: BLE001 - the next search may succeed: a cluster starts later, for example
                 problem = str(error) or type(error).__name__
             if problem and problem != self._problem:
@@ -142,7 +170,7 @@ class DiscoveredServers:
     async def _look(self) -> None:
         """Look for servers once. Makes the parts of the engine when the first server has answered."""
         assert self._probed is not None
-        servers = await self._find_servers()
+        servers: Mapping[str, RemoteServer] = await self._search.result()
         await self._probed.set_servers(servers)
         if self._parts is None and self._probed.infos:
             await self._find_parts(self._probed)
@@ -150,7 +178,7 @@ class DiscoveredServers:
     async def _find_parts(self, probed: ProbedServers) -> None:
         """Make the parts of the engine. Servers that were admitted before are compared with the first one."""
         first, info = next(iter(probed.infos.items()))
-        renderer = self._renderer or await call_user_function(EngineAccess(self._generate, info).make_renderer)
+        renderer = self._renderer or await self._load.result(info)
         self._tokenizers = ServerTokenizers(first, info)
         await probed.probe_all()
         if infos := list(probed.infos.values()):
@@ -164,18 +192,8 @@ class DiscoveredServers:
         if self._tokenizers is not None:
             await self._tokenizers.require_same(name, model_info)
 
-    async def _find_servers(self) -> Mapping[str, RemoteServer]:
-        """Call the function that finds servers, or wait for the call that still runs.
-
-        Raises TimeoutError if the call takes too long, and the exceptions of the function.
-        """
-        if self._search is None:
-            self._search = asyncio.create_task(call_user_function(self._find))
-        await asyncio.wait((self._search,), timeout=FIND_TIMEOUT_S)
-        if not self._search.done():
-            raise TimeoutError
-        search, self._search = self._search, None
-        return search.result()
+    def _load_renderer(self, info: Json) -> ChatRenderer:
+        return EngineAccess(self._generate, info).make_renderer()
 
     def _make_parts(self, renderer: ChatRenderer, infos: Sequence[Json]) -> EngineParts:
         numbers = [number for info in infos if (number := max_request_tokens(info)) is not None]
