@@ -110,6 +110,34 @@ def test_a_session_ends_by_itself(renderer: ChatRenderer, tmp_path: Path) -> Non
         assert {info.id: info.stop_reason for info in gateway.sessions()} == {expired.id: "expired", lasting.id: None}
 
 
+def test_the_creation_of_a_session_can_be_repeated(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """Also after a restart. A repeated request with another key or other settings is refused."""
+    generate = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    body = {"session_id": "a", "key": "sk-0123456789abc", "metadata": {"b": [1, 0.1]}, "limits": {"max_turns": 3}}
+    body |= {"sampling_params": {"temperature": 0.7}, "expires_in_s": 1000.1}
+
+    def create(gateway: Gateway, **changes: Any) -> httpx.Response:
+        headers, url = {"x-api-key": gateway.admin_key}, f"{gateway.url}/admin/sessions"
+        return httpx.post(url, json=body | changes, headers=headers, timeout=60.0)
+
+    with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as gateway:
+        first = create(gateway)
+        assert (first.status_code, first.json()["key"]) == (200, body["key"])
+        assert create(gateway).json() == first.json()
+        assert post(gateway, str(body["key"])).status_code == 200
+        for key in ("sk-0123456789ab", "sk-0123456789 abc", "sk-0123456789abcé"):
+            refused = create(gateway, session_id="b", key=key)
+            assert (refused.status_code, key in refused.text, "key: " in refused.text) == (400, False, True)
+    with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as gateway:
+        assert create(gateway).json() == first.json() | {"base_url": gateway.url}
+        changed: list[dict[str, Any]] = [{"metadata": {}}, {"limits": {}}, {"sampling_params": {}}]
+        for changes in (*changed, {"expires_in_s": 9.0}, {"key": "sk-of-another-one"}, {"key": None}):
+            refused = create(gateway, **changes)
+            assert refused.status_code == 400
+            assert "there is a session 'a' already" in refused.text
+        assert len(gateway.sessions()) == 1
+
+
 def test_the_page_of_the_operation_has_its_times() -> None:
     for text in (
         f"probes each server {round(1 / PROBE_INTERVAL_S)} times a second",

@@ -21,6 +21,10 @@ from verl_server.trajectory.exports.files import export_lines
 from verl_server.trajectory.recorder import load_session
 from verl_server.types import Json
 
+MIN_KEY_CHARACTERS = 16
+"""Minimum number of characters of a key that the client chooses."""
+KEY_PATTERN = "^[!-~]+$"
+"""A key can stand in a header: printable ASCII characters without spaces."""
 RECORD_FORMAT = "jsonl"
 """Name of the format of the records themselves."""
 RECORD_FORMATS = (RECORD_FORMAT, *ExportFormat)
@@ -40,6 +44,7 @@ class NewSession(AdminBody):
     """Settings of a new session."""
 
     session_id: str | None = None
+    key: str | None = pydantic.Field(default=None, min_length=MIN_KEY_CHARACTERS, pattern=KEY_PATTERN)
     metadata: dict[str, Any] = {}
     limits: dict[str, Any] = {}
     sampling_params: dict[str, Any] = {}

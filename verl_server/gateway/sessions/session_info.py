@@ -47,6 +47,11 @@ class SessionInfo:
     train: list[str] | None = None
     """Kinds of the conversations that are trained (`ConversationKind`). None: all but titles and other side calls."""
 
+    def has_settings_of(self, other: SessionInfo) -> bool:
+        """Whether both were created with the same id, key and settings."""
+        created = ("id", "key_digest", "created_at", "expires_at", "metadata", "limits", "sampling_params")
+        return all(getattr(self, name) == getattr(other, name) for name in created)
+
     def public(self) -> Json:
         """The fields for the admin API, without the digest of the key. The values are not copied."""
         return {name: value for name, value in vars(self).items() if name != "key_digest"}

@@ -77,13 +77,13 @@ class SessionStore:
     ) -> tuple[SessionInfo, str]:
         """Create a session. Returns the session and its secret key.
 
-        Raises BadInputError for an id that is taken or cannot be the name of a file, and for wrong limits.
+        With the id, the key and the settings of a session, the same session is returned again: a client may repeat the
+        call. Raises BadInputError for an id that is taken or cannot be the name of a file, and for wrong limits.
         """
         session_id, key = session_id or f"s-{secrets.token_hex(8)}", key or f"sk-{secrets.token_urlsafe(32)}"
-        has_record = session_file(self._run_dir, session_id).exists()
-        if session_id in self._infos or has_record:
-            raise BadInputError(f"there is a session {session_id!r} already; choose another id")
-        now, expiry_s = time.time(), expires_in_s or self._expiry_s
+        has_record, existing = session_file(self._run_dir, session_id).exists(), self._infos.get(session_id)
+        now = time.time() if existing is None else existing.created_at
+        expiry_s = expires_in_s or self._expiry_s
         info = SessionInfo(
             session_id,
             _digest(key),
@@ -93,6 +93,10 @@ class SessionStore:
             as_json("limits", limits),
             as_json("sampling_params", require_sampling_params(sampling_params or {})),
         )
+        if existing is not None and existing.has_settings_of(info):
+            return existing, key
+        if existing is not None or has_record:
+            raise BadInputError(f"there is a session {session_id!r} already; choose another id")
         if info.key_digest in self._ids_by_key:
             raise BadInputError(f"another session has the key of the new session {session_id!r}; choose another key")
         session_limits = self._limits_of(info)
