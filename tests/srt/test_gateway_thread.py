@@ -118,3 +118,24 @@ def test_a_call_that_the_gateway_did_not_answer_has_no_effect_later(
         assert turn.result().status_code == 200
         assert [info.id for info in gateway.sessions()] == ["a"]
         gateway.create_session("b")
+
+
+def test_a_shutdown_names_the_likely_cause_of_its_failure(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = BlockingGenerateFn(renderer.tokenizer)
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    gateway = Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS)
+    with ThreadPoolExecutor(1) as pool:
+        headers = {"authorization": f"Bearer {gateway.create_session('a')[1]}"}
+        turn = pool.submit(httpx.post, f"{gateway.openai_url}/chat/completions", json=body, headers=headers, timeout=60)
+        wait_until(lambda: generate.is_blocking, 30, "no turn")
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr("verl_server.gateway.gateway.STOP_TIMEOUT_S", 0.05)
+                with pytest.raises(DeadlineError, match="did not stop; a generate function that ignores its cancella"):
+                    gateway.shutdown()
+        finally:
+            generate.go.set()
+        turn.exception(60.0)
+    gateway.shutdown()

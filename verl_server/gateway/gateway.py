@@ -137,27 +137,24 @@ class Gateway:
         return Session(state, sampling_params, record, slots)
 
     def _make_server(self) -> uvicorn.Server:
+        config = self.config
         return uvicorn.Server(
             uvicorn.Config(
                 make_app(
                     self._store,
-                    self.config,
+                    config,
                     lambda token_ids: decoder_of(self._engine.parts().renderer.tokenizer)(token_ids),
                     metrics=self._metrics,
                     health=GatewayHealth(
-                        self.config.run_dir,
-                        self._store,
-                        self._engine,
-                        self._metrics,
-                        self.config.limits.max_context_tokens,
+                        config.run_dir, self._store, self._engine, self._metrics, config.limits.max_context_tokens
                     ),
                 ),
-                http=protocol_of(self.config),
+                http=protocol_of(config),
                 ws="none",
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,  # nothing depends on the address of a client
-                timeout_keep_alive=self.config.idle_timeout_s,
+                timeout_keep_alive=config.idle_timeout_s,
                 timeout_graceful_shutdown=GRACE_S,
             )
         )
@@ -242,7 +239,8 @@ class Gateway:
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             self._socket.close()
-            raise DeadlineError("the gateway did not stop", operation="gateway", seconds=STOP_TIMEOUT_S)
+            cause = "a generate function that ignores its cancellation, or blocks the event loop, is a likely cause"
+            raise DeadlineError(f"the gateway did not stop; {cause}", operation="gateway", seconds=STOP_TIMEOUT_S)
         self._release()
 
     def __enter__(self) -> Self:
