@@ -361,8 +361,16 @@ def test_a_huge_schema_has_a_bounded_grammar(tokenizer: Any) -> None:
     for _ in range(40):
         schema = {"type": "object", "properties": {f"p{number}": schema for number in range(2)}, "required": ["p0"]}
     tools = [tool({"type": "object", "properties": {f"q{i}": {"enum": list(range(500))} for i in range(50)}})]
-    for given_tools in ([tool(schema)], tools):
+    repeated = [_repeated({"const": "a" * 1000}), _repeated({"enum": ["a" * 1000]})]
+    names = _repeated({"type": "object", "properties": {"a" * 1000: {}}})
+    for given_tools in ([tool(schema)], tools, *([tool(item)] for item in (*repeated, names))):
         request = TurnRequest("m", HELLO, given_tools, forced_tools=["decide"])
         tag = turn_params(ChatRenderer(tokenizer), request, [], {})["structural_tag"]
         assert len(tag) < 300_000
         xgrammar.Grammar.from_structural_tag(tag)
+
+
+def _repeated(schema: Any) -> Any:
+    """The schema of an object with 600 references to one schema."""
+    properties = {f"p{number}": {"$ref": "#/$defs/x"} for number in range(600)}
+    return {"type": "object", "$defs": {"x": schema}, "properties": properties}

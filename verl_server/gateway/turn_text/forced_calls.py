@@ -29,6 +29,10 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """Sampling parameters that are a grammar. A server takes one of them."""
 MAX_SCHEMA_PARTS = 2000
 """Maximum number of schemas within the schemas of all tools of a turn. The others allow any JSON."""
+MAX_SCHEMA_BYTES = 64 << 10
+"""Maximum number of bytes of the constants, enumerations and names of properties in these schemas, as JSON. A constant
+that several references name counts several times.
+"""
 MAX_SCHEMA_LEVELS = 16
 PLAIN_TYPES = ("string", "number", "integer", "boolean", "null")
 ANY_OBJECT: Json = {"type": "object", "additionalProperties": True}
@@ -89,7 +93,7 @@ class _Schemas:
     """Simplifies JSON schemas of strangers, so that each of them can be compiled within a bounded time."""
 
     def __init__(self) -> None:
-        self._num_left = MAX_SCHEMA_PARTS
+        self._num_left, self._bytes_left = MAX_SCHEMA_PARTS, MAX_SCHEMA_BYTES
 
     def arguments_of(self, parameters: Json) -> Json:
         """The schema of the arguments of a call: an object."""
@@ -104,11 +108,11 @@ class _Schemas:
         if "$ref" in schema:
             return self._relax(_referenced(schema["$ref"], root), root, levels - 1)
         if "const" in schema:
-            return {"const": schema["const"]}
+            return {"const": schema["const"]} if self._has_room_for(schema["const"]) else {}
         values, alternatives = schema.get("enum"), schema.get("anyOf") or schema.get("oneOf")
         if isinstance(values, list) and values:
             self._num_left -= len(values)
-            return {"enum": values} if self._num_left >= 0 else {}
+            return {"enum": values} if self._num_left >= 0 and self._has_room_for(values) else {}
         if isinstance(alternatives, list) and len(alternatives) > self._num_left:
             return {}
         if isinstance(alternatives, list) and alternatives:
@@ -126,9 +130,16 @@ class _Schemas:
             return {"type": "array", "items": self._relax(items, root, levels - 1)}
         return {"type": kind} if kind in PLAIN_TYPES else {}
 
+    def _has_room_for(self, value: Any) -> bool:
+        """Count the bytes of a value that the grammar repeats. False if there is no room left for the value."""
+        self._bytes_left -= len(orjson.dumps(value)) if self._bytes_left > 0 else 0
+        return self._bytes_left > 0
+
     def _relax_object(self, schema: Json, root: Json, levels: int) -> Json:
         properties, required = schema.get("properties"), schema.get("required")
         if not isinstance(properties, dict) or not 0 < len(properties) <= self._num_left:
+            return ANY_OBJECT
+        if not self._has_room_for(list(properties)):
             return ANY_OBJECT
         names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
         return {
