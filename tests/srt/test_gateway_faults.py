@@ -14,6 +14,8 @@ import orjson
 import pytest
 from fastapi import FastAPI
 
+from verl_server.adapter.sglang.replies import error_from_reply
+from verl_server.adapter.sglang.request_fields import explain_refusal
 from verl_server.agent import RolloutLimits
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.errors import ServerDiedError, ServerError
@@ -255,6 +257,36 @@ def test_no_key_is_in_the_log_of_failures(served: Served, caplog: pytest.LogCapt
     assert "RuntimeError" in reply.text
     assert "the request /session/{session_key}/v1/chat/completions of the session 'a' failed" in caplog.text
     assert key not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_of_the_engine_is_told_without_its_url_and_paths(
+    served: Served, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    url, reason = (
+        "http://10.0.0.7:30000/generate",
+        "[01:36:13] /project/cpp/grammar.cc:3389: Check failed: (a) is false",
+    )
+    served.engine.error = error_from_reply(400, url, {"error": {"message": f"{reason} {'and so on ' * 100}"}})
+    served.engine.go.set()
+    text = asyncio.run(served.post(served.key("a"), stream=stream)).text
+    assert "the engine refused the request (400): Check failed: (a) is false and so on" in text
+    assert "10.0.0.7" not in text
+    assert ".cc" not in text
+    assert text.count("and so on") < 20
+    assert f"{url} refused the request (400): {reason}" in caplog.text
+
+
+def test_a_refusal_that_names_a_misspelled_parameter_keeps_the_hint(served: Served) -> None:
+    params = {"temprature": 1.0}
+    refusal = error_from_reply(400, "http://10.0.0.7:30000/generate", "Unexpected keyword argument 'temprature'")
+    served.engine.error = explain_refusal(refusal, params)
+    served.engine.go.set()
+    message = asyncio.run(served.post(served.key("a"))).json()["error"]["message"]
+    assert message == (
+        "SGLang has no sampling parameter 'temprature'; did you mean 'temperature'? (the engine refused the request "
+        "(400): Unexpected keyword argument 'temprature')"
+    )
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages/count_tokens"])

@@ -7,6 +7,7 @@ import errno
 import logging
 import math
 import os
+import re
 import time
 
 import pydantic
@@ -25,6 +26,12 @@ DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, e
 """Numbers of the errors of files that cannot be written. No connection has such an error."""
 OPEN_FILE_ERRORS = frozenset({errno.EMFILE, errno.ENFILE})
 """Numbers of the errors of a process, or of a machine, that has too many open files."""
+
+MAX_ENGINE_CHARS = 200
+"""Maximum number of characters of an engine's message in the error for the agent."""
+_URL = re.compile(r"\bhttps?://[^\s'\",;)]+")
+_FILE = re.compile(r"(?<![\w/.])(?:\[[\d:]+\] )?/(?:[\w.@+-]+/)+[\w.@+-]*(?::\d+)?(?:: )?")
+"""The path of a file with the time before it and the number of the line after it, as in errors of xgrammar."""
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +95,16 @@ def list_wrong_fields(error: pydantic.ValidationError) -> str:
 
 
 def as_gateway_error(error: Exception) -> GatewayError:
-    """The error for the agent. It contains no stack trace, and nothing of an error of the engine or of other code."""
+    """The error for the agent.
+
+    It contains no stack trace, and nothing of a failure of the engine or of other code. Of a request that the engine
+    refuses, it contains the engine's message, without URLs and paths of files.
+    """
     if isinstance(error, GatewayError):
         return error
     if isinstance(error, (BadInputError, UnsupportedError)):
-        return GatewayError(ErrorKind.INVALID_REQUEST, error.message)
+        message = _shorten_refusal(error.message) if _is_of_engine(error) else error.message
+        return GatewayError(ErrorKind.INVALID_REQUEST, message)
     if isinstance(error, ServerBusyError):
         return GatewayError(ErrorKind.OVERLOADED, "the engine is busy; send the request again")
     if isinstance(error, VerlServerError):
@@ -104,6 +116,18 @@ def as_gateway_error(error: Exception) -> GatewayError:
         message = f"the gateway cannot open its files: {os.strerror(error.errno)}; send the request again"
         return GatewayError(ErrorKind.OVERLOADED, message)
     return GatewayError(ErrorKind.INTERNAL, f"the gateway failed with {type(error).__name__}; see its log")
+
+
+def _is_of_engine(error: Exception) -> bool:
+    """Whether the engine has refused the request. This library's own errors name neither a status nor a URL."""
+    return isinstance(error, (BadInputError, UnsupportedError)) and not error.details.keys().isdisjoint(
+        ("status", "url")
+    )
+
+
+def _shorten_refusal(message: str) -> str:
+    """The message of an engine without the URL of the engine and without paths of its files."""
+    return _FILE.sub("", _URL.sub("the engine", message))[:MAX_ENGINE_CHARS]
 
 
 class FailureLog:
@@ -120,7 +144,8 @@ class FailureLog:
         request fails.
         """
         found = as_gateway_error(error)
-        if found is error or found.kind not in (ErrorKind.INTERNAL, ErrorKind.OVERLOADED):
+        is_failure = found.kind in (ErrorKind.INTERNAL, ErrorKind.OVERLOADED)
+        if found is error or not (is_failure or _is_of_engine(error)):
             return found
         now, kind = time.monotonic(), type(error)
         if found.kind is ErrorKind.INTERNAL or now - self._logged_at.get(kind, -math.inf) >= LOG_INTERVAL_S:
