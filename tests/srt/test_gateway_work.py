@@ -6,6 +6,8 @@ import asyncio
 import copy
 import gc
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
 from verl_server.gateway.conversation import TurnRequest
 from verl_server.gateway.dialects.anthropic_messages import AnthropicDialect
-from verl_server.gateway.dialects.fields import encode_schema
+from verl_server.gateway.dialects.schemas import encode_schema
 from verl_server.gateway.errors import GatewayError
 from verl_server.gateway.http.app import _fingerprint
 from verl_server.gateway.sessions import key_memo
@@ -36,6 +38,30 @@ from verl_server.trajectory.conversations import recorded_kinds
 LIMITS = RolloutLimits(max_turns=1000, max_context_tokens=1000)
 
 
+def string_properties(count: int, **fields: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(count)}, **fields}
+
+
+def pattern_properties(count: int, pattern: str) -> dict[str, Any]:
+    properties = {f"p{number}": {"type": "string", "pattern": f"^{pattern}$"} for number in range(count)}
+    return {"type": "object", "properties": properties}
+
+
+EDGES = (
+    string_properties(600),
+    {"anyOf": [string_properties(20, minProperties=10, maxProperties=15)] * 10},
+    {"anyOf": [{"type": "string", "maxLength": 1000}] * 20},
+    pattern_properties(1, ".{0,100}"),
+    pattern_properties(3, "[a-z0-9_-]{1,64}"),
+    pattern_properties(3, "([0-9]{1,3}[.]){3}[0-9]{1,3}"),
+    pattern_properties(1, ".?" * 14),
+    pattern_properties(2, "(.{1,4}){1,4}"),
+    pattern_properties(200, ".*x"),
+    pattern_properties(2, r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d{1,6})?(Z|[+-]\d{2}:\d{2})?"),
+)
+"""Schemas at the limits."""
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -43,6 +69,16 @@ LIMITS = RolloutLimits(max_turns=1000, max_context_tokens=1000)
         {"type": "object", "minProperties": 200, "maxProperties": 30_000},
         {"type": "object", "properties": {f"p{number}": {} for number in range(3000)}},
         {"enum": ["x" * (64 << 10)]},
+        string_properties(600, minProperties=300, maxProperties=600),
+        string_properties(21, minProperties=1),
+        {"anyOf": [{"type": "string", "maxLength": 1000}] * 21},
+        {"anyOf": [string_properties(20, maxProperties=10)] * 11},
+        pattern_properties(300, ".{0,900}a{3,999}"),
+        pattern_properties(1, "(.{1,9}){1,9}"),
+        pattern_properties(1, ".?" * 50),
+        pattern_properties(1, "." * 300),
+        pattern_properties(300, ".*x"),
+        {"type": "object", "patternProperties": {"^.{0,900}$": {}}},
     ],
 )
 def test_a_schema_that_a_grammar_backend_may_not_survive_is_refused(schema: Any) -> None:
@@ -52,7 +88,24 @@ def test_a_schema_that_a_grammar_backend_may_not_survive_is_refused(schema: Any)
 
 def test_an_ordinary_schema_is_sent_as_it_is() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"pattern": "[a-z]+", "maxLength": 9}}}}
-    assert orjson.loads(encode_schema("response_format", schema)) == schema
+    for allowed in (schema, *EDGES):
+        assert orjson.loads(encode_schema("response_format", allowed)) == allowed
+
+
+COMPILE = """
+import itertools, sys, xgrammar
+words = [bytes([byte]) for byte in range(256)]
+words += ["".join(word).encode() for word in itertools.islice(itertools.product(" aeinorst,1", repeat=5), 100_000)]
+tokens = xgrammar.TokenizerInfo(words, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[0])
+xgrammar.GrammarCompiler(tokens, max_threads=2).compile_json_schema(sys.stdin.read())
+"""
+
+
+@pytest.mark.parametrize("schema", EDGES)
+def test_the_largest_schemas_that_are_accepted_can_be_compiled(schema: Any) -> None:
+    """In a process of its own: xgrammar cannot be interrupted. The grammars of refused schemas take minutes."""
+    encoded = encode_schema("response_format", schema).encode()
+    subprocess.run([sys.executable, "-c", COMPILE], input=encoded, check=True, timeout=100)
 
 
 def test_a_retry_with_another_billing_line_is_the_same_request() -> None:

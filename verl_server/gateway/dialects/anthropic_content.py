@@ -8,7 +8,8 @@ from typing import Any
 
 from verl_server.gateway.conversation import as_template_call
 from verl_server.gateway.dialects.chat import parse_content, tool_schema
-from verl_server.gateway.dialects.fields import bad_request, encode_schema, read_objects, read_text, require_recordable
+from verl_server.gateway.dialects.fields import bad_request, read_objects, read_text, require_recordable
+from verl_server.gateway.dialects.schemas import encode_schema
 from verl_server.gateway.dialects.tool_choice import force_call
 from verl_server.gateway.errors import GatewayError
 from verl_server.types import Json

@@ -19,7 +19,6 @@ from verl_server.gateway.conversation import (
 from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.dialects.fields import (
     bad_request,
-    encode_schema,
     read_count,
     read_logit_bias,
     read_number,
@@ -33,6 +32,7 @@ from verl_server.gateway.dialects.fields import (
     sampling_params,
 )
 from verl_server.gateway.dialects.reply_stream import Event, ReplyStream
+from verl_server.gateway.dialects.schemas import encode_schema
 from verl_server.gateway.dialects.tool_choice import parse_openai_choice
 from verl_server.gateway.errors import GatewayError
 from verl_server.types import Json

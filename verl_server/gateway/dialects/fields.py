@@ -55,13 +55,6 @@ def read_text(body: Mapping[str, Any], name: str, *, default: str | None = None)
     return value
 
 
-MAX_SCHEMA_BYTES, MAX_SCHEMA_PARTS, MAX_SCHEMA_LEVELS = 64 << 10, 2000, 32
-"""Size of a JSON schema that is compiled to a grammar."""
-MAX_PATTERN_CHARS, MAX_SCHEMA_COUNT = 500, 1000
-COUNTS = frozenset({"minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"})
-"""Fields of a schema whose numbers a grammar writes out."""
-
-
 def require_recordable(name: str, value: Any) -> None:
     """Raise GatewayError for a value with so many levels that a record with the value cannot be written."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -73,35 +66,6 @@ def require_recordable(name: str, value: Any) -> None:
         orjson.dumps(value)
     except TypeError:
         raise bad_request(f"{name!r} has too many levels of objects and lists") from None
-
-
-def encode_schema(name: str, schema: Any) -> str:
-    """A JSON schema of structured output as text.
-
-    Raises GatewayError for a schema that the grammar backend of the server might compile for minutes, or not survive.
-    """
-    require_recordable(name, schema)
-    encoded = orjson.dumps(schema)
-    num_parts, level = 0, [schema]
-    for _ in range(MAX_SCHEMA_LEVELS):
-        items = [item for part in level for item in (part.items() if isinstance(part, dict) else enumerate(part))]
-        num_parts += len(items)
-        for key, value in items:
-            too_long = key == "pattern" and isinstance(value, str) and len(value) > MAX_PATTERN_CHARS
-            if too_long or (key in COUNTS and isinstance(value, (int, float)) and value > MAX_SCHEMA_COUNT):
-                raise bad_request(
-                    f"{name!r} has a {key!r} that is too large: patterns may have {MAX_PATTERN_CHARS} characters, and "
-                    f"numbers of items, properties and characters may be {MAX_SCHEMA_COUNT}"
-                )
-        level = [value for _, value in items if isinstance(value, (dict, list))]
-        if not level or num_parts > MAX_SCHEMA_PARTS:
-            break
-    if level or len(encoded) > MAX_SCHEMA_BYTES:
-        raise bad_request(
-            f"{name!r} is too large: a schema may have {MAX_SCHEMA_BYTES} bytes, {MAX_SCHEMA_PARTS} parts and "
-            f"{MAX_SCHEMA_LEVELS} levels"
-        )
-    return encoded.decode()
 
 
 def read_object(body: Mapping[str, Any], name: str) -> Json:

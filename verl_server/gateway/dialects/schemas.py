@@ -1,0 +1,121 @@
+"""JSON schemas of structured output: those that a grammar backend might compile for minutes are refused.
+
+A server compiles a schema in the process that generates the turns of all sessions. The limits are those of xgrammar
+with a vocabulary of 150,000 tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+
+from verl_server.gateway.dialects.fields import bad_request, require_recordable
+from verl_server.types import Json
+
+MAX_SCHEMA_BYTES, MAX_SCHEMA_PARTS, MAX_SCHEMA_LEVELS = 64 << 10, 2000, 32
+"""Size of a JSON schema that is compiled to a grammar."""
+MAX_PATTERN_CHARS, MAX_SCHEMA_COUNT, MAX_SUM_OF_COUNTS = 500, 1000, 20_000
+COUNTS = frozenset({"minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"})
+"""Fields of a schema whose numbers a grammar writes out."""
+MAX_COUNTED_PROPERTIES, MAX_COUNTED_OBJECTS = 20, 10
+"""Maximum number of properties beside `minProperties` or `maxProperties`, and of such objects: a grammar has a rule for
+each number of properties that may still come at each property.
+"""
+MAX_PATTERN_COST = 200
+"""Maximum sum of `_cost_of_pattern` of the patterns of a schema."""
+_PATTERN_TOKEN = re.compile(
+    r"\\.|\[(?:\\.|[^\]\\])*\]|(?P<count>[?*+]|\{(?P<low>\d+)(?P<comma>,?)(?P<high>\d*)\})|\((?:\?[:=!])?|.", re.DOTALL
+)
+_CLASSES = (".", "[", "\\w", "\\W", "\\d", "\\D", "\\s", "\\S", "\\p", "\\P")
+"""How parts of a pattern begin that match many tokens."""
+
+
+def encode_schema(name: str, schema: Any) -> str:
+    """A JSON schema of structured output as text.
+
+    Raises GatewayError for a schema that the grammar backend of the server might compile for minutes, or not survive.
+    """
+    require_recordable(name, schema)
+    encoded = orjson.dumps(schema)
+    num_parts, num_counted, pattern_cost, sum_of_counts, level = 0, 0, 0, 0.0, [schema]
+    for _ in range(MAX_SCHEMA_LEVELS):
+        objects = [part for part in level if isinstance(part, dict)]
+        items = [item for part in level for item in (part.items() if isinstance(part, dict) else enumerate(part))]
+        num_parts += len(items)
+        num_counted += sum(_counts_properties(name, part) for part in objects)
+        pattern_cost += sum(_cost_of_pattern(name, pattern) for part in objects for pattern in _patterns_of(part))
+        for key, value in items:
+            if key in COUNTS and isinstance(value, (int, float)):
+                sum_of_counts += max(value, 0)
+                if value > MAX_SCHEMA_COUNT or sum_of_counts > MAX_SUM_OF_COUNTS:
+                    raise bad_request(
+                        f"{name!r} has a {key!r} that is too large: numbers of items, properties and characters may "
+                        f"be {MAX_SCHEMA_COUNT}, and their sum in a schema {MAX_SUM_OF_COUNTS}"
+                    )
+        level = [value for _, value in items if isinstance(value, (dict, list))]
+        if not level or num_parts > MAX_SCHEMA_PARTS:
+            break
+    if level or len(encoded) > MAX_SCHEMA_BYTES:
+        raise bad_request(
+            f"{name!r} is too large: a schema may have {MAX_SCHEMA_BYTES} bytes, {MAX_SCHEMA_PARTS} parts and "
+            f"{MAX_SCHEMA_LEVELS} levels"
+        )
+    if pattern_cost > MAX_PATTERN_COST:
+        raise bad_request(f"{name!r} has patterns that are too large: use fewer of them, and fewer ?, *, + and {{m,n}}")
+    if num_counted > MAX_COUNTED_OBJECTS:
+        raise bad_request(
+            f"{name!r} is too large: {MAX_COUNTED_OBJECTS} objects may have properties and minProperties or "
+            "maxProperties"
+        )
+    return encoded.decode()
+
+
+def _counts_properties(name: str, part: Json) -> bool:
+    """Whether an object has properties beside a limit of their number. Raises GatewayError if it has too many."""
+    properties = part.get("properties")
+    if not isinstance(properties, dict) or not properties or part.keys().isdisjoint(("minProperties", "maxProperties")):
+        return False
+    if len(properties) > MAX_COUNTED_PROPERTIES:
+        raise bad_request(
+            f"{name!r} is too large: beside minProperties and maxProperties, an object may have "
+            f"{MAX_COUNTED_PROPERTIES} properties"
+        )
+    return True
+
+
+def _patterns_of(part: Json) -> list[str]:
+    """The regular expressions of one object of a schema."""
+    by_name = part.get("patternProperties")
+    return [
+        item for item in (part.get("pattern"), *(by_name if isinstance(by_name, dict) else ())) if isinstance(item, str)
+    ]
+
+
+def _cost_of_pattern(name: str, pattern: str) -> int:
+    """The number of characters that a regular expression writes out, times the number of its choices of a length.
+
+    Counts of groups multiply those within the groups. Characters without a count cost nothing. Raises GatewayError for
+    a pattern with too many characters.
+    """
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise bad_request(f"{name!r} has a pattern that is too large: patterns may have {MAX_PATTERN_CHARS} characters")
+    groups, steps, choices = [(0, 0)], 0, 0  # of the groups that are open, and of the last part
+    for token in _PATTERN_TOKEN.finditer(pattern):
+        text = token.group()
+        if text.startswith("("):
+            groups.append((0, 0))
+            continue
+        if text == ")" and len(groups) > 1:
+            steps, choices = groups.pop()
+        elif token["count"]:
+            groups[-1] = (groups[-1][0] - steps, groups[-1][1] - choices)
+            low, high = int(token["low"] or 0), int(token["high"] or 0)
+            count = max(low, high, 1)
+            is_choice = token["low"] is None or (bool(token["comma"]) and low != high)
+            steps, choices = max(steps, 1) * count, choices * count + is_choice
+        else:
+            steps, choices = int(text.startswith(_CLASSES)), 0
+        groups[-1] = (groups[-1][0] + steps, groups[-1][1] + choices)
+    return max(sum(group[0] for group in groups) * max(sum(group[1] for group in groups), 1), 1)
