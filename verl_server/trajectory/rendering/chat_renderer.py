@@ -23,6 +23,7 @@ from verl_server.trajectory.rendering.foreign_text import (
     encode_parts,
     require_shown,
     require_tools_shown,
+    without_mark,
 )
 from verl_server.trajectory.rendering.messages import (
     ASSISTANT_PLACEHOLDER,
@@ -119,10 +120,10 @@ class ChatRenderer:
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
         """Token ids of the first prompt of a conversation. `tools`: JSON schemas of the tools.
 
-        The text of a control token in a message is tokenized as ordinary text. In an assistant message it becomes the
-        control token. Prompts are cached for one minute, so the samples of a group get the same prompt even if the
-        template writes the current time. Raises BadInputError for messages that are invalid, that the template refuses
-        or whose content it does not show, and for a tool whose name the prompt does not contain. Raises
+        The text of a control token in a message or in a tool is tokenized as ordinary text. In an assistant message it
+        becomes the control token. Prompts are cached for one minute, so the samples of a group get the same prompt even
+        if the template writes the current time. Raises BadInputError for messages that are invalid, that the template
+        refuses or whose content it does not show, and for a tool whose name the prompt does not contain. Raises
         UnsupportedError if the text that the template renders after an assistant turn depends on earlier turns when the
         template gets these tools.
         """
@@ -130,10 +131,10 @@ class ChatRenderer:
         key = key_of(messages, tools)
         if (cached := self._prompts.get(key)) is not None:
             return cached
-        messages, mark = self._control_tokens.mark_messages(messages)
-        text = self._apply_template(messages, tools)
+        messages, marked_tools, mark = self._control_tokens.mark_prompt(messages, tools or ())
+        text = self._apply_template(messages, marked_tools)
         require_shown(messages, text)
-        require_tools_shown(tools or (), text)
+        require_tools_shown(tools or (), without_mark(text, mark))
         self._require_usable_with(tools or ())
         token_ids = encode_parts(self.encode, text, mark)
         self._prompts.put(key, token_ids)
@@ -159,12 +160,12 @@ class ChatRenderer:
         They contain `messages`, the header of the next turn, and the end marker of the finished turn if the policy has
         not generated it. `turn_ids`: token ids of the finished turn. `preceding_ids`: token ids of the messages before
         that turn, in which a model family may have opened a thought. `tools`: JSON schemas of the tools, which some
-        templates write again. The texts of control tokens are tokenized as in `render_prompt`. Raises BadInputError for
+        templates write again. Texts of control tokens are tokenized as in `render_prompt`. Raises BadInputError for
         messages that are invalid, that the template or the model family refuses or does not show after a turn, and for
         results that the template writes differently after tool calls.
         """
         validate_messages(messages)
-        messages, mark = self._control_tokens.mark_messages(with_call_ids(messages))
+        messages, tools, mark = self._control_tokens.mark_prompt(with_call_ids(messages), tools or ())
         text = self._render_after_turn(FIRST_HISTORY, messages, tools)
         require_shown(messages, text)
         token_ids = encode_parts(self.encode, text, mark)

@@ -25,9 +25,13 @@ from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.foreign_text import (
     ControlTokens,
     encode_parts,
+    has_mark,
+    name_of,
     require_shown,
     require_tools_shown,
+    strings_of,
     texts_of,
+    without_mark,
 )
 from verl_server.trajectory.rendering.messages import (
     Message,
@@ -153,14 +157,12 @@ class FamilyRenderer(ChatRenderer):
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
         validate_messages(messages)
-        family, messages = self._family_for(messages)
+        family, messages, marked_tools = self._family_for(messages, tools or ())
         try:
-            token_ids = family.render_ids(
-                _as_dicts(messages), tools=list(tools or ()) or None, add_generation_prompt=True
-            )
+            token_ids = family.render_ids(_as_dicts(messages), tools=marked_tools or None, add_generation_prompt=True)
         except Exception as error:
             raise BadInputError(f"the family {self.family!r} refuses these messages: {error}") from error
-        token_ids = self._checked(messages, [int(token) for token in token_ids])
+        token_ids = self._checked(messages, marked_tools, [int(token) for token in token_ids])
         require_tools_shown(tools or (), self.decode_all(token_ids))
         return token_ids
 
@@ -177,13 +179,13 @@ class FamilyRenderer(ChatRenderer):
         tools: Sequence[Json] | None = None,
     ) -> list[int]:
         validate_messages(messages)
-        family, messages = self._family_for(with_call_ids(messages))
+        family, messages, marked_tools = self._family_for(with_call_ids(messages), tools or ())
         # `renderers` needs a prompt that is not empty, and looks only for an open thought in it.
         prompt_ids = list(preceding_ids or self._family.get_stop_token_ids()[:1])
         recorded_ids = [*prompt_ids, *turn_ids]
         try:
             bridged = family.bridge_to_next_turn(
-                prompt_ids, list(turn_ids), _as_dicts(messages), tools=list(tools or ()) or None
+                prompt_ids, list(turn_ids), _as_dicts(messages), tools=marked_tools or None
             )
         except Exception as error:
             raise BadInputError(f"the family {self.family!r} refuses these messages: {error}") from error
@@ -193,24 +195,28 @@ class FamilyRenderer(ChatRenderer):
             raise BadInputError(
                 f"the family {self.family!r} cannot append messages with the roles {roles} to the recorded turn"
             )
-        return self._checked(messages, token_ids[len(recorded_ids) :])
+        return self._checked(messages, marked_tools, token_ids[len(recorded_ids) :])
 
-    def _checked(self, messages: Sequence[Message], token_ids: list[int]) -> list[int]:
-        """The token ids. Raises BadInputError if they lack the content of a message, or contain a mark."""
+    def _checked(self, messages: Sequence[Message], tools: Sequence[Json], token_ids: list[int]) -> list[int]:
+        """The token ids. Raises BadInputError if they lack the content of a message, or contain a mark.
+
+        `messages` and `tools` have the marks.
+        """
         text, mark = self.decode_all(token_ids), self._marking_tokenizer.mark
-        if mark and mark in text:
+        if has_mark(text, mark):
+            marked = [without_mark(name_of(tool), mark) for tool in tools if any(mark in s for s in strings_of(tool))]
             raise BadInputError(
-                f"a message contains the text of a control token, which the family {self.family!r} cannot render "
-                "as text; remove it, for example '<|im_end|>'"
+                f"{f'the tool {marked[0]!r}' if marked else 'a message'} contains the text of a control token, which "
+                f"the family {self.family!r} cannot render as text; remove it, for example '<|im_end|>'"
             )
         require_shown(_as_read(messages, mark, lambda content: self.decode_all(self.encode(content))), text)
         return token_ids
 
-    def _family_for(self, messages: Sequence[Message]) -> tuple[Any, list[Message]]:
-        """The renderer of the package, and the messages for it: with marks if they contain control tokens."""
-        marked, mark = self._control_tokens.mark_messages(messages)
+    def _family_for(self, messages: Sequence[Message], tools: Sequence[Json]) -> tuple[Any, list[Message], list[Json]]:
+        """The renderer of the package, and the messages and tools for it: with marks if they contain control tokens."""
+        marked, marked_tools, mark = self._control_tokens.mark_prompt(messages, tools)
         self._marking_tokenizer.mark = mark
-        return (self._marking_family if mark else self._family), marked
+        return (self._marking_family if mark else self._family), marked, marked_tools
 
     def parse_turn(self, turn_ids: Sequence[int], preceding_ids: Sequence[int], tools: Sequence[Json]) -> ParsedTurn:
         response = self._family.parse_response(

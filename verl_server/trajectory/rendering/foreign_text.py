@@ -1,8 +1,9 @@
-"""Control tokens in the text of messages, which must not become control tokens.
+"""Control tokens in the text of messages and of tool schemas, which must not become control tokens.
 
 A tokenizer turns `<|im_end|>` in the result of a tool into the token that ends a message. What a web page says would
 then become a turn of the assistant. Here a mark is inserted after the first character of each such string, and the text
-is tokenized in the parts between the marks. The policy reads the same characters, as ordinary tokens.
+is tokenized in the parts between the marks. The policy reads the same characters, as ordinary tokens. The same holds
+for the schema of a tool, for example from an MCP server.
 """
 
 from __future__ import annotations
@@ -40,19 +41,22 @@ class ControlTokens:
         )
         """Ids of the tokens that `decode` leaves out of a text."""
         self._can_split = _keeps_parts(tokenizer)
-        self._special, self._all = _starts_of(special), _starts_of({*special, *(token.content for token in added)})
+        words = (token.content for token in added if token.content.strip())  # no tokens of white space, as Gemma's
+        self._special, self._all = _starts_of(special), _starts_of({*special, *words})
 
-    def mark_messages(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
-        """The messages with marks in their contents, and the mark. Empty if no content has the text of a token.
+    def mark_prompt(self, messages: Sequence[Message], tools: Sequence[Json]) -> tuple[list[Message], list[Json], str]:
+        """The messages and tools with marks in their texts, and the mark. Empty if no text has the text of a token.
 
-        In the result of a tool, also the text of tokens counts that tokenizers do not call special, for example
-        `<tool_call>`. Assistant messages are not marked: they are text of a policy, in which templates look for the end
-        of a thought. Raises BadInputError if no mark is free.
+        In the result of a tool and in the schema of a tool, also the text of tokens counts that tokenizers do not call
+        special, for example `<tool_call>`. Assistant messages are not marked: they are text of a policy, in which
+        templates look for the end of a thought. Raises BadInputError if no mark is free.
         """
-        joined = ["".join(_foreign_texts(message)) for message in messages]
-        if not any(map(self._all.search, joined)):
-            return list(messages), ""
-        mark = self._free_mark(joined)
+        in_messages = ["".join(_foreign_texts(message)) for message in messages]
+        in_tools = ["\n".join(strings_of(tool)) for tool in tools]
+        if not any(map(self._all.search, (*in_messages, *in_tools))):
+            return list(messages), list(tools), ""
+        named = [tool for tool, text in zip(tools, in_tools, strict=True) if self._all.search(text)]
+        mark = self._free_mark([*in_messages, *in_tools], f"the tool {name_of(named[0])!r}" if named else "a message")
 
         def change(message: Message) -> Message:
             if message["role"] == "assistant":
@@ -64,17 +68,18 @@ class ControlTokens:
             given = {key: changed[key] for key in names if isinstance(changed.get(key), str)}
             return changed | {key: pattern.sub(rf"\g<0>{mark}", value) for key, value in given.items()}
 
-        return [change(message) for message in messages], mark
+        marked_tools = [_map_strings(tool, lambda text: self._all.sub(rf"\g<0>{mark}", text)) for tool in tools]
+        return [change(message) for message in messages], marked_tools, mark
 
-    def _free_mark(self, texts: Sequence[str]) -> str:
-        """A mark that is in none of the texts. Raises BadInputError."""
+    def _free_mark(self, texts: Sequence[str], source: str) -> str:
+        """A mark that is in none of the texts, also not as JSON. Raises BadInputError. `source`: what has the token."""
         if not self._can_split:
             raise BadInputError(
-                "a message contains the text of a control token, and this tokenizer cannot tokenize a text in parts: "
+                f"{source} contains the text of a control token, and this tokenizer cannot tokenize a text in parts: "
                 "it would add a space to each part. Remove the text of the token, for example '<|im_end|>'"
             )
         for mark in MARKS:
-            if not any(mark in text for text in texts):
+            if not any(mark in text or _escape_of(mark) in text for text in texts):
                 return mark
         raise BadInputError(
             "a text contains control tokens, and all code points from U+FDD0 to U+FDEF, which are reserved for "
@@ -90,13 +95,29 @@ class ControlTokens:
         """A text from outside with marks, and the mark, as in the result of a tool."""
         if not self._all.search(text):
             return text, ""
-        mark = self._free_mark([text])
+        mark = self._free_mark([text], "a text")
         return self._all.sub(rf"\g<0>{mark}", text), mark
 
 
 def encode_parts(encode: Callable[[str], Iterable[int]], text: str, mark: str) -> list[int]:
-    """The token ids of the parts of a text between the marks, one after the other."""
-    return [token for part in (text.split(mark) if mark else [text]) for token in encode(part)]
+    """The token ids of the parts of a text between the marks, one after the other. JSON may have escaped the marks."""
+    parts = text.replace(_escape_of(mark), mark).split(mark) if mark else [text]
+    return [token for part in parts for token in encode(part)]
+
+
+def without_mark(text: str, mark: str) -> str:
+    """A text without the marks in it, which JSON may have escaped."""
+    return text.replace(_escape_of(mark), "").replace(mark, "") if mark else text
+
+
+def has_mark(text: str, mark: str) -> bool:
+    """Whether a text has the mark, which JSON may have escaped."""
+    return bool(mark) and (mark in text or _escape_of(mark) in text)
+
+
+def _escape_of(mark: str) -> str:
+    """The mark in JSON that has ASCII characters only."""
+    return json.dumps(mark)[1:-1]
 
 
 def require_shown(messages: Sequence[Message], rendered: str) -> None:
@@ -128,13 +149,18 @@ def _forms_of(text: str) -> Iterator[str]:
 
 def require_tools_shown(tools: Sequence[Json], rendered: str) -> None:
     """Raise BadInputError if a rendered prompt lacks the name of a tool: the policy could not know that it exists."""
-    names = [str((tool.get("function") or tool).get("name")) for tool in tools]
+    names = list(map(name_of, tools))
     if missing := [name for name in names if not _has_word(rendered, name)]:
         raise BadInputError(
             f"the chat template does not show the tools {missing}, so the policy would not know them. Set "
             "tokenizer.chat_template to a template that renders `tools`, or describe the tools in the messages. A tool "
             "that the policy should not be told of is no tool of the agent: call it in the agent loop"
         )
+
+
+def name_of(tool: Json) -> str:
+    """The name of a tool, from its schema."""
+    return str((tool.get("function") or tool).get("name"))
 
 
 def _has_word(text: str, word: str) -> bool:
@@ -163,6 +189,28 @@ def _foreign_texts(message: Message) -> list[str]:
     """All texts of a message that come from outside. For the result of a tool also the name that the policy called."""
     names = [str(message.get(key, "")) for key in ("name", "tool_call_id")] if message["role"] == "tool" else []
     return [*texts_of(message), *names]
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """All strings of a JSON value, also the keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from strings_of(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from strings_of(item)
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a JSON value with other strings, also as keys."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key) if isinstance(key, str) else key: _map_strings(item, change) for key, item in value.items()}
+    return [_map_strings(item, change) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _keeps_parts(tokenizer: Any) -> bool:
