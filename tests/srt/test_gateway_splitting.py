@@ -9,7 +9,8 @@ import pytest
 from helpers import QWEN, chat_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.errors import GatewayError
@@ -210,34 +211,60 @@ def test_a_tokenizer_that_removes_spaces_sends_no_deltas(renderers: dict[str, Ch
     assert TurnSplitter(renderer, [], []).add(renderer.encode("Hello world")) == ("", "")
 
 
-def test_a_tokenizer_that_strips_the_first_space() -> None:
-    """Llama 2's tokenizer, for example, writes the first token of a text without its space."""
-    words = ["<unk>", "<0xE2>", "<0x82>", "<0xAC>", "\u2581a", "\u2581", "b", "\u2581."]
-    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [], byte_fallback=True))
+def spaced_renderer() -> ChatRenderer:
+    """As Llama 2's: the first token of a text is written without its space, and the other characters are bytes."""
+    special, letters = ["<unk>", "<|im_start|>", "<|im_end|>"], [*map(chr, range(33, 127)), "\u2581"]
+    names = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "\u2581a", "\u2581."]
+    model = models.BPE(
+        {name: number for number, name in enumerate(names)},
+        [("\u2581", "a"), ("\u2581", ".")],
+        unk_token="<unk>",
+        byte_fallback=True,
+        fuse_unk=True,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<|im_end|>")
+    wrapped.chat_template = QWEN
+    return ChatRenderer(wrapped)
 
-    class Tokens:
-        """What the decoder needs of a renderer."""
 
-        def decode(self, token_ids: list[int]) -> str:
-            return str(tokenizer.decode(list(token_ids)))
-
-        def decode_raw(self, token_ids: list[int], text: str) -> str:
-            return text
-
-        @property
-        def tokenizer(self) -> Any:
-            return self
-
-        def convert_ids_to_tokens(self, token_id: int) -> str:
-            return words[token_id]
-
-    renderer: Any = Tokens()
-    decoder, turn = TokenDecoder(renderer), [4, 4, 5, 6, 1, 2, 3, 4, 7, 6]
-    assert [decoder.add([token]) for token in turn] == ["a", " a", "", " b", "", "", "€", " a", " .", "b"]
+def test_a_tokenizer_that_strips_the_first_space() -> None:
+    renderer = spaced_renderer()
+    turn = renderer.tokenizer.convert_tokens_to_ids(
+        ["\u2581a", "\u2581a", "\u2581", "b", "<0xE2>", "<0x82>", "<0xAC>", "\u2581a", "\u2581.", "b"]
+    )
+    decoder = TokenDecoder(renderer)
+    assert [decoder.add([token]) for token in turn] == ["a", " a", "", " b", "", "", "", "€ a", " .", "b"]
     assert renderer.decode(turn) == "a a b€ a .b"
-    assert b"".join(bytes_of_token(renderer, token) for token in turn[4:7]) == "€".encode()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_run_of_bytes_is_sent_when_another_token_follows(size: int) -> None:
+    """A byte that makes no character changes the text of all bytes before it."""
+    renderer = spaced_renderer()
+    names = [
+        "\u2581a",
+        "<0xE4>",
+        "<0xBD>",
+        "<0xA0>",
+        "<0xE5>",
+        "<0x41>",
+        "b",
+        "<0xE4>",
+        "<0xBD>",
+        "<0xA0>",
+        "<|im_end|>",
+    ]
+    turn = renderer.tokenizer.convert_tokens_to_ids(names)
+    assert split_turn(renderer, turn, [], [], "t").text == "a\ufffd\ufffd\ufffd\ufffd\ufffdb你"
+    splitter = TurnSplitter(renderer, [], [])
+    sent = [splitter.add(turn[start : start + size])[1] for start in range(0, len(turn), size)]
+    assert "a\ufffd\ufffd\ufffd\ufffd\ufffdb你".startswith("".join(sent))
+    assert size > 1 or sent == ["a", "", "", "", "", "", "\ufffd" * 5 + "b", "", "", "", ""]
 
 
 def test_the_bytes_of_tokens_are_those_of_their_text(renderers: dict[str, ChatRenderer]) -> None:

@@ -50,6 +50,17 @@ def _byte_by_letter() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
+def _is_byte(renderer: ChatRenderer, token_id: int) -> bool:
+    """Whether a token is one byte, in vocabularies of SentencePiece."""
+    return BYTE_TOKEN.fullmatch(_name_of(renderer, token_id)) is not None
+
+
+def _name_of(renderer: ChatRenderer, token_id: int) -> str:
+    """The token in the vocabulary. Empty if the tokenizer does not tell it."""
+    names = getattr(renderer.tokenizer, "convert_ids_to_tokens", None)
+    return str(names(token_id)) if names is not None else ""
+
+
 class TokenDecoder:
     """The text of tokens that arrive one after the other. The texts are the beginning of `decode_turn` of all tokens.
 
@@ -70,14 +81,16 @@ class TokenDecoder:
         """The text that is certain after these tokens, without the text that `add` has returned before.
 
         A character whose last bytes are missing is not certain, and an end marker, which is no text if it is the last
-        token.
+        token. Tokens that are bytes are certain when another token follows: some tokenizers write a whole run of them
+        in another way if its last byte makes no character.
         """
         self._token_ids += token_ids
         if len(self._token_ids) < self._min_tokens:
             return ""
         known = self._token_ids[: self._num_decoded]
         before, text = decode_turn(self._renderer, known), decode_turn(self._renderer, self._token_ids)
-        is_whole = bool(decode_turn(self._renderer, self._token_ids[-1:])) and not text.endswith(INCOMPLETE)
+        is_open = text.endswith(INCOMPLETE) or _is_byte(self._renderer, self._token_ids[-1])
+        is_whole = bool(decode_turn(self._renderer, self._token_ids[-1:])) and not is_open
         if not is_whole or not text.startswith(before):
             self._min_tokens = len(self._token_ids) + 1 + len(self._token_ids) // RETRY_SHARE
             return ""
