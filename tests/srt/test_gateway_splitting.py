@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.errors import GatewayError
 from verl_server.gateway.sessions.raw_prompts import unsplit_turn
-from verl_server.gateway.turn_text.token_decoder import TokenDecoder, bytes_of_token, decodes_in_parts
-from verl_server.gateway.turn_text.turn_parsing import split_turn
+from verl_server.gateway.turn_text.token_decoder import TokenDecoder, bytes_of_tokens, decodes_in_parts
+from verl_server.gateway.turn_text.turn_parsing import decode_turn, split_turn
 from verl_server.gateway.turn_text.turn_progress import TurnDeltas, TurnProgress
 from verl_server.gateway.turn_text.turn_splitter import TurnSplitter
 from verl_server.trajectory import ChatRenderer, FamilyRenderer
@@ -270,10 +270,23 @@ def test_a_run_of_bytes_is_sent_when_another_token_follows(size: int) -> None:
 def test_the_bytes_of_tokens_are_those_of_their_text(renderers: dict[str, ChatRenderer]) -> None:
     """Each byte is a token of this tokenizer, also a byte that is a part of a character."""
     renderer = renderers["generic"]
-    text = "".join(map(chr, range(0x180))) + "日本🙂 <|im_end|>"
-    tokens = [bytes_of_token(renderer, token) for token in renderer.encode(text)]
-    assert b"".join(tokens) == renderer.decode(renderer.encode(text)).encode()
-    assert b"\x99" in tokens
+    for end in ("", "<|im_end|>"):
+        text = "".join(map(chr, range(0x180))) + "日本🙂 <|im_end|>a<tool_call>b<|im_start|> c"
+        turn = renderer.encode(text + end)
+        tokens = bytes_of_tokens(renderer, turn)
+        assert b"".join(tokens).decode() == decode_turn(renderer, turn) == text
+        assert b"\x99" in tokens
+        assert b"<tool_call>" in tokens
+        assert b"".join(bytes_of_tokens(renderer, turn, 20)) == b"".join(tokens[20:])
+
+
+@pytest.mark.parametrize("text", ["a b a .a", " a", "  a", "é a", "你 b", "<|im_end|> a <|im_start|> a", "a\n<0x41>"])
+def test_the_bytes_of_tokens_have_their_spaces(text: str) -> None:
+    """Also of a tokenizer that writes the first token of a text without its space."""
+    renderer = spaced_renderer()
+    turn = renderer.encode(text)
+    for turn_ids in (turn, [*turn, *renderer.encode("<|im_end|>")]):
+        assert b"".join(bytes_of_tokens(renderer, turn_ids)).decode() == decode_turn(renderer, turn_ids)
 
 
 # -- the tokens of a turn for several streams --------------------------------------------------------
@@ -282,7 +295,7 @@ def test_the_bytes_of_tokens_are_those_of_their_text(renderers: dict[str, ChatRe
 def turn_of(renderer: ChatRenderer, token_ids: list[int]) -> AssistantTurn:
     parts = split_turn(renderer, token_ids, [], [], "t")
     logprobs = [-0.5] * len(token_ids)
-    tokens = [renderer.decode([token]).encode() for token in token_ids]
+    tokens = bytes_of_tokens(renderer, token_ids)
     values = ("s-1", 1, parts.text, parts.reasoning, (), "stop", None, 3, 0, token_ids, logprobs, tokens)
     return AssistantTurn(*values)  # type: ignore[arg-type]
 

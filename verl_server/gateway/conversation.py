@@ -76,7 +76,10 @@ class AssistantTurn:
     logprobs: Sequence[float]
     """Log probability of each token in nats."""
     tokens: Sequence[bytes]
-    """Bytes of each token, which may be a part of a character. Empty if the agent wants no log probabilities."""
+    """Bytes of each token, which may be a part of a character. Empty if the agent wants no log probabilities.
+
+    Together they are the text of the turn with thoughts, calls and special tokens. The end marker has no bytes.
+    """
 
     @property
     def token_texts(self) -> list[str]:

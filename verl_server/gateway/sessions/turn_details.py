@@ -10,7 +10,7 @@ from verl_server.errors import BadInputError, ServerError
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.sessions.history import Key
 from verl_server.gateway.sessions.raw_prompts import unsplit_turn
-from verl_server.gateway.turn_text.token_decoder import bytes_of_token
+from verl_server.gateway.turn_text.token_decoder import bytes_of_tokens
 from verl_server.gateway.turn_text.turn_parsing import split_turn
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
@@ -69,7 +69,7 @@ def read_turn(
         num_cached_tokens=int(meta.get("cached_tokens") or 0),
         token_ids=node.token_ids,
         logprobs=node.logprobs,
-        tokens=[bytes_of_token(renderer, token) for token in node.token_ids] if request.logprobs else (),
+        tokens=bytes_of_tokens(renderer, node.token_ids) if request.logprobs else (),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from verl_server.gateway.turn_text.turn_parsing import decode_turn
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.turn_ends import without_end
 
 INCOMPLETE = "\ufffd"
 """What tokenizers write for bytes that are no whole character: further tokens may complete the character."""
@@ -24,12 +25,26 @@ def decodes_in_parts(renderer: ChatRenderer) -> bool:
     return renderer.decode(renderer.encode(SPACED_TEXT)) == SPACED_TEXT
 
 
-def bytes_of_token(renderer: ChatRenderer, token_id: int) -> bytes:
-    """The bytes of a token, which may be a part of a character. Empty for a special token."""
-    text = renderer.decode([token_id])
+def bytes_of_tokens(renderer: ChatRenderer, turn_ids: Sequence[int], start: int = 0) -> list[bytes]:
+    """The bytes of each token of a turn from the index `start` on, which may be a part of a character.
+
+    The bytes of all tokens, one after the other, are the text of the turn. The end marker is no text.
+    """
+    num_kept = len(without_end(turn_ids, renderer.end_ids))
+    before = renderer.encode("a")[-1:]  # some tokenizers write the first token of a text without its space
+    return [
+        _bytes_of_token(renderer, before if index else [], token) if index < num_kept else b""
+        for index, token in enumerate(turn_ids[start:], start)
+    ]
+
+
+def _bytes_of_token(renderer: ChatRenderer, before: list[int], token_id: int) -> bytes:
+    """The bytes of a token after the tokens `before`. Special tokens have their text."""
+    prefix, text = renderer.decode_all(before), renderer.decode_all([*before, token_id])
+    text = text[len(prefix) :] if text.startswith(prefix) else renderer.decode_all([token_id])
     if INCOMPLETE not in text:
         return text.encode()
-    name = str(renderer.tokenizer.convert_ids_to_tokens(token_id))
+    name = _name_of(renderer, token_id)
     if (byte := BYTE_TOKEN.fullmatch(name)) is not None:
         return bytes.fromhex(byte[1])
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_server.gateway.conversation import AssistantTurn, TurnDelta, TurnRequest
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.turn_text.token_decoder import bytes_of_token
+from verl_server.gateway.turn_text.token_decoder import bytes_of_tokens
 from verl_server.gateway.turn_text.turn_splitter import TurnSplitter
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
@@ -115,7 +115,6 @@ class TurnDeltas:
         self._sent_ids += new_ids
         self._reasoning.append(reasoning)
         self._text.append(text)
-        tokens = (
-            [bytes_of_token(self._progress.renderer, token) for token in new_ids] if self._progress.has_logprobs else ()
-        )
+        wants_tokens = self._progress.has_logprobs
+        tokens = bytes_of_tokens(self._progress.renderer, token_ids, num_sent) if wants_tokens else ()
         return TurnDelta(reasoning, text, new_ids, logprobs[num_sent:], tokens)

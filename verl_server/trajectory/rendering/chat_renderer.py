@@ -227,14 +227,14 @@ class ChatRenderer:
 
         `text`: what `decode` returns for the turn.
         """
-        kept = without_end(turn_ids, self._end_ids)
+        kept = without_end(turn_ids, self.end_ids)
         special_ids = self._control_tokens.special_ids
         if special_ids.isdisjoint(kept) and special_ids.issuperset(turn_ids[len(kept) :]):
             return text
         return self.decode_all(kept)
 
     @functools.cached_property
-    def _end_ids(self) -> frozenset[int]:
+    def end_ids(self) -> frozenset[int]:
         """The tokens that end a turn. Some models also end turns with the token for the end of a text, the padding."""
         others = (getattr(self._tokenizer, name, None) for name in ("eos_token_id", "pad_token_id"))
         return frozenset((*self.stop_token_ids, *(int(token) for token in others if token is not None)))
