@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
+from verl_server.gateway.conversation import AssistantTurn, TurnDelta
 from verl_server.gateway.dialects.completions import CompletionsDialect
 from verl_server.gateway.errors import GatewayError
 from verl_server.trajectory import ChatRenderer
@@ -126,6 +127,24 @@ def test_a_restarted_gateway_continues_raw_prompts(
     with Gateway(generate, tmp_path, **settings) as second:
         openai_client(second, key).completions.create(model="m", prompt=token_ids)
         assert len(graph_of(second, info.id).leaves) == 1
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3, 5, 8])
+def test_the_offsets_of_tokens_count_characters(cut: int) -> None:
+    """The bytes of one character are several tokens here, and one token ends a character and begins another text."""
+    tokens = [b"\xf0", b"\x9f", b"\x99", b"\x82", b"a", b"\xc3", b"\xa9b", b"<|im_end|>", b"c", b""]
+    logprobs, expected = [-1.0] * len(tokens), [0, 0, 0, 0, 1, 2, 2, 4, 14, 15]
+    assert b"".join(tokens).decode() == "🙂aéb<|im_end|>c"
+    dialect, ids = CompletionsDialect(), range(len(tokens))
+    request = dialect.parse({"model": "m", "prompt": "x", "logprobs": 1})
+    turn = AssistantTurn("t", 1, text, "", (), "stop", None, 1, 0, ids, logprobs, tokens)
+    assert dialect.reply(request, turn)["choices"][0]["logprobs"]["text_offset"] == expected
+    stream, offsets = dialect.open_stream(request, "t"), list[int]()
+    for part in (slice(cut), slice(cut, None)):
+        for event in stream.add(TurnDelta("", "", ids[part], logprobs[part], tokens[part])):
+            assert isinstance(event.data, dict)
+            offsets += event.data["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == expected
 
 
 def test_a_stream_is_the_same_completion(gateway: Gateway) -> None:

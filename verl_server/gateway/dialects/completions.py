@@ -7,7 +7,7 @@ Prompts as token ids continue a recorded path exactly: send the ids of an earlie
 
 from __future__ import annotations
 
-import itertools
+import codecs
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -71,7 +71,7 @@ class CompletionsDialect(Dialect):
         )
 
     def reply(self, request: TurnRequest, turn: AssistantTurn) -> Json:
-        logprobs = _logprobs(turn, 0) if request.logprobs else None
+        logprobs = _logprobs(turn, _TextOffsets()) if request.logprobs else None
         choice = _choice(turn.text, turn.finish_reason, logprobs, turn.token_ids)
         return {**_head(request, turn.id), "choices": [choice], "usage": usage(turn)}
 
@@ -88,17 +88,15 @@ class CompletionStream(ReplyStream):
     def __init__(self, request: TurnRequest, reply_id: str) -> None:
         super().__init__(request, reply_id)
         self._head = _head(request, reply_id)
-        self._offset = 0
-        """Number of characters of the tokens that were sent."""
+        self._offsets = _TextOffsets()
 
     def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
         return iter(())
 
     def add(self, delta: TurnDelta) -> Iterator[Event]:
         if delta.text or delta.token_ids:
-            logprobs = _logprobs(delta, self._offset) if self.request.logprobs else None
+            logprobs = _logprobs(delta, self._offsets) if self.request.logprobs else None
             yield Event({**self._head, "choices": [_choice(delta.text, None, logprobs, delta.token_ids)]})
-            self._offset += sum(map(len, delta.token_texts))
 
     def end(self, turn: AssistantTurn) -> Iterator[Event]:
         yield Event({**self._head, "choices": [_choice("", turn.finish_reason, None, ())]})
@@ -132,12 +130,26 @@ def _choice(text: str, finish_reason: str | None, logprobs: Json | None, token_i
     return {**choice, "token_ids": list(token_ids)}
 
 
-def _logprobs(turn: AssistantTurn | TurnDelta, offset: int) -> Json:
-    """The log probabilities of the sampled tokens. Those of other tokens are not known. `offset`: of the first text."""
-    offsets = itertools.accumulate(map(len, turn.token_texts), initial=offset)
+class _TextOffsets:
+    """The characters of a completion at which its tokens begin. A character may have several tokens."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_chars = 0
+        """Number of whole characters of the tokens so far."""
+
+    def add(self, token: bytes) -> int:
+        """The offset of the next token. A token within a character has the offset of the character."""
+        offset = self._num_chars
+        self._num_chars += len(self._decoder.decode(token))
+        return offset
+
+
+def _logprobs(turn: AssistantTurn | TurnDelta, offsets: _TextOffsets) -> Json:
+    """The log probabilities of the sampled tokens. Those of other tokens are not known."""
     return {
         "tokens": turn.token_texts,
         "token_logprobs": list(turn.logprobs),
         "top_logprobs": None,
-        "text_offset": list(offsets)[: len(turn.tokens)],
+        "text_offset": [offsets.add(token) for token in turn.tokens],
     }
