@@ -161,6 +161,31 @@ def test_a_session_that_ends_while_a_body_arrives_takes_no_turn(served: Served, 
     assert served.engine.num_calls == 1
 
 
+def test_the_record_of_a_session_that_runs_has_whole_lines(served: Served, tmp_path: Path) -> None:
+    """The file grows while the reply is sent, and its last line may be half written."""
+    served.engine.go.set()
+    assert asyncio.run(served.post(served.key("a"))).status_code == 200
+    path = tmp_path / "a.jsonl"
+    whole = path.read_bytes()
+
+    async def grow_at_the_reply(scope: Any, receive: Any, send: Any) -> None:
+        async def send_and_grow(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                with path.open("ab") as file:
+                    file.write(b'": null}}\n' + whole)
+            await send(message)
+
+        await served.app(scope, receive, send_and_grow)
+
+    with path.open("ab") as file:
+        file.write(b'{"node": {"id')
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(grow_at_the_reply), base_url="http://gateway")
+    headers = {"authorization": "Bearer sk-admin"}
+    reply = asyncio.run(client.get("/admin/sessions/a/record", headers=headers))
+    assert (reply.status_code, reply.content) == (200, whole)
+    assert int(reply.headers["content-length"]) == len(whole)
+
+
 def nested(levels: int) -> str:
     return "[" * levels + "]" * levels
 

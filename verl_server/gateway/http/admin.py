@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import orjson
 import pydantic
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse
 
 from verl_server.gateway.errors import ErrorKind, GatewayError, list_wrong_fields
 from verl_server.gateway.http.access import Access
@@ -95,7 +94,7 @@ def add_admin_routes(
             raise GatewayError(ErrorKind.NOT_FOUND, f"the session {session_id!r} has no turn yet")
         name = request.query_params.get("format", RECORD_FORMAT)
         if name == RECORD_FORMAT:
-            return FileResponse(path, media_type="application/jsonl")
+            return Response(await asyncio.to_thread(_read_whole_lines, path), media_type="application/jsonl")
         if name not in set(ExportFormat):
             raise GatewayError(ErrorKind.INVALID_REQUEST, f"'format' must be one of {', '.join(RECORD_FORMATS)}")
         model = request.query_params.get("model")
@@ -107,6 +106,12 @@ def add_admin_routes(
     app.add_api_route("/admin/sessions/{session_id}", show, methods=["GET"])
     app.add_api_route("/admin/sessions/{session_id}/end", end, methods=["POST"])
     app.add_api_route("/admin/sessions/{session_id}/record", export, methods=["GET"])
+
+
+def _read_whole_lines(path: Path) -> bytes:
+    """The complete lines of a file. A session that runs may be writing the next line."""
+    content = path.read_bytes()
+    return content[: content.rfind(b"\n") + 1]
 
 
 def _export_lines(path: Path, kind: ExportFormat, model: str | None) -> bytes:
