@@ -217,6 +217,18 @@ def test_nodes_of_other_or_unknown_inputs_are_refused(tmp_path: Path) -> None:
             assert len(recorder.graph.nodes) == 1
 
 
+def test_a_session_with_notes_and_without_nodes_keeps_its_notes(tmp_path: Path) -> None:
+    """The record of a gateway whose first prompt was too long is such a session."""
+    with Recorder(tmp_path, "s", inputs={"tools": "1"}) as recorder:
+        recorder.add_note(None, "refused", {"limit": "max_context_tokens"})
+    content = session_file(tmp_path, "s").read_bytes()
+    for inputs in (None, {"tools": "1"}):
+        with Recorder(tmp_path, "s", inputs=inputs) as recorder:
+            assert recorder.graph.inputs == {"tools": "1"}
+            assert [note.name for note in recorder.graph.notes] == ["refused"]
+        assert session_file(tmp_path, "s").read_bytes() == content
+
+
 def test_files_of_other_formats_and_sessions_are_refused(tmp_path: Path) -> None:
     path = session_file(tmp_path, "s")
     for content, file_format in (

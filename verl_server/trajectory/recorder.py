@@ -58,7 +58,7 @@ class Recorder:
         )
         try:
             self.graph, num_bytes = parse_session(session_id, read_all(self._fd))
-            if not self.graph.nodes:  # the file contains at most a header, which is written again
+            if not (self.graph.nodes or self.graph.notes):  # at most a header, which is written again
                 num_bytes = 0
                 self.graph.inputs = dict(inputs or {})
             if inputs is not None:
