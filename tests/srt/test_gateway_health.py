@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers import adapter_of, free_port, wait_until
+from helpers import adapter_of, free_port, remote_server_of, wait_until
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -219,17 +219,22 @@ def test_a_ping_that_ignores_its_cancellation_ends(
             held.go.set()
 
 
-def test_released_memory_is_named(gateway: Gateway, shared_engine: VerlEngine) -> None:
+def test_released_memory_is_named(gateway: Gateway, shared_engine: VerlEngine, tmp_path: Path) -> None:
+    """Also by a gateway that finds its servers by URL."""
     adapter = adapter_of(shared_engine)
-    adapter.release_memory_occupation()
-    try:
-        reply = get(gateway, "/health/readiness")
-        assert reply.status_code == 503
-        assert "the engine has no loaded model: its memory is released" in reply.json()["reasons"][0]
-    finally:
-        adapter.resume_memory_occupation()
-        shared_engine.update_weights_from_tensor(_weights(shared_engine))
-    assert get(gateway, "/health/readiness").status_code == 200
+    with Gateway(DiscoveredServers([remote_server_of(adapter)]), tmp_path / "found", limits=LIMITS) as found:
+        wait_until(lambda: get(found, "/health/readiness").status_code == 200, 30, "the server is not found")
+        adapter.release_memory_occupation()
+        try:
+            for asked in (gateway, found):
+                reply = get(asked, "/health/readiness")
+                assert reply.status_code == 503
+                assert "the engine has no loaded model: its memory is released" in reply.json()["reasons"][0]
+        finally:
+            adapter.resume_memory_occupation()
+            shared_engine.update_weights_from_tensor(_weights(shared_engine))
+        for asked in (gateway, found):
+            assert get(asked, "/health/readiness").status_code == 200
 
 
 def _weights(engine: VerlEngine) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from verl_server.agent.user_code import call_user_function, call_within
 from verl_server.config import RemoteServer
 from verl_server.gateway.engines.engine_source import EngineParts, EngineReport
 from verl_server.gateway.engines.server_tokenizers import ServerTokenizers
+from verl_server.gateway.engines.known_engine import ANSWER_TIMEOUT_S, ask_server
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process.static_replicas import ProbedServers, servers_by_url
@@ -128,7 +130,7 @@ class DiscoveredServers:
         return self._parts
 
     async def report(self) -> EngineReport:
-        """The state of the last probes. Does not wait for servers."""
+        """The state of the last probes. Servers that have answered are asked whether their memory is released."""
         assert self._dispatcher is not None
         assert self._probed is not None
         problems, infos = self._probed.problems, self._probed.infos
@@ -141,9 +143,22 @@ class DiscoveredServers:
             }
             for replica in self._dispatcher.snapshot().replicas
         ]
-        is_ready = self._parts is not None and any(row["admitted"] for row in rows)
+        answering = [row for row in rows if row["admitted"]]
+        for row, found in zip(answering, await asyncio.gather(*map(self._ask, answering)), strict=True):
+            row.update(admitted=not found, problem="; ".join(found) or None)
         details: Json = {"engine": "servers", "servers": rows, "problem": self._problem or None}
-        return EngineReport([] if is_ready else [self._explain()], details)
+        if self._parts is None or not answering:
+            return EngineReport([self._explain()], details)
+        is_ready = any(row["admitted"] for row in answering)
+        return EngineReport([] if is_ready else [answering[0]["problem"]], details)
+
+    async def _ask(self, row: Json) -> list[str]:
+        """The problems of a server whose last probe was answered. Empty if it does not answer now."""
+        assert self._probed is not None
+        with contextlib.suppress(Exception):  # the next probe fails, too, or the server was removed meanwhile
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return (await ask_server(self._probed.adapters[row["name"]]))[0]
+        return []
 
     def _explain(self) -> str:
         """Why no turn can be generated, without addresses."""
