@@ -207,10 +207,17 @@ def test_what_cannot_be_honoured_is_refused_by_name(gateway: Gateway, name: str,
 
 
 def test_a_prompt_that_is_too_long(gateway: Gateway) -> None:
-    _, key = gateway.create_session()
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 2000") as caught:
-        openai_client(gateway, key).completions.create(model="m", prompt=[11] * 2000)
-    assert caught.value.code == "context_length_exceeded"
+    """The record has a note, with the number of tokens and the turn after which the prompt would have come."""
+    info, key = gateway.create_session(sampling_params=LONG)
+    client = openai_client(gateway, key)
+    turn = token_ids_of(client.completions.create(model="m", prompt=[11, 12]).choices[0])
+    for prompt, num_tokens in (([11] * 2000, 2000), ([11, 12, *turn, *[11] * 2000], 2010)):
+        known = f"maximum context length is 2000 tokens. However, the conversation has {num_tokens} tokens"
+        with pytest.raises(openai.BadRequestError, match=known) as caught:
+            client.completions.create(model="m", prompt=prompt)
+        assert caught.value.code == "context_length_exceeded"
+    notes = [(note.name, note.node, note.value["num_tokens"]) for note in graph_of(gateway, info.id).notes]
+    assert notes == [("refused", None, 2000), ("refused", 1, 2010)]
 
 
 @given(mutated_bodies(BODIES))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from verl_server.agent.episodes.cursor import Cursor
 from verl_server.agent.episodes.episode_state import EpisodeState
@@ -20,11 +20,17 @@ def encode_raw_prompt(renderer: ChatRenderer, prompt: str | Sequence[int]) -> li
     return renderer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
 
-def append_raw_prompt(state: EpisodeState, branch: str, token_ids: Sequence[int]) -> tuple[Cursor, Key]:
+def append_raw_prompt(
+    state: EpisodeState,
+    branch: str,
+    token_ids: Sequence[int],
+    refuse: Callable[[int | None, str, int | None], GatewayError],
+) -> tuple[Cursor, Key]:
     """Record a raw prompt after the longest recorded path with which the prompt begins.
 
-    Returns the end of the prompt, and the key of the prompt. Raises GatewayError for tokens that the model cannot read,
-    and EpisodeStopped if the prompt does not fit into the limits.
+    `refuse`: makes the error for a prompt that does not fit, of the end of this path, the name of the limit, and the
+    number of tokens of the prompt. Returns the end of the prompt, and the key of the prompt. Raises this error, and
+    GatewayError for tokens that the model cannot read.
     """
     leaf, num_known = state.graph.longest_prefix(token_ids)
     new_ids = token_ids[num_known:]
@@ -32,10 +38,11 @@ def append_raw_prompt(state: EpisodeState, branch: str, token_ids: Sequence[int]
     cursor = Cursor(state, branch, leaf, reason)
     if new_ids or leaf is None:
         _require_readable(state.renderer, new_ids)
-        if leaf is not None:
-            state.require_room(leaf, len(new_ids))
-        elif len(new_ids) >= (state.limits.max_context_tokens or len(new_ids) + 1):
-            raise state.stop("max_context_tokens")
+        remaining, limit = state.remaining_tokens(leaf)
+        if leaf is None:  # a prompt at the beginning counts for the context only
+            remaining, limit = state.limits.max_context_tokens or len(new_ids) + 1, "max_context_tokens"
+        if len(new_ids) >= remaining:
+            raise refuse(leaf, limit, len(token_ids))
         text = state.renderer.decode_all(new_ids)
         cursor.add_context(new_ids, {"appended_text": text})
     return cursor, raw_prompt_key(token_ids)

@@ -188,7 +188,7 @@ class Session:
                 raise self._refuse(None, "max_context_tokens", None)
             token_ids = await run_aside(is_short_prompt((), request.num_bytes), encode_raw_prompt, self._renderer, raw)
             self._require_open()
-            cursor, key = append_raw_prompt(self._state, self._branch_name(), token_ids)
+            cursor, key = append_raw_prompt(self._state, self._branch_name(), token_ids, self._refuse)
             return Prompt(cursor, key, request, fingerprint)
         if request.messages[-1]["role"] == "assistant":
             raise GatewayError(ErrorKind.INVALID_REQUEST, "the last message must not be of the assistant")
