@@ -89,6 +89,25 @@ def test_parallel_calls_of_turns_that_are_not_forced(gateway: Gateway) -> None:
     assert (reply.status_code, "disable_parallel_tool_use" in reply.text) == (400, True)
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "value", "good"),
+    [
+        (CHAT, "top_logprobs", 5, 0),
+        (CHAT, "stream", "false", False),
+        (CHAT, "logprobs", "false", True),
+        (CHAT, "stream_options", "usage", {"include_usage": True}),
+        ("/v1/responses", "include", ["message.output_text.logprobs"], ["reasoning.encrypted_content"]),
+    ],
+)
+def test_values_that_cannot_be_honoured_are_refused(
+    gateway: Gateway, path: str, field: str, value: Any, good: Any
+) -> None:
+    _, key = gateway.create_session()
+    reply = post(gateway, key, path, input="a", **{field: value})
+    assert (reply.status_code, f"'{field}'" in reply.text) == (400, True)
+    assert post(gateway, key, path, input="a", **{field: good}).status_code == 200
+
+
 def test_names_of_the_model_have_the_form_of_the_client(renderer: ChatRenderer, tmp_path: Path) -> None:
     with start_gateway(renderer, tmp_path, model_names=("one", "two")) as gateway:
         _, key = gateway.create_session()

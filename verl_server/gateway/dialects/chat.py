@@ -20,8 +20,10 @@ from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.dialects.fields import (
     bad_request,
     read_count,
+    read_flag,
     read_logit_bias,
     read_number,
+    read_object,
     read_objects,
     read_seed,
     read_stop,
@@ -45,6 +47,7 @@ class ChatDialect(Dialect):
 
     def parse(self, body: Json) -> TurnRequest:
         refuse(body, "n", (1,), "send several requests")
+        refuse(body, "top_logprobs", (0,), "replies have the log probabilities of the sampled tokens only")
         for name in ("functions", "function_call"):
             refuse(body, name, ([], "auto", "none"), "use 'tools' and 'tool_choice'")
         tools, forced_tools = parse_openai_choice(body, [_parse_tool(tool) for tool in read_objects(body, "tools")])
@@ -68,11 +71,9 @@ class ChatDialect(Dialect):
                 logit_bias=read_logit_bias(body),
                 **parse_response_format(body.get("response_format")),
             ),
-            stream=bool(body.get("stream")),
-            logprobs=bool(body.get("logprobs")),
-            include_usage=bool((body.get("stream_options") or {}).get("include_usage"))
-            if isinstance(body.get("stream_options"), dict)
-            else False,
+            stream=read_flag(body, "stream"),
+            logprobs=read_flag(body, "logprobs"),
+            include_usage=read_flag(read_object(body, "stream_options"), "include_usage"),
         )
 
     def reply(self, request: TurnRequest, turn: AssistantTurn) -> Json:

@@ -1,8 +1,8 @@
 """OpenAI's `/v1/responses`, which Codex and OpenAI's Agents SDK use.
 
 The gateway stores no responses: each request has the whole conversation, and `previous_response_id` is refused. The
-fields `store`, `include`, `reasoning`, `prompt_cache_key` and `client_metadata` are ignored. `parallel_tool_calls` has
-an effect on a turn that must be a tool call only.
+fields `store`, `reasoning`, `prompt_cache_key` and `client_metadata` are ignored, and so is `include`, except that log
+probabilities are refused. `parallel_tool_calls` has an effect on a turn that must be a tool call only.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from verl_server.gateway.dialects.fields import (
     bad_request,
     read_count,
     read_flag,
+    read_list,
     read_number,
     read_object,
     read_text,
@@ -32,6 +33,8 @@ from verl_server.gateway.errors import GatewayError
 from verl_server.types import Json
 
 NOT_STORED = "the gateway stores no responses and no prompts; send the whole conversation in 'input'"
+LOGPROBS = "message.output_text.logprobs"
+NO_LOGPROBS = "replies have no log probabilities; the record of the session has them"
 
 
 class ResponsesDialect(Dialect):
@@ -44,7 +47,9 @@ class ResponsesDialect(Dialect):
             refuse(body, name, (), NOT_STORED)
         refuse(body, "background", (False,), "the reply to the request has the turn")
         refuse(body, "truncation", ("disabled",), "the gateway removes nothing from a conversation")
-        refuse(body, "top_logprobs", (0,), "replies have no log probabilities; the record of the session has them")
+        refuse(body, "top_logprobs", (0,), NO_LOGPROBS)
+        if LOGPROBS in read_list(body, "include"):
+            raise bad_request(f"'include' = {LOGPROBS} is not supported: {NO_LOGPROBS}")
         tools, forced_tools = parse_openai_choice(body, parse_tools(body))
         messages = fold_system_messages(parse_conversation(body))
         require_recordable("input", messages)  # arguments of calls are JSON texts in the body
