@@ -122,9 +122,29 @@ def test_too_many_content_parts_are_refused(gateway: Gateway, path: str) -> None
     _, key = gateway.create_session()
     kind = "input_text" if path == "/v1/responses" else "text"
     messages = [{"role": "user", "content": [{"type": kind, "text": ""}] * 5001}] * 2
-    reply = ask(gateway, key, "", path, messages=messages, input=messages)
+    reply = ask(gateway, key, "", path, **{"input" if path == "/v1/responses" else "messages": messages})
     assert reply.status_code == 413
     assert "10002 content parts, and 10000 are allowed" in reply.text
+
+
+@pytest.mark.parametrize("place", ["a tool result", "system", "an output"])
+def test_content_parts_count_wherever_they_are(gateway: Gateway, place: str) -> None:
+    _, key = gateway.create_session()
+    parts = [{"type": "input_text" if place == "an output" else "text", "text": ""}] * 10_001
+    user: dict[str, Any] = {"role": "user", "content": "a"}
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": parts}]}
+    path, fields = {
+        "a tool result": (MESSAGES, {"messages": [user, call, result]}),
+        "system": (MESSAGES, {"messages": [user], "system": parts}),
+        "an output": (
+            "/v1/responses",
+            {"input": [user, {"type": "function_call_output", "call_id": "t", "output": parts}]},
+        ),
+    }[place]
+    reply = ask(gateway, key, "", path, **fields)
+    assert reply.status_code == 413
+    assert "content parts, and 10000 are allowed" in reply.text
 
 
 def image_message(content: bytes) -> list[dict[str, Any]]:

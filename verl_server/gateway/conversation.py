@@ -124,10 +124,22 @@ def require_size(request: TurnRequest, config: GatewayConfig) -> None:
 
 
 def require_few_parts(body: Json, config: GatewayConfig) -> None:
-    """Raise GatewayError (413) for a body whose messages have more content parts than the gateway allows."""
-    items = body.get("messages", body.get("input"))
-    contents = [item.get("content") for item in items if isinstance(item, dict)] if isinstance(items, list) else []
-    count = sum(len(content) for content in contents if isinstance(content, list))
+    """Raise GatewayError (413) for a body with more content parts than the gateway allows.
+
+    The parts of messages, of results of tools, and of Anthropic's `system` count.
+    """
+    pending = [[{"content": body.get("system")}], *(body[name] for name in ("messages", "input") if name in body)]
+    count = 0
+    while pending:
+        items = pending.pop()
+        for item in items if isinstance(items, list) else ():
+            if isinstance(item, dict):
+                if isinstance(parts := item.get("content"), list):
+                    count += len(parts)
+                    pending.append(parts)
+                if isinstance(parts := item.get("output"), list):
+                    count += len(parts)
+                    pending.append(parts)
     if count > (maximum := config.max_content_parts):
         raise GatewayError(ErrorKind.TOO_LARGE, f"the request has {count} content parts, and {maximum} are allowed")
 
