@@ -40,6 +40,15 @@ def test_requests_without_any_key_share_a_session(renderer: ChatRenderer, tmp_pa
     assert sum(node.sampled for node in load_session(tmp_path / "open.jsonl").nodes) == 2
 
 
+def test_the_shared_session_does_not_expire(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """Its end would be the end of the open mode: no client could get another session without a key."""
+    with start_gateway(renderer, tmp_path, is_open=True, session_expiry_s=1e-6) as gateway:
+        _, key = gateway.create_session("a")
+        assert [ask(gateway, None), ask(gateway, "open"), ask(gateway, key)] == [200, 200, 403]
+    with start_gateway(renderer, tmp_path, is_open=True, session_expiry_s=1e-6) as gateway:
+        assert ask(gateway, None) == 200
+
+
 def test_another_machine_cannot_reach_the_open_mode(renderer: ChatRenderer, tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1"):
         with pytest.raises(BadInputError, match="without a key"):

@@ -41,7 +41,7 @@ class Access:
             try:
                 self._store.info(OPEN_SESSION)
             except GatewayError:
-                self._store.create(OPEN_SESSION)
+                self._store.create(OPEN_SESSION, can_expire=False)
         if session_id is None:
             raise GatewayError(
                 ErrorKind.AUTHENTICATION,

@@ -74,8 +74,9 @@ class SessionStore:
         limits: Mapping[str, Any] | None = None,
         sampling_params: Mapping[str, Any] | None = None,
         expires_in_s: float | None = None,
+        can_expire: bool = True,
     ) -> tuple[SessionInfo, str]:
-        """Create a session. Returns the session and its secret key.
+        """Create a session. Returns the session and its secret key. `can_expire`: False for a session without an end.
 
         With the id, the key and the settings of a session, the same session is returned again: a client may repeat the
         call. Raises BadInputError for an id that is taken or cannot be the name of a file, and for wrong limits.
@@ -83,7 +84,8 @@ class SessionStore:
         session_id, key = session_id or f"s-{secrets.token_hex(8)}", key or f"sk-{secrets.token_urlsafe(32)}"
         has_record, existing = session_file(self._run_dir, session_id).exists(), self._infos.get(session_id)
         now = time.time() if existing is None else existing.created_at
-        expiry_s = expires_in_s or self._expiry_s
+        expiry_s = self._expiry_s if expires_in_s is None else expires_in_s
+        expiry_s = expiry_s if can_expire else None
         info = SessionInfo(
             session_id,
             _digest(key),
