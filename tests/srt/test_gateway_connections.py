@@ -25,6 +25,7 @@ from verl_server.trajectory import ChatRenderer
 
 HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\nx-api-key: KEY\r\ncontent-length: 1000\r\n\r\n"
 READY = "GET /health/liveness HTTP/1.1\r\nhost: a\r\n\r\n"
+LAST = READY.replace("host: a", "host: a\r\nconnection: close")
 Open = Callable[..., Gateway]
 
 
@@ -183,7 +184,7 @@ def test_the_number_of_connections_is_limited(open_gateway: Open) -> None:
 
     def is_served() -> bool:
         with socket.create_connection(gateway._address, timeout=30.0) as client:
-            client.sendall(READY.replace("host: a", "host: a\r\nconnection: close").encode())
+            client.sendall(LAST.encode())
             try:
                 return client.recv(1 << 16).startswith(b"HTTP/1.1 200")
             except ConnectionError:
@@ -212,3 +213,104 @@ def test_a_client_that_leaves_in_the_middle_of_a_long_reply_has_no_turn(renderer
             reply = httpx.post(f"{gateway.url}{CHAT}", content=body, headers={"x-api-key": key}, timeout=60.0)
             assert len(reply.json()["choices"][0]["logprobs"]["content"]) == 60_000
             assert generate.num_calls == num_calls
+
+
+def exchange(gateway: Gateway, *parts: bytes) -> bytes:
+    """Send parts, each after the gateway has read the part before. Returns what the gateway sends until it closes."""
+    with socket.create_connection(gateway._address, timeout=30.0) as client:
+        for part in parts:
+            client.sendall(part)
+            ask_liveness(gateway)  # on another connection of the same event loop
+        return b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+
+def ask_liveness(gateway: Gateway) -> None:
+    connection = http.client.HTTPConnection(*gateway._address, timeout=30.0)
+    connection.request("GET", "/health/liveness", headers={"connection": "close"})
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+LONG = 70_000
+
+
+@pytest.mark.parametrize(
+    "request_text",
+    [
+        f"GET /{'a' * LONG}",
+        f"GET / HTTP/1.1\r\nhost: a\r\nx: {'a' * LONG}",
+        f"GET /health/liveness HTTP/1.1\r\nhost: a\r\nx: {'a' * LONG}\r\n\r\n",
+        "GET / HTTP/1.1\r\nhost: a\r\n" + "x: y\r\n" * (LONG // 6),
+    ],
+)
+@pytest.mark.parametrize("begin", ["", READY])
+def test_a_head_that_is_too_long_is_refused(open_gateway: Open, begin: str, request_text: str) -> None:
+    gateway = open_gateway()
+    received = exchange(gateway, begin.encode(), request_text.encode())
+    assert received.count(b"HTTP/1.1 200") == (1 if begin else 0)
+    assert b"HTTP/1.1 431 Request Header Fields Too Large\r\n" in received
+    assert b"have more than 65536 bytes" in received
+
+
+def test_a_trailer_that_is_too_long_is_refused(open_gateway: Open) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    received = exchange(open_gateway(), head.encode(), b"2\r\n{}\r\n0\r\nx: ", b"a" * LONG)
+    assert received.count(b"HTTP/1.1") == 2
+    assert b"HTTP/1.1 431" in received
+
+
+def test_a_long_head_within_the_limit_is_served(open_gateway: Open) -> None:
+    head = READY.replace("host: a", f"host: a\r\nx: {'a' * 60_000}")
+    parts = [head[:100].encode(), head[100:].encode()] * 2
+    assert exchange(open_gateway(), *parts, LAST.encode()).count(b"HTTP/1.1 200") == 3
+
+
+UPGRADE = "\r\nconnection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAMAAABk\r\nupgrade: PROTOCOL\r\n\r\n"
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize("split", [0, 1, 20])
+def test_the_body_of_a_request_to_upgrade_is_no_request(open_gateway: Open, protocol: str, split: int) -> None:
+    gateway = open_gateway()
+    _, key = gateway.create_session("a")
+    inner = f"GET /v1/models HTTP/1.1\r\nhost: a\r\nx-api-key: {key}\r\n\r\n".encode()
+    head = HEAD.replace("KEY", "wrong").replace("1000", str(len(inner))).replace("\r\n\r\n", UPGRADE)
+    outer = head.replace("PROTOCOL", protocol).encode()
+    received = exchange(gateway, outer + inner[:split], inner[split:], LAST.encode())
+    assert (received.count(b"HTTP/1.1 401"), received.count(b"HTTP/1.1 200")) == (1, 1)
+    assert b"policy" not in received
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_request_to_upgrade_is_answered_as_any_request(
+    open_gateway: Open, generate: HeldGenerateFn, protocol: str, is_chunked: bool
+) -> None:
+    gateway = open_gateway()
+    generate.go.set()
+    _, key = gateway.create_session("a")
+    body = b'{"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}'
+    head = HEAD.replace("KEY", key).replace("\r\n\r\n", UPGRADE).replace("PROTOCOL", protocol)
+    if is_chunked:
+        head = head.replace("content-length: 1000", "transfer-encoding: chunked")
+        body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    head = head.replace("1000", str(len(body)))
+    with socket.create_connection(gateway._address, timeout=30.0) as client:
+        for part in (body, b""):
+            client.sendall(head.encode() + part)
+            if not part:
+                ask_liveness(gateway)
+                client.sendall(body)
+            reply = http.client.HTTPResponse(client)
+            reply.begin()
+            assert (reply.status, b'"yes"' in reply.read()) == (200, True)
+
+
+def test_many_requests_to_upgrade_in_a_segment_are_answered(open_gateway: Open) -> None:
+    request = READY.replace("\r\n\r\n", UPGRADE).replace("PROTOCOL", "h2c").encode()
+    assert exchange(open_gateway(), request * 500 + LAST.encode()).count(b"HTTP/1.1 200") == 501
+
+
+def test_connect_is_refused(open_gateway: Open) -> None:
+    received = exchange(open_gateway(), b"CONNECT a:443 HTTP/1.1\r\nhost: a\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 400")

@@ -1,10 +1,11 @@
-"""Connections of clients: how long a request may take to arrive, and how many connections there may be."""
+"""Connections of clients: size of heads, time in which a request must arrive, number of connections, upgrades."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -14,6 +15,10 @@ from verl_server.gateway.errors import ErrorKind, GatewayError
 
 MAX_WAITING_REQUESTS = 8
 """Requests that a client may send before the reply to an earlier one, until its connection is read no more."""
+MAX_HEAD_BYTES = 64 << 10
+"""Maximum number of bytes of the head of a request: the URL and all header lines."""
+LINGER_S = 1.0
+"""Seconds in which bytes of a refused head are read and dropped. A client that still sends can then read the reply."""
 
 
 def protocol_of(config: GatewayConfig) -> type[asyncio.Protocol]:
@@ -26,10 +31,11 @@ def protocol_of(config: GatewayConfig) -> type[asyncio.Protocol]:
 
 
 class _Connection(HttpToolsProtocol):
-    """A connection that is closed if a request does not arrive in time.
+    """A connection that is closed if a request does not arrive in time, or if the head of a request is too long.
 
     uvicorn closes a connection that is idle after a reply. It waits for ever for the first request, for the rest of a
-    request, and after bytes that begin no request.
+    request, and after bytes that begin no request. It has no limit for heads. It takes the body of a request with the
+    header `Upgrade` for the next request.
 
     A client may send more requests before the reply to its first request. They wait. If the client leaves, uvicorn
     tells the last request only. This class tells the running request, and it reads on, because only reading finds the
@@ -45,25 +51,74 @@ class _Connection(HttpToolsProtocol):
         """Closes the connection unless the head or the body of the request has arrived before."""
         self._running: RequestResponseCycle | None = None
         """The request that is being answered, or was answered last. `cycle` is the newest request, which may wait."""
+        self._num_head_bytes = 0
+        """Number of bytes since the parser has found a head or bytes of a body. Trailers after a body count too."""
+        self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
         if len(self.connections) > self.settings.max_connections:
-            transport.write(_refusal(self.settings.max_connections))
+            count = self.settings.max_connections
+            message = f"the gateway has {count} open connections already; send the request again later"
+            transport.write(_refusal("503 Service Unavailable", ErrorKind.OVERLOADED, message))
             transport.close()
         else:
             self._expect(self.settings.head_timeout_s)
 
     def data_received(self, data: bytes) -> None:
         """Bytes have arrived."""
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        rest = memoryview(data)
+        while rest and not self._is_refused and not self.transport.is_closing():
+            size = MAX_HEAD_BYTES + 1 - self._num_head_bytes
+            self._parse(rest[:size])
+            rest = rest[size:]
+        if self._is_refused:
+            return
         is_idle = self.cycle is None or self.cycle.response_complete
         if is_idle and self._deadline is None and not self.transport.is_closing():
             self._expect(self.settings.head_timeout_s)
 
+    def _parse(self, data: memoryview) -> None:
+        """Give bytes to the parser. The head of a request to change the protocol is parsed again without `Upgrade`."""
+        self._num_head_bytes += len(data)
+        try:
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    break
+                except httptools.HttpParserUpgrade as upgrade:
+                    data = data[upgrade.args[0] :]
+                    self.parser.feed_data(self._head_without_upgrade())
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter: the method is CONNECT
+            self.send_400_response("Invalid HTTP request received.")
+            return
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+
+    def _head_without_upgrade(self) -> bytes:
+        """The head that the parser has read. A server may ignore `Upgrade` (RFC 9110, section 7.8)."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    def _refuse_head(self) -> None:
+        self._is_refused = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()  # a reply would stand within the reply to the request before
+            return
+        message = f"the URL and the headers of the request have more than {MAX_HEAD_BYTES} bytes"
+        self.transport.write(_refusal("431 Request Header Fields Too Large", ErrorKind.TOO_LARGE, message))
+        self.transport.write_eof()
+        self._expect(LINGER_S)
+
     def on_headers_complete(self) -> None:
         """The head of a request has arrived."""
+        self._num_head_bytes = 0
+        if self.parser.should_upgrade():
+            return  # `_parse` parses the head again
         self._expect(None)
         super().on_headers_complete()
         if 0 < len(self.pipeline) <= MAX_WAITING_REQUESTS:
@@ -75,8 +130,16 @@ class _Connection(HttpToolsProtocol):
         self._expect(self.settings.body_timeout_s if cycle.more_body else None)
         super()._start_asgi_task(cycle, app)
 
+    def on_body(self, body: bytes) -> None:
+        """Bytes of the body of a request have arrived."""
+        self._num_head_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """The whole request has arrived."""
+        self._num_head_bytes = 0
+        if self.parser.should_upgrade():
+            return
         self._expect(None)
         super().on_message_complete()
 
@@ -95,11 +158,10 @@ class _Connection(HttpToolsProtocol):
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.close)
 
 
-def _refusal(max_connections: int) -> bytes:
-    """The reply for a client whose connection is one too many. Its dialect is not known."""
-    message = f"the gateway has {max_connections} open connections already; send the request again later"
-    body = orjson.dumps(openai_error(GatewayError(ErrorKind.OVERLOADED, message))[1])
-    head = (
-        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
-    )
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+def _refusal(status: str, kind: ErrorKind, message: str) -> bytes:
+    """The reply for a client whose connection is closed. Its dialect is not known. `status`: with its reason phrase."""
+    body = orjson.dumps(openai_error(GatewayError(kind, message))[1])
+    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
+    if kind.is_retryable:
+        head += "retry-after: 1\r\n"
+    return f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
