@@ -14,8 +14,8 @@ from verl_server.agent.generate_fn import GenerateFn, limit_concurrency
 from verl_server.agent.user_code import call_user_function, call_within
 from verl_server.config import RemoteServer
 from verl_server.gateway.engines.engine_source import EngineParts, EngineReport
-from verl_server.gateway.engines.server_tokenizers import ServerTokenizers
 from verl_server.gateway.engines.known_engine import ANSWER_TIMEOUT_S, ask_server
+from verl_server.gateway.engines.server_tokenizers import ServerTokenizers
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process.static_replicas import ProbedServers, servers_by_url
