@@ -15,7 +15,7 @@ from agent_helpers import ScriptedGenerateFn
 from helpers import free_port, wait_until
 from transformers import AutoTokenizer
 
-from verl_server import DeadlineError, StartupError
+from verl_server import BadInputError, DeadlineError, StartupError
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import DiscoveredServers, Gateway
 from verl_server.trajectory import ChatRenderer
@@ -139,3 +139,13 @@ def test_a_shutdown_names_the_likely_cause_of_its_failure(
             generate.go.set()
         turn.exception(60.0)
     gateway.shutdown()
+
+
+def test_the_end_of_an_unknown_session_is_bad_input(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """Over HTTP, the status is 404."""
+    generate = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as gateway:
+        with pytest.raises(BadInputError, match="there is no session 'a'"):
+            gateway.end_session("a", reward=1.0)
+        headers, url = {"x-api-key": gateway.admin_key}, f"{gateway.url}/admin/sessions/a/end"
+        assert httpx.post(url, json={}, headers=headers, timeout=60.0).status_code == 404

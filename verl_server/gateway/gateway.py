@@ -18,11 +18,11 @@ from verl_server.agent.engine_access import Engine
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.limits import RolloutLimits
 from verl_server.argument_names import explain_arguments
-from verl_server.errors import DeadlineError, ShutDownError, StartupError
+from verl_server.errors import BadInputError, DeadlineError, ShutDownError, StartupError
 from verl_server.gateway.config import GatewayConfig, require_gateway_arguments
 from verl_server.gateway.engines.engine_source import EngineSource
 from verl_server.gateway.engines.known_engine import KnownEngine
-from verl_server.gateway.errors import ErrorKind
+from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.folder_lock import lock_folder
 from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.app import make_app
@@ -213,14 +213,13 @@ class Gateway:
 
         `rewards`: results of reward functions by name. `metadata`: added to that of the session. `train`: kinds of
         conversations that are trained (`ConversationKind`), by default all but titles and other side calls. A session
-        that has ended gets the new result too. Raises BadInputError for values that are not allowed, and GatewayError
-        for an unknown session.
+        that has ended gets the new result too. Raises BadInputError for an unknown session and for wrong values.
         """
-        return self._call(
-            lambda: self._store.end(
-                session_id, stop_reason, reward=reward, rewards=rewards, metadata=metadata, train=train
-            )
-        )
+        result: Json = {"reward": reward, "rewards": rewards, "metadata": metadata, "train": train}
+        try:
+            return self._call(lambda: self._store.end(session_id, stop_reason, **result))
+        except GatewayError as error:  # the session is unknown
+            raise BadInputError(error.message) from None
 
     def sessions(self) -> list[SessionInfo]:
         """All sessions, in the order of their creation."""
