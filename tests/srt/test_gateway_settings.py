@@ -132,7 +132,12 @@ def test_a_session_ends_by_itself(renderer: ChatRenderer, tmp_path: Path) -> Non
 def test_the_creation_of_a_session_can_be_repeated(renderer: ChatRenderer, tmp_path: Path) -> None:
     """Also after a restart. A repeated request with another key or other settings is refused."""
     generate = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes")
-    body = {"session_id": "a", "key": "sk-0123456789abc", "metadata": {"b": [1, 0.1]}, "limits": {"max_turns": 3}}
+    body: dict[str, Any] = {
+        "session_id": "a",
+        "key": "sk-0123456789abc",
+        "metadata": {"b": [1, 0.1]},
+        "limits": {"max_turns": 3},
+    }
     body |= {"sampling_params": {"temperature": 0.7}, "expires_in_s": 1000.1}
 
     def create(gateway: Gateway, **changes: Any) -> httpx.Response:
