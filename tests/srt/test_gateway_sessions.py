@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -179,6 +179,12 @@ def test_rewards_need_no_reward(gateway: Gateway) -> None:
         ({"limits": {"max_context_tokens": None}}, "max_context_tokens"),
         ({"limits": LIMITS}, "limits must be a dict"),
         ({"expires_in_s": float("nan")}, "expires_in_s"),
+        ({"expires_in_s": 0}, "expires_in_s"),
+        ({"key": ""}, "key must be a string of at least 8"),
+        ({"key": "short"}, "key must be a string of at least 8"),
+        ({"key": "a key with spaces"}, "without spaces"),
+        ({"key": "schl\u00fcssel-1"}, "printable ASCII"),
+        ({"key": b"sk-of-bytes"}, "key must be a string"),
     ],
 )
 def test_wrong_settings_make_no_session(gateway: Gateway, settings: Any, named: str) -> None:
@@ -214,6 +220,8 @@ def test_two_sessions_have_two_keys(gateway: Gateway) -> None:
     first, key = gateway.create_session(key="sk-of-the-first")
     with pytest.raises(BadInputError, match="another session has the key"):
         gateway.create_session(key=key)
+    with pytest.raises(BadInputError, match="the key of the admin API"):
+        gateway.create_session(key=gateway.admin_key)
     assert ask(gateway, key) == 200
     assert load_session(gateway.config.run_dir / f"{first.id}.jsonl").nodes
 
@@ -295,10 +303,31 @@ def test_a_gateway_needs_a_limit_of_tokens(renderer: ChatRenderer, tmp_path: Pat
         start_gateway(renderer, tmp_path, limits=None)
 
 
-@pytest.mark.parametrize("names", ["qwen", (), (5,)])
-def test_names_of_models_are_a_list(renderer: ChatRenderer, tmp_path: Path, names: Any) -> None:
-    with pytest.raises(BadInputError, match="model_names"):
-        start_gateway(renderer, tmp_path, model_names=names)
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        *(({"model_names": names}, "model_names") for names in ("qwen", (), (5,))),
+        ({"is_open": "no"}, "is_open must be True or False"),
+        ({"limits": {"max_turns": 3}}, "limits must be RolloutLimits"),
+        ({"renderer": 5}, "renderer must be a ChatRenderer"),
+        ({"run_dir": None}, "run_dir must be the path"),
+        ({"host": "http://127.0.0.1"}, "without a scheme"),
+        ({"session_expiry_s": -1}, "session_expiry_s"),
+        ({"session_expiry_s": "60"}, "session_expiry_s"),
+        *(({"admin_key": key}, "admin_key must be a string") for key in ("", "short", 12345678, "sk-admin-key\n")),
+        ({"admin_keys": "the-admin-key"}, "Gateway has no argument 'admin_keys'; did you mean 'admin_key'"),
+    ],
+)
+def test_wrong_arguments_start_no_gateway(renderer: ChatRenderer, tmp_path: Path, arguments: Any, named: str) -> None:
+    generate = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    with pytest.raises(BadInputError, match=named):
+        Gateway(generate, **{"run_dir": tmp_path, "renderer": renderer, "limits": LIMITS, **arguments})
+
+
+def test_an_engine_that_is_no_engine_is_named(tmp_path: Path) -> None:
+    for engine in (None, "http://127.0.0.1:30000"):
+        with pytest.raises(BadInputError, match="engine must be"):
+            Gateway(cast("Any", engine), tmp_path)
 
 
 def run_command(*args: str, key: str = "the-admin-key") -> subprocess.CompletedProcess[str]:

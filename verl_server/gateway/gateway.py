@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 
 from verl_server.agent.engine_access import Engine
-from verl_server.agent.episodes.episode_state import EpisodeState
+from verl_server.agent.episodes.episode_state import EpisodeState, require_limits
 from verl_server.agent.limits import RolloutLimits
 from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError, DeadlineError, ShutDownError, StartupError
@@ -57,6 +57,7 @@ class Gateway:
     Use it as a context manager, or call `shutdown`. Methods can be called from any thread.
     """
 
+    @explain_arguments
     def __init__(
         self,
         engine: Engine | EngineSource,
@@ -72,18 +73,14 @@ class Gateway:
         session_expiry_s: float | None = None,
     ) -> None:
         """`engine`: as in `RolloutRunner`, or `DiscoveredServers`. `port` 0: a free port. `admin_key` None: a random
-        key.
+        key. Raises BadInputError for wrong arguments, StartupError, and the errors of a request to the engine.
         """
-        self._engine, limits = _make_source(engine, renderer, limits or RolloutLimits(max_turns=1_000_000))
-        require_gateway_arguments(host, is_open, model_names)
+        require_gateway_arguments(run_dir, host, is_open, model_names, renderer, admin_key, session_expiry_s)
+        self._engine, limits = _make_source(engine, renderer, limits)
         self.admin_key = admin_key or f"sk-admin-{secrets.token_urlsafe(32)}"
+        folder = Path(run_dir).expanduser()
         self.config = GatewayConfig(
-            Path(run_dir).expanduser(),
-            self.admin_key,
-            limits,
-            is_open,
-            tuple(model_names),
-            session_expiry_s=session_expiry_s,
+            folder, self.admin_key, limits, is_open, tuple(model_names), session_expiry_s=session_expiry_s
         )
 
         self._metrics = GatewayMetrics()
@@ -97,8 +94,8 @@ class Gateway:
         self._started: Future[None] = Future()
         """Has a result when the server accepts requests, and the error if its thread ended before."""
         try:
-            self._lock = lock_folder(self.config.run_dir, self.url)
-            self._store = SessionStore(self.config.run_dir, self._open_session, limits, session_expiry_s)
+            self._lock = lock_folder(folder, self.url)
+            self._store = SessionStore(folder, self._open_session, limits, session_expiry_s, self.admin_key)
             self._server = self._make_server()
             self._thread = threading.Thread(target=self._run, name="verl-gateway", daemon=True)
             self._thread.start()
@@ -185,7 +182,8 @@ class Gateway:
         `limits`: fields of `RolloutLimits` that replace those of the gateway. `sampling_params`: SGLang's sampling
         parameters of every turn, which replace those of the agent. `expires_in_s`: seconds after which the session ends
         by itself. A call with the id, the key and the settings of a session returns this session again. Raises
-        BadInputError for values that are not allowed, and for an id or a key that is taken.
+        BadInputError for values that are not allowed, and for an id or a key that is taken. A key has at least 8
+        printable ASCII characters and no spaces.
         """
         return self._call(
             lambda: self._store.create(
@@ -287,9 +285,10 @@ class Gateway:
 
 
 def _make_source(
-    engine: Engine | EngineSource, renderer: ChatRenderer | None, limits: RolloutLimits
+    engine: Engine | EngineSource, renderer: ChatRenderer | None, limits: RolloutLimits | None
 ) -> tuple[EngineSource, RolloutLimits]:
     """Where the engine comes from, and the limits, which are complete if the engine runs already."""
+    limits = RolloutLimits(max_turns=1_000_000) if limits is None else require_limits(limits)
     if isinstance(engine, EngineSource):
         return engine, limits
     known = KnownEngine(engine, renderer)

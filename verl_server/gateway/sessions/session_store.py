@@ -20,6 +20,7 @@ from typing import Any
 from verl_server.agent.generate_fn import require_sampling_params
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
+from verl_server.gateway.config import require_key
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.sessions.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.session import Session
@@ -52,8 +53,12 @@ class SessionStore:
         open_session: Callable[[ObservedRecorder, RolloutLimits, Json], Session],
         limits: RolloutLimits,
         expiry_s: float | None = None,
+        admin_key: str | None = None,
     ) -> None:
-        """`open_session`: makes the session of a record. `expiry_s`: seconds after which a session ends by itself."""
+        """`open_session`: makes the session of a record. `expiry_s`: seconds after which a session ends by itself.
+        `admin_key`: key of the admin API, which no session may have.
+        """
+        self._admin_digest = None if admin_key is None else _digest(admin_key)
         self._run_dir, self._open_session, self._limits, self._expiry_s = run_dir, open_session, limits, expiry_s
         self._infos = dict[str, SessionInfo]()
         self._ids_by_key = dict[str, str]()
@@ -79,8 +84,11 @@ class SessionStore:
         """Create a session. Returns the session and its secret key. `can_expire`: False for a session without an end.
 
         With the id, the key and the settings of a session, the same session is returned again: a client may repeat the
-        call. Raises BadInputError for an id that is taken or cannot be the name of a file, and for wrong limits.
+        call. Raises BadInputError for an id that is taken or cannot be the name of a file, for a key that cannot be
+        used, and for wrong limits.
         """
+        if key is not None:
+            require_key("key", key)
         session_id, key = session_id or f"s-{secrets.token_hex(8)}", key or f"sk-{secrets.token_urlsafe(32)}"
         has_record, existing = session_file(self._run_dir, session_id).exists(), self._infos.get(session_id)
         now = time.time() if existing is None else existing.created_at
@@ -101,6 +109,8 @@ class SessionStore:
             raise BadInputError(f"there is a session {session_id!r} already; choose another id")
         if info.key_digest in self._ids_by_key:
             raise BadInputError(f"another session has the key of the new session {session_id!r}; choose another key")
+        if info.key_digest == self._admin_digest:
+            raise BadInputError(f"the session {session_id!r} cannot have the key of the admin API; choose another key")
         session_limits = self._limits_of(info)
         if self._limits.has_token_limit:  # otherwise, the engine tells its context length later
             require_token_limit(session_limits)
