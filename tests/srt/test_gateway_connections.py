@@ -195,11 +195,11 @@ def test_the_number_of_connections_is_limited(open_gateway: Open) -> None:
 
 def test_a_client_that_leaves_in_the_middle_of_a_long_reply_has_no_turn(renderer: ChatRenderer, tmp_path: Path) -> None:
     """Its request gets the turn when it is sent again. The reply is longer than the buffers of the connection."""
-    generate = HeldGenerateFn(renderer.tokenizer, lambda prompt: "y" * 60_000)
+    generate = HeldGenerateFn(renderer.tokenizer, lambda prompt: "y" * 120_000)
     generate.hold()
     generate.go.set()
     body = orjson.dumps({"model": "m", "logprobs": True, "messages": [{"role": "user", "content": "a"}]})
-    with Gateway(generate, tmp_path, renderer=renderer, limits=RolloutLimits(max_context_tokens=100_000)) as gateway:
+    with Gateway(generate, tmp_path, renderer=renderer, limits=RolloutLimits(max_context_tokens=200_000)) as gateway:
         _, key = gateway.create_session("a")
         slots = gateway._call(lambda: gateway._store.session("a").slots)
         with socket.socket() as client:
@@ -211,7 +211,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_long_reply_has_no_turn(renderer
         wait_until(lambda: slots.num_taken == 0)
         for num_calls in (1, 2):
             reply = httpx.post(f"{gateway.url}{CHAT}", content=body, headers={"x-api-key": key}, timeout=60.0)
-            assert len(reply.json()["choices"][0]["logprobs"]["content"]) == 60_000
+            assert len(reply.json()["choices"][0]["logprobs"]["content"]) == 120_000
             assert generate.num_calls == num_calls
 
 

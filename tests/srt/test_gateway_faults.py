@@ -23,6 +23,7 @@ from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import fold_system_messages
 from verl_server.gateway.http.app import make_app
+from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.sessions.history import meaning
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_store import SessionStore
@@ -239,14 +240,16 @@ def test_an_error_of_the_engine_is_whole_in_the_log_only(
 ) -> None:
     served.engine.error = ServerDiedError("the process 4711 at http://10.0.0.5:30000 ended; log /data/server.log")
     served.engine.go.set()
-    headers = served.key("a")
+    headers = {**served.key("a"), "x-request-id": "the-first"}
     for path in (CHAT, "/v1/messages", CHAT):
         reply = asyncio.run(served.post(headers, path, stream=stream, max_tokens=5))
         assert reply.status_code == (200 if stream else 529 if path == "/v1/messages" else 503)
         assert "the engine does not answer" in reply.text
         assert "4711" not in reply.text
     assert caplog.text.count("the process 4711") == 1, "once in some seconds"
-    assert f"the request {CHAT} of the session 'a' failed" in caplog.text
+    assert f"the request {CHAT} of the session 'a' failed, request id the-first" in caplog.text
+    text = served.app.state.metrics.text().decode()
+    assert 'verl_gateway_turns_total{dialect="chat/completions",status="503"} 2.0' in text, "also of a stream"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -469,6 +472,27 @@ def test_a_wrong_base_url_is_answered_with_the_right_one(served: Served, path: s
     assert f"there is no path '{shown}'" in message
     assert "OpenAI's clients ends with /v1, and the base URL of Anthropic's clients ends without /v1" in message
     assert reply.json().get("type") == ("error" if path.endswith("messages") else None), "in the form of the dialect"
+
+
+def test_metrics_count_cached_tokens_and_failed_generations() -> None:
+    metrics = GatewayMetrics()
+
+    async def generate(*, input_ids: list[int], **_: Any) -> dict[str, Any]:
+        if not input_ids:
+            raise ServerDiedError("the server has died")
+        return {"output_ids": [5], "meta_info": {"finish_reason": {"type": "stop"}, "cached_tokens": 3}}
+
+    measured = metrics.measure(generate)
+    asyncio.run(measured(rid="a", session_id="s", input_ids=[1, 2, 3, 4]))
+    with pytest.raises(ServerDiedError):
+        asyncio.run(measured(rid="b", session_id="s", input_ids=[]))
+    lines = metrics.text().decode().splitlines()
+    assert {"verl_gateway_cached_tokens_total 3.0", "verl_gateway_failed_generations_total 1.0"} <= set(lines)
+
+
+def test_the_live_page_loads_nothing_from_elsewhere(served: Served) -> None:
+    policy = asyncio.run(served.client.get("/ui")).headers["content-security-policy"]
+    assert "default-src 'none'" in policy
 
 
 def test_pages_that_load_scripts_from_elsewhere_are_not_served(served: Served) -> None:

@@ -451,3 +451,37 @@ async def use_slots(renderer: ChatRenderer) -> None:
             await generation.wait()
         assert slots.num_taken == 1
     assert slots.num_taken == 0
+
+
+def test_which_turns_a_request_without_a_slot_can_get(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request that joins a running turn without a client needs no slot. A running turn is never forgotten."""
+    monkeypatch.setattr("verl_server.gateway.sessions.turns.MAX_FINISHED_TURNS", 2)
+    asyncio.run(find_without_slots(renderer))
+
+
+async def find_without_slots(renderer: ChatRenderer) -> None:
+    slots, go, turns = Slots(1), asyncio.Event(), Turns()
+    recorded, progress = RecordedTurns(TrajectoryGraph("s")), TurnProgress(renderer, (), TurnRequest("", ()), {})
+
+    async def turn(*, is_held: bool) -> AssistantTurn:
+        if is_held:
+            await go.wait()
+        return AssistantTurn("id", 1, "", "", (), "stop", None, 1, 0, (), (), ())
+
+    slots.take()
+    held = Generation(turn(is_held=True), 1, progress, slots)
+    turns.add(b"a", held)
+    with held.join():
+        with pytest.raises(GatewayError, match="1 open requests"), turns.arriving(slots, has_id=False):
+            pass
+        for number in range(5):
+            short = Generation(turn(is_held=False), 1, progress)
+            await short.task
+            turns.add(bytes([number]), short)
+        found = turns.find(b"a", recorded, is_retry=True, has_id=True)
+        assert found is held, "the request that was refused above has another fingerprint"
+        assert turns.find(b"a", recorded, is_retry=True) is None, "perhaps the request that was refused above"
+    with turns.arriving(slots, has_id=False):
+        assert turns.find(b"a", recorded, is_retry=False) is held
+    go.set()
+    await held.task

@@ -9,8 +9,10 @@ from typing import Any
 import httpx
 import pytest
 from agent_helpers import ScriptedGenerateFn
+from helpers import free_port, wait_until
 from test_gateway_sessions import LIMITS, ask, renderer, start_gateway
 
+from verl_server import AsyncHttpServerEngineAdapter
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.engines.discovered_servers import FIND_INTERVAL_S
@@ -129,6 +131,7 @@ def test_a_session_ends_by_itself(renderer: ChatRenderer, tmp_path: Path) -> Non
         assert {info.id: info.stop_reason for info in gateway.sessions()} == {expired.id: "expired", lasting.id: None}
 
 
+<<<<<<< HEAD
 def test_the_creation_of_a_session_can_be_repeated(renderer: ChatRenderer, tmp_path: Path) -> None:
     """Also after a restart. A repeated request with another key or other settings is refused."""
     generate = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes")
@@ -160,6 +163,31 @@ def test_the_creation_of_a_session_can_be_repeated(renderer: ChatRenderer, tmp_p
             assert refused.status_code == 400
             assert "there is a session 'a' already" in refused.text
         assert len(gateway.sessions()) == 1
+=======
+def test_a_session_without_requests_ends_by_itself(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_server.gateway.gateway.EXPIRY_INTERVAL_S", 0.05)
+    with start_gateway(renderer, tmp_path, session_expiry_s=1e-6) as gateway:
+        gateway.create_session()
+        wait_until(lambda: gateway.sessions()[0].stop_reason == "expired", 30, "the session has not ended")
+
+
+def test_sampling_params_of_a_session_hold_over_a_restart(renderer: ChatRenderer, tmp_path: Path) -> None:
+    generate, key = ParamsGenerateFn(renderer.tokenizer, lambda prompt: "yes"), ""
+    for content in ("a", "b"):
+        with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as gateway:
+            key = key or gateway.create_session(sampling_params={"temperature": 0.75})[1]
+            assert post(gateway, key, messages=[{"role": "user", "content": content}]).status_code == 200
+        assert generate.params.pop("temperature") == 0.75
+
+
+def test_reasons_of_readiness_have_no_addresses(renderer: ChatRenderer, tmp_path: Path) -> None:
+    adapter = AsyncHttpServerEngineAdapter.attach(f"http://127.0.0.1:{free_port()}")
+    with Gateway(adapter, tmp_path, renderer=renderer, limits=LIMITS) as gateway:
+        reply = httpx.get(f"{gateway.url}/health/readiness", timeout=60.0)
+        assert (reply.status_code, reply.json()["reasons"]) == (503, ["the engine does not answer"])
+>>>>>>> 33046b5 (Tests of the gateway: promises whose defects no test noticed)
 
 
 def test_the_page_of_the_operation_has_its_times() -> None:
