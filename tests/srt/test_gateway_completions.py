@@ -137,7 +137,7 @@ def test_the_offsets_of_tokens_count_characters(cut: int) -> None:
     assert b"".join(tokens).decode() == "🙂aéb<|im_end|>c"
     dialect, ids = CompletionsDialect(), range(len(tokens))
     request = dialect.parse({"model": "m", "prompt": "x", "logprobs": 1})
-    turn = AssistantTurn("t", 1, text, "", (), "stop", None, 1, 0, ids, logprobs, tokens)
+    turn = AssistantTurn("t", 1, b"".join(tokens).decode(), "", (), "stop", None, 1, 0, ids, logprobs, tokens)
     assert dialect.reply(request, turn)["choices"][0]["logprobs"]["text_offset"] == expected
     stream, offsets = dialect.open_stream(request, "t"), list[int]()
     for part in (slice(cut), slice(cut, None)):

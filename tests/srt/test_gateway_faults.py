@@ -477,8 +477,8 @@ def test_a_wrong_base_url_is_answered_with_the_right_one(served: Served, path: s
 def test_metrics_count_cached_tokens_and_failed_generations() -> None:
     metrics = GatewayMetrics()
 
-    async def generate(*, input_ids: list[int], **_: Any) -> dict[str, Any]:
-        if not input_ids:
+    async def generate(*, rid: str, session_id: str, **request: Any) -> dict[str, Any]:
+        if not request["input_ids"]:
             raise ServerDiedError("the server has died")
         return {"output_ids": [5], "meta_info": {"finish_reason": {"type": "stop"}, "cached_tokens": 3}}
 

@@ -460,8 +460,8 @@ def test_which_turns_a_request_without_a_slot_can_get(renderer: ChatRenderer, mo
 
 
 async def find_without_slots(renderer: ChatRenderer) -> None:
-    slots, go, turns = Slots(1), asyncio.Event(), Turns()
-    recorded, progress = RecordedTurns(TrajectoryGraph("s")), TurnProgress(renderer, (), TurnRequest("", ()), {})
+    slots, go, turns = Slots(1), asyncio.Event(), Turns(RecordedTurns(TrajectoryGraph("s")))
+    progress = TurnProgress(renderer, (), TurnRequest("", ()), {})
 
     async def turn(*, is_held: bool) -> AssistantTurn:
         if is_held:
@@ -472,16 +472,16 @@ async def find_without_slots(renderer: ChatRenderer) -> None:
     held = Generation(turn(is_held=True), 1, progress, slots)
     turns.add(b"a", held)
     with held.join():
-        with pytest.raises(GatewayError, match="1 open requests"), turns.arriving(slots, has_id=False):
+        with pytest.raises(GatewayError, match="1 open requests"), turns.arriving(slots, is_retry=False):
             pass
         for number in range(5):
             short = Generation(turn(is_held=False), 1, progress)
             await short.task
             turns.add(bytes([number]), short)
-        found = turns.find(b"a", recorded, is_retry=True, has_id=True)
+        found = turns.find(b"a", is_retry=True, has_id=True)
         assert found is held, "the request that was refused above has another fingerprint"
-        assert turns.find(b"a", recorded, is_retry=True) is None, "perhaps the request that was refused above"
-    with turns.arriving(slots, has_id=False):
-        assert turns.find(b"a", recorded, is_retry=False) is held
+        assert turns.find(b"a", is_retry=True) is None, "perhaps the request that was refused above"
+    with turns.arriving(slots, is_retry=False):
+        assert turns.find(b"a", is_retry=False) is held
     go.set()
     await held.task

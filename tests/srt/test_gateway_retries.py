@@ -142,7 +142,6 @@ def test_a_client_that_leaves_before_the_last_event_has_no_reply(served: Served,
     assert num_turns(served) == (1 if leaves else 2)
 
 
-<<<<<<< HEAD
 # -- turns that are not kept in memory --------------------------------------------------------------------
 
 
@@ -225,7 +224,8 @@ def test_after_a_restart_the_retry_of_a_failed_sample_gets_a_turn_of_its_own(
     served.engine.error = None
     assert asyncio.run(served.post(key | RETRY)).json()["id"] != first
     assert num_turns(served) == 2
-=======
+
+
 def test_metrics_count_a_client_that_left_before_its_reply(served: Served) -> None:
     async def run() -> None:
         key, client = served.key("a"), LeavingClient()
@@ -238,7 +238,6 @@ def test_metrics_count_a_client_that_left_before_its_reply(served: Served) -> No
     asyncio.run(asyncio.wait_for(run(), 30))
     text = served.app.state.metrics.text().decode()
     assert 'verl_gateway_turns_total{dialect="chat/completions",status="499"} 1.0' in text
->>>>>>> 33046b5 (Tests of the gateway: promises whose defects no test noticed)
 
 
 # -- a full disk ------------------------------------------------------------------------------------------

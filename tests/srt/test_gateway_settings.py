@@ -131,7 +131,6 @@ def test_a_session_ends_by_itself(renderer: ChatRenderer, tmp_path: Path) -> Non
         assert {info.id: info.stop_reason for info in gateway.sessions()} == {expired.id: "expired", lasting.id: None}
 
 
-<<<<<<< HEAD
 def test_the_creation_of_a_session_can_be_repeated(renderer: ChatRenderer, tmp_path: Path) -> None:
     """Also after a restart. A repeated request with another key or other settings is refused."""
     generate = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes")
@@ -163,7 +162,8 @@ def test_the_creation_of_a_session_can_be_repeated(renderer: ChatRenderer, tmp_p
             assert refused.status_code == 400
             assert "there is a session 'a' already" in refused.text
         assert len(gateway.sessions()) == 1
-=======
+
+
 def test_a_session_without_requests_ends_by_itself(
     renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +187,6 @@ def test_reasons_of_readiness_have_no_addresses(renderer: ChatRenderer, tmp_path
     with Gateway(adapter, tmp_path, renderer=renderer, limits=LIMITS) as gateway:
         reply = httpx.get(f"{gateway.url}/health/readiness", timeout=60.0)
         assert (reply.status_code, reply.json()["reasons"]) == (503, ["the engine does not answer"])
->>>>>>> 33046b5 (Tests of the gateway: promises whose defects no test noticed)
 
 
 def test_the_page_of_the_operation_has_its_times() -> None:
