@@ -203,7 +203,8 @@ def test_the_page_has_the_limits_of_the_settings(gateway: Gateway) -> None:
     assert config.max_body_bytes == 16 << 20
     assert config.max_image_pixels // 10**6 == 134
     for text in (
-        f"{config.max_body_bytes >> 20} MiB, {config.max_messages:,} messages, {config.max_content_parts:,} content",
+        f"A request may have {config.max_body_bytes >> 20} MiB",
+        f"{config.max_messages:,} messages, {config.max_content_parts:,} content parts",
         f"{config.max_tools:,} tools, {config.max_tool_name_chars} characters in the name of a tool",
         f"A session may have {config.max_session_requests} open requests",
         f"All sessions together may have {config.max_requests:,}",
