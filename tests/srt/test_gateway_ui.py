@@ -6,14 +6,20 @@ import asyncio
 import base64
 import os
 import re
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from browser import needs_browser, open_page
 from test_gateway import ADD, SHORT, ask, gateway, generate, graph_of, openai_client
 
 from verl_server.gateway import Gateway
+from verl_server.gateway.errors import GatewayError
+from verl_server.gateway.http.ui.pages import SessionPages
+from verl_server.trajectory.recorder import Recorder
 
 __all__ = ["gateway", "generate"]
 
@@ -77,6 +83,43 @@ def test_the_view_has_the_kinds_of_conversations_and_the_refused_prompts(gateway
     page = get(gateway, f"/ui/sessions/{info.id}", key).text
     assert re.findall(r'<b class="conversation">(.*?)</b>', page) == ["main", "title"]
     assert re.search("<h2>Notes</h2>\n<ul><li>refused: limit max_context_tokens", page)
+
+
+def test_a_page_is_rendered_once_and_not_for_a_client_that_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function that decodes tokens counts the renders."""
+    renders = list[str]()
+
+    def decode(token_ids: Sequence[int]) -> str:
+        renders.append(threading.current_thread().name)
+        return "a"
+
+    with Recorder(tmp_path, "a") as recorder:
+        recorder.add_node(None, [1, 2, 3], sampled=False)
+    file = tmp_path / "a.jsonl"
+
+    async def leaves() -> bool:
+        return True
+
+    async def stays() -> bool:
+        return False
+
+    async def run() -> None:
+        pages = SessionPages(decode)
+        assert await pages.get(file, leaves) is None
+        assert not renders
+        found = await asyncio.gather(*[pages.get(file, stays) for _ in range(8)])
+        assert len(set(found)) == 1
+        num_calls = len(renders)
+        assert num_calls > 0
+        assert await pages.get(file, leaves) == found[0]
+        assert len(renders) == num_calls
+        monkeypatch.setattr("verl_server.gateway.http.ui.pages.MAX_TOKENS", 2)
+        with pytest.raises(GatewayError, match="more than 2 tokens; `verl-server trajectory show --html`"):
+            await SessionPages(decode).get(file, stays)
+
+    asyncio.run(run())
 
 
 @needs_browser

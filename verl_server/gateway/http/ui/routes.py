@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import functools
 import hashlib
@@ -13,23 +12,19 @@ from pathlib import Path
 import orjson
 from fastapi import FastAPI, Request, Response
 
-from verl_server.errors import BadInputError
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.http.access import Access
-from verl_server.gateway.sessions.session_end import record_kinds
+from verl_server.gateway.http.ui.pages import SessionPages, tag_of
 from verl_server.gateway.sessions.session_info import SessionInfo
 from verl_server.gateway.sessions.session_store import SessionStore
-from verl_server.trajectory.recorder import load_session
-from verl_server.trajectory.view.page import render_page
-from verl_server.trajectory.view.session import make_session_view
 from verl_server.trajectory.view.texts import visible
 from verl_server.trajectory.view.token_texts import DecodeFn
 from verl_server.types import Json
 
 MAX_LISTED_SESSIONS = 500
 """Number of sessions that the page lists: the latest ones."""
-MAX_RECORD_BYTES = 64 << 20
-"""Maximum size of a record that is shown. `verl-server trajectory show` shows longer records."""
+CLIENT_HAS_GONE = 499
+"""Status of a request whose client has gone before its page was rendered. Nobody reads it."""
 
 
 def add_ui_routes(app: FastAPI, store: SessionStore, access: Access, decode: DecodeFn) -> None:
@@ -37,7 +32,7 @@ def add_ui_routes(app: FastAPI, store: SessionStore, access: Access, decode: Dec
 
     `decode`: decodes token ids with special tokens.
     """
-    rendering = asyncio.Semaphore(1)  # many open pages do not take all worker threads
+    pages = SessionPages(decode)
 
     async def page() -> Response:
         return Response(_page(), media_type="text/html", headers={"Content-Security-Policy": _page_policy()})
@@ -54,12 +49,13 @@ def add_ui_routes(app: FastAPI, store: SessionStore, access: Access, decode: Dec
         if session_id not in access.readable_sessions(request):
             raise GatewayError(ErrorKind.NOT_FOUND, "there is no such session for this key")
         file = store.record_file(session_id)
-        if (tag := _tag(file)) is None:
+        if (tag := tag_of(file)) is None:
             raise GatewayError(ErrorKind.NOT_FOUND, f"the session {session_id!r} has no turn yet")
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304)
-        async with rendering:
-            html = await asyncio.to_thread(_render, file, decode)
+        if (found := await pages.get(file, request.is_disconnected)) is None:
+            return Response(status_code=CLIENT_HAS_GONE)
+        tag, html = found
         return Response(html, media_type="text/html", headers={**_no_store(), "ETag": tag})
 
     app.add_api_route("/ui", page, methods=["GET"])
@@ -79,28 +75,6 @@ def _row(store: SessionStore, info: SessionInfo, is_admin: bool) -> Json:
         "metadata": visible(orjson.dumps(info.metadata).decode())[:500] if is_admin else "{}",
         "kilobytes": -(-file.stat().st_size // 1000) if file.exists() else None,
     }
-
-
-def _tag(file: Path) -> str | None:
-    """Changes with the file. None without a file."""
-    try:
-        status = file.stat()
-    except FileNotFoundError:
-        return None
-    return f'"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"'
-
-
-def _render(file: Path, decode: DecodeFn) -> str:
-    """The page of a record, which may be written at the same time. Raises GatewayError if it cannot be shown."""
-    cure = "`verl-server trajectory show` shows the file"
-    if file.stat().st_size > MAX_RECORD_BYTES:
-        raise GatewayError(ErrorKind.TOO_LARGE, f"the record has more than {MAX_RECORD_BYTES >> 20} MiB; {cure}")
-    try:
-        graph = load_session(file)
-        record_kinds(graph)  # of a session that runs; the file gets them at the end of the session
-        return render_page(make_session_view(graph, decode))
-    except BadInputError as error:
-        raise GatewayError(ErrorKind.INTERNAL, f"the record cannot be read: {error.message}") from None
 
 
 @functools.cache
