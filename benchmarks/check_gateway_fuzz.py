@@ -113,7 +113,7 @@ def _run_operation(gateway: Gateway, report: Report, operation: Any, mode: Any, 
 
     session, session_key = gateway.create_session(**SESSION)
     key = gateway.admin_key if operation.path.startswith(("/admin", "/health")) else session_key
-    known = {"session_key": session_key, "session_id": session.id}
+    known = {"session_key": session_key, "session_id": session.id, "name": "policy"}
     headers = {"authorization": f"Bearer {key}"}
 
     @set_seed(seed)

@@ -463,6 +463,7 @@ def test_a_shutdown_aborts_turns_and_frees_the_records(renderer: ChatRenderer, t
         ("/v1/v1/messages", "/v1/v1/messages"),
         ("/session/sk-secret/v1/v1/messages", "/session/KEY/v1/v1/messages"),
         ("/v1/embeddings", "/v1/embeddings"),
+        ("/v1/chat/completions/", "/v1/chat/completions/"),
     ],
 )
 def test_a_wrong_base_url_is_answered_with_the_right_one(served: Served, path: str, shown: str) -> None:

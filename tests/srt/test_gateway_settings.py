@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -120,6 +121,12 @@ def test_names_of_the_model_have_the_form_of_the_client(renderer: ChatRenderer, 
         assert [model["display_name"] for model in listed["data"]] == ["one", "two"]
         assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("one", "two", False)
         assert httpx.get(f"{gateway.url}/v1/models").status_code == 401
+        for name in ("two", "org/any name"):
+            path = f"{gateway.url}/v1/models/{quote(name, safe='')}"
+            assert httpx.get(path, headers=headers).json()["id"] == name
+            shown = httpx.get(path, headers={**headers, "anthropic-version": "2023-06-01"}).json()
+            assert (shown["type"], shown["display_name"]) == ("model", name)
+            assert httpx.get(path).status_code == 401
 
 
 def test_a_session_ends_by_itself(renderer: ChatRenderer, tmp_path: Path) -> None:

@@ -20,18 +20,29 @@ def add_model_routes(app: FastAPI, access: Access, config: GatewayConfig) -> Non
         access.session_of(request)
         return list_models(config.model_names, request.headers)
 
+    async def model(request: Request) -> Json:
+        """A model by its name. The gateway accepts every name."""
+        access.session_of(request)
+        return _model(request.path_params["name"], request.headers)
+
     async def root() -> Response:
         return Response()
 
     for prefix in ("", "/session/{session_key}"):
         app.add_api_route(f"{prefix}/v1/models", models, methods=["GET"])
+        app.add_api_route(f"{prefix}/v1/models/{{name:path}}", model, methods=["GET"])
         app.add_api_route(f"{prefix}/", root, methods=["GET", "HEAD"])
 
 
 def list_models(names: tuple[str, ...], headers: Mapping[str, str]) -> Json:
     """The names of the model, as Anthropic writes them for its clients, and otherwise as OpenAI does."""
+    models = [_model(name, headers) for name in names]
     if "anthropic-version" in headers:
-        data = [{"type": "model", "id": name, "display_name": name, "created_at": CREATED_AT} for name in names]
-        return {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
-    models = [{"id": name, "object": "model", "created": 0, "owned_by": "verl_server"} for name in names]
+        return {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
     return {"object": "list", "data": models}
+
+
+def _model(name: str, headers: Mapping[str, str]) -> Json:
+    if "anthropic-version" in headers:
+        return {"type": "model", "id": name, "display_name": name, "created_at": CREATED_AT}
+    return {"id": name, "object": "model", "created": 0, "owned_by": "verl_server"}

@@ -62,12 +62,14 @@ def make_openapi() -> Json:
 def _dialect_paths() -> Json:
     paths: Json = {}
     models = _operation("The names of the model", SESSION_KEY, errors=(401, 404))
+    model = _operation("A model. Each name is accepted", SESSION_KEY, errors=(401, 404))
     for prefix, parameters in (("", []), ("/session/{session_key}", [_path_parameter("session_key")])):
         for path, schema in BODIES.items():
             types = (JSON,) if path.endswith("count_tokens") else (JSON, EVENTS)
             post = _operation(f"POST {path}", SESSION_KEY, body=schema, types=types, errors=tuple(ERRORS))
             paths[prefix + path] = {"parameters": parameters, "post": post}
         paths[f"{prefix}/v1/models"] = {"parameters": parameters, "get": models}
+        paths[f"{prefix}/v1/models/{{name}}"] = {"parameters": [*parameters, _path_parameter("name")], "get": model}
     return paths
 
 

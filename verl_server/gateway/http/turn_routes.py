@@ -26,7 +26,9 @@ class GatewayApp(FastAPI):
     """The application of the gateway: FastAPI's behind `RequestContext` and `TurnRoutes`."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
-        super().__init__(title="verl_server gateway", openapi_url=None, docs_url=None, redoc_url=None)
+        super().__init__(
+            title="verl_server gateway", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
+        )
         self.state.metrics = metrics
         self._entry: ASGIApp = super().__call__
 
