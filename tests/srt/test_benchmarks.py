@@ -184,7 +184,17 @@ def test_bench_gateway_measures_every_part(
     from common import Options, environment
     from gateway_conversation import DIALECTS
     from gateway_report import report
-    from gateway_systems import ENGINE, GATEWAY, LITELLM, ROUTER, UPSTREAM, gateway, with_key
+    from gateway_systems import (
+        ENGINE,
+        ENGINE_LOGPROBS,
+        GATEWAY,
+        LITELLM,
+        ROUTER,
+        UPSTREAM,
+        engine_with_logprobs,
+        gateway,
+        with_key,
+    )
 
     plan = replace(bench.QUICK, in_flight=(1, 2, 3), turns=5)
     samples = bench.measure(plan, ("upstream", "turns"))
@@ -195,11 +205,12 @@ def test_bench_gateway_measures_every_part(
         gateway(tmp_path, server_url=server.base_url) as ours,
     ):
         systems = {ENGINE: with_key(server.base_url, KEY), ROUTER: with_key(router, KEY), GATEWAY: ours}
+        systems[ENGINE_LOGPROBS] = engine_with_logprobs(server.base_url, tiny("qwen3"))
         samples["engine"] = asyncio.run(bench.measure_systems(systems, plan, 1, 0.1, plan.engine_tokens))
     options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
     report(options, environment(), plan, samples)
     record = json.loads(options.json.read_text())
-    assert len(record["targets"]) == 2 + 2 + len(DIALECTS)
+    assert len(record["targets"]) == 4 + 2 + len(DIALECTS)
     assert set(record["samples"]["upstream"]) == {case.name for case in plan.cases}
     for systems_of_case in record["samples"]["upstream"].values():
         assert set(systems_of_case) == {UPSTREAM, GATEWAY, LITELLM}
