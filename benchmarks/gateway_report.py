@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from common import CONSOLE, Options, Summary, Target, show_table, show_targets, summarize, write_result
-from gateway_systems import ENGINE, ENGINE_LOGPROBS, GATEWAY, LITELLM, UPSTREAM
-from plots import grouped_bars, legend_below, new_figure, save_figure
+from gateway_systems import ENGINE, ENGINE_LOGPROBS, GATEWAY, LITELLM, ROUTER, UPSTREAM
+from plots import COLOURS, grouped_bars, legend_below, new_figure, save_figure
 
 from verl_server.types import Json
 
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 NAME = "bench_gateway"
 BASELINES = {"engine": ENGINE, "upstream": UPSTREAM}
+SYSTEM_COLOURS = dict(
+    zip((ENGINE, ENGINE_LOGPROBS, ROUTER, GATEWAY, LITELLM, UPSTREAM), (*COLOURS[:5], "#bb8844"), strict=True)
+)
+"""The same colour for a system in all parts."""
 MAX_KEPT_LATENCIES = 200
 """Number of latencies of a burst that the result file has: evenly chosen from the sorted latencies."""
 
@@ -184,7 +188,7 @@ def _plot_systems(axis: Any, part: str, cases: Mapping[str, Any]) -> None:
     bars = {name: [summarize(_rates(systems[name])) for systems in cases.values()] for name in names}
     title = f"Requests per second, {part} (median; whiskers: quartiles)"
     groups = [case.replace(", ", "\n") for case in cases]
-    grouped_bars(axis, groups, bars, title=title, ylabel="requests/s", digits=0)
+    grouped_bars(axis, groups, bars, title=title, ylabel="requests/s", digits=0, colours=SYSTEM_COLOURS)
     axis.set_yscale("log")
 
 
