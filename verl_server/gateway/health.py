@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from verl_server.agent.user_code import call_within
 from verl_server.errors import DeadlineError
 from verl_server.gateway.engines.engine_source import EngineReport, EngineSource
 from verl_server.gateway.errors import GatewayError
+from verl_server.gateway.hanging_calls import CallThatMayHang
 from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.types import Json
@@ -41,8 +40,8 @@ class GatewayHealth:
         """`engine`: None for sessions whose engine cannot be asked. `max_context_tokens`: limit of the gateway."""
         self._run_dir, self._store, self._engine, self._metrics = run_dir, store, engine, metrics
         self._max_context_tokens = max_context_tokens
-        self._probes = ThreadPoolExecutor(1, "verl-gateway-probe")
-        """The thread that writes the probe: long prompts can take all threads that the event loop shares."""
+        self._probe = CallThatMayHang("writing the probe", _write_probe)
+        """In a thread of its own: long prompts can take all threads that the event loop shares."""
 
     async def reasons(self) -> list[str]:
         """Why the gateway is not ready. Empty: ready. The texts have no addresses: anybody may read them."""
@@ -71,8 +70,7 @@ class GatewayHealth:
         if self._store.is_closed:
             return ["the gateway shuts down"]
         try:
-            async with asyncio.timeout(FOLDER_TIMEOUT_S):
-                await asyncio.get_running_loop().run_in_executor(self._probes, _write_probe, self._run_dir)
+            await self._probe.result(FOLDER_TIMEOUT_S, self._run_dir)
         except TimeoutError:
             return [f"the folder of the records took no file for {FOLDER_TIMEOUT_S:g} s"]
         except OSError as error:

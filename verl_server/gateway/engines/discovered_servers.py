@@ -17,6 +17,7 @@ from verl_server.gateway.engines.engine_source import EngineParts, EngineReport
 from verl_server.gateway.engines.known_engine import ANSWER_TIMEOUT_S, ask_server
 from verl_server.gateway.engines.server_tokenizers import ServerTokenizers
 from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.gateway.hanging_calls import CallThatMayHang
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process.static_replicas import ProbedServers, servers_by_url
 from verl_server.router.token_reports import OnTokens
@@ -34,37 +35,6 @@ CLOSE_TIMEOUT_S = 2.0
 
 FindServers = Callable[[], Mapping[str, RemoteServer]]
 """Finds the servers that run now, by name. May block; is called in a daemon thread, one call at a time."""
-
-
-class _CallThatMayHang:
-    """Calls a function in a daemon thread. No other call begins beside a call that hangs."""
-
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        """`name`: what the function does, for the error."""
-        self._name, self._function = name, function
-        self._task: asyncio.Task[Any] | None = None
-        self._deadline = 0.0
-
-    async def result(self, *args: Any) -> Any:
-        """Call the function, or wait for the call that still runs.
-
-        Raises TimeoutError when the call has run for `FIND_TIMEOUT_S` seconds, and the exceptions of the function.
-        """
-        now = asyncio.get_running_loop().time()
-        if self._task is None:
-            self._task = asyncio.create_task(call_user_function(self._function, *args))
-            self._deadline = now + FIND_TIMEOUT_S
-        await asyncio.wait((self._task,), timeout=max(self._deadline - now, 0.0))
-        if not self._task.done():
-            raise TimeoutError(f"{self._name} took more than {FIND_TIMEOUT_S:g} s")
-        task, self._task = self._task, None
-        return task.result()
-
-    async def cancel(self) -> None:
-        """Wait for the call no more. A function that hangs does so in its daemon thread."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
 
 class DiscoveredServers:
@@ -97,8 +67,8 @@ class DiscoveredServers:
         self._problem = ""
         """Why the search or the tokenizer failed the last time. The reason is logged once."""
         self._following: asyncio.Task[None] | None = None
-        self._search = _CallThatMayHang("the search for servers", self._find)
-        self._load = _CallThatMayHang("loading the tokenizer", self._load_renderer)
+        self._search = CallThatMayHang("the search for servers", self._find)
+        self._load = CallThatMayHang("loading the tokenizer", self._load_renderer)
 
     async def start(self) -> None:
         """Begin to look for servers."""
@@ -185,7 +155,7 @@ class DiscoveredServers:
     async def _look(self) -> None:
         """Look for servers once. Makes the parts of the engine when the first server has answered."""
         assert self._probed is not None
-        servers: Mapping[str, RemoteServer] = await self._search.result()
+        servers: Mapping[str, RemoteServer] = await self._search.result(FIND_TIMEOUT_S)
         await self._probed.set_servers(servers)
         if self._parts is None and self._probed.infos:
             await self._find_parts(self._probed)
@@ -193,7 +163,7 @@ class DiscoveredServers:
     async def _find_parts(self, probed: ProbedServers) -> None:
         """Make the parts of the engine. Servers that were admitted before are compared with the first one."""
         first, info = next(iter(probed.infos.items()))
-        renderer = self._renderer or await self._load.result(info)
+        renderer = self._renderer or await self._load.result(FIND_TIMEOUT_S, info)
         self._tokenizers = ServerTokenizers(first, info)
         await probed.probe_all()
         if infos := list(probed.infos.values()):
