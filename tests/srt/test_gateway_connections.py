@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import http.client
 import socket
@@ -15,11 +17,17 @@ import httpx
 import orjson
 import pytest
 from agent_helpers import renderer_with_template
+from starlette.types import Message
 from test_gateway_limits import CHAT, LIMITS, HeldGenerateFn, ask, wait_until
 
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
+from verl_server.gateway.conversation import AssistantTurn, TurnRequest
+from verl_server.gateway.http.connections import EXTENSION
+from verl_server.gateway.http.turn_replies import PART_BYTES, TurnReply
+from verl_server.gateway.sessions.generation import Generation
+from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 from verl_server.trajectory import ChatRenderer
 
@@ -213,6 +221,34 @@ def test_a_client_that_leaves_in_the_middle_of_a_long_reply_has_no_turn(renderer
             reply = httpx.post(f"{gateway.url}{CHAT}", content=body, headers={"x-api-key": key}, timeout=60.0)
             assert len(reply.json()["choices"][0]["logprobs"]["content"]) == 120_000
             assert generate.num_calls == num_calls
+
+
+@pytest.mark.parametrize("num_bytes", [10, 3 * PART_BYTES])
+def test_a_reply_to_a_connection_that_closes_is_not_delivered(num_bytes: int, renderer: ChatRenderer) -> None:
+    """The parts of a reply to such a connection wait for nothing, and the application is told later that it closed."""
+
+    async def send_reply(is_closing: bool) -> bool:
+        turn = AssistantTurn("id", 1, "", "", (), "stop", None, 1, 0, (), (), ())
+        generation = Generation(asyncio.sleep(0, turn), 1, TurnProgress(renderer, (), TurnRequest("", ()), {}))
+        gone, client = asyncio.create_task(asyncio.sleep(60)), contextlib.ExitStack()
+        client.enter_context(generation.join())
+        reply = TurnReply(b"a" * num_bytes, generation, gone, client)
+        sent = list[Message]()
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        async def receive() -> Message:
+            raise AssertionError("the body has been read")
+
+        extensions = {EXTENSION: {"is_closing": lambda: is_closing}}
+        await reply({"type": "http", "extensions": extensions}, receive, send)
+        gone.cancel()
+        assert sum(len(message.get("body", b"")) for message in sent) == num_bytes
+        return generation.is_delivered
+
+    assert asyncio.run(send_reply(False))
+    assert not asyncio.run(send_reply(True))
 
 
 def exchange(gateway: Gateway, *parts: bytes) -> bytes:

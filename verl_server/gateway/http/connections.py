@@ -7,6 +7,7 @@ from typing import Any
 
 import httptools
 import orjson
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from verl_server.gateway.config import GatewayConfig
@@ -17,6 +18,8 @@ MAX_WAITING_REQUESTS = 8
 """Requests that a client may send before the reply to an earlier one, until its connection is read no more."""
 MAX_HEAD_BYTES = 64 << 10
 """Maximum number of bytes of the head of a request: the URL and all header lines."""
+EXTENSION = "verl_server.connection"
+"""Name of the extension of the scope of a request that tells whether its connection closes."""
 LINGER_S = 1.0
 """Seconds in which bytes of a refused head are read and dropped. A client that still sends can then read the reply."""
 
@@ -127,6 +130,7 @@ class _Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Answer a request. The time for its body begins now, also if the request has waited."""
         self._running = cycle
+        cycle.scope["extensions"] = {EXTENSION: {"is_closing": self.transport.is_closing}}
         self._expect(self.settings.body_timeout_s if cycle.more_body else None)
         super()._start_asgi_task(cycle, app)
 
@@ -156,6 +160,12 @@ class _Connection(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.close)
+
+
+def is_closing(scope: Scope) -> bool:
+    """Whether the connection of a request closes. The application is told so only in a later step of the event loop."""
+    found = scope.get("extensions", {}).get(EXTENSION)
+    return found is not None and bool(found["is_closing"]())
 
 
 def _refusal(status: str, kind: ErrorKind, message: str) -> bytes:

@@ -10,6 +10,7 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from verl_server.gateway.http.connections import is_closing
 from verl_server.gateway.sessions.generation import Generation
 
 PART_BYTES = 64 * 1024
@@ -39,7 +40,7 @@ class TurnReply(Response):
                 for part in (*self._parts, b""):  # the last send waits until the client has taken the last part
                     await send({"type": "http.response.body", "body": part, "more_body": True})
             await asyncio.sleep(0)  # the client may have gone just now: then `gone` is done now
-            if not self._gone.done():
+            if not self._gone.done() and not is_closing(scope):
                 self._generation.set_delivered()
             if is_long:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
