@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from collections.abc import Sequence
 from typing import Unpack
 
@@ -131,7 +131,7 @@ class Cursor:
             raise self._state.stop(limit)
         return await generate_whole_turn(
             self._state.generate,
-            rid=f"{session_id}-{leaf}-{uuid.uuid4().hex[:8]}",
+            rid=f"{session_id}-{leaf}-{secrets.token_hex(4)}",
             session_id=session_id,
             on_tokens=on_tokens,
             return_logprob=True,

@@ -17,7 +17,8 @@ from verl_server.types import Json
 BILLING_HEADER = "x-anthropic-billing-header"
 """Beginning of a line that Claude Code writes above its system prompt. The line is another one in each request."""
 MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
-THOUGHT_TYPES = ("thinking", "redacted_thinking")
+NO_TEXT_TYPES = ("tool_use", "thinking", "redacted_thinking")
+"""Types of the blocks of an assistant message that are not part of its text."""
 CLIENT_TOOL_PREFIXES = ("bash_", "text_editor_", "computer_", "browser_", "memory_")
 """Beginnings of the types of tools that the agent runs, and whose schema only Anthropic's models know."""
 
@@ -35,7 +36,10 @@ def parse_messages(messages: Sequence[Json]) -> list[Json]:
     """The messages. A message with results of tools becomes several messages."""
     parsed = list[Json]()
     for index, message in enumerate(messages):
-        parsed += _named(f"messages.{index}", _parse_message, message)
+        try:
+            parsed += _parse_message(message)
+        except GatewayError as error:
+            raise bad_request(f"messages.{index}: {error.message}") from None
     return parsed
 
 
@@ -70,7 +74,7 @@ def _parse_result(block: Json) -> Json:
 
 def _parse_assistant(blocks: Sequence[Json]) -> Json:
     calls = [block for block in blocks if block.get("type") == "tool_use"]
-    texts = [block for block in blocks if block.get("type") not in ("tool_use", *THOUGHT_TYPES)]
+    texts = [block for block in blocks if block.get("type") not in NO_TEXT_TYPES]
     message: Json = {"role": "assistant", "content": _text_of(texts)}
     if calls:
         message["tool_calls"] = [

@@ -23,6 +23,7 @@ from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.access import Access
 from verl_server.gateway.http.admin import add_admin_routes
 from verl_server.gateway.http.bodies import parse_object, read_body
+from verl_server.gateway.http.connections import is_closing
 from verl_server.gateway.http.health import add_health_routes
 from verl_server.gateway.http.models import add_model_routes
 from verl_server.gateway.http.openapi import add_openapi_route
@@ -128,7 +129,8 @@ def _make_handler(dialect: Dialect, access: Access, config: GatewayConfig) -> Ca
             with session.arriving(is_retry=is_retry):  # a request without a slot is refused before its body is read
                 raw = await read_body(request, config.max_body_bytes)
                 turn_request = await run_aside(is_short_body(len(raw)), _parse, dialect.parse, raw, config)
-                session = access.session_of(request)  # the session may have ended while the body arrived
+                if not session.is_open:  # the session has ended while the body arrived
+                    session = access.session_of(request)
                 request.state.session_id = session.id
                 fingerprint = _fingerprint(dialect, request.headers, raw)
                 generation = await session.start_turn(turn_request, fingerprint, is_retry=is_retry, has_id=has_id)
@@ -149,10 +151,12 @@ def _make_count_handler(
 ) -> Callable[[Request], Awaitable[Response]]:
     async def count(request: Request) -> Response:
         try:
-            with access.session_of(request).slots.held():
+            session = access.session_of(request)
+            with session.slots.held():
                 raw = await read_body(request, config.max_body_bytes)
                 counted = await run_aside(is_short_body(len(raw)), _parse, dialect.parse_count, raw, config)
-                session = access.session_of(request)
+                if not session.is_open:
+                    session = access.session_of(request)
                 request.state.session_id = session.id
                 return json_response(dialect.count_reply(await session.count_tokens(counted)))
         except Exception as error:  # noqa: BLE001 - every error is answered in the words of the dialect
@@ -211,7 +215,8 @@ async def _events(
         return
     for event in stream.end(turn):
         yield event.encode()
-    if not await request.is_disconnected():  # uvicorn sends nothing, and raises nothing, when the client has gone
+    # uvicorn sends nothing, and raises nothing, when the client has gone.
+    if not await request.is_disconnected() and not is_closing(request.scope):
         generation.set_delivered()
 
 

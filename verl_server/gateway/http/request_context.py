@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import time
-import uuid
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders, State
@@ -82,7 +82,7 @@ class RequestContext:
 
 def request_id_of(given: str | None) -> str:
     """The id that a client has given, or a random id."""
-    return given if given is not None and VALID_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if given is not None and VALID_ID.fullmatch(given) else secrets.token_hex(16)
 
 
 def mark_first_token(state: State) -> None:

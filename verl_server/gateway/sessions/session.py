@@ -159,6 +159,11 @@ class Session:
         """Why the last request without a turn failed, see `Turns.failure`."""
         return self._turns.failure
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called."""
+        return self._closed is None
+
     def _require_open(self) -> None:
         if self._closed is not None:
             raise self._closed

@@ -47,19 +47,21 @@ class Slots:
         if self._parent is not None:
             self._parent.require_free()
 
-    @contextlib.contextmanager
-    def arriving(self) -> Iterator[None]:
-        """Count a request that is being read, until it has a slot or is refused.
+    def begin_arrival(self) -> None:
+        """Count a request that is being read, until `end_arrival`.
 
         Raises GatewayError if as many requests as there are slots are being read.
         """
         self._require(self.num_arriving)
-        with contextlib.nullcontext() if self._parent is None else self._parent.arriving():
-            self.num_arriving += 1
-            try:
-                yield
-            finally:
-                self.num_arriving -= 1
+        if self._parent is not None:
+            self._parent.begin_arrival()
+        self.num_arriving += 1
+
+    def end_arrival(self) -> None:
+        """The request of `begin_arrival` has a slot or is refused."""
+        self.num_arriving -= 1
+        if self._parent is not None:
+            self._parent.end_arrival()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

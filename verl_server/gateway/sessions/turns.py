@@ -84,16 +84,18 @@ class Turns:
         a sample that has an equal request. `is_retry`: as in `find`. The first refusal of such a request was counted,
         or its fingerprint will tell which request it is.
         """
-        with contextlib.ExitStack() as stack:
-            try:
-                # A request that joins a running turn without a client needs no slot.
-                if slots.is_full and not any(turn.is_abandoned and not turn.task.done() for turn in self):
-                    slots.require_free()
-                stack.enter_context(slots.arriving())
-            except GatewayError:
-                self._num_unread = min(self._num_unread + (not is_retry), MAX_FINISHED_TURNS)
-                raise
+        try:
+            # A request that joins a running turn without a client needs no slot.
+            if slots.is_full and not any(turn.is_abandoned and not turn.task.done() for turn in self):
+                slots.require_free()
+            slots.begin_arrival()
+        except GatewayError:
+            self._num_unread = min(self._num_unread + (not is_retry), MAX_FINISHED_TURNS)
+            raise
+        try:
             yield
+        finally:
+            slots.end_arrival()
 
     def _take_failed(self, fingerprint: bytes, turns: list[Generation]) -> bool:
         """Whether an equal request has failed and was not sent again before. Each of them counts once."""
