@@ -221,7 +221,7 @@ class RouterConfig:
     max_attempts: int = 8
     """Maximum number of failed attempts per call. The error of the last one is raised. Attempts that the server
     aborts, for example for a weight update, and probes of replicas that failed before are not counted."""
-    min_tokens_per_event: int = 16
+    min_tokens_per_event: int = 64
     """Minimum number of tokens per stream event of a replica. A lost replica costs each of its requests at most the
     tokens of one event. Long generations use larger events, at most 64 events each."""
     result_cache_bytes: int = 256 << 20

@@ -121,8 +121,8 @@ async def http_router(dispatcher: Dispatcher) -> AsyncIterator[str]:
 # -- stream events -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("max_new_tokens", "interval"), [(10, None), (16, None), (500, 16), (32_000, 500)])
-def test_stream_has_at_most_64_events_of_at_least_16_tokens(max_new_tokens: int, interval: int | None) -> None:
+@pytest.mark.parametrize(("max_new_tokens", "interval"), [(10, None), (64, None), (500, 64), (32_000, 500)])
+def test_stream_has_at_most_64_events_of_at_least_64_tokens(max_new_tokens: int, interval: int | None) -> None:
     """A request whose stream would have one event is not streamed."""
 
     async def run() -> None:
@@ -1320,12 +1320,12 @@ def test_a_generation_that_is_lost_at_the_end_of_the_context_starts_again() -> N
         dispatcher = Dispatcher()
         server = ShortContext()
         dispatcher.pool.add_replica("a", server, 0)
-        call = asyncio.ensure_future(dispatcher.generate({**LONG_REQUEST, "sampling_params": {"max_new_tokens": 150}}))
+        call = asyncio.ensure_future(dispatcher.generate({**LONG_REQUEST, "sampling_params": {"max_new_tokens": 250}}))
         await wait_for(lambda: bool(dispatcher.snapshot().queued_requests))
         dispatcher.pool.update_replica("a", admitted=True)
-        assert (await call)["output_ids"] == list(range(150))
+        assert (await call)["output_ids"] == list(range(250))
         with pytest.raises(BadInputError, match="at most 99"):
-            await dispatcher.generate({"input_ids": [1] * 100, "sampling_params": {"max_new_tokens": 150}})
+            await dispatcher.generate({"input_ids": [1] * 100, "sampling_params": {"max_new_tokens": 250}})
 
     asyncio.run(run())
 

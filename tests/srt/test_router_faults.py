@@ -358,17 +358,17 @@ def test_prompts_with_log_probabilities_are_repeated_in_few_events() -> None:
 
     async def stream(**request: Any) -> AsyncIterator[Any]:
         intervals.append(request["sampling_params"]["stream_interval"])
-        meta = {"weight_version": 0, "completion_tokens": 4000, "finish_reason": {"type": "length", "length": 4000}}
-        yield {"output_ids": [7] * 4000, "meta_info": meta}
+        meta = {"weight_version": 0, "completion_tokens": 6400, "finish_reason": {"type": "length", "length": 6400}}
+        yield {"output_ids": [7] * 6400, "meta_info": meta}
 
     async def run() -> None:
         dispatcher = Dispatcher()
         server: Any = SimpleNamespace(base_url="http://server", api_key=None, generate_stream=stream)
         dispatcher.pool.add_replica("a", server, 0)
-        request = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4000}, "return_logprob": True}
+        request = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 6400}, "return_logprob": True}
         for start in (None, -1, 0):
             await dispatcher.generate({**request, "logprob_start_len": start})
-        assert intervals == [4000 // 64, 4000 // 64, 1000]
+        assert intervals == [6400 // 64, 6400 // 64, 1600]
         await dispatcher.close()
 
     asyncio.run(run())
