@@ -83,8 +83,8 @@ class LeavingClient:
         self._leaves_at, self._has_left = leaves_at, asyncio.Event()
         self.leave = self._has_left.set
 
-    async def post(self, served: Served, headers: dict[str, str], **body: Any) -> None:
-        """Send a chat, and read the reply until the client leaves."""
+    async def post(self, served: Served, headers: dict[str, str], path: str = CHAT, **body: Any) -> None:
+        """Send a request, and read the reply until the client leaves."""
         received = [orjson.dumps({"model": "m", "messages": HELLO, **body})]
 
         async def receive() -> dict[str, Any]:
@@ -101,7 +101,7 @@ class LeavingClient:
             "type": "http",
             "http_version": "1.1",
             "method": "POST",
-            "path": CHAT,
+            "path": path,
             "query_string": b"",
             "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
         }
@@ -142,19 +142,63 @@ def test_a_client_that_leaves_before_the_last_event_has_no_reply(served: Served,
     assert num_turns(served) == (1 if leaves else 2)
 
 
-# -- turns that are not kept in memory --------------------------------------------------------------------
-
-
-async def end_of_leaving_client(served: Served, key: dict[str, str], **body: Any) -> None:
+async def end_of_leaving_client(served: Served, key: dict[str, str], **request: Any) -> None:
     """A client asks and leaves while its turn is generated. The turn then ends."""
     client, num_calls = LeavingClient(), served.engine.num_calls
     served.engine.go.clear()
-    request = asyncio.create_task(client.post(served, key, **body))
+    task = asyncio.create_task(client.post(served, key, **request))
     await served.engine.wait_for_calls(num_calls + 1)
     client.leave()
-    await request
+    await task
     served.engine.go.set()
     await served.store.session("a").wait_for_turns()
+
+
+# -- the billing line, which Claude Code changes with each request ----------------------------------------
+
+BILLING = "x-anthropic-billing-header: cch="
+MESSAGES = "/v1/messages"
+
+
+def asking(text: str, system: Any = None) -> dict[str, Any]:
+    """The body of a request whose messages stand before the system prompt."""
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": text}]}
+    return body if system is None else {**body, "system": system}
+
+
+def billed(number: int, text: str = "S") -> list[Any]:
+    return [{"type": "text", "text": f"{BILLING}{number};"}, {"type": "text", "text": text}]
+
+
+@pytest.mark.parametrize(
+    ("path", "first", "second", "is_same"),
+    [
+        (CHAT, asking(f"What is {BILLING} in A?"), asking(f"What is {BILLING} in B?"), False),
+        (MESSAGES, asking(f"What is {BILLING} in A?"), asking(f"What is {BILLING} in B?"), False),
+        (MESSAGES, asking("a", "T"), asking("a", "U"), False),
+        (MESSAGES, asking("a", f"T\n{BILLING}1;"), asking("a", f"T\n{BILLING}2;"), False),
+        (MESSAGES, asking("a", f"{BILLING}1;\nT"), asking("a", f"{BILLING}2;\nU"), False),
+        (MESSAGES, asking("a", f"{BILLING}1;\nT"), asking("a", f"{BILLING}2;\nT"), True),
+        (MESSAGES, asking("a", billed(1, "T")), asking("a", billed(2, "U")), False),
+        (MESSAGES, asking("a", billed(1)), asking("a", billed(2)), True),
+        (MESSAGES, asking(f"What is {BILLING}?", billed(1)), asking(f"What is {BILLING}?", billed(2)), True),
+    ],
+)
+def test_only_the_billing_line_may_differ_when_a_request_is_sent_again(
+    served: Served, path: str, first: dict[str, Any], second: dict[str, Any], is_same: bool
+) -> None:
+    """The client of the first request has left. Its turn is no reply to another question."""
+
+    async def run() -> None:
+        key = served.key("a")
+        await end_of_leaving_client(served, key, path=path, **first)
+        assert (await served.post(key, path, **second)).status_code == 200
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert num_turns(served) == (1 if is_same else 2)
+
+
+# -- turns that are not kept in memory --------------------------------------------------------------------
 
 
 async def forget_turns(served: Served, key: dict[str, str]) -> None:

@@ -23,10 +23,8 @@ from hypothesis import strategies as st
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
 from verl_server.gateway.conversation import TurnRequest
-from verl_server.gateway.dialects.anthropic_messages import AnthropicDialect
 from verl_server.gateway.dialects.schemas import encode_schema
 from verl_server.gateway.errors import GatewayError
-from verl_server.gateway.http.app import _fingerprint
 from verl_server.gateway.sessions import key_memo
 from verl_server.gateway.sessions.history import conversation_keys, tools_digest
 from verl_server.gateway.sessions.key_memo import MAX_CONVERSATIONS, KeyMemo
@@ -106,17 +104,6 @@ def test_the_largest_schemas_that_are_accepted_can_be_compiled(schema: Any) -> N
     """In a process of its own: xgrammar cannot be interrupted. The grammars of refused schemas take minutes."""
     encoded = encode_schema("response_format", schema).encode()
     subprocess.run([sys.executable, "-c", COMPILE], input=encoded, check=True, timeout=100)
-
-
-def test_a_retry_with_another_billing_line_is_the_same_request() -> None:
-    """Claude Code changes this line of its system prompt with each request."""
-
-    def identify(line: str) -> bytes:
-        body = orjson.dumps({"system": [{"type": "text", "text": f"x-anthropic-billing-header: {line}"}], "model": "m"})
-        return _fingerprint(AnthropicDialect(), {}, body)
-
-    assert identify("cch=1;") == identify("cch=2;")
-    assert identify("cch=1;") != _fingerprint(AnthropicDialect(), {}, b'{"system": []}')
 
 
 CALLS = [

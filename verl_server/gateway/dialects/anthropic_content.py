@@ -25,11 +25,22 @@ CLIENT_TOOL_PREFIXES = ("bash_", "text_editor_", "computer_", "browser_", "memor
 
 def parse_system(value: Any) -> list[Json]:
     """The system prompt: no message or one message, without the line of the billing header."""
-    blocks = _read_blocks("system", value or "")
-    if blocks and str(blocks[0].get("text")).startswith(BILLING_HEADER):
-        blocks = [{**blocks[0], "text": str(blocks[0]["text"]).partition("\n")[2]}, *blocks[1:]]
-    text = _named("system", _text_of, blocks)
+    text = _named("system", _text_of, _read_blocks("system", without_billing_line(value) or ""))
     return [{"role": "system", "content": text}] if text else []
+
+
+def without_billing_line(system: Any) -> Any:
+    """`system` of a body without the line of the billing header: the first line of its text, or of its first block.
+
+    Without such a line: the same object, also if it is no valid system prompt.
+    """
+    if isinstance(system, str) and system.startswith(BILLING_HEADER):
+        return system.partition("\n")[2]
+    first = system[0] if isinstance(system, list) and system else None
+    text = first.get("text") if isinstance(first, dict) else None
+    if isinstance(first, dict) and isinstance(text, str) and text.startswith(BILLING_HEADER):
+        return [{**first, "text": text.partition("\n")[2]}, *system[1:]]
+    return system
 
 
 def parse_messages(messages: Sequence[Json]) -> list[Json]:

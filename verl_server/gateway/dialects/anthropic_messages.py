@@ -28,6 +28,7 @@ from verl_server.gateway.dialects.anthropic_content import (
     parse_output_format,
     parse_system,
     parse_tools,
+    without_billing_line,
 )
 from verl_server.gateway.dialects.dialect import Dialect
 from verl_server.gateway.dialects.fields import (
@@ -93,6 +94,12 @@ class AnthropicDialect(Dialect):
             ),
             stream=read_flag(body, "stream"),
         )
+
+    def identity(self, body: Json, raw: bytes) -> bytes:
+        """Without the billing line: Claude Code changes the line when it sends a request again."""
+        system = body.get("system")
+        known = without_billing_line(system)
+        return raw if known is system else orjson.dumps({**body, "system": known})
 
     def reply(self, request: TurnRequest, turn: AssistantTurn) -> Json:
         ending = _ending(turn)

@@ -30,6 +30,10 @@ class Dialect(ABC):
         """The body of the reply with the number of tokens of a prompt."""
         return {"input_tokens": num_tokens}
 
+    def identity(self, body: Json, raw: bytes) -> bytes:
+        """The bytes that are equal when a client sends a request again. `raw`: the bytes that were parsed to `body`."""
+        return raw
+
     @abstractmethod
     def reply(self, request: TurnRequest, turn: AssistantTurn) -> Json:
         """The body of the reply with a turn."""

@@ -41,8 +41,6 @@ from verl_server.types import Json
 
 MAX_FIELD_CHARS = 200
 """Maximum number of characters of the name of a field in an error."""
-BILLING_LINE = re.compile(rb'x-anthropic-billing-header:[^"\\]*')
-"""Line of a system prompt in the JSON of a request, see `anthropic_content.py`."""
 
 
 def make_app(
@@ -124,16 +122,16 @@ def _make_handler(dialect: Dialect, access: Access, config: GatewayConfig) -> Ca
     async def handle(request: Request) -> Response:
         try:
             request.state.dialect = dialect.path.removeprefix("/v1/")
-            session, has_id = access.session_of(request), bool(request.headers.get("idempotency-key"))
-            is_retry = _is_retry(request.headers)
+            session, is_retry = access.session_of(request), _is_retry(request.headers)
+            key = request.headers.get("idempotency-key", "")
             with session.arriving(is_retry=is_retry):  # a request without a slot is refused before its body is read
                 raw = await read_body(request, config.max_body_bytes)
-                turn_request = await run_aside(is_short_body(len(raw)), _parse, dialect.parse, raw, config)
+                is_short = is_short_body(len(raw))
+                turn_request, fingerprint = await run_aside(is_short, _parse_turn, dialect, key, raw, config)
                 if not session.is_open:  # the session has ended while the body arrived
                     session = access.session_of(request)
                 request.state.session_id = session.id
-                fingerprint = _fingerprint(dialect, request.headers, raw)
-                generation = await session.start_turn(turn_request, fingerprint, is_retry=is_retry, has_id=has_id)
+                generation = await session.start_turn(turn_request, fingerprint, is_retry=is_retry, has_id=bool(key))
             if generation.num_joins > 1:
                 request.app.state.metrics.attached_retries.inc()
             if turn_request.stream:
@@ -154,7 +152,7 @@ def _make_count_handler(
             session = access.session_of(request)
             with session.slots.held():
                 raw = await read_body(request, config.max_body_bytes)
-                counted = await run_aside(is_short_body(len(raw)), _parse, dialect.parse_count, raw, config)
+                counted = await run_aside(is_short_body(len(raw)), _parse_count, dialect, raw, config)
                 if not session.is_open:
                     session = access.session_of(request)
                 request.state.session_id = session.id
@@ -165,8 +163,17 @@ def _make_count_handler(
     return count
 
 
-def _parse(parse: Callable[[Json], TurnRequest], raw: bytes, config: GatewayConfig) -> TurnRequest:
+def _parse_turn(dialect: Dialect, key: str, raw: bytes, config: GatewayConfig) -> tuple[TurnRequest, bytes]:
+    """The request for a turn, and its digest. `key`: the idempotency key of the request."""
     body = parse_object(raw)
+    return _parse(dialect.parse, body, raw, config), _fingerprint(dialect, key, body, raw)
+
+
+def _parse_count(dialect: Dialect, raw: bytes, config: GatewayConfig) -> TurnRequest:
+    return _parse(dialect.parse_count, parse_object(raw), raw, config)
+
+
+def _parse(parse: Callable[[Json], TurnRequest], body: Json, raw: bytes, config: GatewayConfig) -> TurnRequest:
     require_few_parts(body, config)
     request = parse(body)
     require_size(request, config)
@@ -236,17 +243,15 @@ def _is_retry(headers: Mapping[str, str]) -> bool:
     return bool(headers.get("idempotency-key")) or (count.isdecimal() and count.strip("0") != "")
 
 
-def _fingerprint(dialect: Dialect, headers: Mapping[str, str], raw: bytes) -> bytes:
-    """The digest of a request.
+def _fingerprint(dialect: Dialect, key: str, body: Json, raw: bytes) -> bytes:
+    """The digest of a request. `raw`: the bytes that were parsed to `body`.
 
     The official SDKs send no id of the request, unless a program asks for it: an `Idempotency-Key` distinguishes
     several requests with the same body.
     """
-    key = headers.get("idempotency-key", "")
-    body = BILLING_LINE.sub(b"", raw, count=1)  # it changes with each request of Claude Code, also with a retry
     digest = hashlib.sha256(dialect.path.encode())  # CPUs have instructions for SHA-256
     digest.update(hashlib.sha256(key.encode()).digest() if key else b"")
-    digest.update(body)
+    digest.update(dialect.identity(body, raw))
     return digest.digest()
 
 
