@@ -144,6 +144,33 @@ def test_the_branch_that_went_on_last_is_no_sample(parents: tuple[int | None, ..
     assert [node for node, kind in found.items() if kind is ConversationKind.SAMPLE] == samples
 
 
+@pytest.mark.parametrize(
+    ("parents", "edited"),
+    [
+        ((None, 0, 1, 1, 3, 4, 5), [2]),  # the turn after the first prompt failed
+        ((None, 0, 1, 2, 1), [4]),  # the turn after the last prompt failed
+        ((None, 0, 1, 1), [2]),  # both failed
+        ((None, 0, 1, 2, 1, 4), [2]),  # the agent went on with the last prompt
+        ((None, 0, 1, 2, 1, 4, 3), [4]),  # or with the first prompt
+    ],
+)
+def test_the_prompt_that_went_on_last_is_not_edited(parents: tuple[int | None, ...], edited: list[int]) -> None:
+    graph = graph_with(*parents)
+    found = label_conversations(graph)
+    assert found == {0: "main"} | dict.fromkeys(edited, "edited")
+
+
+def test_the_request_for_a_summary_is_not_the_branch_that_went_on() -> None:
+    """The agent has asked for the summary in place of its last message."""
+    graph = graph_with(None, 0, 1, 2, 1)
+    summary: Any = {"logprobs": [-1.0], "spans": [Span(1, 0, 1)], "message": message("assistant", SUMMARY)}
+    graph.add_node(4, [1], sampled=True, **summary)
+    prompt = {"messages": [message("user", SUMMARY)], "tools": []}
+    root = graph.add_node(None, [1], sampled=False, message=prompt, fork_reason=ForkReason.COMPACTED).id
+    graph.add_node(root, [1], sampled=True, **summary)
+    assert label_conversations(graph) == {0: "main", 4: "summary", root: "compacted"}
+
+
 @pytest.mark.parametrize(("num_others", "kind"), [(MAX_COMPARED_TURNS - 1, "compacted"), (MAX_COMPARED_TURNS, "main")])
 def test_a_summary_is_looked_for_in_the_last_turns(num_others: int, kind: str) -> None:
     """Other conversations have ended after the summary was written."""
@@ -247,7 +274,8 @@ def test_side_calls_are_labelled_and_titles_are_not_trained(start: Callable[[Pat
         assert "Find the bug" in starts[ConversationKind.SUB_AGENT]
         assert "Summarise" in starts[ConversationKind.SUMMARY]
         assert "session continues" in starts[ConversationKind.COMPACTED]
-        assert "test all" in starts[ConversationKind.EDITED]
+        assert "now test" in starts[ConversationKind.EDITED]
+        assert "test all" not in starts[ConversationKind.EDITED], "the agent went on with this message"
         compacted = next(node for node, kind in found.items() if kind is ConversationKind.COMPACTED)
         assert graph.node(compacted).fork_reason is ForkReason.COMPACTED
         (title,) = (node for node, kind in found.items() if kind is ConversationKind.TITLE)

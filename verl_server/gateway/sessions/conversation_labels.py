@@ -57,19 +57,20 @@ def label_conversations(graph: TrajectoryGraph) -> dict[int, ConversationKind]:
         kinds[root] = kind_of(opening, openings[main], bool(found))
         if kinds[root] is ConversationKind.COMPACTED:
             summaries.append(found[-1])
-    kinds |= dict(_forks(graph))
-    for turn in summaries:
-        request = graph.node(turn).parent
+    requests = {graph.node(turn).parent for turn in summaries}
+    kinds |= dict(_forks(graph, requests))
+    for request in requests:
         if request is not None and kinds.get(request) not in (ConversationKind.MAIN, ConversationKind.COMPACTED):
             kinds[request] = ConversationKind.SUMMARY
     return kinds
 
 
-def _forks(graph: TrajectoryGraph) -> Iterator[tuple[int, ConversationKind]]:
+def _forks(graph: TrajectoryGraph, summary_requests: Collection[int | None]) -> Iterator[tuple[int, ConversationKind]]:
     """The branches within conversations. The branch that went on keeps the kind of its parent.
 
     Of several turns after a prompt, this is the turn after which the last node was recorded: an attempt that died comes
-    before the attempt that went on. If no node follows any of them, it is the last turn.
+    before the attempt that went on. If no node follows any of them, it is the last turn. The same holds for several
+    prompts after a turn, except for requests for a summary: the conversation goes on elsewhere after them.
     """
     last_nodes = list(range(len(graph.nodes)))
     for node in reversed(graph.nodes):
@@ -77,12 +78,12 @@ def _forks(graph: TrajectoryGraph) -> Iterator[tuple[int, ConversationKind]]:
             last_nodes[node.parent] = max(last_nodes[node.parent], last_nodes[node.id])
     for node in graph.nodes:
         children = graph.children(node.id)
-        turns = [child for child in children if graph.node(child).sampled]
-        continued = [turn for turn in turns if graph.children(turn)]
-        kept = max(continued or turns, key=lambda turn: last_nodes[turn], default=None)
-        yield from ((turn, ConversationKind.SAMPLE) for turn in turns if turn != kept)
-        prompts = [child for child in children if not graph.node(child).sampled]
-        yield from ((prompt, ConversationKind.EDITED) for prompt in prompts[1:])
+        for is_turn, kind in ((True, ConversationKind.SAMPLE), (False, ConversationKind.EDITED)):
+            branches = [child for child in children if graph.node(child).sampled is is_turn]
+            continued = [branch for branch in branches if graph.children(branch)]
+            going_on = [branch for branch in continued if branch not in summary_requests]
+            kept = max(going_on or continued or branches, key=lambda branch: last_nodes[branch], default=None)
+            yield from ((branch, kind) for branch in branches if branch != kept)
 
 
 def trained_ends(
