@@ -13,16 +13,27 @@ from typing import Any
 
 import httpx
 import pytest
+from test_gateway_paths import MakeGateway, ask, make, message_of, tokenizer, user
 
 from verl_server import VerlEngine
 from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError
-from verl_server.gateway import Gateway
-from verl_server.trajectory import TrajectoryGraph, from_atif, from_verifiers, load_session, to_litellm
-from verl_server.trajectory.conversations import recorded_kinds
+from verl_server.gateway import ConversationKind, Gateway
+from verl_server.trajectory import (
+    TrajectoryGraph,
+    from_atif,
+    from_verifiers,
+    load_session,
+    to_atif,
+    to_litellm,
+    to_verifiers,
+)
+from verl_server.trajectory.conversations import MAIN_KINDS, SUMMARY_KIND, recorded_kinds
 from verl_server.trajectory.exports import ExportFormat
 from verl_server.trajectory.exports.files import export_sessions
 from verl_server.trajectory.recorder import parse_session
+
+__all__ = ["make", "tokenizer"]
 
 SECRET = "sk-secret-of-the-session-0001"
 LITELLM_FIELDS = {
@@ -134,6 +145,70 @@ def test_exports_have_the_kinds_of_conversations_and_the_refused_prompts(gateway
         assert recorded_kinds(graph) == {0: "main", 2: "title"}
         (refused,) = (note for note in graph.notes if note.name == "refused")
         assert (refused.node, refused.value["limit"]) == (None, "max_context_tokens")
+
+
+SUMMARIES = ["The bug is in line 42 of a.py, which was read.", "Line 42 of a.py is repaired, and the tests run now."]
+
+
+@pytest.mark.parametrize("is_summary_trained", [True, False])
+def test_exports_link_compacted_conversations_and_sub_agents(make: MakeGateway, is_summary_trained: bool) -> None:
+    """A compacted conversation continues its summary, and a sub-agent the last turn of the main agent."""
+    turns = iter(["A title", "one", SUMMARIES[0], "two", "found", "three", SUMMARIES[1], "four"])
+    make(lambda prompt: next(turns)).create_session("s", key=SECRET)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+    def chat(system: str, *texts: str, tools: Any = tools) -> None:
+        """A request for the next turn of a conversation, for each of its texts."""
+        messages: list[Any] = [{"role": "system", "content": system}]
+        gateway = make(lambda prompt: next(turns))
+        for text in texts:
+            messages.append(user(text))
+            messages.append(message_of(ask(gateway, SECRET, messages, tools=tools)))
+
+    chat("Write a title.", "Fix the bug.", tools=[])
+    chat("You are an agent.", "Fix the bug.", "Summarise.")
+    chat("You are an agent.", f"Go on: {SUMMARIES[0]}")
+    chat("You search.", "Find the bug.")
+    chat("You are an agent.", "Another task.", "Summarise.")
+    chat("You are an agent.", f"Go on: {SUMMARIES[1]}")
+    gateway = make(lambda prompt: next(turns))
+    left_out = {"title"} if is_summary_trained else {"title", "summary"}
+    gateway.end_session("s", train=[kind for kind in ConversationKind if kind not in left_out])
+    graph = load_session(gateway.config.run_dir / "s.jsonl")
+    texts = {node.id: str((node.message or {}).get("content")) for node in graph.nodes if node.sampled}
+    (trace,) = to_verifiers(graph)["traces"]
+    recorded = [node for node in trace["nodes"] if node["sampled"]]
+    said = [node["message"]["content"] for node in recorded]
+    sources = {
+        said[number]: (trace["nodes"][link["node"]]["message"]["content"], link["type"])
+        for number, node in enumerate(recorded)
+        for link in node["semantic_parents"]
+    }
+    first, second = SUMMARIES if is_summary_trained else ("one", "three")
+    assert sources == {
+        "two": (first, "compaction"),
+        "found": ("two", "subagent_call"),
+        "four": (second, "compaction"),
+    }
+    documents = to_atif(graph)
+    ends = {
+        document["trajectory_id"]: texts[int(document["trajectory_id"].rpartition("-")[2])] for document in documents
+    }
+    followers = {
+        ends[document["trajectory_id"]]: ends[document["continued_trajectory_ref"].removesuffix(".json")]
+        for document in documents
+        if "continued_trajectory_ref" in document
+    }
+    assert followers == {first: "two", second: "four"}
+    (reference,) = (
+        (step["message"], ends[reference["trajectory_id"]])
+        for document in documents
+        for step in document["steps"]
+        for result in (step.get("observation") or {}).get("results", [])
+        for reference in result.get("subagent_trajectory_ref") or []
+    )
+    assert reference == ("two", "found")
+    assert {*MAIN_KINDS, SUMMARY_KIND} <= set(ConversationKind)
 
 
 def test_a_line_of_litellm_has_the_times_of_the_turn(gateway: Gateway) -> None:

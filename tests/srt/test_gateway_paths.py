@@ -135,6 +135,20 @@ def test_conversations_with_equal_tokens_are_told_apart_after_a_restart(make: Ma
         assert graph.path(graph.nodes[-1].id)[1] == node
 
 
+def test_the_branch_of_each_request_has_a_name_of_its_own(make: MakeGateway) -> None:
+    """Also after a restart, and if tokens were counted, which records nothing."""
+    _, key = make(lambda prompt: "hello").create_session("s")
+    for start in range(3):
+        gateway = make(lambda prompt: "hello")
+        body = {"model": "m", "messages": [user(f"{start}")]}
+        for _ in range(2):
+            url = f"{gateway.url}/v1/messages/count_tokens"
+            assert httpx.post(url, json=body, headers={"x-api-key": key}, timeout=20.0).status_code == 200
+            assert ask(gateway, key, body["messages"]).status_code == 200
+    names = [node.branch for node in graph_of(gateway, "s").nodes if node.sampled]
+    assert names == [str(number) for number in range(6)]
+
+
 def test_a_conversation_that_ends_with_a_turn_is_refused(make: MakeGateway) -> None:
     gateway = make(lambda prompt: "hello")
     _, key = gateway.create_session()

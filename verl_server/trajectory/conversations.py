@@ -9,6 +9,11 @@ from verl_server.trajectory.graph import TrajectoryGraph
 KIND_NOTE = "conversation"
 """Name of the notes that have the kind of a conversation or of a branch, at its first node."""
 
+SUMMARY_KIND = "summary"
+"""Kind of a request for a summary, with which the main agent goes on."""
+MAIN_KINDS = frozenset({"main", "compacted", "edited", "other_tools"})
+"""Kinds of the conversations and of the branches in which the main agent works."""
+
 
 def recorded_kinds(graph: TrajectoryGraph) -> dict[int, str]:
     """The recorded kind of each conversation and of each branch, by the id of its first node."""

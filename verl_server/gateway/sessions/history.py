@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -114,14 +114,23 @@ class History:
         if node not in nodes:
             nodes.append(node)
 
-    def find(self, keys: Sequence[Key]) -> Iterator[tuple[int, list[int]]]:
-        """The recorded conversations among `keys`, the longest first.
+    def find_path(
+        self, graph: TrajectoryGraph, messages: Sequence[Message], keys: Sequence[Key]
+    ) -> tuple[int | None, Sequence[Message]]:
+        """The end of the recorded path that a conversation continues, and the messages that the path lacks.
 
-        For each of them the number of its messages, and its nodes in their order: several turns can say the same.
+        `keys`: those of `messages`. None and all messages if the conversation continues no recorded path.
         """
-        for count in range(len(keys), 0, -1):
-            if nodes := self._nodes.get(keys[count - 1]):
-                yield count, nodes
+        is_turn = [message["role"] == "assistant" for message in messages]
+        last_turn = max((count for count, found in enumerate(is_turn, 1) if found), default=1)
+        for count in range(len(keys), last_turn - 1, -1):  # a longer rest has turns that the session does not have
+            nodes = self._nodes.get(keys[count - 1], [])
+            if count < len(messages):
+                nodes = [node for node in nodes if graph.node(node).sampled]
+            if nodes:
+                # Of turns that say the same, the agent has probably received one that no conversation continues.
+                return next((node for node in nodes if not graph.children(node)), nodes[-1]), messages[count:]
+        return None, messages
 
     def restore(self, graph: TrajectoryGraph, turn_message: Callable[[Node, Sequence[Json]], Message]) -> None:
         """Record the conversations of an earlier process.

@@ -30,6 +30,7 @@ from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.forced_calls import turn_params
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.gateway.worker_threads import is_short_body, is_short_prompt, run_aside
+from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import ForkReason, Node
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.messages import Message
@@ -54,7 +55,7 @@ class Session:
         self.reached_limit: str | None = None
         """Name of the limit for which a request was refused, except `max_context_tokens`."""
         self._history, self._key_memo, self.slots = History(), KeyMemo(), slots or Slots()
-        self._branches = itertools.count(len(self.graph.nodes))
+        self._branches = itertools.count(_next_branch(self.graph))
         self._root_fork_reasons = RootForkReasons(self.graph)
         self._recorded_turns = RecordedTurns(self.graph)
         self._turns = Turns(self._recorded_turns)
@@ -168,21 +169,16 @@ class Session:
         if self._closed is not None:
             raise self._closed
 
-    def _find_path(self, request: TurnRequest, keys: Sequence[Key]) -> tuple[Cursor, Sequence[Message]]:
-        """The end of the recorded path that the conversation continues, and the messages that the path lacks."""
-        messages = request.messages
-        for count, nodes in self._history.find(keys):
-            new = messages[count:]
-            if any(message["role"] == "assistant" for message in new):
-                break  # turns that the session does not have
-            if new:
-                nodes = [node for node in nodes if self.graph.node(node).sampled]
-            if nodes:
-                # Of turns that say the same, the agent has probably received one that no conversation continues.
-                node = next((node for node in nodes if not self.graph.children(node)), nodes[-1])
-                reason = ForkReason.EDITED if new else ForkReason.SAMPLE
-                return Cursor(self._state, self._branch_name(), node, reason), new
-        return Cursor(self._state, self._branch_name(), None, ForkReason.SUB_AGENT), messages
+    def _find_path(
+        self, request: TurnRequest, keys: Sequence[Key], branch: str = ""
+    ) -> tuple[Cursor, Sequence[Message]]:
+        """The end of the recorded path that the conversation continues, and the messages that the path lacks.
+
+        `branch`: name of the branch of the nodes that follow.
+        """
+        leaf, new = self._history.find_path(self.graph, request.messages, keys)
+        reason = ForkReason.SUB_AGENT if leaf is None else ForkReason.EDITED if new else ForkReason.SAMPLE
+        return Cursor(self._state, branch, leaf, reason), new
 
     async def _append_prompt(self, request: TurnRequest, fingerprint: bytes) -> Prompt:
         """Record the prompt of a request. Only the event loop changes the graph; worker threads render messages."""
@@ -193,12 +189,12 @@ class Session:
                 raise self._refuse(None, "max_context_tokens", None)
             token_ids = await run_aside(is_short_prompt((), request.num_bytes), encode_raw_prompt, self._renderer, raw)
             self._require_open()
-            cursor, key = append_raw_prompt(self._state, self._branch_name(), token_ids, self._refuse)
+            cursor, key = append_raw_prompt(self._state, str(next(self._branches)), token_ids, self._refuse)
             return Prompt(cursor, key, request, fingerprint)
         if request.messages[-1]["role"] == "assistant":
             raise GatewayError(ErrorKind.INVALID_REQUEST, "the last message must not be of the assistant")
         keys = await self._keys(request)
-        cursor, messages = self._find_path(request, keys)
+        cursor, messages = self._find_path(request, keys, str(next(self._branches)))
         if messages:
             is_root = cursor.leaf is None
             remaining, limit = self._state.remaining_tokens(cursor.leaf)
@@ -282,9 +278,6 @@ class Session:
         tools, messages = request.tools, request.messages
         return await run_aside(is_short_body(request.num_bytes), self._key_memo.keys_of, tools, messages)
 
-    def _branch_name(self) -> str:
-        return str(next(self._branches))
-
     def _refuse(self, leaf: int | None, limit: str, num_tokens: int | None) -> GatewayError:
         """The error for a prompt that does not fit. The record gets a note: an agent may shorten its history then."""
         self._require_open()
@@ -297,3 +290,8 @@ class Session:
             return overflow_error(num_tokens, self._state.limits.max_context_tokens or 0)
         self.reached_limit = limit
         return GatewayError(ErrorKind.LIMIT_REACHED, f"the session has reached its limit {limit}")
+
+
+def _next_branch(graph: TrajectoryGraph) -> int:
+    """The first number that is larger than the names of all branches."""
+    return 1 + max((int(node.branch) for node in graph.nodes if node.branch.isdecimal()), default=-1)

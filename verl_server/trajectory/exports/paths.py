@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from verl_server.trajectory.conversations import MAIN_KINDS, SUMMARY_KIND, recorded_kinds
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import ForkReason
 from verl_server.trajectory.termination import Termination
@@ -50,16 +52,45 @@ def find_exported_paths(graph: TrajectoryGraph) -> ExportedPaths:
 def find_links(graph: TrajectoryGraph, node_ids: set[int]) -> list[PathLink]:
     """The links between the exported nodes `node_ids`, in the order of their targets.
 
-    A branch that adopts a compacted path keeps its name, so the source of a link can be on the branch of its target.
+    The record of a gateway has the kinds of the conversations. Other records have the branches of an episode.
     """
-    links = []
+    kinds = recorded_kinds(graph)
+    links = _links_of_conversations(graph, kinds, node_ids) if kinds else _links_of_branches(graph, node_ids)
+    return list(links)
+
+
+def _links_of_conversations(graph: TrajectoryGraph, kinds: Mapping[int, str], node_ids: set[int]) -> Iterator[PathLink]:
+    """A compacted conversation continues the last summary, unless an earlier conversation has continued the summary.
+
+    Without such a summary, and for a sub-agent: the source is the last turn of the main agent before the conversation.
+    """
+    main_nodes = set[int]()
+    last_turn: int | None = None
+    last_summary: int | None = None
+    for node in graph.nodes:
+        kind = kinds.get(node.id)
+        if node.parent is None and kind in LINKING_REASONS:
+            source = last_turn
+            if kind == ForkReason.COMPACTED and last_summary is not None:
+                source, last_summary = last_summary, None
+            if source is not None and node.id in node_ids:
+                yield PathLink(source, node.id, ForkReason(kind))
+        is_first_of_main = node.parent is None and kind is not None
+        if (is_first_of_main or node.parent in main_nodes) and (kind is None or kind in MAIN_KINDS):
+            main_nodes.add(node.id)
+        if node.sampled and node.parent is not None and node.id in node_ids:
+            last_turn = node.id if node.id in main_nodes else last_turn
+            last_summary = node.id if kinds.get(node.parent) == SUMMARY_KIND else last_summary
+
+
+def _links_of_branches(graph: TrajectoryGraph, node_ids: set[int]) -> Iterator[PathLink]:
+    """The source of a link can be on the branch of its target: a branch that adopts a compacted path keeps its name."""
     for node_id in sorted(node_ids):
         node = graph.node(node_id)
         if node.fork_reason in LINKING_REASONS:
             source = _find_source(graph, node_id, node_ids)
             if source is not None:
-                links.append(PathLink(source, node_id, node.fork_reason))
-    return links
+                yield PathLink(source, node_id, node.fork_reason)
 
 
 def _find_source(graph: TrajectoryGraph, target: int, node_ids: set[int]) -> int | None:
