@@ -113,6 +113,52 @@ def test_turns_that_say_the_same_are_continued_in_turn(make: MakeGateway) -> Non
     assert sorted(graph.num_turns(leaf) for leaf in graph.leaves) == [2, 2]
 
 
+def repeat_chat(reply: Any) -> list[Any]:
+    return [reply["choices"][0]["message"]]
+
+
+def repeat_message(reply: Any) -> list[Any]:
+    return [{"role": "assistant", "content": reply["content"]}]
+
+
+def repeat_items(reply: Any) -> list[Any]:
+    return list(reply["output"])
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize(
+    ("path", "field", "repeat"),
+    [
+        ("/v1/chat/completions", "messages", repeat_chat),
+        ("/v1/messages", "messages", repeat_message),
+        ("/v1/responses", "input", repeat_items),
+    ],
+)
+def test_a_thought_tells_turns_apart_that_say_the_same(
+    make: MakeGateway, path: str, field: str, repeat: Callable[[Any], list[Any]], is_restarted: bool
+) -> None:
+    """Also a thought that is a part of another thought, and if the next message is the same, too."""
+    thoughts = ["first, and no second", "second", "third"]
+    replies = iter([*(f"<think>\n{thought}\n</think>\n\nDone" for thought in thoughts), *["end"] * 4])
+    gateway = make(lambda prompt: next(replies))
+    session, key = gateway.create_session()
+
+    def post(messages: list[Any]) -> Any:
+        body = {"model": "m", field: messages} | ({"max_tokens": 100} if field == "messages" else {})
+        return httpx.post(f"{gateway.url}{path}", json=body, headers={"x-api-key": key}, timeout=20.0).json()
+
+    turns = [repeat(post([user("a")])) for _ in thoughts]
+    if is_restarted:
+        gateway = make(lambda prompt: next(replies))
+    continued = [1, 2, 0, 1]
+    for number in continued:
+        post([user("a"), *turns[number], user("more")])
+    graph = graph_of(gateway, session.id)
+    ends = [node for node in graph.nodes if node.sampled][len(thoughts) :]
+    found = [(graph.path(end.id)[1].message or {})["content"] for end in ends]
+    assert [thoughts.index(str(text).split("\n")[1]) for text in found] == continued
+
+
 def test_conversations_with_equal_tokens_are_told_apart_after_a_restart(make: MakeGateway) -> None:
     """The chat template does not write the ids of calls. Turns that say the same belong to their conversations."""
     thoughts = iter(["one", "two"])
@@ -140,11 +186,11 @@ def test_the_branch_of_each_request_has_a_name_of_its_own(make: MakeGateway) -> 
     _, key = make(lambda prompt: "hello").create_session("s")
     for start in range(3):
         gateway = make(lambda prompt: "hello")
-        body = {"model": "m", "messages": [user(f"{start}")]}
+        messages = [user(f"{start}")]
         for _ in range(2):
-            url = f"{gateway.url}/v1/messages/count_tokens"
+            url, body = f"{gateway.url}/v1/messages/count_tokens", {"model": "m", "messages": messages}
             assert httpx.post(url, json=body, headers={"x-api-key": key}, timeout=20.0).status_code == 200
-            assert ask(gateway, key, body["messages"]).status_code == 200
+            assert ask(gateway, key, messages).status_code == 200
     names = [node.branch for node in graph_of(gateway, "s").nodes if node.sampled]
     assert names == [str(number) for number in range(6)]
 

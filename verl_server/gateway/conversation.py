@@ -26,6 +26,8 @@ class TurnRequest:
     """Tools that the policy may call: `{"type": "function", "function": {name, description, parameters}}`."""
     sampling_params: Json = field(default_factory=dict)
     """SGLang's sampling parameters that the agent has set."""
+    last_thought: str = ""
+    """Thought of the last turn in `messages`, if the agent repeats it. It tells turns apart that say the same."""
     stream: bool = False
     """Whether the agent wants server-sent events."""
     logprobs: bool = False

@@ -3,6 +3,7 @@
 What differs from Anthropic's own servers:
 
 - Thoughts of earlier turns (`thinking`, `redacted_thinking`) are dropped. The recorded tokens of a turn contain them.
+  The thought of the last turn tells turns apart that say the same.
   The signature of a thought is empty and is not checked. `thinking` and `output_config.effort` have no effect.
 - A `system` message between other messages becomes text of the user at its place (`fold_system_messages`).
 - Tools that Anthropic's servers run (`web_search_...`, `code_execution_...`, `mcp_servers`) are left out: the policy
@@ -33,6 +34,8 @@ from verl_server.gateway.dialects.anthropic_content import (
 from verl_server.gateway.dialects.dialect import Dialect
 from verl_server.gateway.dialects.fields import (
     bad_request,
+    find_last,
+    join_texts,
     read_count,
     read_flag,
     read_number,
@@ -80,6 +83,7 @@ class AnthropicDialect(Dialect):
         tools, forced_tools, allows_parallel_calls = parse_tools(body)
         return TurnRequest(
             model=read_text(body, "model"),
+            last_thought=join_texts(find_last(messages, "role", "assistant").get("content"), "thinking", "thinking"),
             messages=fold_system_messages([*parse_system(body.get("system")), *parse_messages(messages)]),
             tools=tools,
             forced_tools=forced_tools,

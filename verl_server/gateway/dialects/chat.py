@@ -19,6 +19,7 @@ from verl_server.gateway.conversation import (
 from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.dialects.fields import (
     bad_request,
+    find_last,
     read_count,
     read_flag,
     read_logit_bias,
@@ -51,11 +52,12 @@ class ChatDialect(Dialect):
         for name in ("functions", "function_call"):
             refuse(body, name, ([], "auto", "none"), "use 'tools' and 'tool_choice'")
         tools, forced_tools = parse_openai_choice(body, [_parse_tool(tool) for tool in read_objects(body, "tools")])
+        messages = read_objects(body, "messages", is_needed=True)
+        thought = find_last(messages, "role", "assistant").get("reasoning_content")
         return TurnRequest(
             model=read_text(body, "model", default=""),
-            messages=fold_system_messages(
-                [_parse_message(message) for message in read_objects(body, "messages", is_needed=True)]
-            ),
+            messages=fold_system_messages([_parse_message(message) for message in messages]),
+            last_thought=thought if isinstance(thought, str) else "",
             tools=tools,
             forced_tools=forced_tools,
             allows_parallel_calls=body.get("parallel_tool_calls") is not False,

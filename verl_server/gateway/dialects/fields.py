@@ -124,6 +124,17 @@ def read_logit_bias(body: Mapping[str, Any]) -> Json | None:
     return biases or None
 
 
+def find_last(items: Sequence[Json], name: str, value: str) -> Json:
+    """The last item with a value of a field. Empty without such an item."""
+    return next((item for item in reversed(items) if item.get(name) == value), {})
+
+
+def join_texts(parts: Any, kind: str, name: str) -> str:
+    """The texts of the content parts of a type, joined. `name`: field of the text. Empty for other values."""
+    found = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return "".join(text for part in found if part.get("type") == kind and isinstance(text := part.get(name), str))
+
+
 def read_flag(body: Mapping[str, Any], name: str) -> bool:
     """True or false. False if the field is missing or null."""
     value = body.get(name)

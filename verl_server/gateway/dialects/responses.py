@@ -26,7 +26,7 @@ from verl_server.gateway.dialects.fields import (
     sampling_params,
 )
 from verl_server.gateway.dialects.reply_stream import ReplyStream
-from verl_server.gateway.dialects.responses_input import parse_conversation, parse_tools
+from verl_server.gateway.dialects.responses_input import last_thought, parse_conversation, parse_tools
 from verl_server.gateway.dialects.responses_stream import ResponseStream, output_items
 from verl_server.gateway.dialects.tool_choice import parse_openai_choice
 from verl_server.gateway.errors import GatewayError
@@ -56,6 +56,7 @@ class ResponsesDialect(Dialect):
         return TurnRequest(
             model=read_text(body, "model", default=""),
             messages=messages,
+            last_thought=last_thought(body),
             tools=tools,
             forced_tools=forced_tools,
             allows_parallel_calls=body.get("parallel_tool_calls") is not False,

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_server.gateway.conversation import as_template_call
 from verl_server.gateway.dialects.chat import parse_arguments, parse_content, tool_schema
-from verl_server.gateway.dialects.fields import bad_request, read_objects, read_text
+from verl_server.gateway.dialects.fields import bad_request, find_last, join_texts, read_objects, read_text
 from verl_server.gateway.errors import GatewayError
 from verl_server.types import Json
 
@@ -80,6 +80,13 @@ def parse_conversation(body: Json) -> list[Json]:
     if len(conversation.messages) == num_messages:
         raise bad_request("'input' must have a message")
     return conversation.messages
+
+
+def last_thought(body: Json) -> str:
+    """The thought of the last turn in `input`, if the agent repeats it, or that of an earlier turn."""
+    if isinstance(body["input"], str):
+        return ""
+    return join_texts(find_last(body["input"], "type", "reasoning").get("content"), "reasoning_text", "text")
 
 
 def parse_item_content(content: Any, name: str) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
 from verl_server.trajectory.rendering.messages import Message, as_json
@@ -25,6 +26,8 @@ from verl_server.types import Json
 logger = logging.getLogger(__name__)
 
 Key = bytes
+ReadTurn = Callable[[Node, TurnRequest, int, Json], AssistantTurn]
+"""Reads a recorded turn for a request, see `read_turn`."""
 LITELLM_EMPTY_TEXT = "[System: Empty message content sanitised to satisfy protocol]"
 """What LiteLLM writes for an empty text, because Anthropic's servers refuse it: that of a turn with calls only."""
 
@@ -115,22 +118,41 @@ class History:
             nodes.append(node)
 
     def find_path(
-        self, graph: TrajectoryGraph, messages: Sequence[Message], keys: Sequence[Key]
+        self, graph: TrajectoryGraph, request: TurnRequest, keys: Sequence[Key], as_turn: ReadTurn
     ) -> tuple[int | None, Sequence[Message]]:
         """The end of the recorded path that a conversation continues, and the messages that the path lacks.
 
-        `keys`: those of `messages`. None and all messages if the conversation continues no recorded path.
+        `keys`: those of the messages. None and all messages if the conversation continues no recorded path.
         """
+        messages = request.messages
         is_turn = [message["role"] == "assistant" for message in messages]
         last_turn = max((count for count, found in enumerate(is_turn, 1) if found), default=1)
+        same = self._turns_with_thought(graph, keys[last_turn - 1], request, as_turn)
         for count in range(len(keys), last_turn - 1, -1):  # a longer rest has turns that the session does not have
             nodes = self._nodes.get(keys[count - 1], [])
             if count < len(messages):
                 nodes = [node for node in nodes if graph.node(node).sampled]
+            if same:
+                nodes = [node for node in nodes if node in same or graph.node(node).parent in same]
             if nodes:
                 # Of turns that say the same, the agent has probably received one that no conversation continues.
                 return next((node for node in nodes if not graph.children(node)), nodes[-1]), messages[count:]
         return None, messages
+
+    def _turns_with_thought(
+        self, graph: TrajectoryGraph, key: Key, request: TurnRequest, as_turn: ReadTurn
+    ) -> set[int]:
+        """The turns with the thought of a request, of several turns that say the same. Empty if there are none.
+
+        Only the turns are split whose text has the thought, and of equal turns only one: there may be thousands.
+        """
+        nodes, thought = [graph.node(node) for node in self._nodes.get(key, ())], request.last_thought.strip()
+        if not thought or len(nodes) < 2:
+            return set()
+        found = [node for node in nodes if node.sampled and thought in str((node.message or {}).get("content"))]
+        different = {node.token_ids: node for node in found}
+        thoughts = {ids: as_turn(node, request, 0, {}).reasoning.strip() for ids, node in different.items()}
+        return {node.id for node in found if thoughts[node.token_ids] == thought}
 
     def restore(self, graph: TrajectoryGraph, turn_message: Callable[[Node, Sequence[Json]], Message]) -> None:
         """Record the conversations of an earlier process.

@@ -176,7 +176,7 @@ class Session:
 
         `branch`: name of the branch of the nodes that follow.
         """
-        leaf, new = self._history.find_path(self.graph, request.messages, keys)
+        leaf, new = self._history.find_path(self.graph, request, keys, self._as_turn)
         reason = ForkReason.SUB_AGENT if leaf is None else ForkReason.EDITED if new else ForkReason.SAMPLE
         return Cursor(self._state, branch, leaf, reason), new
 
