@@ -40,7 +40,7 @@ class GatewayHealth:
         """`engine`: None for sessions whose engine cannot be asked. `max_context_tokens`: limit of the gateway."""
         self._run_dir, self._store, self._engine, self._metrics = run_dir, store, engine, metrics
         self._max_context_tokens = max_context_tokens
-        self._probe = CallThatMayHang("writing the probe", _write_probe)
+        self._probe = CallThatMayHang("writing the probe", _write_probe, uses_late_results=False)
         """In a thread of its own: long prompts can take all threads that the event loop shares."""
 
     async def reasons(self) -> list[str]:

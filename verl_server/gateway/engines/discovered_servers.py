@@ -32,6 +32,8 @@ FIND_TIMEOUT_S = 60.0
 """Seconds that a search for servers may take, and that the tokenizer may take to load."""
 CLOSE_TIMEOUT_S = 2.0
 """Seconds that `close` of the function that finds servers may take."""
+RENDERER_SETTINGS = ("model_path", "tokenizer_path", "trust_remote_code", "revision", "json_model_override_args")
+"""Fields of SGLang's `/server_info` of which the renderer is made."""
 
 FindServers = Callable[[], Mapping[str, RemoteServer]]
 """Finds the servers that run now, by name. May block; is called in a daemon thread, one call at a time."""
@@ -163,7 +165,7 @@ class DiscoveredServers:
     async def _find_parts(self, probed: ProbedServers) -> None:
         """Make the parts of the engine. Servers that were admitted before are compared with the first one."""
         first, info = next(iter(probed.infos.items()))
-        renderer = self._renderer or await self._load.result(FIND_TIMEOUT_S, info)
+        renderer = self._renderer or await self._load.result(FIND_TIMEOUT_S, *map(info.get, RENDERER_SETTINGS))
         self._tokenizers = ServerTokenizers(first, info)
         await probed.probe_all()
         if infos := list(probed.infos.values()):
@@ -177,8 +179,9 @@ class DiscoveredServers:
         if self._tokenizers is not None:
             await self._tokenizers.require_same(name, model_info)
 
-    def _load_renderer(self, info: Json) -> ChatRenderer:
-        return EngineAccess(self._generate, info).make_renderer()
+    def _load_renderer(self, *settings: Any) -> ChatRenderer:
+        """The renderer for a server. `settings`: the values of `RENDERER_SETTINGS`."""
+        return EngineAccess(self._generate, dict(zip(RENDERER_SETTINGS, settings, strict=True))).make_renderer()
 
     def _make_parts(self, renderer: ChatRenderer, infos: Sequence[Json]) -> EngineParts:
         numbers = [number for info in infos if (number := max_request_tokens(info)) is not None]
