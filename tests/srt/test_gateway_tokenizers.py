@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from gateway_commands import SHORT, ask, is_ready
 from helpers import adapter_of, remote_server_of, wait_until
+from transformers import AutoTokenizer
 
-from verl_server import BadInputError, HttpServerEngineAdapter, VerlEngine
+from verl_server import BadInputError, HttpServerEngineAdapter, RemoteServer, VerlEngine
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import DiscoveredServers, Gateway
 from verl_server.gateway.engines.server_tokenizers import ServerTokenizers
@@ -22,26 +25,106 @@ LIMITS = RolloutLimits(max_turns=1000)
 TEXTS = ("the quick brown fox jumps over the lazy dog " * 50,)
 
 
+@pytest.fixture(scope="module")
+def other_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of another tokenizer than that of the shared engine."""
+    folder = tmp_path_factory.mktemp("tokenizers") / "other"
+    make_tokenizer(folder, texts=TEXTS, vocab_size=400)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def other_server(tiny: Callable[..., Path], other_path: str) -> Iterator[RemoteServer]:
+    """A server with the tokenizer `other_path`."""
+    with HttpServerEngineAdapter(
+        str(tiny("qwen3")), tokenizer_path=other_path, dtype="float32", max_total_tokens=8192
+    ) as adapter:
+        yield remote_server_of(adapter)
+
+
+def report_of(gateway: Gateway) -> Any:
+    """What `/health` says about the engine."""
+    headers = {"x-api-key": gateway.admin_key}
+    return httpx.get(f"{gateway.url}/health", headers=headers, timeout=60.0).json()["engine"]
+
+
+def problems_of(gateway: Gateway) -> dict[str, str]:
+    """The problem of each server that gets no requests, by name, and an empty text for the others."""
+    return {row["name"]: "" if row["admitted"] else str(row["problem"]) for row in report_of(gateway)["servers"]}
+
+
 def test_a_server_with_another_tokenizer_gets_no_requests(
-    shared_engine: VerlEngine, tiny: Callable[..., Path], tmp_path: Path
+    shared_engine: VerlEngine, tiny: Callable[..., Path], other_server: RemoteServer, other_path: str, tmp_path: Path
 ) -> None:
     """Both servers have answered before the gateway knows its tokenizer, which is that of one of them."""
-    make_tokenizer(tmp_path / "other", texts=TEXTS, vocab_size=400)
-    first = remote_server_of(adapter_of(shared_engine))
-    folders = {str(tiny("qwen3")), str(tmp_path / "other")}
-    with HttpServerEngineAdapter(
-        str(tiny("qwen3")), tokenizer_path=str(tmp_path / "other"), dtype="float32", max_total_tokens=8192
-    ) as other:
-        servers = DiscoveredServers([first, remote_server_of(other)])
-        with Gateway(servers, tmp_path / "run", limits=LIMITS) as gateway:
-            wait_until(lambda: is_ready(gateway.url), 60, "not ready")
-            _, key = gateway.create_session("a", sampling_params=SHORT)
-            assert ask(gateway.url, key).status_code == 200
-            headers = {"x-api-key": gateway.admin_key}
-            rows = httpx.get(f"{gateway.url}/health", headers=headers, timeout=60.0).json()["engine"]["servers"]
-            assert sorted(row["admitted"] for row in rows) == [False, True]
-            problem = next(row["problem"] for row in rows if not row["admitted"])
-            assert all(folder in problem for folder in folders), "the problem names both tokenizers"
+    servers = DiscoveredServers([remote_server_of(adapter_of(shared_engine)), other_server])
+    with Gateway(servers, tmp_path / "run", limits=LIMITS) as gateway:
+        wait_until(lambda: is_ready(gateway.url), 60, "not ready")
+        _, key = gateway.create_session("a", sampling_params=SHORT)
+        assert ask(gateway.url, key).status_code == 200
+        problems = sorted(problems_of(gateway).values())
+        assert [bool(problem) for problem in problems] == [False, True]
+        assert all(path in problems[1] for path in (str(tiny("qwen3")), other_path)), "it names both tokenizers"
+
+
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch, other_path: str) -> Iterator[threading.Event]:
+    """The tokenizer `other_path` does not load before this is set: its files are on a disk that hangs."""
+    load, go = AutoTokenizer.from_pretrained, threading.Event()
+
+    def hang(path: str, **options: Any) -> Any:
+        if path == other_path:
+            go.wait()
+        return load(path, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", hang)
+    monkeypatch.setattr("verl_server.gateway.engines.discovered_servers.FIND_INTERVAL_S", 0.1)
+    monkeypatch.setattr("verl_server.gateway.engines.discovered_servers.FIND_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("verl_server.gateway.engines.server_tokenizers.LOAD_TIMEOUT_S", 0.1, raising=False)
+    yield go
+    go.set()
+
+
+def test_a_server_whose_tokenizer_does_not_load_stops_neither_the_other_servers_nor_the_search(
+    shared_engine: VerlEngine, other_server: RemoteServer, released: threading.Event, tmp_path: Path
+) -> None:
+    """The server comes while another server serves."""
+    good = remote_server_of(adapter_of(shared_engine))
+    found = {"good": good}
+    with Gateway(DiscoveredServers(lambda: dict(found)), tmp_path, limits=LIMITS) as gateway:
+        wait_until(lambda: is_ready(gateway.url), 60, "not ready")
+        found["hung"] = other_server
+        wait_until(lambda: "has not loaded in 0.1 s" in problems_of(gateway).get("hung", ""), 20, "it is not named")
+        assert is_ready(gateway.url)
+        del found["hung"]
+        wait_until(lambda: list(problems_of(gateway)) == ["good"], 20, "the removed server is still listed")
+        found["hung"] = other_server
+        released.set()
+        wait_until(lambda: "which differs from" in problems_of(gateway).get("hung", ""), 20, "it is not compared")
+        _, key = gateway.create_session("a", sampling_params=SHORT)
+        assert ask(gateway.url, key).status_code == 200
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_the_gateway_takes_the_tokenizer_of_the_first_server_whose_tokenizer_loads(
+    shared_engine: VerlEngine, other_server: RemoteServer, released: threading.Event, tmp_path: Path, is_removed: bool
+) -> None:
+    """The server that answers first has a tokenizer that does not load. `is_removed`: it ends when another comes."""
+    found = {"hung": other_server}
+    with Gateway(DiscoveredServers(lambda: dict(found)), tmp_path, limits=LIMITS) as gateway:
+        wait_until(lambda: "took more than 1 s" in str(report_of(gateway)["problem"]), 60, "the problem is not named")
+        if is_removed:
+            found.clear()
+        found["good"] = remote_server_of(adapter_of(shared_engine))
+        wait_until(lambda: is_ready(gateway.url), 60, "not ready")
+        released.set()
+        if not is_removed:
+            wait_until(lambda: "which differs from" in problems_of(gateway)["hung"], 20, "it is not compared")
+        assert problems_of(gateway)["good"] == ""
+        vocab_size = len(AutoTokenizer.from_pretrained(adapter_of(shared_engine).get_model_info()["tokenizer_path"]))
+        assert len(gateway._engine.parts().renderer.tokenizer) == vocab_size
+        _, key = gateway.create_session("a", sampling_params=SHORT)
+        assert ask(gateway.url, key).status_code == 200
 
 
 def test_tokenizers_are_compared_and_not_their_paths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

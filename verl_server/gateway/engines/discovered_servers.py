@@ -164,8 +164,7 @@ class DiscoveredServers:
 
     async def _find_parts(self, probed: ProbedServers) -> None:
         """Make the parts of the engine. Servers that were admitted before are compared with the first one."""
-        first, info = next(iter(probed.infos.items()))
-        renderer = self._renderer or await self._load.result(FIND_TIMEOUT_S, *map(info.get, RENDERER_SETTINGS))
+        first, info, renderer = await self._find_renderer(dict(probed.infos))
         self._tokenizers = ServerTokenizers(first, info)
         await probed.probe_all()
         if infos := list(probed.infos.values()):
@@ -173,6 +172,21 @@ class DiscoveredServers:
             logger.info("the gateway has found its engine: %d of %d servers", len(infos), len(probed.adapters))
         else:
             self._tokenizers = None  # the first server has ended: another one will be the first
+
+    async def _find_renderer(self, infos: Mapping[str, Json]) -> tuple[str, Json, ChatRenderer]:
+        """The first server whose tokenizer loads in time: its name, its `/server_info`, and the renderer.
+
+        Raises TimeoutError if no tokenizer loads in time, and the errors of `EngineAccess.make_renderer`.
+        """
+        late: TimeoutError | None = None
+        for name, info in infos.items():
+            try:
+                settings = map(info.get, RENDERER_SETTINGS)
+                return name, info, self._renderer or await self._load.result(FIND_TIMEOUT_S, *settings)
+            except TimeoutError as error:
+                late = error
+        assert late is not None
+        raise late
 
     async def _check_server(self, name: str, model_info: Json) -> None:
         """Raise BadInputError for a server with another tokenizer than that of the gateway."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import logging
 
-from verl_server.agent.user_code import call_user_function
 from verl_server.errors import BadInputError
+from verl_server.gateway.hanging_calls import CallThatMayHang
 from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT
 from verl_server.types import Json
 
 logger = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 5.0
+"""Seconds that a probe waits for a tokenizer to load. A later probe uses a tokenizer that takes longer."""
 
 
 class ServerTokenizers:
@@ -25,18 +28,26 @@ class ServerTokenizers:
         self._trusts_code = bool(server_info.get("trust_remote_code"))
         self._digests = dict[str, str | None]()
         """Digest of the vocabulary and of the token ids of a text, by path. None if the path cannot be read here."""
+        self._load = CallThatMayHang("loading the tokenizer", self._digest)
 
     async def require_same(self, name: str, model_info: Json) -> None:
         """Raise BadInputError if a server has another tokenizer. `model_info`: SGLang's `/model_info` of the server.
 
-        A tokenizer that cannot be read on this machine is not compared. The log names it.
+        A tokenizer that cannot be read on this machine is not compared. The log names it. Raises TimeoutError if a
+        tokenizer does not load in `LOAD_TIMEOUT_S` seconds, for example because its file system hangs.
         """
         path = tokenizer_path(model_info)
         if path == self._path:
             return
         for each in (self._path, path):
             if each not in self._digests:
-                self._digests[each] = await call_user_function(self._digest, each)
+                try:
+                    self._digests[each] = await self._load.result(LOAD_TIMEOUT_S, each)
+                except TimeoutError:
+                    raise TimeoutError(
+                        f"the tokenizer {each!r} has not loaded in {LOAD_TIMEOUT_S:g} s, so the tokenizer of the "
+                        f"server {name} cannot be compared with that of the server {self._name}"
+                    ) from None
         first, other = self._digests[self._path], self._digests[path]
         if first is not None and other is not None and first != other:
             raise BadInputError(

@@ -40,7 +40,7 @@ class ProbedServers:
 
     def __init__(self, dispatcher: Dispatcher, check: Callable[[str, Json], Awaitable[None]] | None = None) -> None:
         """`check`: gets the name and SGLang's `/model_info` of a server at each probe. It raises an exception for a
-        server that must receive no requests.
+        server that must receive no requests. It needs a deadline of its own: `set_servers` waits for it.
         """
         self._dispatcher, self._check = dispatcher, check
         self._servers: dict[str, RemoteServer] = {}
