@@ -176,31 +176,48 @@ class HeldEngine:
         return reply
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
 def test_a_busy_engine_is_healthy_if_tokens_have_come(
-    shared_engine: VerlEngine, renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared_engine: VerlEngine,
+    renderer: ChatRenderer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_stream: bool,
 ) -> None:
-    """The engine takes one request at a time, so the ping waits behind the turn."""
+    """The engine takes one request at a time, so the ping waits behind the turn.
+
+    The tokens of a turn without a stream come at its end, so the engine is also healthy while such a turn runs.
+    """
     monkeypatch.setattr("verl_server.gateway.health.PING_TIMEOUT_S", 0.2)
+    limit = "verl_server.gateway.health." + ("RECENT_TOKENS_S" if is_stream else "SILENT_TURNS_S")
     held = HeldEngine(shared_engine)
     busy = limit_concurrency(held, 1)
     with Gateway(busy, tmp_path, renderer=renderer, limits=LIMITS) as gateway, ThreadPoolExecutor(2) as pool:
         _, key = gateway.create_session(sampling_params=SHORT)
-        try:
-            turns = [pool.submit(ask, gateway, key)]
-            wait_until(lambda: held.num_calls == 1, 30, "no turn")
+
+        def check(*, is_healthy: bool) -> None:
             reply = get(gateway, "/health", gateway.admin_key)
-            assert reply.json()["reasons"] == ["the engine did not generate a token: no token within 0.2 s"]
+            assert reply.status_code == (200 if is_healthy else 503)
+            if is_healthy:
+                assert list(reply.json()["ping"]) == ["seconds_without_tokens"]
+            else:
+                assert reply.json()["reasons"] == ["the engine did not generate a token: no token within 0.2 s"]
+
+        try:
+            turns = [pool.submit(ask, gateway, key, stream=is_stream)]
+            wait_until(lambda: held.num_calls == 1, 30, "no turn")
+            check(is_healthy=not is_stream)
             held.go.set()
             assert turns[0].result().status_code == 200
             held.go.clear()
-            turns.append(pool.submit(ask, gateway, key, messages=[{"role": "user", "content": "b"}]))
+            messages = [{"role": "user", "content": "b"}]
+            turns.append(pool.submit(ask, gateway, key, stream=is_stream, messages=messages))
             wait_until(lambda: held.num_calls == 2, 30, "no second turn")
-            reply = get(gateway, "/health", gateway.admin_key)
-            assert (reply.status_code, list(reply.json()["ping"])) == (200, ["seconds_since_tokens"])
+            check(is_healthy=True)
             env = {"VERL_SERVER_GATEWAY_ADMIN_KEY": gateway.admin_key}
             assert "busy" in next(each.detail for each in examine_gateway(gateway.url, env) if each.title == "Engine")
-            monkeypatch.setattr("verl_server.gateway.health.RECENT_TOKENS_S", 0.0)
-            assert get(gateway, "/health", gateway.admin_key).status_code == 503
+            monkeypatch.setattr(limit, 0.0)
+            check(is_healthy=False)
         finally:
             held.go.set()
 

@@ -175,9 +175,9 @@ def check_engine(report: Mapping[str, Any]) -> list[Finding]:
     is_reached = not error and (not rows or any(row.get("admitted") for row in rows))
     if "seconds" in ping:
         found.append(ok("Engine", f"generated one token in {ping['seconds']:g} s"))
-    elif "seconds_since_tokens" in ping:
-        busy = "busy: a short request waits behind the turns, and the last tokens of a turn came"
-        found.append(ok("Engine", f"{busy} {ping['seconds_since_tokens']:g} s ago"))
+    elif "seconds_without_tokens" in ping:
+        busy = "busy: a short request waits behind the turns, which have returned no token for"
+        found.append(ok("Engine", f"{busy} {ping['seconds_without_tokens']:g} s"))
     elif is_reached:
         found.append(_check_ping(str(ping.get("error"))))
     return found

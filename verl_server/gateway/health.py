@@ -21,6 +21,10 @@ PING_TIMEOUT_S = 10.0
 """Seconds in which the engine must generate one token, unless it is busy with turns."""
 RECENT_TOKENS_S = 60.0
 """Seconds after the last tokens of a turn in which a ping without a token does not make the engine unhealthy."""
+SILENT_TURNS_S = 600.0
+"""Seconds without tokens for which turns without a stream keep an engine healthy that does not answer a ping in time.
+The tokens of these turns come at their end. The official SDKs wait 600 seconds for a reply without a stream.
+"""
 FOLDER_TIMEOUT_S = 5.0
 """Seconds in which a file must be written into the folder of the records."""
 PROBE_FILE = ".gateway.probe"
@@ -80,7 +84,8 @@ class GatewayHealth:
     async def _ping(self) -> Json:
         """Generate one token. It belongs to no session and is recorded nowhere.
 
-        A busy engine is healthy: the ping waits behind turns, and tokens of turns have come a short time ago.
+        A busy engine is healthy: the ping waits behind turns. Tokens of turns have come a short time ago, or turns run
+        whose tokens come at their end.
         """
         if self._engine is None:
             return {"error": "the engine cannot be asked"}
@@ -96,8 +101,9 @@ class GatewayHealth:
             )
             await call_within(reply, PING_TIMEOUT_S, "the ping of the gateway")  # ends also without its cancellation
         except (DeadlineError, TimeoutError):
-            if (age_s := self._metrics.seconds_since_tokens()) < RECENT_TOKENS_S:
-                return {"seconds_since_tokens": round(age_s, 3)}
+            age_s = self._metrics.seconds_without_tokens()
+            if age_s < (SILENT_TURNS_S if self._metrics.has_silent_turns else RECENT_TOKENS_S):
+                return {"seconds_without_tokens": round(age_s, 3)}
             return {"error": f"no token within {PING_TIMEOUT_S:g} s"}
         except GatewayError as error:
             return {"error": error.message}

@@ -6,10 +6,11 @@ Labels have few values: no ids of sessions, no keys, no names of models.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -69,10 +70,22 @@ class GatewayMetrics:
         )
         self._tokens_at = -math.inf
         """Time at which the engine has returned or reported the last tokens of a turn (`time.monotonic`)."""
+        self._silent_since = -math.inf
+        """Time of the first turn after the last tokens that does not report its tokens before its end."""
+        self._num_silent = 0
+        """Number of running turns that do not report their tokens before their end."""
 
-    def seconds_since_tokens(self) -> float:
-        """Seconds since the last tokens of a turn. Infinite before the first tokens."""
-        return time.monotonic() - self._tokens_at
+    @property
+    def has_silent_turns(self) -> bool:
+        """Whether turns run that do not report their tokens before their end."""
+        return self._num_silent > 0
+
+    def seconds_without_tokens(self) -> float:
+        """Seconds since the last tokens of a turn, or since the first silent turn after them. Infinite before both.
+
+        A turn that is aborted and sent again does not begin the time anew.
+        """
+        return time.monotonic() - max(self._tokens_at, self._silent_since)
 
     def text(self) -> bytes:
         """The metrics, in the text format of Prometheus."""
@@ -82,6 +95,17 @@ class GatewayMetrics:
         """Count a node that was recorded, if it is a fork."""
         if node.fork_reason is not None:
             self.forks.labels(node.fork_reason.value).inc()
+
+    @contextlib.contextmanager
+    def _silent_turn(self, *, is_silent: bool) -> Iterator[None]:
+        """Count a turn that runs, if it does not report its tokens before its end."""
+        if is_silent and self._silent_since <= self._tokens_at:
+            self._silent_since = time.monotonic()
+        self._num_silent += is_silent
+        try:
+            yield
+        finally:
+            self._num_silent -= is_silent
 
     def measure(self, generate: GenerateFn) -> GenerateFn:
         """`generate`, whose calls are measured."""
@@ -97,7 +121,7 @@ class GatewayMetrics:
                 if on_tokens is not None:
                     on_tokens(start, token_ids, logprobs)
 
-            with self.running_turns.track_inprogress():
+            with self.running_turns.track_inprogress(), self._silent_turn(is_silent=on_tokens is None):
                 try:
                     reply = await with_reports(generate, on_tokens and report)(
                         rid=rid, session_id=session_id, **request
