@@ -305,6 +305,23 @@ def test_a_refusal_of_the_engine_is_told_without_its_url_and_paths(
     assert f"{url} refused the request (400): {reason}" in caplog.text
 
 
+def test_each_refusal_of_the_engine_is_one_line_of_the_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """A refusal with another cause may follow at once. A message with a line break makes no second line."""
+    served.engine.go.set()
+    url = "http://10.0.0.7:30000/generate"
+    for name in ("a", "b"):
+        served.engine.error = error_from_reply(400, url, {"error": {"message": f"{'x' * 250}\nthe cause {name}"}})
+        reply = asyncio.run(served.post({**served.key(name), "x-request-id": f"request-{name}"}))
+        assert reply.status_code == 400
+        assert "the cause" not in reply.text
+    messages = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert len(messages) == 2
+    for name, message in zip(("a", "b"), messages, strict=True):
+        assert f"the request {CHAT} of the session '{name}' was refused, request id request-{name}: " in message
+        assert message.endswith(rf"x\nthe cause {name}'")
+    assert "Traceback" not in caplog.text
+
+
 def test_a_refusal_that_names_a_misspelled_parameter_keeps_the_hint(served: Served) -> None:
     params = {"temprature": 1.0}
     refusal = error_from_reply(400, "http://10.0.0.7:30000/generate", "Unexpected keyword argument 'temprature'")

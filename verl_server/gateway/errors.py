@@ -131,7 +131,7 @@ def _shorten_refusal(message: str) -> str:
 
 
 class FailureLog:
-    """Writes whole errors to the log, of which agents get a short text only."""
+    """Writes errors to the log of which agents get a short text only."""
 
     def __init__(self) -> None:
         self._logged_at = dict[type[Exception], float]()
@@ -140,15 +140,22 @@ class FailureLog:
     def as_gateway_error(self, error: Exception, request: str, request_id: str) -> GatewayError:
         """The error for the agent. `request`: name of the request for the log, without the key of the session.
 
-        Errors of the engine are logged once in `LOG_INTERVAL_S` seconds for each type: while an engine is down, each
-        request fails.
+        Each refusal of the engine is one line. Errors of the engine are logged once in `LOG_INTERVAL_S` seconds for
+        each type: while an engine is down, each request fails.
         """
         found = as_gateway_error(error)
-        is_failure = found.kind in (ErrorKind.INTERNAL, ErrorKind.OVERLOADED)
-        if found is error or not (is_failure or _is_of_engine(error)):
+        if found is error:
             return found
-        now, kind = time.monotonic(), type(error)
-        if found.kind is ErrorKind.INTERNAL or now - self._logged_at.get(kind, -math.inf) >= LOG_INTERVAL_S:
-            self._logged_at[kind] = now
+        if _is_of_engine(error):
+            logger.warning("%s was refused, request id %s: %r", request, request_id, str(error))
+        elif found.kind is ErrorKind.INTERNAL or (found.kind is ErrorKind.OVERLOADED and self._is_due(type(error))):
             logger.error("%s failed, request id %s", request, request_id, exc_info=error)
         return found
+
+    def _is_due(self, kind: type[Exception]) -> bool:
+        """Whether no error of this type was logged in the last seconds. The error is logged now."""
+        now = time.monotonic()
+        if now - self._logged_at.get(kind, -math.inf) < LOG_INTERVAL_S:
+            return False
+        self._logged_at[kind] = now
+        return True
