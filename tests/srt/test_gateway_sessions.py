@@ -180,11 +180,11 @@ def test_rewards_need_no_reward(gateway: Gateway) -> None:
         ({"limits": LIMITS}, "limits must be a dict"),
         ({"expires_in_s": float("nan")}, "expires_in_s"),
         ({"expires_in_s": 0}, "expires_in_s"),
-        ({"key": ""}, "key must be a string of at least 8"),
-        ({"key": "short"}, "key must be a string of at least 8"),
+        ({"key": ""}, "key must be a string of at least 16"),
+        ({"key": "sk-0123456789ab"}, "key must be a string of at least 16"),
         ({"key": "a key with spaces"}, "without spaces"),
-        ({"key": "schl\u00fcssel-1"}, "printable ASCII"),
-        ({"key": b"sk-of-bytes"}, "key must be a string"),
+        ({"key": "der-schl\u00fcssel-der-sitzung"}, "printable ASCII"),
+        ({"key": b"sk-of-bytes-of-16"}, "key must be a string"),
     ],
 )
 def test_wrong_settings_make_no_session(gateway: Gateway, settings: Any, named: str) -> None:
@@ -217,7 +217,7 @@ def test_unknown_settings_are_named_with_the_known_ones(gateway: Gateway) -> Non
 
 
 def test_two_sessions_have_two_keys(gateway: Gateway) -> None:
-    first, key = gateway.create_session(key="sk-of-the-first")
+    first, key = gateway.create_session(key="sk-of-the-first-session")
     with pytest.raises(BadInputError, match="another session has the key"):
         gateway.create_session(key=key)
     with pytest.raises(BadInputError, match="the key of the admin API"):

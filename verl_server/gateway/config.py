@@ -12,8 +12,10 @@ from verl_server.ranks.machine import is_loopback
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.validation import require_bool, require_list, require_seconds
 
-MIN_KEY_CHARS = 8
-"""Minimum number of characters of a key of a session and of the admin API."""
+MIN_ADMIN_KEY_CHARS = 8
+"""Minimum number of characters of the key of the admin API, as of the key of a server."""
+MIN_SESSION_KEY_CHARS = 16
+"""Minimum number of characters of the key of a session."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def require_gateway_arguments(
         got = type(renderer).__name__
         raise BadInputError(f"renderer must be a ChatRenderer, got {got}; pass get_renderer(tokenizer)")
     if admin_key is not None:
-        require_key("admin_key", admin_key)
+        require_key("admin_key", admin_key, MIN_ADMIN_KEY_CHARS)
     if session_expiry_s is not None:
         require_seconds("session_expiry_s", session_expiry_s)
     if is_open and not is_loopback(host):
@@ -93,10 +95,10 @@ def require_gateway_arguments(
         )
 
 
-def require_key(name: str, key: object) -> None:
+def require_key(name: str, key: object, min_chars: int) -> None:
     """Raise BadInputError for a key that a header of HTTP cannot carry, or that is short. The key is not shown."""
-    is_text = isinstance(key, str) and len(key) >= MIN_KEY_CHARS
+    is_text = isinstance(key, str) and len(key) >= min_chars
     if not is_text or not all("!" <= character <= "~" for character in str(key)):
         raise BadInputError(
-            f"{name} must be a string of at least {MIN_KEY_CHARS} printable ASCII characters without spaces"
+            f"{name} must be a string of at least {min_chars} printable ASCII characters without spaces"
         )

@@ -182,8 +182,8 @@ class Gateway:
         `limits`: fields of `RolloutLimits` that replace those of the gateway. `sampling_params`: SGLang's sampling
         parameters of every turn, which replace those of the agent. `expires_in_s`: seconds after which the session ends
         by itself. A call with the id, the key and the settings of a session returns this session again. Raises
-        BadInputError for values that are not allowed, and for an id or a key that is taken. A key has at least 8
-        printable ASCII characters and no spaces.
+        BadInputError for values that are not allowed, and for an id or a key that is taken. A key has at least
+        16 printable ASCII characters and no spaces.
         """
         return self._call(
             lambda: self._store.create(

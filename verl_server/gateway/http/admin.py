@@ -11,6 +11,7 @@ import orjson
 import pydantic
 from fastapi import FastAPI, Request, Response
 
+from verl_server.gateway.config import MIN_SESSION_KEY_CHARS
 from verl_server.gateway.errors import ErrorKind, GatewayError, list_wrong_fields
 from verl_server.gateway.http.access import Access
 from verl_server.gateway.sessions.session_end import record_kinds
@@ -20,8 +21,6 @@ from verl_server.trajectory.exports.files import export_lines
 from verl_server.trajectory.recorder import load_session
 from verl_server.types import Json
 
-MIN_KEY_CHARACTERS = 16
-"""Minimum number of characters of a key that the client chooses."""
 KEY_PATTERN = "^[!-~]+$"
 """A key can stand in a header: printable ASCII characters without spaces."""
 RECORD_FORMAT = "jsonl"
@@ -43,7 +42,7 @@ class NewSession(AdminBody):
     """Settings of a new session."""
 
     session_id: str | None = None
-    key: str | None = pydantic.Field(default=None, min_length=MIN_KEY_CHARACTERS, pattern=KEY_PATTERN)
+    key: str | None = pydantic.Field(default=None, min_length=MIN_SESSION_KEY_CHARS, pattern=KEY_PATTERN)
     metadata: dict[str, Any] = {}
     limits: dict[str, Any] = {}
     sampling_params: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from typing import Any
 from verl_server.agent.generate_fn import require_sampling_params
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
-from verl_server.gateway.config import require_key
+from verl_server.gateway.config import MIN_SESSION_KEY_CHARS, require_key
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.sessions.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.session import Session
@@ -88,7 +88,7 @@ class SessionStore:
         used, and for wrong limits.
         """
         if key is not None:
-            require_key("key", key)
+            require_key("key", key, MIN_SESSION_KEY_CHARS)
         session_id, key = session_id or f"s-{secrets.token_hex(8)}", key or f"sk-{secrets.token_urlsafe(32)}"
         has_record, existing = session_file(self._run_dir, session_id).exists(), self._infos.get(session_id)
         now = time.time() if existing is None else existing.created_at
