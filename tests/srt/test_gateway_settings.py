@@ -116,6 +116,8 @@ def test_names_of_the_model_have_the_form_of_the_client(renderer: ChatRenderer, 
         _, key = gateway.create_session()
         headers = {"x-api-key": key}
         listed = httpx.get(f"{gateway.url}/v1/models", headers=headers).json()
+        assert httpx.get(f"{gateway.url}/v1/models/", headers=headers).json() == listed
+        assert httpx.get(f"{gateway.url}/session/{key}/v1/models/").json() == listed
         assert (listed["object"], [model["id"] for model in listed["data"]]) == ("list", ["one", "two"])
         listed = httpx.get(f"{gateway.url}/v1/models", headers={**headers, "anthropic-version": "2023-06-01"}).json()
         assert [model["display_name"] for model in listed["data"]] == ["one", "two"]

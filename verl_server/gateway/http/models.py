@@ -21,9 +21,11 @@ def add_model_routes(app: FastAPI, access: Access, config: GatewayConfig) -> Non
         return list_models(config.model_names, request.headers)
 
     async def model(request: Request) -> Json:
-        """A model by its name. The gateway accepts every name."""
+        """A model by its name, or the list without a name. The gateway accepts every name."""
+        if not (name := request.path_params["name"]):
+            return await models(request)
         access.session_of(request)
-        return _model(request.path_params["name"], request.headers)
+        return _model(name, request.headers)
 
     async def root() -> Response:
         return Response()
