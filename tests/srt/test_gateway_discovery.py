@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_commands import ADMIN_KEY, SHORT, ask, create_session, gateway_command, is_ready
+from gateway_commands import ADMIN_KEY, SHORT, ask, create_session, forward, gateway_command, is_ready
 from helpers import adapter_of, free_port, remote_server_of, wait_until
 from transformers import AutoTokenizer
 
@@ -204,46 +202,6 @@ def test_servers_beside_a_wrong_server_are_found_when_the_function_is_right(
     wait_until(lambda: "got a value of type str" in problem(), 30, "the wrong server is not named")
     servers.found = {"r0": server}
     wait_until(lambda: is_ready(gateway.url), 30, "the server is not probed")
-
-
-@contextlib.contextmanager
-def forward(base_url: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """A port that forwards connections to a server, and a function that closes the port and all connections."""
-    port = free_port()
-    target = base_url.removeprefix("http://")
-    program = (
-        "import socket, sys, threading\n"
-        "listening = socket.create_server(('127.0.0.1', int(sys.argv[1])))\n"
-        "host, port = sys.argv[2].split(':')\n"
-        "def pump(a, b):\n"
-        "    try:\n"
-        "        while data := a.recv(65536): b.sendall(data)\n"
-        "    except OSError: pass\n"
-        "    for each in (a, b):\n"
-        "        try: each.shutdown(socket.SHUT_RDWR)\n"
-        "        except OSError: pass\n"
-        "while True:\n"
-        "    a, b = listening.accept()[0], socket.create_connection((host, int(port)))\n"
-        "    threading.Thread(target=pump, args=(a, b), daemon=True).start()\n"
-        "    threading.Thread(target=pump, args=(b, a), daemon=True).start()\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program, str(port), target])
-
-    def cut() -> None:
-        process.kill()
-        process.wait(30)
-
-    try:
-        wait_until(lambda: _listens(port), 30, "the port does not listen")
-        yield f"http://127.0.0.1:{port}", cut
-    finally:
-        cut()
-
-
-def _listens(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
-        return True
-    return False
 
 
 def test_lists_of_servers_are_checked() -> None:

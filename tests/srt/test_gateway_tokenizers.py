@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_commands import SHORT, ask, is_ready
+from gateway_commands import SHORT, ask, forward, is_ready
 from helpers import adapter_of, remote_server_of, wait_until
 from transformers import AutoTokenizer
 
@@ -137,13 +138,65 @@ def test_tokenizers_are_compared_and_not_their_paths(tmp_path: Path, caplog: pyt
 
     async def compare() -> None:
         tokenizers = ServerTokenizers("r0", info("a"))
-        await tokenizers.require_same("r1", info("copy"))
+        await tokenizers.read_first()
+        await tokenizers.require_same("r1", info("copy"), 1.0)
         with pytest.raises(BadInputError, match=r"the server r2 has the tokenizer .*/other.*/a' of the server r0"):
-            await tokenizers.require_same("r2", info("other"))
-        for _ in range(2):
-            await tokenizers.require_same("r3", info("missing"))
+            await tokenizers.require_same("r2", info("other"), 1.0)
+        for since in (1.0, 2.0):
+            await tokenizers.require_same("r3", info("missing"), since)
 
     with caplog.at_level(logging.WARNING, "verl_server.gateway"):
         asyncio.run(compare())
     named = [record for record in caplog.records if "missing" in record.getMessage()]
     assert len(named) == 1, "a tokenizer that cannot be loaded is named once"
+
+
+@pytest.mark.parametrize("folder", ["first", "copy"])
+def test_a_folder_is_read_again_for_a_server_that_was_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """A server keeps the tokenizer that it has loaded at its start. Files that are the same are not read again."""
+    for name in ("first", "copy"):
+        make_tokenizer(tmp_path / name)
+    info, loaded, load = {"model_path": str(tmp_path / folder)}, list[str](), AutoTokenizer.from_pretrained
+
+    def count(path: str, **options: Any) -> Any:
+        loaded.append(path)
+        return load(path, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", count)
+
+    async def compare() -> None:
+        tokenizers = ServerTokenizers("r0", {"model_path": str(tmp_path / "first")})
+        await tokenizers.read_first()
+        for since in (1.0, 2.0):
+            await tokenizers.require_same("r1", info, since)
+        make_tokenizer(tmp_path / folder, texts=TEXTS, vocab_size=400)
+        await tokenizers.require_same("r1", info, 2.0)
+        for _ in range(2):
+            with pytest.raises(BadInputError, match="the server r1 has the tokenizer"):
+                await tokenizers.require_same("r1", info, 3.0)
+        with pytest.raises(BadInputError, match="the files have changed" if folder == "first" else "which differs"):
+            await tokenizers.require_same("r2", info, 3.0)
+        make_tokenizer(tmp_path / folder)
+        await tokenizers.require_same("r1", info, 4.0)
+
+    asyncio.run(compare())
+    assert len(loaded) == (3 if folder == "first" else 4)
+
+
+def test_a_server_that_comes_back_with_another_tokenizer_gets_no_requests(
+    other_server: RemoteServer, other_path: str, tmp_path: Path
+) -> None:
+    """The server is behind a port that is closed and opened again, as by a server that is started again."""
+    key = other_server.api_key
+    with contextlib.ExitStack() as ports:
+        url, cut = ports.enter_context(forward(other_server.base_url))
+        with Gateway(DiscoveredServers([RemoteServer(url, key)]), tmp_path, limits=LIMITS) as gateway:
+            wait_until(lambda: is_ready(gateway.url), 60, "not ready")
+            cut()
+            wait_until(lambda: not is_ready(gateway.url), 30, "the lost server is not noticed")
+            make_tokenizer(Path(other_path), texts=("another text " * 50,), vocab_size=380)
+            ports.enter_context(forward(other_server.base_url, int(url.rpartition(":")[2])))
+            wait_until(lambda: "the files have changed" in problems_of(gateway)[url], 30, "it is not refused")
+            assert not is_ready(gateway.url)

@@ -165,7 +165,9 @@ class DiscoveredServers:
     async def _find_parts(self, probed: ProbedServers) -> None:
         """Make the parts of the engine. Servers that were admitted before are compared with the first one."""
         first, info, renderer = await self._find_renderer(dict(probed.infos))
-        self._tokenizers = ServerTokenizers(first, info)
+        tokenizers = ServerTokenizers(first, info)
+        await tokenizers.read_first()
+        self._tokenizers = tokenizers
         await probed.probe_all()
         if infos := list(probed.infos.values()):
             self._parts = self._make_parts(renderer, infos)
@@ -188,10 +190,10 @@ class DiscoveredServers:
         assert late is not None
         raise late
 
-    async def _check_server(self, name: str, model_info: Json) -> None:
+    async def _check_server(self, name: str, model_info: Json, answering_since: float) -> None:
         """Raise BadInputError for a server with another tokenizer than that of the gateway."""
         if self._tokenizers is not None:
-            await self._tokenizers.require_same(name, model_info)
+            await self._tokenizers.require_same(name, model_info, answering_since)
 
     def _load_renderer(self, *settings: Any) -> ChatRenderer:
         """The renderer for a server. `settings`: the values of `RENDERER_SETTINGS`."""

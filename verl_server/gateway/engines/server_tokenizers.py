@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 
 from verl_server.errors import BadInputError
 from verl_server.gateway.hanging_calls import CallThatMayHang
@@ -14,46 +15,80 @@ logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 5.0
 """Seconds that a probe waits for a tokenizer to load. A later probe uses a tokenizer that takes longer."""
+FIRST_LOAD_TIMEOUT_S = 60.0
+"""Seconds in which the tokenizer of the first server must load."""
+
+Stamp = tuple[tuple[str, int, int, int], ...]
+"""Name, inode, size and time of change of each file of a folder."""
 
 
 class ServerTokenizers:
     """Compares the tokenizers of servers with that of the first server, with which the gateway makes all prompts.
 
-    Each tokenizer is loaded once, and only if its path differs from that of the first server.
+    A server has the tokenizer that was in its folder when the server started. So the folder is looked at when the
+    server begins to answer, and read if its files have changed. Equal paths on different machines are the same folder
+    here: this machine reads both.
     """
 
     def __init__(self, name: str, server_info: Json) -> None:
-        """`name`, `server_info`: the first server, and SGLang's `/server_info` of it."""
+        """`name`, `server_info`: the first server, and SGLang's `/server_info` of it. Call `read_first` next."""
         self._name, self._path = name, tokenizer_path(server_info)
         self._trusts_code = bool(server_info.get("trust_remote_code"))
-        self._digests = dict[str, str | None]()
-        """Digest of the vocabulary and of the token ids of a text, by path. None if the path cannot be read here."""
-        self._load = CallThatMayHang("loading the tokenizer", self._digest)
+        self._first: str | None = None
+        """Digest of the tokenizer of the first server. None: nothing can be compared."""
+        self._digests = dict[str, tuple[Stamp, str | None]]()
+        """The files at a path, and the digest of their tokenizer. None if the path cannot be read here."""
+        self._compared = dict[str, tuple[float, str]]()
+        """For each server, the time since which it answered when it was compared, and the difference that was found."""
+        self._load = CallThatMayHang("loading the tokenizer", self._read)
 
-    async def require_same(self, name: str, model_info: Json) -> None:
+    async def read_first(self) -> None:
+        """Read the tokenizer of the first server. If it cannot be read, nothing is compared. The log names it."""
+        try:
+            self._first = await self._load.result(FIRST_LOAD_TIMEOUT_S, self._path)
+        except TimeoutError:
+            message = "the tokenizer %r has not loaded in %g s, so no tokenizer is compared with it"
+            logger.warning(message, self._path, FIRST_LOAD_TIMEOUT_S)
+
+    async def require_same(self, name: str, model_info: Json, answering_since: float) -> None:
         """Raise BadInputError if a server has another tokenizer. `model_info`: SGLang's `/model_info` of the server.
+
+        `answering_since`: time at which the server began to answer. The server is compared once for each such time.
 
         A tokenizer that cannot be read on this machine is not compared. The log names it. Raises TimeoutError if a
         tokenizer does not load in `LOAD_TIMEOUT_S` seconds, for example because its file system hangs.
         """
-        path = tokenizer_path(model_info)
-        if path == self._path:
-            return
-        for each in (self._path, path):
-            if each not in self._digests:
-                try:
-                    self._digests[each] = await self._load.result(LOAD_TIMEOUT_S, each)
-                except TimeoutError:
-                    raise TimeoutError(
-                        f"the tokenizer {each!r} has not loaded in {LOAD_TIMEOUT_S:g} s, so the tokenizer of the "
-                        f"server {name} cannot be compared with that of the server {self._name}"
-                    ) from None
-        first, other = self._digests[self._path], self._digests[path]
-        if first is not None and other is not None and first != other:
-            raise BadInputError(
-                f"the server {name} has the tokenizer {path!r}, which differs from the tokenizer {self._path!r} of the "
-                f"server {self._name}; servers behind one gateway need the same tokenizer"
-            )
+        if self._compared.get(name, (None, ""))[0] != answering_since:
+            self._compared[name] = answering_since, await self._compare(name, tokenizer_path(model_info))
+        if difference := self._compared[name][1]:
+            raise BadInputError(difference)
+
+    async def _compare(self, name: str, path: str) -> str:
+        """How the tokenizer of a server differs from that of the first server. Empty if nothing is known of it."""
+        if self._first is None:
+            return ""
+        try:
+            digest = await self._load.result(LOAD_TIMEOUT_S, path)
+        except TimeoutError:
+            raise TimeoutError(
+                f"the tokenizer {path!r} has not loaded in {LOAD_TIMEOUT_S:g} s, so the tokenizer of the "
+                f"server {name} cannot be compared with that of the server {self._name}"
+            ) from None
+        if digest in (None, self._first):
+            return ""
+        hint = "the files have changed since the gateway read them: start the gateway again to use the new files"
+        changed = f"; {hint}" if path == self._path else ""
+        return (
+            f"the server {name} has the tokenizer {path!r}, which differs from the tokenizer {self._path!r} of the "
+            f"server {self._name}{changed}; servers behind one gateway need the same tokenizer"
+        )
+
+    def _read(self, path: str) -> str | None:
+        """The digest of the tokenizer at a path. Files that have not changed are not read again."""
+        stamp = _stamp_of(path)
+        if path not in self._digests or self._digests[path][0] != stamp:
+            self._digests[path] = stamp, self._digest(path)
+        return self._digests[path][1]
 
     def _digest(self, path: str) -> str | None:
         """The digest of a tokenizer. None if it cannot be loaded."""
@@ -71,3 +106,14 @@ class ServerTokenizers:
 def tokenizer_path(info: Json) -> str:
     """Path of a server's tokenizer. `info`: SGLang's `/server_info` or `/model_info`."""
     return str(info.get("tokenizer_path") or info.get("model_path"))
+
+
+def _stamp_of(path: str) -> Stamp:
+    """What changes if a file of a folder is written. Empty for a path that is no folder here, for example a name of
+    Hugging Face's hub.
+    """
+    try:
+        files = [(entry.name, entry.stat()) for entry in os.scandir(path)]
+    except OSError:
+        return ()
+    return tuple(sorted((name, found.st_ino, found.st_size, found.st_mtime_ns) for name, found in files))

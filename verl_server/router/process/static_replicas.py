@@ -29,6 +29,9 @@ CONNECT_TIMEOUT_S = 2.0
 RETURN_TIMEOUT_S = 60.0
 """Seconds after its last answer during which requests wait for a server when no other server answers. After that
 requests are refused."""
+ServerCheck = Callable[[str, Json, float], Awaitable[None]]
+"""Gets the name of a server, SGLang's `/model_info` of it, and the time since which the server has answered each probe
+(`time.monotonic`). A server that was started again has another time."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -38,14 +41,16 @@ class ProbedServers:
     Use it in the event loop of the dispatcher.
     """
 
-    def __init__(self, dispatcher: Dispatcher, check: Callable[[str, Json], Awaitable[None]] | None = None) -> None:
-        """`check`: gets the name and SGLang's `/model_info` of a server at each probe. It raises an exception for a
-        server that must receive no requests. It needs a deadline of its own: `set_servers` waits for it.
+    def __init__(self, dispatcher: Dispatcher, check: ServerCheck | None = None) -> None:
+        """`check`: is called at each probe that a server answers. It raises an exception for a server that must receive
+        no requests. It needs a deadline of its own: `set_servers` waits for it.
         """
         self._dispatcher, self._check = dispatcher, check
         self._servers: dict[str, RemoteServer] = {}
         self._adapters: dict[str, AsyncHttpServerEngineAdapter] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
+        self._answering_since: dict[str, float] = {}
+        """Time since which each server has answered each probe."""
         self._answered_at: dict[str, float] = {}
         """Time of each server's last answer (`time.monotonic`)."""
         self.infos: dict[str, Json] = {}
@@ -88,6 +93,7 @@ class ProbedServers:
         """Remove a server. Its running requests continue on other servers."""
         await _cancel([self._probes.pop(name)])
         del self._servers[name]
+        self._answering_since.pop(name, None)
         self._answered_at.pop(name, None)
         self.problems.pop(name, None)
         self.infos.pop(name, None)
@@ -109,11 +115,10 @@ class ProbedServers:
         """Ask a server for its weight version. Admit it if it answers."""
         pool = self._dispatcher.pool
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                info = await self._adapters[name].get_model_info()
+            info = await self._ask(name)
             _require_no_preferred_params(info)
             if self._check is not None:
-                await self._check(name, info)
+                await self._check(name, info, self._answering_since.setdefault(name, time.monotonic()))
             version = parse_weight_version(info.get("weight_version"))
             pool.update_replica(name, admitted=True, will_serve=True, weight_version=version)
             self._answered_at[name] = time.monotonic()
@@ -138,6 +143,15 @@ class ProbedServers:
                     server_info = await self._adapters[name].get_server_info()
                 pool.update_replica(name, dp_size=num_data_parallel_ranks(server_info))
                 self.infos[name] = server_info
+
+    async def _ask(self, name: str) -> Json:
+        """SGLang's `/model_info` of a server. Raises the errors of the request."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                return await self._adapters[name].get_model_info()
+        except BaseException:
+            self._answering_since.pop(name, None)
+            raise
 
     async def close(self) -> None:
         """Stop probing and close the connections to the servers. The servers keep running."""
