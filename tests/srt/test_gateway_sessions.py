@@ -19,6 +19,7 @@ from agent_helpers import ScriptedGenerateFn, renderer_with_template
 from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.gateway import DiscoveredServers, Gateway
+from verl_server.gateway.sessions.session_info import SessionInfo, write_info
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 from verl_server.trajectory import ChatRenderer, load_session
@@ -157,6 +158,27 @@ def test_wrong_rewards_do_not_end_a_session(gateway: Gateway, result: Any) -> No
     with pytest.raises(BadInputError, match="finite numbers"):
         gateway.end_session(info.id, **result)
     assert ask(gateway, key) == 200
+
+
+@pytest.mark.parametrize("stop_reason", [5, ["x"], None, b"done"])
+def test_a_stop_reason_that_is_no_text_does_not_end_a_session(
+    renderer: ChatRenderer, tmp_path: Path, stop_reason: Any
+) -> None:
+    """The next gateway could not read the file of the session, and would serve no session of the folder."""
+    with start_gateway(renderer, tmp_path) as gateway:
+        _, key = gateway.create_session("a")
+        with pytest.raises(BadInputError, match="stop_reason must be a string"):
+            gateway.end_session("a", 1.0, stop_reason=stop_reason)
+        assert ask(gateway, key) == 200
+    with start_gateway(renderer, tmp_path) as gateway:
+        assert ask(gateway, key) == 200
+
+
+def test_settings_that_cannot_be_read_are_not_written(tmp_path: Path) -> None:
+    wrong: Any = 5
+    with pytest.raises(BadInputError, match="the session 'a' has wrong settings: stop_reason: "):
+        write_info(tmp_path, SessionInfo("a", "digest", 1.0, stop_reason=wrong))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_rewards_need_no_reward(gateway: Gateway) -> None:

@@ -62,13 +62,21 @@ SETTINGS = pydantic.TypeAdapter(SessionInfo)
 
 
 def write_info(run_dir: Path, info: SessionInfo) -> None:
-    """Write the file of a session in place of an earlier one. Only the user may read the file."""
+    """Write the file of a session in place of an earlier one. Only the user may read the file.
+
+    Raises BadInputError, and writes nothing, if `read_info` could not read the file: no gateway could serve the folder.
+    """
+    fields = dataclasses.asdict(info)
+    try:
+        SETTINGS.validate_python(fields)
+    except pydantic.ValidationError as error:
+        raise BadInputError(f"the session {info.id!r} has wrong settings: {list_wrong_fields(error)}") from None
     path = run_dir / f"{info.id}{SETTINGS_SUFFIX}"
     temporary = path.with_suffix(".new")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with open(fd, "wb") as file:
         os.fchmod(fd, 0o600)  # the file may exist: a process was killed while it wrote
-        file.write(orjson.dumps(dataclasses.asdict(info)))
+        file.write(orjson.dumps(fields))
     os.replace(temporary, path)
 
 

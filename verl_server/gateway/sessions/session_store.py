@@ -185,6 +185,8 @@ class SessionStore:
         and OSError if the end cannot be written: the session has not ended then.
         """
         info = self.info(session_id)
+        if not isinstance(stop_reason, str):
+            raise BadInputError(f"stop_reason must be a string, got {type(stop_reason).__name__}")
         given = as_json("the result", {"stop_reason": stop_reason, "rewards": as_rewards(rewards or {})})
         info = dataclasses.replace(
             info,
