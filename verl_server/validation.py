@@ -49,9 +49,14 @@ def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 
 
 def is_finite_number(value: Any) -> TypeGuard[float]:
-    """Whether `value` is a real number, also of numpy, but neither a bool nor NaN nor infinity."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and -math.inf < value < math.inf
+    """Whether `value` is a real number, also of numpy, but neither a bool nor NaN nor infinity.
+
+    False for a whole number that is too large for a float, too.
+    """
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def to_plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import socket
@@ -134,6 +135,7 @@ def nested(levels: int) -> Any:
 
 
 NO_JSON: Any = [{"a": Path("a")}, {"a": "\ud800"}, {"a": nested(300)}, {1: 2}, "text"]
+NO_JSON += [{"a": [{"b": number}]} for number in (math.nan, math.inf, -math.inf)]
 
 
 @pytest.mark.parametrize("metadata", NO_JSON)
@@ -151,7 +153,8 @@ def test_metadata_that_is_no_json_changes_nothing(renderer: ChatRenderer, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "result", [{"reward": float("nan")}, {"reward": "1"}, {"reward": 1.0, "rewards": {"a": float("inf")}}]
+    "result",
+    [{"reward": float("nan")}, {"reward": 10**400}, {"reward": "1"}, {"reward": 1.0, "rewards": {"a": float("inf")}}],
 )
 def test_wrong_rewards_do_not_end_a_session(gateway: Gateway, result: Any) -> None:
     info, key = gateway.create_session()
@@ -202,6 +205,8 @@ def test_rewards_need_no_reward(gateway: Gateway) -> None:
         ({"limits": LIMITS}, "limits must be a dict"),
         ({"expires_in_s": float("nan")}, "expires_in_s"),
         ({"expires_in_s": 0}, "expires_in_s"),
+        ({"expires_in_s": 10**400}, "expires_in_s"),
+        ({"sampling_params": {"custom_params": {"x": math.nan}}}, "sampling_params must have values of JSON only"),
         ({"key": ""}, "key must be a string of at least 16"),
         ({"key": "sk-0123456789ab"}, "key must be a string of at least 16"),
         ({"key": "a key with spaces"}, "without spaces"),

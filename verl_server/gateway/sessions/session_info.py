@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,21 +97,34 @@ def read_info(path: Path) -> SessionInfo:
 
 
 def as_json(name: str, value: Any) -> Json:
-    """A copy of a mapping with the types that JSON has. Raises BadInputError for a value that JSON does not have."""
+    """A copy of a mapping with the types that JSON has.
+
+    Raises BadInputError for a value that JSON does not have: NaN and infinity, for example.
+    """
     if not isinstance(value, Mapping | None):
         raise BadInputError(f"{name} must be a dict, got {type(value).__name__}")
     nested: Any = dict(value or {})
     for _ in range(OUTER_LEVELS):
         nested = [nested]
     try:
-        encoded = orjson.dumps(nested)
+        encoded = orjson.dumps(nested, option=orjson.OPT_PASSTHROUGH_DATACLASS)
     except TypeError as error:  # also for text that is no Unicode, and for too many levels
         raise BadInputError(f"{name} must have values of JSON only: {error}") from None
+    if not _is_finite(value):  # orjson writes null
+        raise BadInputError(f"{name} must have values of JSON only: NaN and infinity are no numbers of JSON")
     copy: Any = orjson.loads(encoded)
     for _ in range(OUTER_LEVELS):
         copy = copy[0]
     result: Json = copy
     return result
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether all floats of a value are finite numbers."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return all(map(_is_finite, items))
 
 
 def as_kinds(train: Sequence[str] | None) -> list[str] | None:
