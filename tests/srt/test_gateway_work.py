@@ -45,6 +45,10 @@ def pattern_properties(count: int, pattern: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties}
 
 
+def format_properties(count: int, name: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{number}": {"type": "string", "format": name} for number in range(count)}}
+
+
 EDGES = (
     string_properties(600),
     {"anyOf": [string_properties(20, minProperties=10, maxProperties=15)] * 10},
@@ -56,6 +60,9 @@ EDGES = (
     pattern_properties(2, "(.{1,4}){1,4}"),
     pattern_properties(200, ".*x"),
     pattern_properties(2, r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d{1,6})?(Z|[+-]\d{2}:\d{2})?"),
+    format_properties(20, "uri-template"),
+    format_properties(200, "duration"),
+    {"type": "object", "properties": {"format": {"type": "string"}}},
 )
 """Schemas at the limits."""
 
@@ -77,6 +84,11 @@ EDGES = (
         pattern_properties(1, "." * 300),
         pattern_properties(300, ".*x"),
         {"type": "object", "patternProperties": {"^.{0,900}$": {}}},
+        format_properties(21, "uri-template"),
+        format_properties(21, "uri-reference"),
+        format_properties(21, "hostname"),
+        format_properties(201, "date-time"),
+        {"anyOf": [format_properties(20, "uri"), pattern_properties(1, "a*")]},
     ],
 )
 def test_a_schema_that_a_grammar_backend_may_not_survive_is_refused(schema: Any) -> None:

@@ -24,7 +24,9 @@ MAX_COUNTED_PROPERTIES, MAX_COUNTED_OBJECTS = 20, 10
 each number of properties that may still come at each property.
 """
 MAX_PATTERN_COST = 200
-"""Maximum sum of `_cost_of_pattern` of the patterns of a schema."""
+"""Maximum sum of `_cost_of_pattern` of the patterns of a schema, and of the costs of its formats."""
+FORMAT_COSTS = {"email": 10, "hostname": 10, "uri": 10, "uri-reference": 10, "uri-template": 10}
+"""Costs of a `format`, which a backend compiles as a pattern of its own. All other formats cost 1."""
 _PATTERN_TOKEN = re.compile(
     r"\\.|\[(?:\\.|[^\]\\])*\]|(?P<count>[?*+]|\{(?P<low>\d+)(?P<comma>,?)(?P<high>\d*)\})|\((?:\?[:=!])?|.", re.DOTALL
 )
@@ -46,6 +48,7 @@ def encode_schema(name: str, schema: Any) -> str:
         num_parts += len(items)
         num_counted += sum(_counts_properties(name, part) for part in objects)
         pattern_cost += sum(_cost_of_pattern(name, pattern) for part in objects for pattern in _patterns_of(part))
+        pattern_cost += sum(_cost_of_format(part.get("format")) for part in objects)
         for key, value in items:
             if key in COUNTS and isinstance(value, (int, float)):
                 sum_of_counts += max(value, 0)
@@ -63,7 +66,9 @@ def encode_schema(name: str, schema: Any) -> str:
             f"{MAX_SCHEMA_LEVELS} levels"
         )
     if pattern_cost > MAX_PATTERN_COST:
-        raise bad_request(f"{name!r} has patterns that are too large: use fewer of them, and fewer ?, *, + and {{m,n}}")
+        raise bad_request(
+            f"{name!r} has patterns and formats that are too large: use fewer of them, and fewer ?, *, + and {{m,n}}"
+        )
     if num_counted > MAX_COUNTED_OBJECTS:
         raise bad_request(
             f"{name!r} is too large: {MAX_COUNTED_OBJECTS} objects may have properties and minProperties or "
@@ -91,6 +96,11 @@ def _patterns_of(part: Json) -> list[str]:
     return [
         item for item in (part.get("pattern"), *(by_name if isinstance(by_name, dict) else ())) if isinstance(item, str)
     ]
+
+
+def _cost_of_format(value: Any) -> int:
+    """The cost of a `format`. 0 for other values: a property can have this name."""
+    return FORMAT_COSTS.get(value, 1) if isinstance(value, str) else 0
 
 
 def _cost_of_pattern(name: str, pattern: str) -> int:
