@@ -32,6 +32,9 @@ _PATTERN_TOKEN = re.compile(
 )
 _CLASSES = (".", "[", "\\w", "\\W", "\\d", "\\D", "\\s", "\\S", "\\p", "\\P")
 """How parts of a pattern begin that match many tokens."""
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_KNOWN_ESCAPES = frozenset("0abcdefnrstuvwxDSW !\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
+"""Characters after a backslash about which xgrammar writes no warning."""
 
 
 def encode_schema(name: str, schema: Any) -> str:
@@ -106,8 +109,9 @@ def _cost_of_format(value: Any) -> int:
 def _cost_of_pattern(name: str, pattern: str) -> int:
     """The number of characters that a regular expression writes out, times the number of its choices of a length.
 
-    Counts of groups multiply those within the groups. Characters without a count cost nothing. Raises GatewayError for
-    a pattern with too many characters.
+    Counts of groups multiply those within the groups. Characters without a count cost nothing. Each part about which
+    xgrammar writes warnings to the log of the engine costs 1 more. Raises GatewayError for a pattern with too many
+    characters.
     """
     if len(pattern) > MAX_PATTERN_CHARS:
         raise bad_request(f"{name!r} has a pattern that is too large: patterns may have {MAX_PATTERN_CHARS} characters")
@@ -128,4 +132,19 @@ def _cost_of_pattern(name: str, pattern: str) -> int:
         else:
             steps, choices = int(text.startswith(_CLASSES)), 0
         groups[-1] = (groups[-1][0] + steps, groups[-1][1] + choices)
-    return max(sum(group[0] for group in groups) * max(sum(group[1] for group in groups), 1), 1)
+    cost = sum(group[0] for group in groups) * max(sum(group[1] for group in groups), 1)
+    return max(cost, 1) + _num_warnings(pattern)
+
+
+def _num_warnings(pattern: str) -> int:
+    """The number of parts of a regular expression that xgrammar ignores or guesses, with warnings of up to 2 KB each.
+
+    `^` and `$` in the middle, lookaheads, and unknown escape sequences.
+    """
+    count, last = 0, len(pattern) - 1
+    for token in _PATTERN_TOKEN.finditer(pattern):
+        text, start = token.group(), token.start()
+        count += (text == "^" and start > 0) or (text == "$" and start < last) or text in ("(?=", "(?!")
+        if "\\" in text:
+            count += sum(escaped not in _KNOWN_ESCAPES for escaped in _ESCAPE.findall(text))
+    return count
