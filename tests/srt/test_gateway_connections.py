@@ -347,6 +347,21 @@ def test_many_requests_to_upgrade_in_a_segment_are_answered(open_gateway: Open) 
     assert exchange(open_gateway(), request * 500 + LAST.encode()).count(b"HTTP/1.1 200") == 501
 
 
+@pytest.mark.parametrize(("version", "connection"), [("1.1", "Upgrade, close"), ("1.0", "Upgrade")])
+@pytest.mark.parametrize("split", [0, 5, 150])
+def test_a_request_to_upgrade_without_keep_alive_is_answered(
+    open_gateway: Open, generate: HeldGenerateFn, version: str, connection: str, split: int
+) -> None:
+    gateway = open_gateway()
+    generate.go.set()
+    _, key = gateway.create_session("a")
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}'
+    head = HEAD.replace("KEY", key).replace("HTTP/1.1", f"HTTP/{version}").replace("1000", str(len(body)))
+    sent = head.replace("\r\n\r\n", f"\r\nconnection: {connection}\r\nupgrade: h2c\r\n\r\n").encode() + body
+    received = exchange(gateway, sent[: len(sent) - split], sent[-split:] if split else b"")
+    assert (received[9:12], b'"yes"' in received) == (b"200", True)
+
+
 def test_connect_is_refused(open_gateway: Open) -> None:
     received = exchange(open_gateway(), b"CONNECT a:443 HTTP/1.1\r\nhost: a\r\n\r\n")
     assert received.startswith(b"HTTP/1.1 400")

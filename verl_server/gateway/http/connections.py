@@ -92,8 +92,10 @@ class _Connection(HttpToolsProtocol):
                     self.parser.feed_data(data)
                     break
                 except httptools.HttpParserUpgrade as upgrade:
-                    data = data[upgrade.args[0] :]
-                    self.parser.feed_data(self._head_without_upgrade())
+                    data, head = data[upgrade.args[0] :], self._head_without_upgrade()
+                    self.parser = httptools.HttpRequestParser(self)  # the old one may ignore what follows, as after `close`
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+                    self.parser.feed_data(head)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter: the method is CONNECT
             self.send_400_response("Invalid HTTP request received.")
             return
