@@ -295,6 +295,24 @@ def test_a_trailer_that_is_too_long_is_refused(open_gateway: Open) -> None:
     assert b"HTTP/1.1 431" in received
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+def test_trailers_are_no_headers(open_gateway: Open, generate: HeldGenerateFn, is_split: bool) -> None:
+    """A key in a trailer would count or not, as the packets come."""
+    gateway = open_gateway()
+    generate.go.set()
+    keys = [gateway.create_session(name)[1] for name in ("a", "b")]
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}'
+    for key, status in ((keys[0], b"200"), ("", b"401")):
+        sent = f"x-api-key: {key}\r\n" if key else ""
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n{sent}transfer-encoding: chunked\r\n\r\n"
+        trailer = f"authorization: Bearer {keys[1]}\r\nx-request-id: of-the-trailer\r\n\r\n"
+        rest = b"%x\r\n%s\r\n0\r\n%s" % (len(body), body, trailer.encode())
+        received = exchange(gateway, *((head.encode(), rest) if is_split else (head.encode() + rest,)))
+        assert received[9:12] == status
+        assert b"of-the-trailer" not in received
+    assert [gateway._store.record_file(name).exists() for name in ("a", "b")] == [True, False]
+
+
 def test_a_long_head_within_the_limit_is_served(open_gateway: Open) -> None:
     head = READY.replace("host: a", f"host: a\r\nx: {'a' * 60_000}")
     parts = [head[:100].encode(), head[100:].encode()] * 2

@@ -126,6 +126,7 @@ class _Connection(HttpToolsProtocol):
             return  # `_parse` parses the head again
         self._expect(None)
         super().on_headers_complete()
+        self.headers = []  # for trailers after the body: they are no headers of the request
         if 0 < len(self.pipeline) <= MAX_WAITING_REQUESTS:
             self.flow.resume_reading()
 
