@@ -193,6 +193,25 @@ def test_an_image_with_a_billion_pixels_is_refused_by_its_header(gateway: Gatewa
     assert reply.json()["error"]["type"] in ("request_too_large", "invalid_request_error")
 
 
+def webp_header(width: int, height: int) -> bytes:
+    """An animated WebP file without a frame, which tells the size of its canvas."""
+    size = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+    chunks = b"VP8X" + struct.pack("<II", 10, 2) + size + b"ANIM" + struct.pack("<I", 6) + b"\0" * 6
+    return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WEBP" + chunks
+
+
+def test_a_webp_image_whose_memory_pillow_refuses_is_too_large(gateway: Gateway) -> None:
+    _, key = gateway.create_session()
+    reply = ask(gateway, key, image_message(webp_header(16_000, 16_000))[0]["content"])
+    assert (reply.status_code, "too many pixels" in reply.text) == (413, True)
+    source = {
+        "type": "base64",
+        "media_type": "image/webp",
+        "data": base64.b64encode(webp_header(16_000, 16_000)).decode(),
+    }
+    assert ask(gateway, key, [{"type": "image", "source": source}], MESSAGES).status_code == 413
+
+
 def test_the_limit_of_pixels_does_not_depend_on_that_of_pillow() -> None:
     """Pillow warns at 89 million pixels. Its warnings are settings of the whole process, and other threads run."""
     image = image_message(png_header(10_000, 10_000))

@@ -34,10 +34,10 @@ def require_safe_images(messages: Sequence[Message], max_pixels: int) -> None:
 
 
 def _num_pixels(source: str) -> int:
-    """The number of pixels of an image.
+    """The number of pixels of an image. Raises GatewayError for an image that cannot be read.
 
-    `Image.open` also compares the number with a limit of Pillow: it writes a warning, or raises an error. The classes
-    of the formats, which `Image.open` calls, do not.
+    `Image.open` also compares the number with a limit of Pillow: it writes a warning, or raises an error. Of the
+    classes of the formats, which `Image.open` calls, only that of WebP does: it allocates the memory at once.
     """
     from PIL import GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin  # noqa: F401 - registered
 
@@ -48,6 +48,9 @@ def _num_pixels(source: str) -> int:
             if accepts is not None and accepts(content[:MAX_SIGNATURE_BYTES]) is True:
                 with factory(io.BytesIO(content), "") as image:
                     return image.width * image.height
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):  # the latter if warnings are errors
+        message = "an image of the request has too many pixels to be decoded; send smaller images"
+        raise GatewayError(ErrorKind.TOO_LARGE, message) from None
     except (OSError, SyntaxError, ValueError, IndexError, TypeError, struct.error):  # as `Image.open` expects
         pass
     raise GatewayError(
