@@ -473,22 +473,39 @@ def test_a_shutdown_aborts_turns_and_frees_the_records(renderer: ChatRenderer, t
     Recorder(tmp_path, "a").close()  # the record is free
 
 
+TWICE = "OpenAI's clients ends with /v1, and the base URL of Anthropic's clients ends without /v1"
+MISSING, NOT_OFFERED = "the base URL must end with /v1", "the gateway does not offer it"
+
+
 @pytest.mark.parametrize(
-    ("path", "shown"),
+    ("path", "shown", "cause"),
     [
-        ("/chat/completions", "/chat/completions"),
-        ("/v1/v1/messages", "/v1/v1/messages"),
-        ("/session/sk-secret/v1/v1/messages", "/session/KEY/v1/v1/messages"),
-        ("/v1/embeddings", "/v1/embeddings"),
-        ("/v1/chat/completions/", "/v1/chat/completions/"),
+        ("/chat/completions", "", MISSING),
+        ("/responses", "", MISSING),
+        ("/completions", "", MISSING),
+        ("/models", "", MISSING),
+        ("/models/policy", "", MISSING),
+        ("/messages/count_tokens", "", MISSING),
+        ("/session/sk-secret/chat/completions", "/session/KEY/chat/completions", MISSING),
+        ("/v1/v1/messages", "", TWICE),
+        ("/session/sk-secret/v1/v1/messages", "/session/KEY/v1/v1/messages", TWICE),
+        ("/v1/session/sk-secret/v1/messages", "/v1/session/KEY/v1/messages", NOT_OFFERED),
+        ("/x//session/sk-secret/v1/messages", "/x//session/KEY/v1/messages", NOT_OFFERED),
+        ("/session//sk-secret/v1/messages", "/session/KEY/v1/messages", NOT_OFFERED),
+        ("/session/sk-secret", "/session/KEY", NOT_OFFERED),
+        ("/v1/embeddings", "", NOT_OFFERED),
+        ("/embeddings", "", NOT_OFFERED),
+        ("/v1/chat/completions/", "", "leave out the slash at its end"),
     ],
 )
-def test_a_wrong_base_url_is_answered_with_the_right_one(served: Served, path: str, shown: str) -> None:
+def test_an_unknown_path_is_answered_with_the_cause(served: Served, path: str, shown: str, cause: str) -> None:
+    shown = shown or path
     reply = asyncio.run(served.post(served.key("a"), path))
     assert reply.status_code == 404
     message = reply.json()["error"]["message"]
-    assert f"there is no path '{shown}'" in message
-    assert "OpenAI's clients ends with /v1, and the base URL of Anthropic's clients ends without /v1" in message
+    assert message.startswith(f"there is no path '{shown}': ")
+    assert cause in message
+    assert "secret" not in reply.text
     assert reply.json().get("type") == ("error" if path.endswith("messages") else None), "in the form of the dialect"
 
 

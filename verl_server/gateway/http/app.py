@@ -86,15 +86,29 @@ def make_app(
 
 
 async def _answer_unknown_path(request: Request, _: Exception) -> Response:
-    """Name the base URL that the client needs: a base URL with or without `/v1` is the most frequent mistake."""
-    path = request.url.path
-    shown = re.sub(r"^/session/[^/]*", "/session/KEY", path)[:MAX_FIELD_CHARS]
-    cure = "The base URL of OpenAI's clients ends with /v1, and the base URL of Anthropic's clients ends without /v1."
-    message = f"there is no path {shown!r}. {cure} docs/gateway.md lists the paths"
+    path: str = request.scope["path"]  # `request.url` takes the beginning of `//session/KEY` for a host
+    shown = re.sub(r"(?<![^/])session/+[^/]+", "session/KEY", path, flags=re.IGNORECASE)
+    message = f"there is no path {shown[:MAX_FIELD_CHARS]!r}: {_cause_of(shown)}. docs/gateway.md lists the paths"
     error = GatewayError(ErrorKind.NOT_FOUND, message)
     dialect = next((dialect for dialect in DIALECTS if dialect.path.endswith(f"/{path.rpartition('/')[2]}")), None)
     status, body = openai_error(error) if dialect is None else dialect.error(error)
     return json_response(body, status, _retry_headers(error))
+
+
+def _cause_of(path: str) -> str:
+    """Why there is no such path. A base URL with or without `/v1` is the most frequent mistake."""
+    found = re.fullmatch(r"(?:/session/KEY)?((?:/v1)*)(/.*?)(/*)", path)
+    version, rest, slash = found.groups() if found else ("", "", "")
+    offered = [each for dialect in DIALECTS for each in (dialect.path, dialect.count_path)]
+    if f"/v1{rest}" not in (*offered, "/v1/models") and not rest.startswith("/models/"):
+        return "the gateway does not offer it"
+    if not version:
+        return "the base URL must end with /v1"
+    if version != "/v1":
+        return (
+            "the base URL of OpenAI's clients ends with /v1, and the base URL of Anthropic's clients ends without /v1"
+        )
+    return "leave out the slash at its end" if slash else "the gateway does not offer it"
 
 
 async def _answer_wrong_method(request: Request, error: Exception) -> Response:

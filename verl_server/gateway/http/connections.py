@@ -93,7 +93,9 @@ class _Connection(HttpToolsProtocol):
                     break
                 except httptools.HttpParserUpgrade as upgrade:
                     data, head = data[upgrade.args[0] :], self._head_without_upgrade()
-                    self.parser = httptools.HttpRequestParser(self)  # the old one may ignore what follows, as after `close`
+                    self.parser = httptools.HttpRequestParser(
+                        self
+                    )  # the old one may ignore what follows, as after `close`
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
                     self.parser.feed_data(head)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter: the method is CONNECT
