@@ -49,6 +49,17 @@ def test_the_shared_session_does_not_expire(renderer: ChatRenderer, tmp_path: Pa
         assert ask(gateway, None) == 200
 
 
+def test_the_end_of_the_shared_session_is_answered_with_the_cure(renderer: ChatRenderer, tmp_path: Path) -> None:
+    for _ in range(2):
+        with start_gateway(renderer, tmp_path, is_open=True) as gateway:
+            if not gateway.sessions():
+                assert ask(gateway, None) == 200
+                gateway.end_session("open")
+            reply = send(gateway)
+            assert reply.status_code == 403
+            assert "has ended (done); create a session and send its key, or use another folder" in reply.text
+
+
 def test_another_machine_cannot_reach_the_open_mode(renderer: ChatRenderer, tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1"):
         with pytest.raises(BadInputError, match="without a key"):

@@ -243,6 +243,27 @@ def test_unknown_settings_are_named_with_the_known_ones(gateway: Gateway) -> Non
     assert {info.id: info.ended_at for info in gateway.sessions()}[info.id] is None
 
 
+def test_a_key_may_come_in_three_headers(gateway: Gateway) -> None:
+    info, key = gateway.create_session()
+    _, other = gateway.create_session()
+    gateway.end_session(info.id)
+    url, body = f"{gateway.openai_url}/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    both: list[dict[str, str]] = [
+        {"x-api-key": other, "api-key": key},
+        {"Authorization": f"Bearer {other}", "api-key": key},
+    ]
+    for headers, status in (({"api-key": other}, 200), ({"api-key": key}, 403), *((headers, 200) for headers in both)):
+        assert httpx.post(url, json=body, headers=headers, timeout=60.0).status_code == status
+
+
+def test_the_admin_key_is_the_key_of_no_turn(gateway: Gateway) -> None:
+    for path in ("/v1/chat/completions", "/v1/models"):
+        method = "GET" if path.endswith("models") else "POST"
+        reply = httpx.request(method, gateway.url + path, headers={"x-api-key": gateway.admin_key}, timeout=60.0)
+        assert reply.status_code == 401
+        assert "the key of the admin API; create a session with POST /admin/sessions" in reply.text
+
+
 def test_two_sessions_have_two_keys(gateway: Gateway) -> None:
     first, key = gateway.create_session(key="sk-of-the-first-session")
     with pytest.raises(BadInputError, match="another session has the key"):

@@ -37,12 +37,13 @@ class Access:
         session_id = None if key is None else self._store.find_by_key(key)
         if session_id is None and self._needs_no_key(key, in_path):
             _require_own_origin(request.headers)
-            session_id = OPEN_SESSION
-            try:
-                self._store.info(OPEN_SESSION)
-            except GatewayError:
-                self._store.create(OPEN_SESSION, can_expire=False)
+            session_id = self._find_open_session()
         if session_id is None:
+            if self.is_admin(request):
+                message = (
+                    "this is the key of the admin API; create a session with POST /admin/sessions and send its key"
+                )
+                raise GatewayError(ErrorKind.AUTHENTICATION, message)
             raise GatewayError(
                 ErrorKind.AUTHENTICATION,
                 "the key of the session is missing or wrong; send it as `Authorization: Bearer KEY`, as `x-api-key`, "
@@ -66,6 +67,20 @@ class Access:
             return [info.id for info in self._store.infos() if info.id == OPEN_SESSION]
         self.require_admin(request)
         return [info.id for info in self._store.infos()]
+
+    def _find_open_session(self) -> str:
+        """Id of the session of requests without a key, which is created. Raises GatewayError (403) if it has ended."""
+        try:
+            info = self._store.info(OPEN_SESSION)
+        except GatewayError:
+            info, _ = self._store.create(OPEN_SESSION, can_expire=False)
+        if info.ended_at is not None:
+            raise GatewayError(
+                ErrorKind.PERMISSION,
+                f"the session {OPEN_SESSION!r} of requests without a key has ended ({info.stop_reason}); "
+                "create a session and send its key, or use another folder",
+            )
+        return info.id
 
     def _needs_no_key(self, *sent: str | None) -> bool:
         """Whether the open mode serves a request that has sent these keys and no others."""
@@ -110,9 +125,9 @@ def key_of(headers: Headers) -> str | None:
     """The key that a request carries."""
     found = dict[bytes, str]()
     for name, value in reversed(headers.raw):  # of a header that is sent twice, the first counts
-        if name in (b"authorization", b"x-api-key"):
+        if name in (b"authorization", b"x-api-key", b"api-key"):
             found[name] = value.decode("latin-1")
     kind, _, token = found.get(b"authorization", "").partition(" ")
     if kind.lower() == "bearer" and token.strip():
         return token.strip()
-    return found.get(b"x-api-key") or None
+    return found.get(b"x-api-key") or found.get(b"api-key") or None  # the latter is the header of Azure's clients
