@@ -40,7 +40,9 @@ def test_a_key_reads_its_own_session_only(gateway: Gateway) -> None:
     first, first_key = gateway.create_session("ui-first", sampling_params=SHORT)
     second, second_key = gateway.create_session("ui-second", sampling_params=SHORT, metadata={"trial": 7})
     say(gateway, first_key)
-    own = get(gateway, "/ui/sessions", first_key).json()["sessions"]
+    listing = get(gateway, "/ui/sessions", first_key)
+    assert listing.headers["content-type"] == "application/json"
+    own = listing.json()["sessions"]
     assert [session["id"] for session in own] == [first.id]
     listed = {session["id"]: session for session in get(gateway, "/ui/sessions", gateway.admin_key).json()["sessions"]}
     assert {first.id, second.id} <= listed.keys()
@@ -132,11 +134,17 @@ def test_the_page_follows_a_session_in_a_browser(gateway: Gateway, tmp_path: Pat
 
     async def run() -> None:
         await asyncio.to_thread(ask, "<script>document.title='attacked'</script> hello")
-        async with open_page(f"{gateway.url}/ui", tmp_path / "profile") as page:
-            assert "missing or wrong" in await page.wait_for("document.getElementById('error').textContent")
-            await page.evaluate(
-                f"document.getElementById('key').value = {key!r}; document.querySelector('form button').click()"
-            )
+        async with open_page(f"{gateway.url}/ui#100%", tmp_path / "profile") as page:  # the hash has no character
+            assert await page.wait_for("!document.getElementById('hint').hidden")
+            assert await page.evaluate("document.getElementById('error').textContent") == ""
+            for entered in ("sk-wrong", key):
+                await page.evaluate(
+                    f"document.getElementById('key').value = {entered!r}; document.querySelector('form button').click()"
+                )
+                if entered != key:
+                    error = await page.wait_for("document.getElementById('error').textContent")
+                    assert "enter the admin key or the key of a session" in error
+            assert await page.evaluate("document.getElementById('hint').hidden")
             assert info.id in await page.wait_for("document.getElementById('sessions').textContent")
             nodes = "document.getElementById('page').contentDocument?.querySelectorAll('.sampled').length"
             assert await page.wait_for(nodes) == 1

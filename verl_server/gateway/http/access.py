@@ -65,7 +65,9 @@ class Access:
         if self._needs_no_key(key):
             _require_own_origin(request.headers)
             return [info.id for info in self._store.infos() if info.id == OPEN_SESSION]
-        self.require_admin(request)
+        if not self.is_admin(request):
+            message = "the key is missing or wrong; enter the admin key or the key of a session"
+            raise GatewayError(ErrorKind.AUTHENTICATION, message)
         return [info.id for info in self._store.infos()]
 
     def _find_open_session(self) -> str:

@@ -41,9 +41,8 @@ def add_ui_routes(app: FastAPI, store: SessionStore, access: Access, decode: Dec
         infos = [store.info(session_id) for session_id in access.readable_sessions(request)]
         is_admin = access.is_admin(request)
         latest = sorted(infos, key=lambda info: -info.created_at)[:MAX_LISTED_SESSIONS]
-        return Response(
-            orjson.dumps({"sessions": [_row(store, info, is_admin) for info in latest]}), headers=_no_store()
-        )
+        body = orjson.dumps({"sessions": [_row(store, info, is_admin) for info in latest]})
+        return Response(body, media_type="application/json", headers=_no_store())
 
     async def session(request: Request, session_id: str) -> Response:
         if session_id not in access.readable_sessions(request):
