@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
 from verl_server.gateway.conversation import TurnRequest
+from verl_server.gateway.dialects.chat import ChatDialect
 from verl_server.gateway.dialects.schemas import encode_schema
 from verl_server.gateway.errors import GatewayError
 from verl_server.gateway.sessions import key_memo
@@ -109,6 +110,14 @@ EDGES = (
 def test_a_schema_that_a_grammar_backend_may_not_survive_is_refused(schema: Any) -> None:
     with pytest.raises(GatewayError, match="too large"):
         encode_schema("response_format", schema)
+
+
+@pytest.mark.parametrize("schema", [None, "a", {}, {"name": "a"}, {"name": "a", "schema": "b"}, {"type": "object"}])
+def test_a_missing_schema_is_named(schema: Any) -> None:
+    wanted = {"type": "json_schema"} if schema is None else {"type": "json_schema", "json_schema": schema}
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "response_format": wanted}
+    with pytest.raises(GatewayError, match=r"'response_format\.json_schema\.schema' must be a JSON schema"):
+        ChatDialect().parse(body)
 
 
 def test_an_ordinary_schema_is_sent_as_it_is() -> None:

@@ -167,7 +167,9 @@ def parse_response_format(value: Any) -> Json:
     if kind == "json_object":
         return {"json_schema": '{"type": "object"}'}
     schema = value.get("json_schema") if isinstance(value, Mapping) else None
-    if kind == "json_schema" and isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping):
+    if kind == "json_schema":
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
+            raise bad_request("'response_format.json_schema.schema' must be a JSON schema, which is an object")
         return {"json_schema": encode_schema("response_format", schema["schema"])}
     raise bad_request("'response_format' must have the type text, json_object or json_schema")
 
