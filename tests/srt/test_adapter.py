@@ -199,9 +199,13 @@ def test_an_attached_adapter_knows_no_processes(adapter: HttpServerEngineAdapter
 @pytest.mark.parametrize(
     ("keys", "call", "message"),
     [
-        ({"api_key": "wrong"}, "get_model_info", r"refused the api_key for /model_info \(401\)"),
+        ({"api_key": "wrong"}, "get_model_info", r"refused the api_key for /model_info \(401\).* VERL_SERVER_API_KEY$"),
         ({}, "get_model_info", r"needs an api_key for /model_info, but none was given \(401\)"),
-        ({"admin_api_key": "wrong"}, "flush_cache", r"refused the admin_api_key for /flush_cache \(401\)"),
+        (
+            {"admin_api_key": "wrong"},
+            "flush_cache",
+            r"refused the admin_api_key for /flush_cache \(401\).* VERL_SERVER_ADMIN_API_KEY$",
+        ),
         ({"api_key": "wrong"}, "flush_cache", r"needs an admin_api_key for /flush_cache, but none was given \(401\)"),
     ],
 )

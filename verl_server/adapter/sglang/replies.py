@@ -199,7 +199,7 @@ def key_error(base_url: str, endpoint: Endpoint, has_key: bool) -> ServerError:
     problem = f"refused the {name} for {path}" if has_key else f"needs an {name} for {path}, but none was given"
     return ServerError(
         f"the server at {base_url} {problem} (401). Pass the {name} that the server was started with, for example "
-        f"RemoteServer({base_url!r}, api_key=..., admin_api_key=...)",
+        f"RemoteServer({base_url!r}, api_key=..., admin_api_key=...). Commands read it from VERL_SERVER_{name.upper()}",
         status=401,
         url=base_url + endpoint.path,
         key=name,
