@@ -102,7 +102,9 @@ def test_the_admin_api_limits_the_size_of_a_body(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ('{"limit": {"max_turns": 1}}', "limit"),
+        ('{"limit": {"max_turns": 1}}', "limit: there is no such field; did you mean 'limits'?"),
+        ('{"sesion_id": "secret"}', "sesion_id: there is no such field; did you mean 'session_id'?"),
+        ('{"user": "secret"}', "user: there is no such field; the fields are session_id, key, metadata, limits, sampl"),
         ('{"expires_in_s": NaN}', "JSON"),
         ('{"expires_in_s": 1e999}', "JSON"),
         ('{"expires_in_s": -1}', "expires_in_s"),

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import time
+from collections.abc import Collection
 
 import pydantic
 
@@ -18,6 +19,7 @@ from verl_server.errors import (
     UnsupportedError,
     VerlServerError,
 )
+from verl_server.validation import did_you_mean
 
 LOG_INTERVAL_S = 10.0
 """Seconds between two errors of the engine of the same type in the log."""
@@ -88,10 +90,20 @@ def overflow_error(num_tokens: int | None, max_tokens: int) -> GatewayError:
     )
 
 
-def list_wrong_fields(error: pydantic.ValidationError) -> str:
-    """What is wrong with the first fields, without their values: a value can be a secret, or very long."""
+def list_wrong_fields(error: pydantic.ValidationError, known: Collection[str] = ()) -> str:
+    """What is wrong with the first fields, without their values: a value can be a secret, or very long.
+
+    `known`: names of the fields, for an unknown field.
+    """
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    return "; ".join(f"{'.'.join(map(str, item['loc']))[:80]}: {item['msg'][:200]}" for item in found[:3])
+    lines = list[str]()
+    for item in found[:3]:
+        name, text = ".".join(map(str, item["loc"]))[:80], item["msg"][:200]
+        if item["type"] == "extra_forbidden" and known:
+            fields = f"; the fields are {', '.join(known)}"
+            text = f"there is no such field{did_you_mean(name, known) or fields}"
+        lines.append(f"{name}: {text}")
+    return "; ".join(lines)
 
 
 def as_gateway_error(error: Exception) -> GatewayError:

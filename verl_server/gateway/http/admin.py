@@ -69,7 +69,7 @@ def add_admin_routes(
         try:
             return kind.model_validate(await read_object(request))
         except pydantic.ValidationError as error:
-            raise GatewayError(ErrorKind.INVALID_REQUEST, list_wrong_fields(error)) from None
+            raise GatewayError(ErrorKind.INVALID_REQUEST, list_wrong_fields(error, kind.model_fields)) from None
 
     async def create(request: Request) -> Response:
         info, key = store.create(**dict(await read(request, NewSession)))
