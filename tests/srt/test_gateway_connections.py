@@ -7,6 +7,7 @@ import contextlib
 import functools
 import http.client
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,16 @@ def open_gateway(
     generate.go.set()
     for gateway in made:
         gateway.shutdown()
+
+
+@contextlib.contextmanager
+def ending(*events: threading.Event) -> Iterator[None]:
+    """Set events at the end of the block, so that no thread waits for them after a failure."""
+    try:
+        yield
+    finally:
+        for event in events:
+            event.set()
 
 
 def send_slowly_until_closed(gateway: Gateway, begin: str, byte: bytes) -> bytes:
@@ -130,9 +141,13 @@ def test_deadlines_of_requests_do_not_end_their_turns(open_gateway: Open, genera
     assert replies[1].text.rstrip().endswith("[DONE]")
 
 
-def turn(key: str, content: str) -> bytes:
+def body_of(content: str, **fields: Any) -> bytes:
+    return orjson.dumps({"model": "m", "messages": [{"role": "user", "content": content}], **fields})
+
+
+def turn(key: str, content: str, **fields: Any) -> bytes:
     """A request for a turn."""
-    body = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": content}]})
+    body = body_of(content, **fields)
     return HEAD.replace("KEY", key).replace("1000", str(len(body))).encode() + body
 
 
@@ -155,6 +170,48 @@ def test_a_client_that_leaves_with_waiting_requests_leaves_its_turn(
             wait_until(lambda: any(connection.pipeline for connection in list(connections)))
         assert slots.num_taken == 1
     wait_until(lambda: slots.num_taken == 0)
+
+
+class SlowRenderer(ChatRenderer):
+    """A renderer whose prompts wait for `go`."""
+
+    def hold(self) -> None:
+        self.is_rendering, self.go = threading.Event(), threading.Event()
+
+    def render_prompt(self, messages: Any, tools: Any = None) -> list[int]:
+        self.is_rendering.set()
+        assert self.go.wait(30), "the test lets the prompt go on"
+        return super().render_prompt(messages, tools)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_its_prompt_is_rendered_gets_its_turn_when_it_asks_again(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """The client says nothing about its first request. The second request waits for the prompt of the first."""
+    monkeypatch.setattr("verl_server.gateway.worker_threads.MAX_RENDERED_CHARS", 0)  # all prompts count as long
+    slow, generate = SlowRenderer(renderer.tokenizer), HeldGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    slow.hold()
+    generate.hold()
+    with (
+        Gateway(generate, tmp_path, renderer=slow, limits=LIMITS) as gateway,
+        ThreadPoolExecutor(1) as pool,
+        ending(slow.go, generate.go),
+    ):
+        _, key = gateway.create_session("a")
+        slots = gateway._call(lambda: gateway._store.session("a").slots)
+        with socket.create_connection(gateway._address) as client:
+            client.sendall(turn(key, "a", stream=stream))
+            assert slow.is_rendering.wait(30)
+        wait_until(lambda: not gateway._server.server_state.connections)
+        url, headers, content = f"{gateway.url}{CHAT}", {"x-api-key": key}, body_of("a", stream=stream)
+        again = pool.submit(httpx.post, url, headers=headers, content=content, timeout=60.0)
+        wait_until(lambda: slots.num_arriving == 2)
+        slow.go.set()
+        wait_until(lambda: slots.num_arriving == 0)
+        generate.go.set()
+        assert again.result().status_code == 200
+        assert generate.num_calls == 1
 
 
 def test_the_deadline_of_a_waiting_request_does_not_end_the_turn_before_it(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -33,7 +34,7 @@ from verl_server.gateway.http.turn_routes import GatewayApp, TurnRoute
 from verl_server.gateway.http.ui.routes import add_ui_routes
 from verl_server.gateway.image_check import require_safe_images
 from verl_server.gateway.metrics import GatewayMetrics
-from verl_server.gateway.sessions.generation import Generation
+from verl_server.gateway.sessions.generation import Client, Generation
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.worker_threads import is_short_body, run_aside
 from verl_server.trajectory.view.token_texts import DecodeFn
@@ -136,8 +137,8 @@ def _make_handler(dialect: Dialect, access: Access, config: GatewayConfig) -> Ca
     async def handle(request: Request) -> Response:
         try:
             request.state.dialect = dialect.path.removeprefix("/v1/")
-            session, is_retry = access.session_of(request), _is_retry(request.headers)
-            key = request.headers.get("idempotency-key", "")
+            session, headers = access.session_of(request), request.headers
+            is_retry, key = _is_retry(headers), headers.get("idempotency-key", "")
             with session.arriving(is_retry=is_retry):  # a request without a slot is refused before its body is read
                 raw = await read_body(request, config.max_body_bytes)
                 is_short = is_short_body(len(raw))
@@ -145,13 +146,15 @@ def _make_handler(dialect: Dialect, access: Access, config: GatewayConfig) -> Ca
                 if not session.is_open:  # the session has ended while the body arrived
                     session = access.session_of(request)
                 request.state.session_id = session.id
-                generation = await session.start_turn(turn_request, fingerprint, is_retry=is_retry, has_id=bool(key))
+                has_left = functools.partial(is_closing, request.scope)
+                client = Client(fingerprint, is_retry=is_retry, has_id=bool(key), has_left=has_left)
+                generation = await session.start_turn(turn_request, client)
             if generation.num_joins > 1:
                 request.app.state.metrics.attached_retries.inc()
             if turn_request.stream:
                 events = _events(dialect, request, turn_request, generation, config)
-                return TurnStream(events, generation)
-            return await _answer(dialect, request, turn_request, generation)
+                return TurnStream(events, client)
+            return await _answer(dialect, request, turn_request, generation, client)
         except Exception as error:  # noqa: BLE001 - every error is answered in the words of the dialect
             return _error_reply(dialect, request, error)
 
@@ -201,17 +204,19 @@ def _error_reply(dialect: Dialect, request: Request, error: Exception) -> Respon
     return json_response(body, status, _retry_headers(found))
 
 
-async def _answer(dialect: Dialect, request: Request, turn_request: TurnRequest, generation: Generation) -> Response:
+async def _answer(
+    dialect: Dialect, request: Request, turn_request: TurnRequest, generation: Generation, client: Client
+) -> Response:
     gone = asyncio.create_task(_wait_until_gone(request))
-    with contextlib.ExitStack() as client:
-        client.enter_context(generation)
-        client.callback(gone.cancel)
+    with contextlib.ExitStack() as waiting:
+        waiting.enter_context(client)
+        waiting.callback(gone.cancel)
         await asyncio.wait((generation.task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not generation.task.done():
             return Response(status_code=499)  # nobody reads it
         body = orjson.dumps(dialect.reply(turn_request, await generation.wait()))
         mark_first_token(request.state)
-        return TurnReply(body, generation, gone, client.pop_all())
+        return TurnReply(body, generation, gone, waiting.pop_all())
 
 
 async def _events(

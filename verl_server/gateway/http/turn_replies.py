@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from verl_server.gateway.http.connections import is_closing
-from verl_server.gateway.sessions.generation import Generation
+from verl_server.gateway.sessions.generation import Client, Generation
 
 PART_BYTES = 64 * 1024
 """Maximum size of the parts of a reply. The server waits for the client when it has so many bytes to send."""
@@ -25,15 +25,15 @@ class TurnReply(Response):
     """
 
     def __init__(
-        self, body: bytes, generation: Generation, gone: asyncio.Task[None], client: contextlib.ExitStack
+        self, body: bytes, generation: Generation, gone: asyncio.Task[None], waiting: contextlib.ExitStack
     ) -> None:
-        """`gone`: ends when the connection is closed. `client`: the client leaves the turn when it is closed."""
+        """`gone`: ends when the connection is closed. `waiting`: the client leaves the turn when it is closed."""
         super().__init__(body, media_type="application/json")
         self._parts = [body[start : start + PART_BYTES] for start in range(0, len(body), PART_BYTES)]
-        self._generation, self._gone, self._client = generation, gone, client
+        self._generation, self._gone, self._waiting = generation, gone, waiting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._client:
+        with self._waiting:
             is_long = len(self._parts) > 1
             if is_long:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -51,12 +51,12 @@ class TurnReply(Response):
 class TurnStream(StreamingResponse):
     """A stream of server-sent events."""
 
-    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+    def __init__(self, events: AsyncIterator[bytes], client: Client) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._generation = generation
+        self._client = client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         streams = scope["app"].state.metrics.open_streams.track_inprogress()
-        with self._generation, streams:  # also if the client closes the connection before the first event
+        with self._client, streams:  # also if the client closes the connection before the first event
             await super().__call__(scope, receive, send)

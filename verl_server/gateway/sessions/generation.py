@@ -1,10 +1,11 @@
-"""`Generation`: a turn that is being generated, and the clients that wait for the turn."""
+"""`Generation`: a turn that is being generated, and the clients that wait for the turn (`Client`)."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Self
 
 from verl_server.gateway.conversation import AssistantTurn, TurnDelta
 from verl_server.gateway.errors import ErrorKind, GatewayError
@@ -15,6 +16,34 @@ ABANDONED_S = 30.0
 """Seconds for which a turn is generated whose client has gone. The client may send the request again."""
 
 TurnCoroutine = Coroutine[None, None, AssistantTurn]
+
+
+class Client:
+    """A client that has sent a request for a turn. It leaves the turn at the end of a `with` block."""
+
+    def __init__(
+        self,
+        fingerprint: bytes = b"",
+        *,
+        is_retry: bool = False,
+        has_id: bool = False,
+        has_left: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`fingerprint`: digest of the request. `is_retry`: whether the client says that it sends the request again.
+        `has_id`: whether no other request has the fingerprint. `has_left`: whether the connection of the client closes.
+        The task that answers the request may learn so only later.
+        """
+        self.fingerprint, self.is_retry, self.has_id, self.has_left = fingerprint, is_retry, has_id, has_left
+        self.turn: Generation | None = None
+        """The turn that the client waits for."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.turn is not None:
+            self.turn.leave(self)
+            self.turn = None
 
 
 class Generation:
@@ -32,7 +61,7 @@ class Generation:
         self._progress = progress
         self._slots, self._num_slots = slots or Slots(), 1
         self.task.add_done_callback(lambda _: self._release_slots())
-        self._num_clients = 0
+        self._clients = list[Client]()
         self.is_delivered = False
         """Whether a client has received the whole reply, as far as it is known. False in case of doubt."""
         self.reply_id = secrets.token_hex(12)
@@ -66,12 +95,16 @@ class Generation:
     @property
     def is_open(self) -> bool:
         """Whether the turn is being generated, or a client waits for it or receives it."""
-        return self._num_clients > 0 or not self.task.done()
+        return bool(self._clients) or not self.task.done()
 
     @property
     def is_abandoned(self) -> bool:
         """Whether no client waits for the turn, and no client has received all of it."""
-        return self._num_clients == 0 and not self.is_delivered
+        return self._num_present == 0 and not self.is_delivered
+
+    @property
+    def _num_present(self) -> int:
+        return sum(not client.has_left() for client in self._clients)
 
     async def wait(self) -> AssistantTurn:
         """The turn. A client that stops waiting does not end the generation for the others.
@@ -112,29 +145,29 @@ class Generation:
         self._abort_error = error
         self.task.cancel()
 
-    def join(self) -> Generation:
-        """Count a client, which leaves the turn at the end of a `with` block. Raises GatewayError without a slot."""
-        if self._num_clients >= self._num_slots:
+    def join(self, client: Client | None = None) -> Client:
+        """Count a client until it leaves. Raises GatewayError without a slot."""
+        client = client or Client()
+        if self._num_present >= self._num_slots:
             self._slots.take()
             self._num_slots += 1
-        self._num_clients += 1
+        self._clients.append(client)
+        client.turn = self
         self.num_joins += 1
         if self._abort is not None:
             self._abort.cancel()
-        return self
+        return client
 
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._num_clients -= 1
+    def leave(self, client: Client) -> None:
+        """A client waits no more. A running turn without clients is aborted later."""
+        self._clients.remove(client)
         self._release_slots()
-        if self._num_clients == 0 and not self.task.done():
+        if not self._clients and not self.task.done():
             self._abort = asyncio.get_running_loop().call_later(ABANDONED_S, self.task.cancel)
 
     def _release_slots(self) -> None:
         """Give back the slots that neither a client nor the running turn needs."""
-        while self._num_slots > max(self._num_clients, not self.task.done()):
+        while self._num_slots > max(len(self._clients), not self.task.done()):
             self._slots.release()
             self._num_slots -= 1
 

@@ -19,7 +19,7 @@ from verl_server.agent.limits import EpisodeStopped
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
 from verl_server.gateway.sessions.conversation_labels import RootForkReasons
-from verl_server.gateway.sessions.generation import Generation
+from verl_server.gateway.sessions.generation import Client, Generation
 from verl_server.gateway.sessions.history import History, Key, conversation_keys, tools_digest
 from verl_server.gateway.sessions.key_memo import KeyMemo
 from verl_server.gateway.sessions.length_check import is_certainly_longer
@@ -74,26 +74,25 @@ class Session:
     def arriving(self, *, is_retry: bool) -> contextlib.AbstractContextManager[None]:
         """Count a request for a turn while it is read, until `start_turn` returns. Raises GatewayError without a slot.
 
-        `is_retry`: as in `start_turn`.
+        `is_retry`: as in `Client`.
         """
         return self._turns.arriving(self.slots, is_retry=is_retry)
 
-    async def start_turn(
-        self, request: TurnRequest, fingerprint: bytes, *, is_retry: bool, has_id: bool = False
-    ) -> Generation:
+    async def start_turn(self, request: TurnRequest, client: Client) -> Generation:
         """Start the turn of a request, or return the turn of the same request that was sent before.
 
-        `fingerprint`: digest of the request. `is_retry`: whether the client says that it sends the request again.
-        `has_id`: whether no other request has the digest. A turn whose client has gone before the end of the reply is
-        returned in any case. The caller is a client of the turn, and leaves the turn at the end of a `with` block.
-        Raises GatewayError, and BadInputError for messages that the renderer refuses.
+        `client` waits for the turn until the end of its `with` block. A turn whose client has gone before the end of
+        the reply is returned in any case. Raises GatewayError, and BadInputError for messages that the renderer
+        refuses.
         """
+        fingerprint = client.fingerprint
         async with self._lock:
             with self._turns.refusals_of(fingerprint):
                 self._require_open()
-            known = self._turns.find(fingerprint, is_retry, has_id)
+            known = self._turns.find(fingerprint, client.is_retry, client.has_id)
             if isinstance(known, Generation):
-                return known.join()
+                known.join(client)
+                return known
             if known is not None:
                 with self.slots.taken():
                     generation = self._replay(known, request)
@@ -102,7 +101,8 @@ class Session:
                 with self._turns.refusals_of(fingerprint), self.slots.taken():
                     generation = await self._start(request, fingerprint)
             self._turns.add(fingerprint, generation)
-            return generation.join()
+            generation.join(client)
+            return generation
 
     async def _start(self, request: TurnRequest, fingerprint: bytes) -> Generation:
         try:
