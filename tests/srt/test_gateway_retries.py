@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
-from test_gateway_faults import CHAT, HELLO, Served, renderer, served
+from test_gateway_faults import CHAT, HELLO, Engine, Served, renderer, served
 
 from verl_server.errors import ServerDiedError
 from verl_server.trajectory import ChatRenderer, Node, load_session
@@ -140,6 +140,52 @@ def test_a_client_that_leaves_before_the_last_event_has_no_reply(served: Served,
 
     asyncio.run(asyncio.wait_for(run(), 30))
     assert num_turns(served) == (1 if leaves else 2)
+
+
+class SlowToAbort(Engine):
+    """An engine that confirms the abort of a generation when `confirm` is set."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self.is_aborting, self.confirm = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, *, rid: str, session_id: str, **request: Any) -> dict[str, Any]:
+        try:
+            return await super().generate(rid=rid, session_id=session_id, **request)
+        except asyncio.CancelledError:
+            self.is_aborting.set()
+            await self.confirm.wait()
+            raise
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("headers", [{}, RETRY])
+def test_a_request_gets_no_turn_that_is_being_aborted(
+    renderer: ChatRenderer, tmp_path: Path, headers: dict[str, str], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client comes back after the time for which its turn was kept."""
+    monkeypatch.setattr("verl_server.gateway.sessions.generation.ABANDONED_S", 0.0)
+    served, engine = Served(renderer, tmp_path), SlowToAbort(renderer.tokenizer)
+    served.engine = engine
+
+    async def run() -> None:
+        key, client = served.key("a"), LeavingClient()
+        request = asyncio.create_task(client.post(served, key, stream=stream))
+        await engine.wait_for_calls(1)
+        client.leave()
+        await engine.is_aborting.wait()
+        engine.go.set()
+        reply = await served.post(key | headers, stream=stream)
+        assert (reply.status_code, '"content":"hi"' in reply.text) == (200, True)
+        engine.confirm.set()
+        await request
+        await served.store.session("a").wait_for_turns()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert (num_turns(served), engine.num_calls) == (1, 2)
+
+
+# -- turns that are not kept in memory --------------------------------------------------------------------
 
 
 async def end_of_leaving_client(served: Served, key: dict[str, str], **request: Any) -> None:

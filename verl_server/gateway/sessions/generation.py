@@ -69,7 +69,9 @@ class Generation:
         self.num_joins = 0
         """Number of requests that have waited for the turn, or wait."""
         self._abort_error = GatewayError(ErrorKind.OVERLOADED, "the turn was aborted; send the request again")
-        self._abort: asyncio.TimerHandle | None = None
+        self._abort_timer: asyncio.TimerHandle | None = None
+        self._is_aborted = False
+        """Whether the turn was cancelled. The engine may need seconds to confirm this."""
 
     @classmethod
     def of_recorded(
@@ -82,9 +84,11 @@ class Generation:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the turn ended with an exception before it was recorded: the request has no sample."""
-        if not self.task.done() or self.node_id is not None:
+        """Whether the turn was aborted or failed before it was recorded: the request has no sample."""
+        if self.node_id is not None:
             return False
+        if not self.task.done():
+            return self._is_aborted
         return self.task.cancelled() or self.task.exception() is not None
 
     @property
@@ -99,8 +103,8 @@ class Generation:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether no client waits for the turn, and no client has received all of it."""
-        return self._num_present == 0 and not self.is_delivered
+        """Whether a client can come back for the turn: none waits for it, and none has received all of it."""
+        return self._num_present == 0 and not self.is_delivered and not self.has_failed
 
     @property
     def _num_present(self) -> int:
@@ -140,9 +144,10 @@ class Generation:
                     continue
         yield deltas.take_rest(await self.wait())
 
-    def abort(self, error: GatewayError) -> None:
+    def abort(self, error: GatewayError | None = None) -> None:
         """End the generation. Clients that wait for the turn get the error."""
-        self._abort_error = error
+        self._abort_error = error or self._abort_error
+        self._is_aborted = True
         self.task.cancel()
 
     def join(self, client: Client | None = None) -> Client:
@@ -154,8 +159,8 @@ class Generation:
         self._clients.append(client)
         client.turn = self
         self.num_joins += 1
-        if self._abort is not None:
-            self._abort.cancel()
+        if self._abort_timer is not None:
+            self._abort_timer.cancel()
         return client
 
     def leave(self, client: Client) -> None:
@@ -163,7 +168,7 @@ class Generation:
         self._clients.remove(client)
         self._release_slots()
         if not self._clients and not self.task.done():
-            self._abort = asyncio.get_running_loop().call_later(ABANDONED_S, self.task.cancel)
+            self._abort_timer = asyncio.get_running_loop().call_later(ABANDONED_S, self.abort)
 
     def _release_slots(self) -> None:
         """Give back the slots that neither a client nor the running turn needs."""
