@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from verl_server.trajectory import ChatRenderer, Node, load_session
 __all__ = ["renderer", "served"]
 
 RETRY = {"x-stainless-retry-count": "1"}
+END = "/admin/sessions/a/end"
 
 
 def num_turns(served: Served) -> int:
@@ -431,6 +434,50 @@ def test_the_retry_of_a_turn_that_a_full_disk_aborted_gets_a_turn_of_its_own(ser
 
     asyncio.run(asyncio.wait_for(run(), 30))
     assert num_turns(served) == 2
+
+
+@pytest.mark.parametrize("fails", ["the record", "the disk", "the settings"])
+def test_a_session_that_could_not_end_knows_what_was_delivered(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Further equal requests are samples of their own. A turn that is being generated goes on if its record is whole.
+
+    `fails`: the write of the end, its way to the disk, or the write of the settings of the session.
+    """
+
+    def end(reward: float) -> Any:
+        return served.post({"authorization": "Bearer sk-admin"}, END, orjson.dumps({"reward": reward}))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def run() -> None:
+        served.engine.go.set()
+        key = served.key("a")
+        ids = [(await served.post(key)).json()["id"] for _ in range(2)]
+        served.engine.go.clear()
+        running = asyncio.create_task(served.post(key, **other_chat("running")))
+        await served.engine.wait_for_calls(3)
+        with monkeypatch.context() as patch:
+            if fails == "the disk":
+                patch.setattr(os, "fdatasync", fail)
+            elif fails == "the settings":
+                patch.setattr("verl_server.gateway.sessions.session_store.write_info", fail)
+            with full_disk(served) if fails == "the record" else contextlib.nullcontext():
+                assert (await end(0.5)).status_code == 503
+        served.engine.go.set()
+        ids += [(await served.post(key)).json()["id"] for _ in range(2)]
+        assert len(set(ids)) == 4
+        assert (await running).status_code == (503 if fails == "the record" else 200)
+        assert (await end(1.0)).status_code == 200
+        assert (await served.post(key)).status_code == 403
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    num_known = 4 if fails == "the record" else 5
+    assert num_turns(served) == num_known
+    graph = load_session(served.store.record_file("a"))
+    assert [weight for _, weight in graph.trained_segments or ()] == [1.0] * num_known
+    assert list(graph.rewards.values()) == [[1.0]] * num_known
 
 
 def test_without_a_free_file_a_request_can_be_sent_again(served: Served) -> None:

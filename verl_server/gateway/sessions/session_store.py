@@ -151,10 +151,9 @@ class SessionStore:
         if info.ended_at is not None:
             raise GatewayError(ErrorKind.PERMISSION, f"the session {session_id!r} has ended ({info.stop_reason})")
         opened = self._open.get(session_id)
-        has_failed = opened is not None and opened.record is not None and opened.record.failure is not None
-        if opened is not None and has_failed:  # the disk was full, for example: the file is read again
-            message = "the record of the session could not be written; send the request again"
-            opened.close(GatewayError(ErrorKind.OVERLOADED, message))
+        has_failed = opened is not None and _has_failed(opened)
+        if opened is not None and has_failed:
+            _close_failed(opened)
         if opened is None or has_failed:
             recorder = ObservedRecorder(self._run_dir, session_id, sync=False)
             try:
@@ -204,21 +203,26 @@ class SessionStore:
                 record_end(recorder, info)
                 recorder.flush()
         write_info(self._run_dir, info)  # after the record: a session that has ended has its reward in the record
+        if (opened := self._open.pop(session_id, None)) is not None:
+            opened.close()
         self._add(info)
         return info
 
     @contextlib.contextmanager
     def _record_to_end(self, session_id: str) -> Iterator[Recorder | None]:
-        """The record of a session that ends, or None without a file. The turns are aborted at the end of the block."""
-        with contextlib.ExitStack() as stack:
-            if (opened := self._open.pop(session_id, None)) is not None:
-                stack.callback(opened.close)
-                if opened.record is not None and opened.record.failure is None:
-                    yield opened.record
-                    return
-            stack.close()
-            has_record = session_file(self._run_dir, session_id).exists()
-            yield stack.enter_context(Recorder(self._run_dir, session_id, sync=False)) if has_record else None
+        """The record of a session that ends, or None without a file.
+
+        An open session stays open: it has not ended if its end cannot be written.
+        """
+        opened = self._open.get(session_id)
+        if opened is not None and opened.record is not None and not _has_failed(opened):
+            yield opened.record
+            return
+        if opened is not None:
+            _close_failed(opened)
+        has_record = session_file(self._run_dir, session_id).exists()
+        with Recorder(self._run_dir, session_id, sync=False) if has_record else contextlib.nullcontext() as recorder:
+            yield recorder
 
     async def end_expired(self) -> None:
         """End the sessions whose time is over. A session that cannot be ended is tried again by the next call.
@@ -266,6 +270,16 @@ class SessionStore:
     def _add(self, info: SessionInfo) -> None:
         self._infos[info.id] = info
         self._ids_by_key[info.key_digest] = info.id
+
+
+def _has_failed(session: Session) -> bool:
+    """Whether the record of a session could not be written. The file is read again then."""
+    return session.record is not None and session.record.failure is not None
+
+
+def _close_failed(session: Session) -> None:
+    message = "the record of the session could not be written; send the request again"
+    session.close(GatewayError(ErrorKind.OVERLOADED, message))
 
 
 def _remaining(limits: RolloutLimits, created_at: float) -> RolloutLimits:
