@@ -31,7 +31,7 @@ from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.image_check import require_safe_images
-from verl_server.gateway.sessions.generation import Generation
+from verl_server.gateway.sessions.generation import Client, Generation
 from verl_server.gateway.sessions.slots import Slots
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
@@ -270,20 +270,28 @@ def begin_request(gateway: Gateway, key: str, path: str, num_bytes: int) -> http
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, COUNT])
-def test_a_request_without_a_slot_is_refused_before_its_body_arrives(
-    renderer: ChatRenderer, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_readers", [0, 1])
+def test_few_bodies_of_requests_without_a_slot_are_read(
+    renderer: ChatRenderer, tmp_path: Path, path: str, num_readers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`num_readers`: number of such requests that are read at a time. Further requests are refused at once."""
+    monkeypatch.setattr("verl_server.gateway.http.app.MAX_REFUSED_READERS", num_readers)
     generate = HeldGenerateFn(renderer.tokenizer, lambda prompt: "yes")
     with ThreadPoolExecutor(4) as pool, small_gateway(generate, renderer, tmp_path, monkeypatch) as gateway:
         (_, first), (_, second) = gateway.create_session("a"), gateway.create_session("b")
         running = [pool.submit(ask, gateway, first, str(number)) for number in range(2)]
         wait_until(lambda: generate.num_calls == 2)
-        reply = begin_request(gateway, first, path, 1 << 20).getresponse()
-        assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+        begun = [begin_request(gateway, first, path, 10)]
+        assert httpx.get(f"{gateway.url}/health/liveness").status_code == 200  # the gateway has read the first head
+        begun.append(begin_request(gateway, first, path, 10))
+        replies = [begun[-1].getresponse()]
+        begun[0].send(b"x" * 10)
+        replies.append(begun[0].getresponse())
+        assert [(reply.status, reply.headers["retry-after"]) for reply in replies] == [(429, "1")] * 2
         running.append(pool.submit(ask, gateway, second, "c"))
         wait_until(lambda: generate.num_calls == 3)
-        reply = begin_request(gateway, second, path, 1 << 20).getresponse()
-        assert (reply.status, reply.headers["retry-after"]) == (503 if path == CHAT else 529, "1")
+        reply = ask(gateway, second, "d", path)
+        assert (reply.status_code, reply.headers["retry-after"]) == (503 if path == CHAT else 529, "1")
         generate.go.set()
         assert [request.result().status_code for request in running] == [200] * 3
         assert ask(gateway, first, "c", path).status_code == 200
@@ -324,10 +332,8 @@ def test_a_request_that_was_refused_before_it_was_read_gets_a_turn_of_its_own(
         assert ask(gateway, key, "a").status_code == 429
         generate.go.set()
         assert [request.result().status_code for request in running] == [200] * 2
-        body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}
         for num_calls in (3, 3):
-            headers = {"x-api-key": key, "x-stainless-retry-count": "1"}
-            assert httpx.post(f"{gateway.url}{CHAT}", json=body, headers=headers).status_code == 200
+            assert send_again(gateway, key, "a").status_code == 200
             assert generate.num_calls == num_calls
 
 
@@ -341,23 +347,81 @@ def test_a_refused_request_that_comes_back_uses_up_its_refusal(
         _, key = gateway.create_session("a")
         running = [pool.submit(ask, gateway, key, text) for text in ("a", "b")]
         wait_until(lambda: generate.num_calls == 2)
-
-        def send(text: str, num_retries: int) -> int:
-            body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": text}]}
-            headers = {"x-api-key": key, "x-stainless-retry-count": str(num_retries)}
-            return httpx.post(f"{gateway.url}{CHAT}", json=body, headers=headers).status_code
-
         for number in range(num_refusals):
-            assert send("c", number) == 429
+            assert send_again(gateway, key, "c", number).status_code == 429
         generate.go.set()
         assert [request.result().status_code for request in running] == [200] * 2
         for text, num_calls in (("c", 3), ("a", 3), ("b", 3)):
-            assert send(text, num_refusals) == 200
+            assert send_again(gateway, key, text, num_refusals).status_code == 200
             assert generate.num_calls == num_calls
 
 
-def test_a_request_uses_up_its_refusal_also_if_an_equal_request_has_failed(renderer: ChatRenderer) -> None:
-    asyncio.run(refuse_and_fail(renderer))
+def send_again(gateway: Gateway, key: str, content: str, num_retries: int = 1) -> httpx.Response:
+    """Send the request of `ask` again, as the official SDKs do."""
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": content}]}
+    headers = {"x-api-key": key, "x-stainless-retry-count": str(num_retries)}
+    return httpx.post(f"{gateway.url}{CHAT}", json=body, headers=headers, timeout=60.0)
+
+
+def test_the_turn_of_a_client_that_left_uses_up_no_refusal(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two equal requests, one is refused and gets the turn of the other. The other one gets a turn of its own."""
+    monkeypatch.setattr("verl_server.gateway.gateway.GatewayConfig", functools.partial(GatewayConfig, max_requests=1))
+    generate = HeldGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    generate.hold()
+    with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as gateway, ThreadPoolExecutor(1) as pool:
+        _, key = gateway.create_session("a")
+        body = orjson.dumps({"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]})
+        left = begin_request(gateway, key, CHAT, len(body))
+        left.send(body)
+        wait_until(lambda: generate.num_calls == 1)
+        try:
+            assert ask(gateway, key, "a").status_code == 503
+            left.close()
+            session = gateway._call(lambda: gateway._store.session("a"))
+            wait_until(lambda: all(turn.is_abandoned for turn in list(session._turns)))
+            refused = pool.submit(send_again, gateway, key, "a")
+            wait_until(lambda: not any(turn.is_abandoned for turn in list(session._turns)))
+            assert send_again(gateway, key, "a").status_code == 503
+        finally:
+            generate.go.set()
+        ids = {refused.result().json()["id"], send_again(gateway, key, "a", 2).json()["id"]}
+        assert (len(ids), generate.num_calls) == (2, 2)
+
+
+def test_refused_requests_that_never_come_back_double_no_other_request(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = HeldGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    with ThreadPoolExecutor(2) as pool, small_gateway(generate, renderer, tmp_path, monkeypatch) as gateway:
+        _, key = gateway.create_session("a")
+        running = [pool.submit(ask, gateway, key, text) for text in ("a", "b")]
+        wait_until(lambda: generate.num_calls == 2)
+        assert [ask(gateway, key, f"given up {number}").status_code for number in range(3)] == [429] * 3
+        generate.go.set()
+        ids = [request.result().json()["id"] for request in running]
+        assert [send_again(gateway, key, text).json()["id"] for text in ("a", "b")] == ids
+        assert generate.num_calls == 2
+
+
+def test_the_number_of_retries_tells_which_request_was_refused(renderer: ChatRenderer) -> None:
+    asyncio.run(refuse_equal_requests(renderer))
+
+
+async def refuse_equal_requests(renderer: ChatRenderer) -> None:
+    turns = Turns(RecordedTurns(TrajectoryGraph("s")))
+    refuse(turns, b"a")
+    assert turns.find(Client(b"a")) is None, "another sample"
+    answered = await delivered_turn(turns, b"a", renderer)
+    for num_retries in (1, 2):
+        turns.note_refusal(Client(b"a", num_retries=num_retries))  # still the request that was refused above
+    assert turns.find(Client(b"a", num_retries=1)) is answered
+    assert turns.find(Client(b"a", num_retries=2)) is answered
+    assert turns.find(Client(b"a", num_retries=3)) is None
+    assert turns.find(Client(b"a", num_retries=3)) is answered
+    turns.note_refusal(Client(b"a", num_retries=1))  # its turn is known
+    assert turns.find(Client(b"a", num_retries=2)) is answered
 
 
 async def delivered_turn(turns: Turns, fingerprint: bytes, renderer: ChatRenderer) -> Generation:
@@ -376,18 +440,8 @@ async def delivered_turn(turns: Turns, fingerprint: bytes, renderer: ChatRendere
 
 def refuse(turns: Turns, fingerprint: bytes) -> None:
     """A request is refused after it was read."""
-    with pytest.raises(GatewayError), turns.refusals_of(fingerprint):
+    with pytest.raises(GatewayError), turns.refusals_of(Client(fingerprint)):
         raise GatewayError(ErrorKind.TOO_MANY_REQUESTS, "the session has too many open requests")
-
-
-async def refuse_and_fail(renderer: ChatRenderer) -> None:
-    turns = Turns(RecordedTurns(TrajectoryGraph("s")))
-    answered = await delivered_turn(turns, b"b", renderer)
-    with pytest.raises(GatewayError), turns.arriving(Slots(0), is_retry=False):
-        raise AssertionError("there is no slot")
-    refuse(turns, b"a")
-    assert turns.find(b"a", is_retry=True) is None
-    assert turns.find(b"b", is_retry=True) is answered
 
 
 def test_refusals_that_were_used_up_displace_no_other_refusal(
@@ -403,10 +457,10 @@ async def refuse_many(renderer: ChatRenderer) -> None:
     refuse(turns, b"a")
     for number in range(4):
         refuse(turns, b"%d" % number)
-        assert turns.find(b"%d" % number, is_retry=True) is None
+        assert turns.find(Client(b"%d" % number, num_retries=1)) is None
     refuse(turns, b"b")
-    assert turns.find(b"a", is_retry=True) is None, "the retry of the refused request"
-    assert turns.find(b"a", is_retry=True) is answered
+    assert turns.find(Client(b"a", num_retries=1)) is None, "the retry of the refused request"
+    assert turns.find(Client(b"a", num_retries=1)) is answered
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -491,16 +545,16 @@ async def find_without_slots(renderer: ChatRenderer) -> None:
     held = Generation(turn(is_held=True), 1, progress, slots)
     turns.add(b"a", held)
     with held.join():
-        with pytest.raises(GatewayError, match="1 open requests"), turns.arriving(slots, is_retry=False):
+        with pytest.raises(GatewayError, match="1 open requests"), turns.arriving(slots):
             pass
         for number in range(5):
             short = Generation(turn(is_held=False), 1, progress)
             await short.task
             turns.add(bytes([number]), short)
-        found = turns.find(b"a", is_retry=True, has_id=True)
-        assert found is held, "the request that was refused above has another fingerprint"
-        assert turns.find(b"a", is_retry=True) is None, "perhaps the request that was refused above"
-    with turns.arriving(slots, is_retry=False):
-        assert turns.find(b"a", is_retry=False) is held
+        turns.note_refusal(Client(b"a"))
+        assert turns.find(Client(b"a", num_retries=1)) is None, "the request that was refused above"
+        assert turns.find(Client(b"a", num_retries=1)) is held
+    with turns.arriving(slots):
+        assert turns.find(Client(b"a")) is held
     go.set()
     await held.task

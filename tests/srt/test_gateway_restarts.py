@@ -23,7 +23,7 @@ from verl_server.errors import ShutDownError
 from verl_server.gateway import Gateway
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.sessions.generation import Generation
+from verl_server.gateway.sessions.generation import Client, Generation
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.tiny import make_vision_model
@@ -191,17 +191,17 @@ async def find_turns_after_failures(renderer: ChatRenderer) -> None:
     for generation in generations:
         turns.add(b"a", generation)
     await asyncio.gather(*(generation.task for generation in generations), return_exceptions=True)
-    with pytest.raises(GatewayError), turns.refusals_of(b"a"):
+    with pytest.raises(GatewayError), turns.refusals_of(Client(b"a")):
         raise GatewayError(ErrorKind.TOO_MANY_REQUESTS, "the session has too many open requests")
     with generations[0].join(), generations[2].join():
         generations[0].set_delivered()
         generations[2].set_delivered()
-        assert turns.find(b"a", is_retry=True) is None, "the retry of the refused request"
-        assert turns.find(b"a", is_retry=True) is None, "the retry of the failed request"
+        assert turns.find(Client(b"a", num_retries=1)) is None, "the retry of the refused request"
+        assert turns.find(Client(b"a", num_retries=1)) is None, "the retry of the failed request"
         recorded.add(b"a", node.id, is_delivered=False)
-        assert turns.find(b"a", is_retry=True) is node, "a recorded turn comes before a received turn"
+        assert turns.find(Client(b"a", num_retries=1)) is node, "a recorded turn comes before a received turn"
         recorded.take(b"a", node)
-        assert turns.find(b"a", is_retry=True) is generations[2]
+        assert turns.find(Client(b"a", num_retries=1)) is generations[2]
 
 
 def test_a_retry_gets_the_turn_whose_client_has_left(tiny: Callable[..., Path]) -> None:
@@ -219,17 +219,21 @@ async def find_turns(renderer: ChatRenderer) -> None:
     try:
         for generation in generations:
             turns.add(b"a", generation)
-        assert turns.find(b"b", is_retry=True) is None
+        assert turns.find(Client(b"b", num_retries=1)) is None
         with generations[0].join(), generations[2].join():
             with generations[1].join():
-                assert turns.find(b"a", is_retry=False) is None
-                assert turns.find(b"a", is_retry=True) is generations[2], "no client has left, as far as it is known"
-            for is_retry in (True, False):
-                assert turns.find(b"a", is_retry=is_retry) is generations[1]
+                assert turns.find(Client(b"a")) is None
+                assert turns.find(Client(b"a", num_retries=1)) is generations[2], (
+                    "no client has left, as far as it is known"
+                )
+            for num_retries in (1, 0):
+                assert turns.find(Client(b"a", num_retries=num_retries)) is generations[1]
             generations[1].set_delivered()
-            assert turns.find(b"a", is_retry=False) is None
+            assert turns.find(Client(b"a")) is None
             generations[2].set_delivered()
-            assert turns.find(b"a", is_retry=True) is generations[0], "the other turns have reached their clients"
+            assert turns.find(Client(b"a", num_retries=1)) is generations[0], (
+                "the other turns have reached their clients"
+            )
     finally:
         for generation in generations:
             generation.task.cancel()

@@ -36,12 +36,16 @@ from verl_server.gateway.image_check import require_safe_images
 from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.sessions.generation import Client, Generation
 from verl_server.gateway.sessions.session_store import SessionStore
+from verl_server.gateway.sessions.slots import Slots
 from verl_server.gateway.worker_threads import is_short_body, run_aside
 from verl_server.trajectory.view.token_texts import DecodeFn
 from verl_server.types import Json
 
 MAX_FIELD_CHARS = 200
 """Maximum number of characters of the name of a field in an error."""
+MAX_REFUSED_READERS = 64
+"""Number of requests without a slot whose bodies are read at a time, to know them when they are sent again. More are
+refused before they are read."""
 
 
 def make_app(
@@ -61,9 +65,9 @@ def make_app(
     app.state.failures = FailureLog()
     access = Access(store, config)
     add_health_routes(app, access, health or GatewayHealth(config.run_dir, store, None, metrics), metrics, store)
-    routes = list[TurnRoute]()
+    routes, refused_readers = list[TurnRoute](), Slots(MAX_REFUSED_READERS)
     for dialect in DIALECTS:
-        handlers = {dialect.path: _make_handler(dialect, access, config)}
+        handlers = {dialect.path: _make_handler(dialect, access, config, refused_readers)}
         if dialect.count_path is not None:
             handlers[dialect.count_path] = _make_count_handler(dialect, access, config)
         for path, handler in handlers.items():
@@ -133,21 +137,31 @@ def _logged(error: Exception, request: Request) -> GatewayError:
     return found
 
 
-def _make_handler(dialect: Dialect, access: Access, config: GatewayConfig) -> Callable[[Request], Awaitable[Response]]:
+def _make_handler(
+    dialect: Dialect, access: Access, config: GatewayConfig, refused_readers: Slots
+) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         try:
             request.state.dialect = dialect.path.removeprefix("/v1/")
-            session, headers = access.session_of(request), request.headers
-            is_retry, key = _is_retry(headers), headers.get("idempotency-key", "")
-            with session.arriving(is_retry=is_retry):  # a request without a slot is refused before its body is read
+            session, key = access.session_of(request), request.headers.get("idempotency-key", "")
+            with contextlib.ExitStack() as arrival:
+                try:
+                    arrival.enter_context(session.arriving())
+                except GatewayError:
+                    if not refused_readers.is_full:
+                        with refused_readers.held():
+                            raw = await read_body(request, config.max_body_bytes)
+                            is_short = is_short_body(len(raw))
+                            fingerprint = await run_aside(is_short, _read_fingerprint, dialect, key, raw)
+                        session.note_refusal(_client_of(request, fingerprint))
+                    raise
                 raw = await read_body(request, config.max_body_bytes)
                 is_short = is_short_body(len(raw))
                 turn_request, fingerprint = await run_aside(is_short, _parse_turn, dialect, key, raw, config)
                 if not session.is_open:  # the session has ended while the body arrived
                     session = access.session_of(request)
                 request.state.session_id = session.id
-                has_left = functools.partial(is_closing, request.scope)
-                client = Client(fingerprint, is_retry=is_retry, has_id=bool(key), has_left=has_left)
+                client = _client_of(request, fingerprint)
                 generation = await session.start_turn(turn_request, client)
             if generation.num_joins > 1:
                 request.app.state.metrics.attached_retries.inc()
@@ -256,10 +270,19 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(orjson.dumps(body), status, dict(headers or {}), "application/json")
 
 
-def _is_retry(headers: Mapping[str, str]) -> bool:
-    """Whether a request may be one that was sent before. The official SDKs count their retries in a header."""
+def _client_of(request: Request, fingerprint: bytes) -> Client:
+    """The client of a request. `fingerprint`: digest of the request. The official SDKs count their retries in a header.
+    """
+    headers, has_left = request.headers, functools.partial(is_closing, request.scope)
     count = headers.get("x-stainless-retry-count", "0")
-    return bool(headers.get("idempotency-key")) or (count.isdecimal() and count.strip("0") != "")
+    num_retries = int(count.lstrip("0")[:4] or 0) if count.isdecimal() else 0
+    return Client(
+        fingerprint, num_retries=num_retries, has_id=bool(headers.get("idempotency-key")), has_left=has_left
+    )
+
+
+def _read_fingerprint(dialect: Dialect, key: str, raw: bytes) -> bytes:
+    return _fingerprint(dialect, key, parse_object(raw), raw)
 
 
 def _fingerprint(dialect: Dialect, key: str, body: Json, raw: bytes) -> bytes:

@@ -25,15 +25,17 @@ class Client:
         self,
         fingerprint: bytes = b"",
         *,
-        is_retry: bool = False,
+        num_retries: int = 0,
         has_id: bool = False,
         has_left: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`fingerprint`: digest of the request. `is_retry`: whether the client says that it sends the request again.
-        `has_id`: whether no other request has the fingerprint. `has_left`: whether the connection of the client closes.
-        The task that answers the request may learn so only later.
+        """`fingerprint`: digest of the request. `num_retries`: how often the client says that it has sent the request
+        before. `has_id`: whether no other request has the fingerprint. `has_left`: whether the connection of the client
+        closes. The task that answers the request may learn so only later.
         """
-        self.fingerprint, self.is_retry, self.has_id, self.has_left = fingerprint, is_retry, has_id, has_left
+        self.fingerprint, self.num_retries, self.has_id, self.has_left = fingerprint, num_retries, has_id, has_left
+        self.is_retry = num_retries > 0 or has_id
+        """Whether the request may be one that was sent before."""
         self.turn: Generation | None = None
         """The turn that the client waits for."""
 
@@ -66,6 +68,8 @@ class Generation:
         """Whether a client has received the whole reply, as far as it is known. False in case of doubt."""
         self.reply_id = secrets.token_hex(12)
         """Id of the reply of a stream, before the turn has an id."""
+        self.num_retries = 0
+        """`Client.num_retries` of the client that joined last."""
         self.num_joins = 0
         """Number of requests that have waited for the turn, or wait."""
         self._abort_error = GatewayError(ErrorKind.OVERLOADED, "the turn was aborted; send the request again")
@@ -157,7 +161,7 @@ class Generation:
             self._slots.take()
             self._num_slots += 1
         self._clients.append(client)
-        client.turn = self
+        client.turn, self.num_retries = self, client.num_retries
         self.num_joins += 1
         if self._abort_timer is not None:
             self._abort_timer.cancel()

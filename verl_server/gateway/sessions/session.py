@@ -71,36 +71,36 @@ class Session:
 
     # -- turns --------------------------------------------------------------------------------------
 
-    def arriving(self, *, is_retry: bool) -> contextlib.AbstractContextManager[None]:
-        """Count a request for a turn while it is read, until `start_turn` returns. Raises GatewayError without a slot.
+    def arriving(self) -> contextlib.AbstractContextManager[None]:
+        """Count a request while it is read, until `start_turn` returns. Raises GatewayError without a slot."""
+        return self._turns.arriving(self.slots)
 
-        `is_retry`: as in `Client`.
-        """
-        return self._turns.arriving(self.slots, is_retry=is_retry)
+    def note_refusal(self, client: Client) -> None:
+        """Note that `arriving` has refused the request of a client."""
+        self._turns.note_refusal(client)
 
     async def start_turn(self, request: TurnRequest, client: Client) -> Generation:
         """Start the turn of a request, or return the turn of the same request that was sent before.
 
         `client` waits for the turn until the end of its `with` block. A turn whose client has gone before the end of
-        the reply is returned in any case. Raises GatewayError, and BadInputError for messages that the renderer
-        refuses.
+        the reply comes first. Raises GatewayError, and BadInputError for messages that the renderer refuses.
         """
-        fingerprint = client.fingerprint
         async with self._lock:
-            with self._turns.refusals_of(fingerprint):
-                self._require_open()
-            known = self._turns.find(fingerprint, client.is_retry, client.has_id)
+            if not self.is_open:
+                self.note_refusal(client)
+            self._require_open()
+            known = self._turns.find(client)
             if isinstance(known, Generation):
                 known.join(client)
                 return known
             if known is not None:
                 with self.slots.taken():
                     generation = self._replay(known, request)
-                self._recorded_turns.take(fingerprint, known)
+                self._recorded_turns.take(client.fingerprint, known)
             else:
-                with self._turns.refusals_of(fingerprint), self.slots.taken():
-                    generation = await self._start(request, fingerprint)
-            self._turns.add(fingerprint, generation)
+                with self._turns.refusals_of(client), self.slots.taken():
+                    generation = await self._start(request, client.fingerprint)
+            self._turns.add(client.fingerprint, generation)
             generation.join(client)
             return generation
 

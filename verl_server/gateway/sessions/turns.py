@@ -8,8 +8,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from verl_server.gateway.conversation import AssistantTurn
-from verl_server.gateway.errors import ErrorKind, GatewayError, as_gateway_error
-from verl_server.gateway.sessions.generation import Generation
+from verl_server.gateway.errors import ErrorKind, as_gateway_error
+from verl_server.gateway.sessions.generation import Client, Generation
 from verl_server.gateway.sessions.slots import Slots
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
@@ -29,10 +29,8 @@ class Turns:
         self._turns = dict[bytes, list[Generation]]()
         self._order = deque[tuple[bytes, Generation]]()
         """All turns, the oldest first, except that a turn that was still open may stand later."""
-        self._refused = Counter[bytes]()
-        """Number of requests without a turn that have not been sent again."""
-        self._num_unread = 0
-        """Number of such requests whose bodies were not read."""
+        self._refused = Counter[tuple[bytes, int]]()
+        """Number of requests without a turn that have not been sent again, by fingerprint and `Client.num_retries`."""
         self.failure: Exception | None = None
         """Why the last request without a turn failed, if no later request has got a turn: a failure of the engine or of
         the gateway, or the GatewayError of a conversation that is too long. Other mistakes of the program do not count.
@@ -41,76 +39,78 @@ class Turns:
     def __iter__(self) -> Iterator[Generation]:
         return (turn for turns in self._turns.values() for turn in turns)
 
-    def find(self, fingerprint: bytes, is_retry: bool, has_id: bool = False) -> Generation | Node | None:
+    def find(self, client: Client) -> Generation | Node | None:
         """The turn of a request that was sent before, or None if the request needs a turn of its own.
 
         A turn without a client comes first: the request is probably that of the client which has left. Then comes a
-        turn of its own for each equal request that failed or was refused. Without both, a client that does not say that
-        it repeats its request wants another sample. A Node is a recorded turn, see `RecordedTurns`. If it has perhaps
-        not reached its client, it comes before turns that have reached their clients. `has_id`: whether only this
-        request has the fingerprint.
+        turn of its own for a request that failed or was refused, and is sent again. Otherwise, a client that does not
+        say that it repeats its request wants another sample. A Node is a recorded turn, see `RecordedTurns`. If it has
+        perhaps not reached its client, it comes before turns that have reached their clients.
+
+        A request that was refused before it was read is not known, because there were too many connections, for
+        example. When it is sent again without an id, it gets the turn of an equal request if there is one.
         """
-        is_unread = is_retry and not has_id and self._num_unread > 0  # this request is probably one that was not read
-        self._num_unread -= is_unread
-        turns = self._turns.get(fingerprint, [])
-        known = [turn for turn in turns if not turn.has_failed]
+        fingerprint = client.fingerprint
+        known = [turn for turn in self._turns.get(fingerprint, []) if not turn.has_failed]
         if (abandoned := next((turn for turn in known if turn.is_abandoned), None)) is not None:
             return abandoned
         waiting = self._recorded.find_undelivered(fingerprint)
-        if self._take_failed(fingerprint, turns) or not is_retry:
+        if not client.is_retry or (not client.has_id and self._take_refused(client)):
             return waiting
         undelivered = [turn for turn in known if not turn.is_delivered]
         if not undelivered and waiting is not None:
             return waiting
-        if is_unread:
-            return None
         return next(reversed(undelivered or known), None) or self._recorded.find_last(fingerprint)
 
     @contextlib.contextmanager
-    def refusals_of(self, fingerprint: bytes) -> Iterator[None]:
+    def refusals_of(self, client: Client) -> Iterator[None]:
         """Note that a request got no turn if the block raises an exception: its client may send the request again."""
         try:
             yield
         except BaseException as error:
             self._note_failure(error)
-            self._add_refused(fingerprint)
+            self._add_refused(client.fingerprint, client.num_retries)
             raise
+
+    def note_refusal(self, client: Client) -> None:
+        """Note that a request was refused before `find`. If it was sent before, its turn may be known."""
+        if self._take_refused(client) or not client.is_retry:
+            self._add_refused(client.fingerprint, client.num_retries)
 
     @contextlib.contextmanager
-    def arriving(self, slots: Slots, *, is_retry: bool) -> Iterator[None]:
-        """Count a request while it is read. Raises GatewayError, before it is read, if it can have no slot.
-
-        The next request that is sent again may be a request that was refused so. It gets a turn of its own: it could be
-        a sample that has an equal request. `is_retry`: as in `find`. The first refusal of such a request was counted,
-        or its fingerprint will tell which request it is.
-        """
-        try:
-            # A request that joins a running turn without a client needs no slot.
-            if slots.is_full and not any(turn.is_abandoned and not turn.task.done() for turn in self):
-                slots.require_free()
-            slots.begin_arrival()
-        except GatewayError:
-            self._num_unread = min(self._num_unread + (not is_retry), MAX_FINISHED_TURNS)
-            raise
+    def arriving(self, slots: Slots) -> Iterator[None]:
+        """Count a request while it is read. Raises GatewayError if it can have no slot."""
+        # A request that joins a running turn without a client needs no slot.
+        if slots.is_full and not any(turn.is_abandoned and not turn.task.done() for turn in self):
+            slots.require_free()
+        slots.begin_arrival()
         try:
             yield
         finally:
             slots.end_arrival()
 
-    def _take_failed(self, fingerprint: bytes, turns: list[Generation]) -> bool:
-        """Whether an equal request has failed and was not sent again before. Each of them counts once."""
-        if self._refused[fingerprint] > 0:
-            self._refused[fingerprint] -= 1
-            if not self._refused[fingerprint]:
-                del self._refused[fingerprint]
+    def _take_refused(self, client: Client) -> bool:
+        """Whether an equal request has failed or was refused, and was probably that of the client. Each counts once.
+
+        A client counts its retries. So a request that was refused after more retries is another one. The same holds for
+        a request that its client has given up, and sends again as a new request.
+        """
+        fingerprint, num_retries = client.fingerprint, client.num_retries
+        refused = [key for key in self._refused if key[0] == fingerprint and key[1] < num_retries]
+        if refused:
+            key = max(refused)
+            self._refused[key] -= 1
+            if not self._refused[key]:
+                del self._refused[key]
             return True
-        failed = next((turn for turn in turns if turn.has_failed), None)
+        turns = self._turns.get(fingerprint, [])
+        failed = next((turn for turn in turns if turn.has_failed and turn.num_retries < num_retries), None)
         if failed is not None:
             turns.remove(failed)
         return failed is not None
 
-    def _add_refused(self, fingerprint: bytes) -> None:
-        self._refused[fingerprint] += 1
+    def _add_refused(self, fingerprint: bytes, num_retries: int) -> None:
+        self._refused[fingerprint, num_retries] += 1
         if len(self._refused) > MAX_FINISHED_TURNS:
             del self._refused[next(iter(self._refused))]  # the oldest
 
@@ -147,7 +147,7 @@ class Turns:
     def _hand_over(self, fingerprint: bytes, turn: Generation) -> None:
         """Note what the next equal request needs of a turn that is not kept."""
         if turn.node_id is None:
-            self._add_refused(fingerprint)
+            self._add_refused(fingerprint, turn.num_retries)
         else:
             self._recorded.add(fingerprint, turn.node_id, is_delivered=turn.is_delivered)
 
