@@ -134,6 +134,24 @@ def test_a_call_without_its_end_tag_is_read_without_the_end_marker(tmp_path: Pat
     assert (turns[0].raw_text, turns[0].text) == (call, call.removeprefix("<tool_call>"))
 
 
+@pytest.mark.parametrize(
+    ("prompt_end", "turn", "num_calls"),
+    [
+        ("<think>\n", "Not CALL. <think> No.</think>So", 0),
+        ("<think>\n", "Why</think>CALL</think>", 1),
+        ("", "CALL</think>So", 1),
+    ],
+)
+def test_calls_in_a_thought_that_the_prompt_has_opened_are_not_executed(
+    tmp_path: Path, prompt_end: str, turn: str, num_calls: int
+) -> None:
+    template = CALLS.replace("CALL", HERMES).replace("assistant\n{% endif", f"assistant\n{prompt_end}{{% endif")
+    text = turn.replace("CALL", call_text("add", a=1))
+    sample = run([add], make_renderer(tmp_path, template), lambda prompt: "done" if "|>tool" in prompt else text)
+    assert (sample.num_turns, sample.stop_reason) == (1 + num_calls, "done")
+    assert sample.tool_counts.get("add/calls", 0) == num_calls
+
+
 class Adder(Environment):
     @tool
     def add(self, a: int, b: int = 1) -> int:

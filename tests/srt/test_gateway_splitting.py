@@ -77,6 +77,8 @@ HALF_CHARACTERS = st.tuples(st.sampled_from(["é", "日", "🙂"]), st.integers(
 @example("generic", ["a", CALL, "b", MARKS_IN_CALL, "c"], [3], ["b"], "", False)
 @example("generic", [" <think>a b</think>c"], [1], [" "], "", False)
 @example("generic", ["<think>aab"], [1], ["ab"], "", False)
+@example("generic", ["a", CALL, "<think>", "b", "</think>", CALL], [3], [], "<think>", False)
+@example("generic", ["a", CALL, "</think>", "b"], [3], [], "", False)
 def test_deltas_are_the_beginning_of_the_turn(
     renderers: dict[str, ChatRenderer],
     name: str,
@@ -112,6 +114,11 @@ def test_deltas_are_the_beginning_of_the_turn(
         ("", f"<think>Why{MARKS_IN_CALL}not</think>So{CALL}", f"Why{MARKS_IN_CALL}not", "So", 1),
         ("", f"First\n{CALL}\nand then\n{MARKS_IN_CALL}\nlast", "", "First\nand then\nlast", 2),
         ("<think>\n", f"Why\n{CALL}\nand then\n{CALL}", "Why", "and then", 2),
+        ("<think>\n", f"Not {CALL}. <think> No.</think>\n\n{CALL}", f"Not {CALL}. <think> No.", "", 1),
+        ("<think>\n", f"Not {CALL}. <think> No.</think>\n\nSo", f"Not {CALL}. <think> No.", "So", 0),
+        ("<think>\n", f"Why</think>{CALL}</think>So", "Why", "</think>So", 1),
+        ("", f"{CALL}\n</think>\n\nSo", "", "</think>\n\nSo", 1),
+        ("", f"First{CALL}</think>{CALL}", "", "First\n</think>", 2),
     ],
 )
 def test_marks_in_the_arguments_of_calls_and_text_between_calls(

@@ -230,7 +230,7 @@ class ToolAgentLoop(AgentLoop):
     def parse_tool_calls(self, turn: Turn) -> list[ToolCall | ToolResult]:
         """The tool calls of a turn, parsed by the renderer of the family or from Hermes' markers in `raw_text`."""
         if turn.tool_calls is None:
-            return parse_hermes_tool_calls(turn.raw_text or turn.text)
+            return parse_hermes_tool_calls(turn.raw_text or turn.text, is_open=turn.begins_in_thought)
         return [as_tool_call(call) for call in turn.tool_calls]
 
     async def run(self, episode: Episode) -> None:

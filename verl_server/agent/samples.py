@@ -85,6 +85,8 @@ class Turn:
     raw_text: str = ""
     """Text of the turn with special tokens, which are the tags of calls in some model families, but without the end
     marker of the turn."""
+    begins_in_thought: bool = False
+    """Whether the prompt ends with `<think>`: the turn begins with the rest of a thought."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Unpack
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.generate_fn import generate_whole_turn
 from verl_server.agent.samples import Turn
+from verl_server.agent.tools.parsing import opens_thought
 from verl_server.errors import BadInputError
 from verl_server.router.resumable_generation import version_spans
 from verl_server.router.token_reports import OnTokens
@@ -166,11 +167,13 @@ class Cursor:
     def as_turn(self, node: Node, tools: Sequence[Json]) -> Turn:
         """The turn that a node contains. `tools`: schemas of the tools that the turn may call."""
         token_ids = list(node.token_ids)
-        parsed = self._renderer.parse_turn(token_ids, self.preceding_ids(node.id), tools)
+        preceding_ids = self.preceding_ids(node.id)
+        parsed = self._renderer.parse_turn(token_ids, preceding_ids, tools)
         tool_calls = None if parsed is None else parsed.tool_calls
         text = str((node.message or {})["content"])
         raw_text = self._renderer.decode_raw(token_ids, text)
-        return Turn(text, token_ids, node.id, node.finish_reason or "", tool_calls, raw_text)
+        is_open = opens_thought(self._renderer, preceding_ids)
+        return Turn(text, token_ids, node.id, node.finish_reason or "", tool_calls, raw_text, is_open)
 
     def preceding_ids(self, node: int) -> Sequence[int]:
         """Token ids of a node's parent."""

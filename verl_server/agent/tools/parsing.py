@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import orjson
 
 from verl_server.agent.tools.tool import ToolCall, ToolResult
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.messages import ParsedToolCall
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
@@ -26,6 +27,8 @@ END_OF_BAD_CALL = re.compile("</tool_call>|</think>")
 """A call that is no JSON ends here. In a thought, the policy may only speak of the mark."""
 SPACE = re.compile(r"\s*")
 DECODER = json.JSONDecoder()
+MAX_START_TOKENS = 32
+"""Number of tokens at the end of a prompt in which the beginning of a thought is looked for."""
 MAX_SCANNED_CHARACTERS = 16_384
 """Characters after which the parsed beginning of a text is removed: errors of JSON count the lines before them."""
 
@@ -38,27 +41,40 @@ class CallSpan:
     end: int
 
 
-def parse_hermes_tool_calls(text: str) -> list[ToolCall | ToolResult]:
+def parse_hermes_tool_calls(text: str, *, is_open: bool | None = None) -> list[ToolCall | ToolResult]:
     """Tool calls in the format of Hermes' and Qwen's chat templates.
 
     The format is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A call that cannot be parsed is a
     `ToolResult` with the error type `malformed`. Calls inside of a thought (`<think>...</think>`) do not count.
+    `is_open`: whether the prompt has opened a thought, which the text continues (`Turn.begins_in_thought`). None: it is
+    not known, and a `</think>` without a `<think>` before it is the end of such a thought.
     """
-    bodies = (text[span.start + len(CALL_START) : span.end].removesuffix(CALL_END) for span in find_calls(text)[0])
-    return [parse_json_tool_call(body) for body in bodies]
+    spans, _ = find_calls(text, is_open=is_open)
+    return [
+        parse_json_tool_call(text[span.start + len(CALL_START) : span.end].removesuffix(CALL_END)) for span in spans
+    ]
 
 
-def find_calls(text: str) -> tuple[list[CallSpan], int | None]:
-    """The calls outside of thoughts, and the place of the first `</think>` outside of calls. None without one."""
+def find_calls(text: str, *, is_open: bool | None) -> tuple[list[CallSpan], int | None]:
+    """The calls outside of thoughts, and the place of the first `</think>` outside of calls. None without one.
+
+    `is_open`: as in `parse_hermes_tool_calls`. Calls in an open thought that does not end count: they have ended it.
+    """
     spans, first_end, is_thought = list[CallSpan](), None, False
     for mark, start, end in _find_marks(text):
         if mark == THOUGHT_END:
+            if (is_open and first_end is None) or (is_open is None and not is_thought):
+                spans = []  # they are inside of the thought that the prompt has opened
             first_end = start if first_end is None else first_end
-            spans = spans if is_thought else []  # they were inside of a thought that the prompt had opened
         elif mark == CALL_START and not is_thought:
             spans.append(CallSpan(start, end))
         is_thought = mark == THOUGHT_START or (is_thought and mark == CALL_START)
     return spans, first_end
+
+
+def opens_thought(renderer: ChatRenderer, preceding_ids: Sequence[int]) -> bool:
+    """Whether the prompt ends within a thought. `preceding_ids`: last token ids of the prompt."""
+    return renderer.decode_all(preceding_ids[-MAX_START_TOKENS:]).rstrip().endswith(THOUGHT_START)
 
 
 def _find_marks(text: str) -> Iterator[tuple[str, int, int]]:

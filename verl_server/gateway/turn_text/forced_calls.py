@@ -13,13 +13,13 @@ from typing import Any
 
 import orjson
 
+from verl_server.agent.tools.parsing import opens_thought
 from verl_server.gateway.conversation import TurnRequest
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.turn_text.turn_parsing import (
     CALL_END,
     CALL_START,
     THOUGHT_END,
-    opens_thought,
     reads_hermes_calls,
 )
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer

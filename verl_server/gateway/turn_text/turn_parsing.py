@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from verl_server.agent.tools.parsing import find_calls, parse_hermes_tool_calls
+from verl_server.agent.tools.parsing import find_calls, opens_thought, parse_hermes_tool_calls
 from verl_server.agent.tools.tool import ToolCall
 from verl_server.gateway.conversation import ToolUse
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -23,8 +23,6 @@ SPLIT_FAMILIES = frozenset({"qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8"
 """Families of models whose thoughts and tool calls have these marks."""
 HERMES_FAMILIES = frozenset({"qwen3", "qwen3-vl"})
 """Those of them whose calls have the format of Hermes."""
-MAX_START_TOKENS = 32
-"""Number of tokens at the end of a prompt in which the beginning of a thought is looked for."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,14 @@ def split_turn(
     """
     parsed = renderer.parse_turn(token_ids, preceding_ids, tools)
     raw = until_stop(decode_turn(renderer, token_ids), stop_sequence)
-    reasoning, text = split_thought(raw, is_open=opens_thought(renderer, preceding_ids))
+    is_open = opens_thought(renderer, preceding_ids)
+    reasoning, text = split_thought(raw, is_open=is_open)
     calls = [] if parsed is None else parsed.tool_calls
     uses = as_tool_uses(calls, turn_id)
     if (not uses or len(uses) < len(calls)) and reads_hermes_calls(renderer):
-        calls = _parse_calls(raw)  # a family looks for the tokens of the marks only, also in the arguments of a call
+        calls = _parse_calls(
+            raw, is_open=is_open
+        )  # a family looks for the tokens of the marks only, also in the arguments of a call
         uses = as_tool_uses(calls, turn_id)
     if parsed is not None and not is_split_by_text(renderer):
         if len(uses) < len(calls) or (not uses and CALL_START in text):
@@ -95,11 +96,6 @@ def decode_turn(renderer: ChatRenderer, token_ids: Sequence[int]) -> str:
     return renderer.decode_raw(token_ids, renderer.decode(token_ids))
 
 
-def opens_thought(renderer: ChatRenderer, preceding_ids: Sequence[int]) -> bool:
-    """Whether the prompt ends within a thought. `preceding_ids`: last token ids of the prompt."""
-    return renderer.decode_all(preceding_ids[-MAX_START_TOKENS:]).rstrip().endswith(THOUGHT_START)
-
-
 def split_thought(text: str, *, is_open: bool) -> tuple[str, str]:
     """The thought at the beginning of a turn, and the text after it. `is_open`: the prompt has opened the thought.
 
@@ -109,7 +105,7 @@ def split_thought(text: str, *, is_open: bool) -> tuple[str, str]:
     if not is_open and not first.startswith(THOUGHT_START):
         return "", text
     first = first.removeprefix(THOUGHT_START)
-    end = find_calls(first)[1]
+    end = find_calls(first, is_open=True)[1]
     if end is None:
         return first.strip(), ""
     return first[:end].strip(), first[end + len(THOUGHT_END) :].lstrip("\n")
@@ -122,7 +118,7 @@ def until_stop(text: str, stop_sequence: str | None) -> str:
 
 def _outside_of_calls(text: str) -> list[str]:
     """The parts of a text before its first call, between its calls, and after its last call."""
-    spans = find_calls(text)[0]
+    spans, _ = find_calls(text, is_open=False)
     if not spans:  # the renderer of a family has found calls where there are no marks of whole calls
         return [text.partition(CALL_START)[0].rstrip("\n")]
     ends = [*(span.start for span in spans[1:]), len(text)]
@@ -130,8 +126,8 @@ def _outside_of_calls(text: str) -> list[str]:
     return [text[: spans[0].start].rstrip("\n"), *parts]
 
 
-def _parse_calls(text: str) -> list[ParsedToolCall]:
-    found = parse_hermes_tool_calls(text) if CALL_START in text else []
+def _parse_calls(text: str, *, is_open: bool) -> list[ParsedToolCall]:
+    found = parse_hermes_tool_calls(text, is_open=is_open) if CALL_START in text else []
     return [
         ParsedToolCall(call.name, dict(call.arguments), None)
         if isinstance(call, ToolCall)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
+from verl_server.agent.tools.parsing import opens_thought
 from verl_server.gateway.turn_text.token_decoder import TokenDecoder, decodes_in_parts
 from verl_server.gateway.turn_text.turn_parsing import (
     CALL_START,
@@ -12,7 +13,6 @@ from verl_server.gateway.turn_text.turn_parsing import (
     THOUGHT_START,
     is_split_by_text,
     is_text_stripped,
-    opens_thought,
 )
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 
