@@ -16,7 +16,7 @@ from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.errors import GatewayError
 from verl_server.gateway.sessions.raw_prompts import unsplit_turn
 from verl_server.gateway.turn_text.token_decoder import TokenDecoder, bytes_of_tokens, decodes_in_parts
-from verl_server.gateway.turn_text.turn_parsing import decode_turn, split_turn
+from verl_server.gateway.turn_text.turn_parsing import TurnParts, decode_turn, split_turn
 from verl_server.gateway.turn_text.turn_progress import TurnDeltas, TurnProgress
 from verl_server.gateway.turn_text.turn_splitter import TurnSplitter
 from verl_server.trajectory import ChatRenderer, FamilyRenderer
@@ -127,6 +127,20 @@ def test_marks_in_the_arguments_of_calls_and_text_between_calls(
     renderer = renderers[name]
     parts = split_turn(renderer, renderer.encode(turn), renderer.encode(prompt), [], "t")
     assert (parts.reasoning, parts.text, len(parts.tool_calls)) == (reasoning, text, num_calls)
+
+
+@pytest.mark.parametrize("second", [CALL, "<tool_call>\nno JSON\n</tool_call>"])
+def test_a_call_whose_marks_are_ordinary_tokens_does_not_vanish(
+    renderers: dict[str, ChatRenderer], second: str
+) -> None:
+    """The package of a family finds the calls with the tokens of the marks only."""
+    found = list[TurnParts]()
+    for renderer in (renderers["generic"], renderers["qwen3"]):
+        spelled = [token for letter in second for token in renderer.encode(letter)]
+        found.append(split_turn(renderer, renderer.encode(f"{CALL}\n") + spelled, [], [], "t"))
+    assert found[0] == found[1]
+    names = [call.name for call in found[0].tool_calls]
+    assert (names, found[0].text) == ((["add", "add"], "") if second == CALL else ([], f"{CALL}\n{second}"))
 
 
 @pytest.mark.parametrize(("prompt", "before"), [("", "<think>\nWhy</think>\n\n"), ("<think>\n", "Why</think>")])

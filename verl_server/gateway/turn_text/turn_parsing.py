@@ -58,11 +58,10 @@ def split_turn(
     reasoning, text = split_thought(raw, is_open=is_open)
     calls = [] if parsed is None else parsed.tool_calls
     uses = as_tool_uses(calls, turn_id)
-    if (not uses or len(uses) < len(calls)) and reads_hermes_calls(renderer):
-        calls = _parse_calls(
-            raw, is_open=is_open
-        )  # a family looks for the tokens of the marks only, also in the arguments of a call
-        uses = as_tool_uses(calls, turn_id)
+    if reads_hermes_calls(renderer):  # a family looks for the tokens of the marks only, also in the arguments of a call
+        found = _parse_calls(raw, is_open=is_open)
+        if len(uses) < max(len(calls), len(found)):
+            calls, uses = found, as_tool_uses(found, turn_id)
     if parsed is not None and not is_split_by_text(renderer):
         if len(uses) < len(calls) or (not uses and CALL_START in text):
             return TurnParts(text, reasoning, ())
