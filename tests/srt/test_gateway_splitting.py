@@ -143,6 +143,16 @@ def test_a_call_whose_marks_are_ordinary_tokens_does_not_vanish(
     assert (names, found[0].text) == ((["add", "add"], "") if second == CALL else ([], f"{CALL}\n{second}"))
 
 
+@pytest.mark.parametrize("value", ["[" * 5000 + "]" * 5000, '"\\ud800"', "1e999", "9" * 400])
+@pytest.mark.parametrize("name", ["generic", "qwen3"])
+def test_a_call_that_json_cannot_give_back_stays_in_the_text(
+    renderers: dict[str, ChatRenderer], name: str, value: str
+) -> None:
+    renderer, turn = renderers[name], CALL.replace('"a": 1', f'"a": {value}')
+    parts = split_turn(renderer, renderer.encode(f"{turn}<|im_end|>"), [], [], "t")
+    assert (parts.text, list(parts.tool_calls)) == (turn, [])
+
+
 @pytest.mark.parametrize(("prompt", "before"), [("", "<think>\nWhy</think>\n\n"), ("<think>\n", "Why</think>")])
 def test_calls_of_a_family_without_json(renderers: dict[str, ChatRenderer], prompt: str, before: str) -> None:
     renderer = FamilyRenderer(renderers["generic"].tokenizer, "prime-qwen3")

@@ -282,6 +282,10 @@ def test_family_renderer_keeps_thoughts_and_parses_tool_calls(tokenizer: Any) ->
     assert (good.name, good.arguments, good.parse_error) == ("add", {"a": 1}, None)
     assert bad.parse_error is not None
     assert (parsed.text, parsed.reasoning) == ("yes", "hm")
+    deep = f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * 5000 + "]" * 5000}}}}}</tool_call>'
+    too_deep = renderer.parse_turn(tokenizer.encode(f"{deep}<|im_end|>", add_special_tokens=False), prompt_ids, [])
+    assert (too_deep.text, len(too_deep.tool_calls)) == (deep, 1)
+    assert "too many levels" in (too_deep.tool_calls[0].parse_error or "")
     without_calls = renderer.parse_turn(tokenizer.encode("no", add_special_tokens=False), prompt_ids, [])
     assert list(without_calls.tool_calls) == []
     next_ids = renderer.render_next_turn([{"role": "user", "content": "v"}], turn_ids, prompt_ids)

@@ -9,6 +9,7 @@ call_turns.py       `CallTurns`: turns with tool calls in a chat template, and t
 prompt_cache.py     `PromptCache`: first prompts that were rendered a moment ago
 probes.py           the conversations with which `ChatRenderer` checks a chat template
 families.py         `FamilyRenderer`: messages of a known model family; `get_renderer`
+family_calls.py     calls that the package `renderers` has parsed, and the results of these calls
 foreign_text.py     control tokens in the text of messages, which must not become control tokens
 truncation.py       truncation of long texts to a number of tokens
 images.py           images of messages: their bytes, and how they are sent to a server

@@ -16,12 +16,13 @@ from pathlib import PurePath
 from typing import Any
 
 import pydantic
-from renderers import ToolCallParseStatus, create_renderer
+from renderers import create_renderer
 from renderers.base import MODEL_RENDERER_MAP
 from renderers.configs import config_from_name
 
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.family_calls import TOO_DEEP, as_parsed_tool_call
 from verl_server.trajectory.rendering.foreign_text import (
     ControlTokens,
     encode_parts,
@@ -35,7 +36,6 @@ from verl_server.trajectory.rendering.foreign_text import (
 )
 from verl_server.trajectory.rendering.messages import (
     Message,
-    ParsedToolCall,
     ParsedTurn,
     validate_messages,
     with_call_ids,
@@ -219,10 +219,13 @@ class FamilyRenderer(ChatRenderer):
         return (self._marking_family if mark else self._family), marked, marked_tools
 
     def parse_turn(self, turn_ids: Sequence[int], preceding_ids: Sequence[int], tools: Sequence[Json]) -> ParsedTurn:
-        response = self._family.parse_response(
-            list(turn_ids), tools=list(tools) or None, prompt_ids=list(preceding_ids) or None
-        )
-        calls = [_as_parsed_tool_call(call) for call in response.tool_calls]
+        try:
+            response = self._family.parse_response(
+                list(turn_ids), tools=list(tools) or None, prompt_ids=list(preceding_ids) or None
+            )
+        except RecursionError:
+            return ParsedTurn(self.decode_raw(turn_ids, self.decode(turn_ids)), "", [TOO_DEEP])
+        calls = [as_parsed_tool_call(call) for call in response.tool_calls]
         return ParsedTurn(response.content, response.reasoning_content or "", calls)
 
 
@@ -278,15 +281,6 @@ def _with_arguments(config: Any, family: str, template_arguments: Mapping[str, A
         return type(config)(**{**config.model_dump(exclude_unset=True), **template_arguments})
     except pydantic.ValidationError as error:
         raise BadInputError(f"the family {family!r} refuses the template arguments: {error}") from error
-
-
-def _as_parsed_tool_call(call: Any) -> ParsedToolCall:
-    """Convert a tool call of the package `renderers`."""
-    if call.status is not ToolCallParseStatus.OK:
-        return ParsedToolCall(call.name, None, str(call.status.value))
-    if not isinstance(call.arguments, dict):
-        return ParsedToolCall(call.name, None, "the arguments are not a JSON object")
-    return ParsedToolCall(call.name, call.arguments, None)
 
 
 def _as_dicts(messages: Sequence[Message]) -> list[Json]:
