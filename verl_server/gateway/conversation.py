@@ -53,6 +53,8 @@ class ToolUse:
     name: str
     arguments: str
     """Arguments as JSON text."""
+    sampled_id: str | None = None
+    """Id that the policy has sampled. None if the family of models samples no ids."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from verl_server.gateway.sessions.slots import Slots
 from verl_server.gateway.sessions.turn_details import REFUSED, Prompt, read_turn, record_turn
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.forced_calls import turn_params
+from verl_server.gateway.turn_text.sampled_calls import SampledCalls
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.gateway.worker_threads import is_short_body, is_short_prompt, run_aside
 from verl_server.trajectory.graph import TrajectoryGraph
@@ -54,7 +55,7 @@ class Session:
         self.id, self._renderer, self._sampling = self.graph.session_id, state.renderer, sampling
         self.reached_limit: str | None = None
         """Name of the limit for which a request was refused, except `max_context_tokens`."""
-        self._history, self._key_memo, self.slots = History(), KeyMemo(), slots or Slots()
+        self._history, self._key_memo, self._calls, self.slots = History(), KeyMemo(), SampledCalls(), slots or Slots()
         self._branches = itertools.count(_next_branch(self.graph))
         self._root_fork_reasons = RootForkReasons(self.graph)
         self._recorded_turns = RecordedTurns(self.graph)
@@ -229,14 +230,16 @@ class Session:
     ) -> tuple[Sequence[Message], list[int]]:
         """The messages with their images, and their token ids at the end of a path, also if the context has no room."""
         node = None if cursor.leaf is None else self.graph.node(cursor.leaf)
-        preceding = () if node is None else self._preceding(node)
+        preceding = () if node is None else cursor.preceding_ids(node.id)
+        before = request.messages[: len(request.messages) - len(messages)][-1:]  # the turn whose calls have results
 
         def render() -> tuple[Sequence[Message], list[int]]:
             have_images(messages, self._renderer)  # refuses images that the model cannot see, before they are decoded
             shown, tools = read_images(messages, self._renderer), list(request.tools) or None
+            sampled = self._calls.as_sampled(before, shown)  # not recorded: agents have the ids of the gateway
             if node is None:
-                return shown, self._renderer.render_prompt(shown, tools)
-            return shown, self._renderer.render_next_turn(shown, node.token_ids, preceding, tools)
+                return shown, self._renderer.render_prompt(sampled, tools)
+            return shown, self._renderer.render_next_turn(sampled, node.token_ids, preceding, tools)
 
         return await run_aside(is_short_prompt(messages, request.num_bytes if node is None else None), render)
 
@@ -265,14 +268,11 @@ class Session:
         return turn
 
     def _as_turn(self, node: Node, request: TurnRequest, num_prompt_tokens: int, meta: Json) -> AssistantTurn:
-        return read_turn(self._renderer, self.graph, node, request, num_prompt_tokens, meta)
+        return self._calls.add(read_turn(self._renderer, self.graph, node, request, num_prompt_tokens, meta))
 
     def _message_of(self, node: Node, tools: Sequence[Json]) -> Message:
         """The message of a recorded turn, as agents repeat it."""
         return message_of(self._as_turn(node, TurnRequest("", (), tools), 0, {}))
-
-    def _preceding(self, node: Node) -> Sequence[int]:
-        return () if node.parent is None else self.graph.node(node.parent).token_ids
 
     async def _keys(self, request: TurnRequest) -> list[Key]:
         tools, messages = request.tools, request.messages

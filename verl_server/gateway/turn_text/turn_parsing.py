@@ -146,7 +146,7 @@ def as_tool_uses(calls: Sequence[ParsedToolCall], turn_id: str) -> list[ToolUse]
             with contextlib.suppress(TypeError, RecursionError):
                 arguments = orjson.dumps(call.arguments)
                 if orjson.loads(arguments) == call.arguments:
-                    uses.append(ToolUse(call_id(turn_id, number), call.name, arguments.decode()))
+                    uses.append(ToolUse(call_id(turn_id, number), call.name, arguments.decode(), call.id))
     return uses
 
 

@@ -22,7 +22,7 @@ from renderers.configs import config_from_name
 
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.trajectory.rendering.family_calls import TOO_DEEP, as_parsed_tool_call
+from verl_server.trajectory.rendering.family_calls import TOO_DEEP, as_parsed_tool_call, with_sampled_calls
 from verl_server.trajectory.rendering.foreign_text import (
     ControlTokens,
     encode_parts,
@@ -179,6 +179,9 @@ class FamilyRenderer(ChatRenderer):
         tools: Sequence[Json] | None = None,
     ) -> list[int]:
         validate_messages(messages)
+        messages = with_sampled_calls(
+            messages, lambda: self.parse_turn(turn_ids, preceding_ids, tools or ()).tool_calls
+        )
         family, messages, marked_tools = self._family_for(with_call_ids(messages), tools or ())
         # `renderers` needs a prompt that is not empty, and looks only for an open thought in it.
         prompt_ids = list(preceding_ids or self._family.get_stop_token_ids()[:1])

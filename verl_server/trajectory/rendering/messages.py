@@ -43,6 +43,8 @@ class ParsedToolCall:
     arguments: Json | None
     parse_error: str | None
     """Reason why the call cannot be parsed. None for a well-formed call."""
+    id: str | None = None
+    """Id of the call that the policy has sampled, for example `functions.add:0`. None if the family samples no ids."""
 
 
 @dataclass(frozen=True)
