@@ -59,6 +59,8 @@ BARE_CHAT = replace(BARE, tools=None, max_new_tokens=4000)
         (replace(CHAT, users=["Another task."]), CHAT, False, "main"),
         (replace(CHAT, users=["Another task."], num_turns=1, max_new_tokens=5), CHAT, False, "main"),
         (replace(NAMER, max_new_tokens=30), CHAT, False, "title"),
+        (replace(NAMER, max_new_tokens=128), CHAT, False, "title"),
+        (replace(NAMER, max_new_tokens=129), CHAT, False, "sub_agent"),
         (NAMER, CHAT, False, "sub_agent"),
         (Opening("You review.", ["Fix the bug.\nIs this right?"], None, 1, False, 2000), CHAT, False, "sub_agent"),
         (replace(CHAT, users=["Hi"], max_new_tokens=1, num_turns=1), CHAT, False, "side_call"),
@@ -136,6 +138,7 @@ def graph_with(*parents: int | None) -> TrajectoryGraph:
         ((None, 0, 1, 2, 0, 4, 5), [1]),  # an attempt that died, and the attempt after it
         ((None, 0, 0, 1, 3, 2, 5), [1]),  # with both, and at last with the second turn
         ((None, 0, 0, 2, 3, 1, 5), [2]),
+        ((None, 0, 1, 2, 0), [4]),  # the sample was recorded after the turns with which the agent went on
         ((None, 0, 0), [1]),  # with none: the reply that it received last
     ],
 )
