@@ -25,7 +25,7 @@ from agent_helpers import ScriptedGenerateFn, renderer_with_template
 from PIL import Image
 
 from verl_server.agent import RolloutLimits
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, ServerDiedError
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
@@ -105,10 +105,13 @@ def test_the_stop_sequences_of_a_request_have_limits(gateway: Gateway, path: str
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, COUNT, "/v1/responses", "/v1/completions"])
-def test_a_body_with_millions_of_values_is_refused_before_it_is_parsed(gateway: Gateway, path: str) -> None:
+@pytest.mark.parametrize("part", [b"[1],", b"{},"])
+def test_a_body_with_millions_of_values_is_refused_before_it_is_parsed(
+    gateway: Gateway, path: str, part: bytes
+) -> None:
     """A parser that makes millions of objects stops the event loop for seconds. The body is no valid JSON."""
     _, key = gateway.create_session()
-    body = b'{"model":"m","metadata":[' + b"[1]," * 500_001
+    body = b'{"model":"m","metadata":[' + part * 500_001
     reply = httpx.post(f"{gateway.url}{path}", content=body, headers={"x-api-key": key}, timeout=60.0)
     assert reply.status_code == 413
     assert "more than 1000000 commas and opening brackets" in reply.text
@@ -304,15 +307,20 @@ def test_the_number_of_bodies_that_arrive_is_limited(
     generate = HeldGenerateFn(renderer.tokenizer, lambda prompt: "yes")
     body = orjson.dumps({"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]})
     with small_gateway(generate, renderer, tmp_path, monkeypatch) as gateway:
-        _, key = gateway.create_session("a")
+        (_, key), (_, other) = gateway.create_session("a"), gateway.create_session("b")
         generate.go.set()
-        assert ask(gateway, key, "a").status_code == 200
+        assert [ask(gateway, each, "a").status_code for each in (key, other)] == [200, 200]
         slots = gateway._store.session("a").slots
         begun = [begin_request(gateway, key, path, len(body)) for _ in range(2)]
         wait_until(lambda: slots.num_arriving + slots.num_taken == 2)
         reply = ask(gateway, key, "b", path)
         assert reply.status_code == 429
         assert "the session has 2 open requests already" in reply.text
+        begun.append(begin_request(gateway, other, path, len(body)))
+        wait_until(lambda: gateway._slots.num_arriving + gateway._slots.num_taken == 3)
+        reply = ask(gateway, other, "b", path)
+        assert reply.status_code == (503 if path == CHAT else 529)
+        assert "the gateway has 3 open requests already" in reply.text
         for connection in begun:
             connection.send(body)
             assert connection.getresponse().status == 200
@@ -461,6 +469,48 @@ async def refuse_many(renderer: ChatRenderer) -> None:
     refuse(turns, b"b")
     assert turns.find(Client(b"a", num_retries=1)) is None, "the retry of the refused request"
     assert turns.find(Client(b"a", num_retries=1)) is answered
+
+
+def test_of_too_many_refusals_the_oldest_is_forgotten(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_server.gateway.sessions.turns.MAX_FINISHED_TURNS", 2)
+    asyncio.run(refuse_three(renderer))
+
+
+async def refuse_three(renderer: ChatRenderer) -> None:
+    turns = Turns(RecordedTurns(TrajectoryGraph("s")))
+    first, last = await delivered_turn(turns, b"a", renderer), await delivered_turn(turns, b"c", renderer)
+    for fingerprint in (b"a", b"b", b"c"):
+        refuse(turns, fingerprint)
+    assert turns.find(b"a", is_retry=True) is first
+    assert turns.find(b"c", is_retry=True) is None, "the retry of the refused request"
+    assert turns.find(b"c", is_retry=True) is last
+
+
+def test_a_turn_that_began_before_a_failure_does_not_clear_it(renderer: ChatRenderer) -> None:
+    asyncio.run(fail_during_a_turn(renderer))
+
+
+async def fail_during_a_turn(renderer: ChatRenderer) -> None:
+    go, turns, error = asyncio.Event(), Turns(RecordedTurns(TrajectoryGraph("s"))), ServerDiedError("it has died")
+    progress = TurnProgress(renderer, (), TurnRequest("", ()), {})
+
+    async def turn() -> AssistantTurn:
+        await go.wait()
+        return AssistantTurn("id", 1, "", "", (), "stop", None, 1, 0, (), (), ())
+
+    async def fail() -> AssistantTurn:
+        raise error
+
+    generations = [Generation(turn(), 1, progress), Generation(fail(), 1, progress)]
+    for generation in generations:
+        turns.add(b"a", generation)
+    with pytest.raises(ServerDiedError):
+        await generations[1].task
+    go.set()
+    await generations[0].task
+    assert turns.failure is error
+    await delivered_turn(turns, b"b", renderer)
+    assert turns.failure is None
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -27,7 +27,7 @@ from verl_server.gateway.sessions.generation import Client, Generation
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.tiny import make_vision_model
-from verl_server.trajectory import ChatRenderer, TrajectoryGraph, get_renderer, image_data_url, load_session
+from verl_server.trajectory import ChatRenderer, ForkReason, TrajectoryGraph, get_renderer, image_data_url, load_session
 from verl_server.trajectory.nodes import Span
 
 LIMITS = RolloutLimits(max_context_tokens=2000, max_turns=1000)
@@ -202,6 +202,18 @@ async def find_turns_after_failures(renderer: ChatRenderer) -> None:
         assert turns.find(Client(b"a", num_retries=1)) is node, "a recorded turn comes before a received turn"
         recorded.take(b"a", node)
         assert turns.find(Client(b"a", num_retries=1)) is generations[2]
+
+
+def test_a_repeated_request_gets_its_latest_recorded_turn() -> None:
+    """Turns are not forgotten in the order in which they were recorded."""
+    graph, recorded = TrajectoryGraph("s"), no_recorded_turns()
+    for number in range(3):
+        reason = ForkReason.SAMPLE if number else None
+        graph.add_node(None, [1], sampled=True, fork_reason=reason, logprobs=[-1.0], spans=[Span(1, 0, 1)])
+    recorded.continue_with(graph)
+    for node in (0, 2, 1):
+        recorded.add(b"a", node, is_delivered=True)
+    assert recorded.find_last(b"a") is graph.node(2)
 
 
 def test_a_retry_gets_the_turn_whose_client_has_left(tiny: Callable[..., Path]) -> None:

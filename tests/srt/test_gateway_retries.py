@@ -133,6 +133,19 @@ def test_a_client_that_leaves_when_its_turn_ends_has_no_reply(served: Served, le
     assert num_turns(served) == (1 if leaves else 2)
 
 
+def test_equal_bodies_on_two_paths_are_two_requests(served: Served) -> None:
+    """The reply to one of them is no reply to the other, although both have the same tokens."""
+
+    async def run() -> None:
+        served.engine.go.set()
+        key = served.key("a") | RETRY
+        for num_recorded, path in ((1, CHAT), (1, CHAT), (2, "/v1/messages"), (2, "/v1/messages"), (2, CHAT)):
+            assert (await served.post(key, path, max_tokens=5)).status_code == 200
+            assert num_turns(served) == num_recorded
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_client_that_leaves_before_the_last_event_has_no_reply(served: Served, leaves: bool) -> None:
     async def run() -> None:
