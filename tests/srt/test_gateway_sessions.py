@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.gateway import DiscoveredServers, Gateway
 from verl_server.gateway.sessions.session_info import SessionInfo, write_info
 from verl_server.gateway.sessions.session_store import SessionStore
+from verl_server.server.open_files import WANTED_OPEN_FILES
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 from verl_server.trajectory import ChatRenderer, load_session
 
@@ -56,6 +58,12 @@ def ask(gateway: Gateway, key: str | None) -> int:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     return httpx.post(f"{gateway.openai_url}/chat/completions", json=body, headers=headers, timeout=60.0).status_code
+
+
+@pytest.mark.parametrize("word", ["Bearer", "bearer", "BEARER"])
+def test_the_word_bearer_may_be_written_in_any_case(gateway: Gateway, word: str) -> None:
+    headers = {"Authorization": f"{word} {gateway.create_session()[1]}"}
+    assert httpx.get(f"{gateway.url}/v1/models", headers=headers, timeout=60.0).status_code == 200
 
 
 def test_many_sessions_that_expire_together_do_not_stop_the_event_loop(
@@ -197,6 +205,27 @@ def test_rewards_need_no_reward(gateway: Gateway) -> None:
     assert (termination.reward, termination.rewards) == (0.5, {"accuracy": 1.0})
 
 
+def test_a_session_that_is_ended_again_keeps_its_stop_reason_and_gets_the_new_rewards(gateway: Gateway) -> None:
+    info, key = gateway.create_session()
+    assert ask(gateway, key) == 200
+    for stop_reason, name in (("failed", "accuracy"), ("done", "style")):
+        ended = gateway.end_session(info.id, stop_reason=stop_reason, rewards={name: 0.5})
+        termination = load_session(gateway.config.run_dir / f"{info.id}.jsonl").last_termination
+        assert termination is not None
+        assert (ended.stop_reason, termination.stop_reason) == ("failed", "failed")
+        assert ended.rewards == termination.rewards == {name: 0.5}
+
+
+def test_a_session_can_be_ended_without_training(gateway: Gateway) -> None:
+    """Also if it was ended with training before, and the other way round."""
+    info, key = gateway.create_session()
+    assert ask(gateway, key) == 200
+    for train, num_trained in (([], 0), (["main"], 1), ([], 0), (None, 0)):
+        assert gateway.end_session(info.id, reward=1.0, train=train).train == (train or [])
+        graph = load_session(gateway.config.run_dir / f"{info.id}.jsonl")
+        assert (len(graph.trained_segments or ()), len(graph.rewards)) == (num_trained, num_trained)
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -284,6 +313,7 @@ def test_only_the_user_reads_the_files(renderer: ChatRenderer, tmp_path: Path) -
     with start_gateway(renderer, run_dir) as gateway:
         (run_dir / "a.session.new").touch(0o644)
         _, key = gateway.create_session("a")
+        assert (run_dir / "a.session.json").stat().st_mode & 0o777 == 0o600
         assert ask(gateway, key) == 200
         gateway.end_session("a", reward=1.0)
     assert run_dir.stat().st_mode & 0o777 == 0o700
@@ -321,6 +351,17 @@ def test_a_folder_has_one_gateway(renderer: ChatRenderer, tmp_path: Path) -> Non
         assert ask(first, key) == 200
     with start_gateway(renderer, tmp_path) as second:
         assert ask(second, key) == 200
+
+
+def test_the_limit_of_open_files_is_raised(renderer: ChatRenderer, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(WANTED_OPEN_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted // 2, hard))
+    try:
+        with start_gateway(renderer, tmp_path):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_file_is_no_folder_of_records(renderer: ChatRenderer, tmp_path: Path) -> None:
