@@ -25,7 +25,7 @@ from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
-from verl_server.gateway.http.connections import EXTENSION
+from verl_server.gateway.http.connections import EXTENSION, MAX_WAITING_REQUESTS
 from verl_server.gateway.http.turn_replies import PART_BYTES, TurnReply
 from verl_server.gateway.sessions.generation import Generation
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
@@ -231,6 +231,41 @@ def test_the_deadline_of_a_waiting_request_does_not_end_the_turn_before_it(
     wait_until(lambda: (slots.num_arriving, slots.num_taken) == (0, 0))
 
 
+def test_a_waiting_request_that_has_arrived_whole_has_no_deadline(open_gateway: Open, generate: HeldGenerateFn) -> None:
+    gateway = open_gateway(head_timeout_s=0.3, body_timeout_s=0.3, idle_timeout_s=1)
+    _, key = gateway.create_session("a")
+    with socket.create_connection(gateway._address, timeout=30.0) as client:
+        client.sendall(turn(key, "a") + turn(key, "b"))
+        wait_until(lambda: generate.num_calls == 1)
+        first = generate.go
+        generate.hold()  # the turn of the second request
+        first.set()
+        wait_until(lambda: generate.num_calls == 1)
+        send_slowly_until_closed(gateway, HEAD.replace("KEY", key), b" ")  # an equal deadline has passed
+        generate.go.set()
+        received = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert received.count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_few_waiting_requests_are_read(open_gateway: Open, generate: HeldGenerateFn) -> None:
+    """The others stay in the buffers of the connection. All of them are answered."""
+    gateway = open_gateway()
+    _, key = gateway.create_session("a")
+    with socket.create_connection(gateway._address, timeout=30.0) as client:
+        client.sendall(turn(key, "a"))
+        wait_until(lambda: generate.num_calls == 1)
+        connections: Any = gateway._server.server_state.connections
+        (connection,) = connections
+        for number in range(2 * MAX_WAITING_REQUESTS):
+            client.sendall(READY.encode())
+            ask_liveness(gateway)  # the gateway has read the request, or it reads no more
+            assert len(connection.pipeline) == min(number, MAX_WAITING_REQUESTS) + 1
+        client.sendall(LAST.encode())
+        generate.go.set()
+        received = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert received.count(b"HTTP/1.1 200 OK") == 2 + 2 * MAX_WAITING_REQUESTS
+
+
 def test_the_number_of_connections_is_limited(open_gateway: Open) -> None:
     gateway = open_gateway(max_connections=2)
     connections = [http.client.HTTPConnection(*gateway._address, timeout=30.0) for _ in range(2)]
@@ -343,6 +378,37 @@ def test_a_head_that_is_too_long_is_refused(open_gateway: Open, begin: str, requ
     assert received.count(b"HTTP/1.1 200") == (1 if begin else 0)
     assert b"HTTP/1.1 431 Request Header Fields Too Large\r\n" in received
     assert b"have more than 65536 bytes" in received
+
+
+def test_a_head_that_is_too_long_writes_nothing_into_the_reply_before(
+    open_gateway: Open, generate: HeldGenerateFn
+) -> None:
+    """A client would take the refusal for the reply to its running request."""
+    gateway = open_gateway()
+    _, key = gateway.create_session("a")
+    received = b""
+    with socket.create_connection(gateway._address, timeout=30.0) as client:
+        client.sendall(turn(key, "a"))
+        wait_until(lambda: generate.num_calls == 1)
+        client.sendall(f"GET / HTTP/1.1\r\nx: {'a' * LONG}".encode())
+        with contextlib.suppress(ConnectionError):
+            while found := client.recv(1 << 16):
+                received += found
+    assert received == b""
+
+
+def test_a_client_that_still_sends_its_head_can_read_the_refusal(
+    open_gateway: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A closed connection would end the client with an error while it sends."""
+    monkeypatch.setattr("verl_server.gateway.http.connections.LINGER_S", 60.0)
+    gateway = open_gateway()
+    with socket.create_connection(gateway._address, timeout=30.0) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nx: ")
+        for _ in range(20):
+            client.sendall(b"a" * LONG)
+            ask_liveness(gateway)
+        assert b"".join(iter(lambda: client.recv(1 << 16), b"")).startswith(b"HTTP/1.1 431")
 
 
 def test_a_trailer_that_is_too_long_is_refused(open_gateway: Open) -> None:
