@@ -16,10 +16,25 @@ from test_gateway_sessions import LIMITS, ask, renderer, start_gateway
 from verl_server import AsyncHttpServerEngineAdapter
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
+from verl_server.gateway.dialects.schemas import (
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_COUNT,
+    MAX_SCHEMA_LEVELS,
+    MAX_SCHEMA_PARTS,
+    MAX_SUM_OF_COUNTS,
+)
 from verl_server.gateway.engines.discovered_servers import FIND_INTERVAL_S
 from verl_server.gateway.health import PING_TIMEOUT_S
+from verl_server.gateway.http.bodies import MAX_JSON_VALUES
+from verl_server.gateway.http.connections import MAX_HEAD_BYTES
+from verl_server.gateway.http.ui.pages import MAX_CACHED_BYTES, MAX_RECORD_BYTES, MAX_TOKENS
+from verl_server.gateway.http.ui.routes import MAX_LISTED_SESSIONS
+from verl_server.gateway.sessions.conversation_kinds import MAX_TITLE_TOKENS
 from verl_server.gateway.sessions.generation import ABANDONED_S
+from verl_server.gateway.sessions.key_memo import MAX_CONVERSATIONS
+from verl_server.gateway.worker_threads import MAX_PARSED_BYTES, MAX_RENDERED_CHARS
 from verl_server.router.process.static_replicas import PROBE_INTERVAL_S
+from verl_server.server.open_files import WANTED_OPEN_FILES
 from verl_server.trajectory import ChatRenderer
 
 __all__ = ["renderer"]
@@ -173,6 +188,18 @@ def test_the_creation_of_a_session_can_be_repeated(renderer: ChatRenderer, tmp_p
         assert len(gateway.sessions()) == 1
 
 
+def test_headers_of_a_proxy_change_no_base_url(gateway: Gateway) -> None:
+    forwarded = {
+        "x-forwarded-proto": "https",
+        "x-forwarded-host": "b",
+        "x-forwarded-prefix": "/b",
+        "forwarded": "host=b",
+    }
+    headers = {"x-api-key": gateway.admin_key, "host": "a:1", **forwarded}
+    reply = httpx.post(f"{gateway.url}/admin/sessions", json={}, headers=headers, timeout=60.0)
+    assert reply.json()["base_url"] == "http://a:1"
+
+
 def test_a_session_without_requests_ends_by_itself(
     renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,5 +246,24 @@ def test_the_page_has_the_limits_of_the_settings(gateway: Gateway) -> None:
         f"All sessions together may have {config.max_requests:,}",
         f"nothing arrives for {config.keep_alive_s:.0f} seconds",
         f"within {ABANDONED_S:.0f} seconds is aborted",
+        f"{MAX_HEAD_BYTES >> 10} KiB together",
+        f"{MAX_JSON_VALUES:,} commas and opening brackets",
+        f"bodies above {MAX_PARSED_BYTES >> 10} KiB",
+        f"prompts above {MAX_RENDERED_CHARS:,} characters",
+        f"up to {MAX_CONVERSATIONS} conversations",
+        f"a `max_tokens` up to {MAX_TITLE_TOKENS}",
+        f"{MAX_SCHEMA_BYTES >> 10} KiB, {MAX_SCHEMA_PARTS:,} parts and {MAX_SCHEMA_LEVELS} levels",
+        f"may be {MAX_SCHEMA_COUNT:,}, and {MAX_SUM_OF_COUNTS:,} together",
+        f"the latest {MAX_LISTED_SESSIONS},",
+        f"more than {MAX_TOKENS:,} tokens or {MAX_RECORD_BYTES >> 20} MiB",
     ):
         assert text in PAGE
+    assert MAX_CACHED_BYTES == 64 << 20, "the memory for kept pages"
+    for text in (
+        f"| {config.max_connections:,} |",
+        f"the end of the head | {config.head_timeout_s:.0f} seconds |",
+        f"the end of the body | {config.body_timeout_s:.0f} seconds |",
+        f"idle after a reply | {config.idle_timeout_s} seconds |",
+        f"towards {WANTED_OPEN_FILES:,}",
+    ):
+        assert text in OPERATION
