@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from verl_server import BadInputError, RemoteServer, VerlEngine
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import DiscoveredServers, Gateway
-from verl_server.trajectory import load_session
+from verl_server.trajectory import ChatRenderer, load_session
 
 LIMITS = RolloutLimits(max_turns=1000)
 
@@ -202,6 +202,12 @@ def test_servers_beside_a_wrong_server_are_found_when_the_function_is_right(
     wait_until(lambda: "got a value of type str" in problem(), 30, "the wrong server is not named")
     servers.found = {"r0": server}
     wait_until(lambda: is_ready(gateway.url), 30, "the server is not probed")
+
+
+def test_the_shortest_context_of_the_servers_counts(tiny: Callable[..., Path]) -> None:
+    found, renderer = DiscoveredServers(dict), ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))
+    infos = [{"max_req_input_len": 3000}, {"max_req_input_len": 2000}, {}]
+    assert found._make_parts(renderer, infos).max_tokens == 2000
 
 
 def test_lists_of_servers_are_checked() -> None:

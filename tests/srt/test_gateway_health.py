@@ -31,6 +31,7 @@ from verl_server.agent.generate_fn import limit_concurrency
 from verl_server.doctor import Finding, Level, examine_gateway
 from verl_server.gateway import DiscoveredServers, Gateway
 from verl_server.gateway.config import GatewayConfig
+from verl_server.gateway.health import PROBE_FILE
 from verl_server.gateway.http.app import make_app
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.router.client import RouterClient
@@ -134,6 +135,27 @@ def test_a_gateway_whose_shared_threads_are_busy_is_ready(tmp_path: Path, monkey
 
     assert asyncio.run(run()).status_code == 200
     assert was_ready == [True], "readiness waited for the shared threads"
+
+
+def test_a_folder_that_takes_no_file_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To open a FIFO for writing waits for a reader, as a network file system that hangs."""
+    monkeypatch.setattr("verl_server.gateway.health.FOLDER_TIMEOUT_S", 0.05)
+    probe = tmp_path / PROBE_FILE
+    os.mkfifo(probe)
+
+    async def run() -> None:
+        store = SessionStore(tmp_path, _no_session, LIMITS)
+        transport = httpx.ASGITransport(make_app(store, GatewayConfig(tmp_path, None, LIMITS), lambda _: ""))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            reply = await client.get("/health/readiness")
+            assert reply.status_code == 503
+            assert reply.json()["reasons"] == ["the folder of the records took no file for 0.05 s"]
+            reader = os.open(probe, os.O_RDONLY | os.O_NONBLOCK)
+            while (await client.get("/health/readiness")).status_code != 200:
+                await asyncio.sleep(0.01)
+            os.close(reader)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def _no_session(*_: Any) -> Any:

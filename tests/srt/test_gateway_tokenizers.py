@@ -14,6 +14,7 @@ import httpx
 import pytest
 from gateway_commands import SHORT, ask, forward, is_ready
 from helpers import adapter_of, remote_server_of, wait_until
+from tokenizers.normalizers import Lowercase
 from transformers import AutoTokenizer
 
 from verl_server import BadInputError, HttpServerEngineAdapter, RemoteServer, VerlEngine
@@ -132,6 +133,9 @@ def test_tokenizers_are_compared_and_not_their_paths(tmp_path: Path, caplog: pyt
     for name in ("a", "copy"):
         make_tokenizer(tmp_path / name)
     make_tokenizer(tmp_path / "other", texts=TEXTS, vocab_size=400)
+    lower = make_tokenizer(tmp_path / "lower")
+    lower.backend_tokenizer.normalizer = Lowercase()  # the same vocabulary, and other token ids of a text
+    lower.save_pretrained(tmp_path / "lower")
 
     def info(name: str) -> dict[str, str]:
         return {"model_path": "any", "tokenizer_path": str(tmp_path / name)}
@@ -142,6 +146,8 @@ def test_tokenizers_are_compared_and_not_their_paths(tmp_path: Path, caplog: pyt
         await tokenizers.require_same("r1", info("copy"), 1.0)
         with pytest.raises(BadInputError, match=r"the server r2 has the tokenizer .*/other.*/a' of the server r0"):
             await tokenizers.require_same("r2", info("other"), 1.0)
+        with pytest.raises(BadInputError, match=r"the server r4 has the tokenizer .*/lower"):
+            await tokenizers.require_same("r4", info("lower"), 1.0)
         for since in (1.0, 2.0):
             await tokenizers.require_same("r3", info("missing"), since)
 
