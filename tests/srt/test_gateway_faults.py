@@ -515,14 +515,25 @@ def test_metrics_count_cached_tokens_and_failed_generations() -> None:
     async def generate(*, rid: str, session_id: str, **request: Any) -> dict[str, Any]:
         if not request["input_ids"]:
             raise ServerDiedError("the server has died")
-        return {"output_ids": [5], "meta_info": {"finish_reason": {"type": "stop"}, "cached_tokens": 3}}
+        reason = "abort" if request["input_ids"] == [0] else "stop"
+        return {"output_ids": [5], "meta_info": {"finish_reason": {"type": reason}, "cached_tokens": 3}}
 
     measured = metrics.measure(generate)
     asyncio.run(measured(rid="a", session_id="s", input_ids=[1, 2, 3, 4]))
+    asyncio.run(measured(rid="c", session_id="s", input_ids=[0]))  # a weight update has aborted the turn
     with pytest.raises(ServerDiedError):
         asyncio.run(measured(rid="b", session_id="s", input_ids=[]))
     lines = metrics.text().decode().splitlines()
-    assert {"verl_gateway_cached_tokens_total 3.0", "verl_gateway_failed_generations_total 1.0"} <= set(lines)
+    counted = {"cached_tokens": 3, "prompt_tokens": 4, "sampled_tokens": 1, "failed_generations": 1}
+    assert {f"verl_gateway_{name}_total {number}.0" for name, number in counted.items()} <= set(lines)
+
+
+def test_the_live_page_lists_the_latest_sessions(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_server.gateway.http.ui.routes.MAX_LISTED_SESSIONS", 2)
+    for session_id in ("b", "c", "a"):
+        served.key(session_id)
+    reply = asyncio.run(served.client.get("/ui/sessions", headers={"authorization": "Bearer sk-admin"}))
+    assert [session["id"] for session in reply.json()["sessions"]] == ["a", "c"]
 
 
 def test_the_live_page_loads_nothing_from_elsewhere(served: Served) -> None:

@@ -66,6 +66,7 @@ def test_the_view_of_a_session_changes_with_its_record(gateway: Gateway) -> None
     path = f"/ui/sessions/{info.id}"
     page = get(gateway, path, key)
     assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["cache-control"] == "no-store", "the texts stay out of the browser's disk cache"
     assert "<b>bold</b>" not in page.text, "texts are escaped"
     assert 'class="run v' in page.text
     tag = page.headers["etag"]
@@ -97,9 +98,10 @@ def test_a_page_is_rendered_once_and_not_for_a_client_that_has_left(
         renders.append(threading.current_thread().name)
         return "a"
 
-    with Recorder(tmp_path, "a") as recorder:
-        recorder.add_node(None, [1, 2, 3], sampled=False)
-    file = tmp_path / "a.jsonl"
+    for name in ("a", "b"):
+        with Recorder(tmp_path, name) as recorder:
+            recorder.add_node(None, [1, 2, 3], sampled=False)
+    file, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
 
     async def leaves() -> bool:
         return True
@@ -117,8 +119,20 @@ def test_a_page_is_rendered_once_and_not_for_a_client_that_has_left(
         assert num_calls > 0
         assert await pages.get(file, leaves) == found[0]
         assert len(renders) == num_calls
+        assert await pages.get(other, stays) is not None
+        assert await pages.get(file, leaves) == found[0], "both pages are kept"
+        monkeypatch.setattr("verl_server.gateway.http.ui.pages.MAX_CACHED_BYTES", 1)
+        pages = SessionPages(decode)
+        assert await pages.get(file, stays) == await pages.get(file, leaves), "the latest page is kept"
+        assert await pages.get(other, stays) is not None
+        assert await pages.get(file, leaves) is None
         monkeypatch.setattr("verl_server.gateway.http.ui.pages.MAX_TOKENS", 2)
         with pytest.raises(GatewayError, match="more than 2 tokens; `verl-server trajectory show --html`"):
+            await SessionPages(decode).get(file, stays)
+        with file.open("ab") as record:
+            record.truncate((1 << 20) + 1)
+        monkeypatch.setattr("verl_server.gateway.http.ui.pages.MAX_RECORD_BYTES", 1 << 20)
+        with pytest.raises(GatewayError, match="more than 1 MiB; `verl-server trajectory show --html`"):
             await SessionPages(decode).get(file, stays)
 
     asyncio.run(run())
