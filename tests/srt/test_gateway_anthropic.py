@@ -511,6 +511,7 @@ def test_tools_and_parameters() -> None:
 
 
 URL_IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/secret"}}
+LARGE_FORMAT = {"type": "json_schema", "schema": {"type": "string", "maxLength": 1001}}
 DEEP: Any = {}
 for _ in range(250):
     DEEP = {"a": DEEP}
@@ -534,11 +535,14 @@ for _ in range(250):
         ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "'name' must be a string"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "disable_parallel_tool_use"),
         ({"tools": [ADD, {"type": "bash_20250124", "name": "bash"}]}, "tools.1: 'type' = bash_20250124"),
+        ({"tools": [{"type": "browser_20260101", "name": "browser"}]}, "tools.0: 'type' = browser_20260101"),
+        ({"tools": [{"type": "memory_20250818", "name": "memory"}]}, "tools.0: 'type' = memory_20250818"),
         ({"tools": [{"name": "add"}]}, "tools.0: 'input_schema' must be"),
         ({"tools": [{"name": "add", "input_schema": DEEP}]}, "'input_schema' has too many levels"),
         ({"stream": "yes"}, "'stream' must be"),
         ({"stop_sequences": [""]}, "'stop_sequences' must be"),
         ({"output_config": {"format": {"type": "text"}}}, "'output_config.format' must"),
+        ({"output_config": {"format": LARGE_FORMAT}}, "'schema' has a 'maxLength' that is too large"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], culprit: str) -> None:

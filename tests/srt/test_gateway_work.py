@@ -37,6 +37,10 @@ from verl_server.trajectory.conversations import recorded_kinds
 LIMITS = RolloutLimits(max_turns=1000, max_context_tokens=1000)
 
 
+def nested_arrays(levels: int) -> dict[str, Any]:
+    return {"type": "array", "items": nested_arrays(levels - 1)} if levels > 1 else {"type": "string"}
+
+
 def string_properties(count: int, **fields: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(count)}, **fields}
 
@@ -56,6 +60,7 @@ def format_properties(count: int, name: str) -> dict[str, Any]:
 LOUD = pattern_properties(20, r"a^$a^$a\\\z[\q\\\é]a" + "x" * 450 + "^$a")
 """A schema with as many warnings of xgrammar as a schema may have."""
 EDGES = (
+    nested_arrays(32),
     string_properties(600),
     {"anyOf": [string_properties(20, minProperties=10, maxProperties=15)] * 10},
     {"anyOf": [{"type": "string", "maxLength": 1000}] * 20},
@@ -80,6 +85,8 @@ EDGES = (
     [
         {"type": "string", "pattern": "(" * 600},
         {"type": "object", "minProperties": 200, "maxProperties": 30_000},
+        {"type": "string", "maxLength": 1001},
+        nested_arrays(33),
         {"type": "object", "properties": {f"p{number}": {} for number in range(3000)}},
         {"enum": ["x" * (64 << 10)]},
         string_properties(600, minProperties=300, maxProperties=600),
