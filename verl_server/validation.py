@@ -54,7 +54,7 @@ def is_finite_number(value: Any) -> TypeGuard[float]:
     False for a whole number that is too large for a float, too.
     """
     try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
     except OverflowError:
         return False
 

@@ -481,9 +481,9 @@ async def refuse_three(renderer: ChatRenderer) -> None:
     first, last = await delivered_turn(turns, b"a", renderer), await delivered_turn(turns, b"c", renderer)
     for fingerprint in (b"a", b"b", b"c"):
         refuse(turns, fingerprint)
-    assert turns.find(b"a", is_retry=True) is first
-    assert turns.find(b"c", is_retry=True) is None, "the retry of the refused request"
-    assert turns.find(b"c", is_retry=True) is last
+    assert turns.find(Client(b"a", num_retries=1)) is first
+    assert turns.find(Client(b"c", num_retries=1)) is None, "the retry of the refused request"
+    assert turns.find(Client(b"c", num_retries=1)) is last
 
 
 def test_a_turn_that_began_before_a_failure_does_not_clear_it(renderer: ChatRenderer) -> None:

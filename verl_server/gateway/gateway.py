@@ -31,8 +31,8 @@ from verl_server.gateway.loop_calls import call_in_loop
 from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.sessions.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.session import Session
-from verl_server.gateway.sessions.session_info import SessionInfo
-from verl_server.gateway.sessions.session_store import SessionStore, require_token_limit
+from verl_server.gateway.sessions.session_info import SessionInfo, require_token_limit
+from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.sessions.slots import Slots
 from verl_server.server.open_files import raise_open_file_limit
 from verl_server.server.ports import join_host_port, listen

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
-import hashlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
@@ -24,6 +22,7 @@ from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.access import Access
 from verl_server.gateway.http.admin import add_admin_routes
 from verl_server.gateway.http.bodies import parse_object, read_body
+from verl_server.gateway.http.clients import client_of, fingerprint_of, read_fingerprint
 from verl_server.gateway.http.connections import is_closing
 from verl_server.gateway.http.health import add_health_routes
 from verl_server.gateway.http.models import add_model_routes
@@ -152,8 +151,8 @@ def _make_handler(
                         with refused_readers.held():
                             raw = await read_body(request, config.max_body_bytes)
                             is_short = is_short_body(len(raw))
-                            fingerprint = await run_aside(is_short, _read_fingerprint, dialect, key, raw)
-                        session.note_refusal(_client_of(request, fingerprint))
+                            fingerprint = await run_aside(is_short, read_fingerprint, dialect, key, raw)
+                        session.note_refusal(client_of(request, fingerprint))
                     raise
                 raw = await read_body(request, config.max_body_bytes)
                 is_short = is_short_body(len(raw))
@@ -161,7 +160,7 @@ def _make_handler(
                 if not session.is_open:  # the session has ended while the body arrived
                     session = access.session_of(request)
                 request.state.session_id = session.id
-                client = _client_of(request, fingerprint)
+                client = client_of(request, fingerprint)
                 generation = await session.start_turn(turn_request, client)
             if generation.num_joins > 1:
                 request.app.state.metrics.attached_retries.inc()
@@ -197,7 +196,7 @@ def _make_count_handler(
 def _parse_turn(dialect: Dialect, key: str, raw: bytes, config: GatewayConfig) -> tuple[TurnRequest, bytes]:
     """The request for a turn, and its digest. `key`: the idempotency key of the request."""
     body = parse_object(raw)
-    return _parse(dialect.parse, body, raw, config), _fingerprint(dialect, key, body, raw)
+    return _parse(dialect.parse, body, raw, config), fingerprint_of(dialect, key, body, raw)
 
 
 def _parse_count(dialect: Dialect, raw: bytes, config: GatewayConfig) -> TurnRequest:
@@ -268,33 +267,6 @@ async def _wait_until_gone(request: Request) -> None:
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A reply with JSON."""
     return Response(orjson.dumps(body), status, dict(headers or {}), "application/json")
-
-
-def _client_of(request: Request, fingerprint: bytes) -> Client:
-    """The client of a request. `fingerprint`: digest of the request. The official SDKs count their retries in a header.
-    """
-    headers, has_left = request.headers, functools.partial(is_closing, request.scope)
-    count = headers.get("x-stainless-retry-count", "0")
-    num_retries = int(count.lstrip("0")[:4] or 0) if count.isdecimal() else 0
-    return Client(
-        fingerprint, num_retries=num_retries, has_id=bool(headers.get("idempotency-key")), has_left=has_left
-    )
-
-
-def _read_fingerprint(dialect: Dialect, key: str, raw: bytes) -> bytes:
-    return _fingerprint(dialect, key, parse_object(raw), raw)
-
-
-def _fingerprint(dialect: Dialect, key: str, body: Json, raw: bytes) -> bytes:
-    """The digest of a request. `raw`: the bytes that were parsed to `body`.
-
-    The official SDKs send no id of the request, unless a program asks for it: an `Idempotency-Key` distinguishes
-    several requests with the same body.
-    """
-    digest = hashlib.sha256(dialect.path.encode())  # CPUs have instructions for SHA-256
-    digest.update(hashlib.sha256(key.encode()).digest() if key else b"")
-    digest.update(dialect.identity(body, raw))
-    return digest.digest()
 
 
 def _retry_headers(error: GatewayError) -> dict[str, str]:

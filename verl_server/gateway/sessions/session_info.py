@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import orjson
 import pydantic
 
+from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.gateway.errors import list_wrong_fields
 from verl_server.gateway.sessions.conversation_kinds import ConversationKind
@@ -145,3 +147,19 @@ def as_rewards(rewards: Mapping[str, Any]) -> Json:
         if not is_finite_number(value):
             raise BadInputError(f"rewards must be finite numbers, but {name!r:.80} is {value!r:.80}")
     return {name: float(value) for name, value in rewards.items()}
+
+
+def remaining_limits(limits: RolloutLimits, created_at: float) -> RolloutLimits:
+    """The limits at this time: the seconds of a session count from its creation, also over restarts of the gateway."""
+    if limits.timeout_s is None:
+        return limits
+    return dataclasses.replace(limits, timeout_s=max(created_at + limits.timeout_s - time.time(), 1e-6))
+
+
+def require_token_limit(limits: RolloutLimits) -> None:
+    """Raise BadInputError for limits without a limit of the number of tokens: a turn needs one."""
+    if not limits.has_token_limit:
+        raise BadInputError(
+            "the number of tokens has no limit, and the engine does not tell its context length; pass "
+            "max_context_tokens in the limits"
+        )

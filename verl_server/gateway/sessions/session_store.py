@@ -32,6 +32,8 @@ from verl_server.gateway.sessions.session_info import (
     as_kinds,
     as_rewards,
     read_info,
+    remaining_limits,
+    require_token_limit,
     write_info,
 )
 from verl_server.trajectory.recorder import Recorder, session_file
@@ -157,7 +159,7 @@ class SessionStore:
         if opened is None or has_failed:
             recorder = ObservedRecorder(self._run_dir, session_id, sync=False)
             try:
-                limits = _remaining(self._limits_of(info), info.created_at)
+                limits = remaining_limits(self._limits_of(info), info.created_at)
                 session = self._open_session(recorder, limits, info.sampling_params)
             except BaseException:
                 recorder.close()  # the engine is not there yet, for example
@@ -280,22 +282,6 @@ def _has_failed(session: Session) -> bool:
 def _close_failed(session: Session) -> None:
     message = "the record of the session could not be written; send the request again"
     session.close(GatewayError(ErrorKind.OVERLOADED, message))
-
-
-def _remaining(limits: RolloutLimits, created_at: float) -> RolloutLimits:
-    """The limits at this time: the seconds of a session count from its creation, also over restarts of the gateway."""
-    if limits.timeout_s is None:
-        return limits
-    return dataclasses.replace(limits, timeout_s=max(created_at + limits.timeout_s - time.time(), 1e-6))
-
-
-def require_token_limit(limits: RolloutLimits) -> None:
-    """Raise BadInputError for limits without a limit of the number of tokens: a turn needs one."""
-    if not limits.has_token_limit:
-        raise BadInputError(
-            "the number of tokens has no limit, and the engine does not tell its context length; pass "
-            "max_context_tokens in the limits"
-        )
 
 
 def _digest(key: str) -> str:
