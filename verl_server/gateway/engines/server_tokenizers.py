@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -112,8 +113,10 @@ def _stamp_of(path: str) -> Stamp:
     """What changes if a file of a folder is written. Empty for a path that is no folder here, for example a name of
     Hugging Face's hub.
     """
-    try:
-        files = [(entry.name, entry.stat()) for entry in os.scandir(path)]
-    except OSError:
-        return ()
-    return tuple(sorted((name, found.st_ino, found.st_size, found.st_mtime_ns) for name, found in files))
+    files = list[tuple[str, int, int, int]]()
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(path):
+            with contextlib.suppress(OSError):  # a link to a file that is gone
+                found = entry.stat()
+                files.append((entry.name, found.st_ino, found.st_size, found.st_mtime_ns))
+    return tuple(sorted(files))
