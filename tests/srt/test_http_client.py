@@ -360,7 +360,7 @@ def test_a_router_learns_the_arguments_of_a_server_that_was_replaced(
 ) -> None:
     """A server with another `incremental_streaming_output` answers at the same address."""
     monkeypatch.setattr("verl_server.router.process.static_replicas.PROBE_INTERVAL_S", 0.05)
-    tokens = list(range(1, 65))
+    tokens = list(range(1, 129))
 
     def server(is_incremental: bool) -> Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]:
         async def answer(request: web.BaseRequest) -> web.StreamResponse:
@@ -368,13 +368,13 @@ def test_a_router_learns_the_arguments_of_a_server_that_was_replaced(
             if request.path != "/generate":
                 info = {"weight_version": "0", "incremental_streaming_output": is_incremental}
                 return web.json_response({"model_path": "none", **info})
-            finish = {"type": "length", "length": 64}
+            finish = {"type": "length", "length": 128}
             return stream_of(
-                {"output_ids": tokens[:32], "text": "", "meta_info": {"completion_tokens": 32, "weight_version": "0"}},
+                {"output_ids": tokens[:64], "text": "", "meta_info": {"completion_tokens": 64, "weight_version": "0"}},
                 {
-                    "output_ids": tokens[32 if is_incremental else 0 :],
+                    "output_ids": tokens[64 if is_incremental else 0 :],
                     "text": "",
-                    "meta_info": {"completion_tokens": 64, "weight_version": "0", "finish_reason": finish},
+                    "meta_info": {"completion_tokens": 128, "weight_version": "0", "finish_reason": finish},
                 },
             )
 
@@ -382,7 +382,7 @@ def test_a_router_learns_the_arguments_of_a_server_that_was_replaced(
 
     async def run() -> None:
         dispatcher = Dispatcher()
-        request = {"input_ids": [1], "sampling_params": {"max_new_tokens": 64}}
+        request = {"input_ids": [1], "sampling_params": {"max_new_tokens": 128}}
         async with serving(web.Server(server(first))) as url:
             replicas = StaticReplicas([RemoteServer(url)])
             await replicas.start(dispatcher)
