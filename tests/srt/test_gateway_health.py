@@ -34,6 +34,7 @@ from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.health import PROBE_FILE
 from verl_server.gateway.http.app import make_app
 from verl_server.gateway.sessions.session_store import SessionStore
+from verl_server.gateway.worker_threads import run_aside
 from verl_server.router.client import RouterClient
 from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import ChatRenderer, load_session
@@ -115,15 +116,14 @@ def test_a_gateway_that_shuts_down_is_not_ready(tmp_path: Path) -> None:
     assert reply.headers["retry-after"] == "1"
 
 
-def test_a_gateway_whose_shared_threads_are_busy_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long prompts are rendered in the threads that the event loop shares. The disk takes files meanwhile."""
+def test_a_gateway_whose_worker_threads_are_busy_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts are rendered in worker threads. The disk takes files meanwhile."""
     monkeypatch.setattr("verl_server.gateway.health.FOLDER_TIMEOUT_S", 30.0)
+    monkeypatch.setattr("verl_server.gateway.worker_threads.MAX_WORKERS", 1)
     go, was_ready = threading.Event(), list[bool]()
 
     async def run() -> httpx.Response:
-        loop = asyncio.get_running_loop()
-        loop.set_default_executor(ThreadPoolExecutor(1))
-        rendering = loop.run_in_executor(None, go.wait, 10)
+        rendering = asyncio.create_task(run_aside(False, go.wait, 10))
         store = SessionStore(tmp_path, _no_session, LIMITS)
         transport = httpx.ASGITransport(make_app(store, GatewayConfig(tmp_path, None, LIMITS), lambda _: ""))
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
@@ -134,7 +134,7 @@ def test_a_gateway_whose_shared_threads_are_busy_is_ready(tmp_path: Path, monkey
         return reply
 
     assert asyncio.run(run()).status_code == 200
-    assert was_ready == [True], "readiness waited for the shared threads"
+    assert was_ready == [True], "readiness waited for the worker threads"
 
 
 def test_a_folder_that_takes_no_file_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 import threading
 from collections.abc import Callable
@@ -139,6 +141,34 @@ def test_a_shutdown_names_the_likely_cause_of_its_failure(
             generate.go.set()
         turn.exception(60.0)
     gateway.shutdown()
+
+
+@pytest.mark.parametrize("path", ["ui/sessions/a", "admin/sessions/a/record", "admin/sessions/a/record?format=atif"])
+def test_a_record_that_cannot_be_read_does_not_hold_up_the_shutdown(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The record is a pipe without an end, as a file on a disk that hangs. The folder is free after the shutdown."""
+    monkeypatch.setattr("verl_server.gateway.gateway.GRACE_S", 1)
+    generate = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes")
+    gateway = Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS)
+    gateway.create_session("a")
+    os.mkfifo(tmp_path / "a.jsonl")
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as at_end:
+        reading = pool.submit(httpx.get, f"{gateway.url}/{path}", headers={"x-api-key": gateway.admin_key}, timeout=60)
+        writers = list[int]()
+
+        def is_read() -> bool:
+            with contextlib.suppress(OSError):  # nobody reads the pipe yet
+                writers.append(os.open(tmp_path / "a.jsonl", os.O_WRONLY | os.O_NONBLOCK))
+                at_end.callback(os.close, writers[-1])
+            return bool(writers)
+
+        wait_until(is_read, 30, "the record is not read")
+        gateway.shutdown()
+        reading.exception(60.0)
+    (tmp_path / "a.jsonl").unlink()
+    with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as again:
+        assert [info.id for info in again.sessions()] == ["a"]
 
 
 def test_the_end_of_an_unknown_session_is_bad_input(renderer: ChatRenderer, tmp_path: Path) -> None:

@@ -206,6 +206,68 @@ def test_long_work_runs_in_a_worker_thread() -> None:
     assert not is_short_prompt([{"role": "user", "content": "a"}], MAX_RENDERED_CHARS + 1), "its tools are long"
 
 
+def test_the_number_of_worker_threads_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More work waits."""
+    monkeypatch.setattr("verl_server.gateway.worker_threads.MAX_WORKERS", 2)
+    lock, enough, running = threading.Lock(), threading.Event(), [0, 0]
+
+    def work() -> None:
+        with lock:
+            running[0] += 1
+            running[1] = max(running)
+            if running[0] == 2:
+                enough.set()
+        assert enough.wait(60)
+        with lock:
+            running[0] -= 1
+
+    async def run() -> None:
+        await asyncio.gather(*[run_aside(False, work) for _ in range(20)])
+
+    asyncio.run(run())
+    assert running == [0, 2]
+
+
+HANG = """
+import asyncio, contextlib, threading
+from verl_server.gateway import worker_threads
+worker_threads.END_TIMEOUT_S = 0.1
+with contextlib.suppress(TimeoutError):
+    asyncio.run(asyncio.wait_for(worker_threads.run_aside(False, threading.Event().wait), 0.05))
+print("the event loop has ended")
+"""
+
+
+def test_work_that_hangs_holds_up_neither_its_event_loop_nor_its_process() -> None:
+    done = subprocess.run([sys.executable, "-c", HANG], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "the event loop has ended\n")
+
+
+DECODE = """
+import asyncio, contextlib, sys, threading
+from transformers import AutoTokenizer
+from verl_server.gateway.worker_threads import run_aside
+tokenizer, runs = AutoTokenizer.from_pretrained(sys.argv[1]), threading.Event()
+def decode():
+    for _ in range(50_000):
+        tokenizer.decode([1])
+        runs.set()
+    print("decoded")
+async def main():
+    asyncio.create_task(run_aside(False, decode))
+    while not runs.is_set():
+        await asyncio.sleep(0.001)
+asyncio.run(main())
+"""
+
+
+def test_a_process_whose_work_ends_soon_is_not_aborted(tmp_path: Path) -> None:
+    """Its event loop has ended before the work."""
+    make_tokenizer(tmp_path)
+    done = subprocess.run([sys.executable, "-c", DECODE, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "decoded\n")
+
+
 def test_finished_turns_do_not_keep_their_requests(tmp_path: Path) -> None:
     """A request has the whole conversation, and a session remembers hundreds of turns. A restart replays the turns."""
     renderer = renderer_with_template(make_tokenizer(tmp_path / "tokenizer"), CHAT_TEMPLATE)

@@ -45,7 +45,7 @@ class GatewayHealth:
         self._run_dir, self._store, self._engine, self._metrics = run_dir, store, engine, metrics
         self._max_context_tokens = max_context_tokens
         self._probe = CallThatMayHang("writing the probe", _write_probe, uses_late_results=False)
-        """In a thread of its own: long prompts can take all threads that the event loop shares."""
+        """In a thread of its own: long prompts can take all worker threads."""
 
     async def reasons(self) -> list[str]:
         """Why the gateway is not ready. Empty: ready. The texts have no addresses: anybody may read them."""

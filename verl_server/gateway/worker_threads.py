@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
+import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
+
+from verl_server.agent.user_code import call_user_function
 
 MAX_PARSED_BYTES = 128 * 1024
 """Size of a body that is parsed or compared at once: about a millisecond. A worker thread costs 0.1 ms."""
 MAX_RENDERED_CHARS = 4 * 1024
 """Number of characters that are rendered and tokenized at once: a few milliseconds."""
+
+MAX_WORKERS = min(32, (os.cpu_count() or 1) + 4)
+"""Maximum number of worker threads of an event loop that work at a time."""
+
+END_TIMEOUT_S = 60.0
+"""Seconds that the end of the process waits for work in threads."""
+
+_RUNNING = set[threading.Event]()
+"""Work that runs in threads. Its event is set at its end."""
+os.register_at_fork(after_in_child=_RUNNING.clear)
+_WORKERS = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+"""Free worker threads of each event loop."""
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -18,10 +37,39 @@ Result = TypeVar("Result")
 async def run_aside(
     is_short: bool, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
 ) -> Result:
-    """Call a function: at once if its work is short, otherwise in a worker thread."""
+    """Call a function: at once if its work is short, otherwise in a worker thread (see `call_in_thread`)."""
     if is_short:
         return function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)
+    async with _WORKERS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_WORKERS)):
+        return await call_in_thread(function, *args, **kwargs)
+
+
+async def call_in_thread(function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs) -> Result:
+    """Call a function in a daemon thread.
+
+    A function that hangs does not hold up the end of the event loop, as it would in `asyncio.to_thread`. It holds up
+    the end of the process for `END_TIMEOUT_S` seconds.
+    """
+
+    def call() -> Result:
+        is_done = threading.Event()
+        _RUNNING.add(is_done)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _RUNNING.discard(is_done)
+            is_done.set()
+
+    result: Result = await call_user_function(call)
+    return result
+
+
+@atexit.register
+def _wait_for_work() -> None:
+    """Wait for functions that still run: Python aborts the process if a daemon thread runs native code at its end."""
+    deadline = time.monotonic() + END_TIMEOUT_S
+    for is_done in list(_RUNNING):
+        is_done.wait(max(deadline - time.monotonic(), 0.0))
 
 
 def is_short_body(num_bytes: int) -> bool:

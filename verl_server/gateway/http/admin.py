@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,19 +13,12 @@ from fastapi import FastAPI, Request, Response
 from verl_server.gateway.config import MIN_SESSION_KEY_CHARS
 from verl_server.gateway.errors import ErrorKind, GatewayError, list_wrong_fields
 from verl_server.gateway.http.access import Access
-from verl_server.gateway.sessions.session_end import record_kinds
+from verl_server.gateway.http.exports import RECORD_FORMAT, RECORD_FORMATS, SessionExports
 from verl_server.gateway.sessions.session_store import SessionStore
-from verl_server.trajectory.exports import ExportFormat
-from verl_server.trajectory.exports.files import export_lines
-from verl_server.trajectory.recorder import load_session
 from verl_server.types import Json
 
 KEY_PATTERN = "^[!-~]+$"
 """A key can stand in a header: printable ASCII characters without spaces."""
-RECORD_FORMAT = "jsonl"
-"""Name of the format of the records themselves."""
-RECORD_FORMATS = (RECORD_FORMAT, *ExportFormat)
-"""Formats in which the record of a session can be read."""
 
 
 class AdminBody(pydantic.BaseModel):
@@ -64,6 +56,8 @@ def add_admin_routes(
 ) -> None:
     """Add the routes under `/admin/sessions`. `read_object`: reads the JSON object of a body with a limited size."""
 
+    exports = SessionExports()
+
     async def read(request: Request, kind: type[Body]) -> Body:
         access.require_admin(request)  # before the body: without the key, nobody can fill the memory
         try:
@@ -92,12 +86,11 @@ def add_admin_routes(
         if not path.exists():
             raise GatewayError(ErrorKind.NOT_FOUND, f"the session {session_id!r} has no turn yet")
         name = request.query_params.get("format", RECORD_FORMAT)
-        if name == RECORD_FORMAT:
-            return Response(await asyncio.to_thread(_read_whole_lines, path), media_type="application/jsonl")
-        if name not in set(ExportFormat):
+        if name not in RECORD_FORMATS:
             raise GatewayError(ErrorKind.INVALID_REQUEST, f"'format' must be one of {', '.join(RECORD_FORMATS)}")
-        model = request.query_params.get("model")
-        lines = await asyncio.to_thread(_export_lines, path, ExportFormat(name), model)
+        lines = await exports.get(path, name, request.query_params.get("model"), request.is_disconnected)
+        if lines is None:
+            return Response(status_code=499)  # nobody reads it
         return Response(lines, media_type="application/jsonl")
 
     app.add_api_route("/admin/sessions", create, methods=["POST"])
@@ -105,19 +98,6 @@ def add_admin_routes(
     app.add_api_route("/admin/sessions/{session_id}", show, methods=["GET"])
     app.add_api_route("/admin/sessions/{session_id}/end", end, methods=["POST"])
     app.add_api_route("/admin/sessions/{session_id}/record", export, methods=["GET"])
-
-
-def _read_whole_lines(path: Path) -> bytes:
-    """The complete lines of a file. A session that runs may be writing the next line."""
-    content = path.read_bytes()
-    return content[: content.rfind(b"\n") + 1]
-
-
-def _export_lines(path: Path, kind: ExportFormat, model: str | None) -> bytes:
-    """The session in another format, as JSON lines."""
-    graph = load_session(path)
-    record_kinds(graph)  # of a session that runs; the file gets them at the end of the session
-    return b"".join(orjson.dumps(line) + b"\n" for line in export_lines(graph, kind, model))
 
 
 def _reply(body: Json) -> Response:

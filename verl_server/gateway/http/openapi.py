@@ -9,7 +9,8 @@ import orjson
 import pydantic
 from fastapi import FastAPI, Response
 
-from verl_server.gateway.http.admin import RECORD_FORMATS, NewSession, SessionEnd
+from verl_server.gateway.http.admin import NewSession, SessionEnd
+from verl_server.gateway.http.exports import RECORD_FORMATS
 from verl_server.gateway.http.health import LIVE_PATHS, METRICS_PATH, PING_PATH, READY_PATH
 from verl_server.gateway.http.openapi_bodies import BODIES
 from verl_server.types import Json

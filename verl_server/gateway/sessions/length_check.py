@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from verl_server.agent.episodes.episode_state import MAX_JOINED_TOKENS
+from verl_server.gateway.worker_threads import run_aside
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.foreign_text import texts_of
 from verl_server.trajectory.rendering.messages import Message
@@ -29,7 +29,7 @@ async def is_certainly_longer(renderer: ChatRenderer, prompt: Sequence[Message] 
         texts = [text for message in prompt if message["role"] != "assistant" for text in texts_of(message)]
     if sum(map(len, texts)) <= CHARS_PER_TOKEN * num_tokens:
         return False
-    return await asyncio.to_thread(_are_longer, renderer, texts, num_tokens)
+    return await run_aside(False, _are_longer, renderer, texts, num_tokens)
 
 
 def _are_longer(renderer: ChatRenderer, texts: Sequence[str], num_tokens: int) -> bool:

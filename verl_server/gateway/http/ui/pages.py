@@ -11,6 +11,7 @@ from pathlib import Path
 from verl_server.errors import BadInputError
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.sessions.session_end import record_kinds
+from verl_server.gateway.worker_threads import call_in_thread
 from verl_server.trajectory.recorder import load_session
 from verl_server.trajectory.view.page import render_page
 from verl_server.trajectory.view.session import make_session_view
@@ -26,12 +27,15 @@ CURE = "`verl-server trajectory show --html` writes the page of a longer record"
 
 
 class SessionPages:
-    """Renders one page at a time, and keeps the latest ones. Requests for the same version of a record share a page."""
+    """Renders one page at a time, and keeps the latest ones. Requests for the same version of a record share a page.
+
+    A page is rendered in a daemon thread, which does not hold up the end of the gateway.
+    """
 
     def __init__(self, decode: DecodeFn) -> None:
         """`decode`: decodes token ids with special tokens."""
         self._decode = decode
-        self._rendering = asyncio.Semaphore(1)  # many open pages do not take all worker threads
+        self._rendering = asyncio.Semaphore(1)  # many open pages do not slow down all turns
         self._locks = weakref.WeakValueDictionary[Path, asyncio.Lock]()
         self._pages = OrderedDict[Path, tuple[str, bytes | GatewayError]]()
 
@@ -48,7 +52,7 @@ class SessionPages:
                     if await has_left():
                         return None
                     try:
-                        found: bytes | GatewayError = await asyncio.to_thread(_render, file, self._decode)
+                        found: bytes | GatewayError = await call_in_thread(_render, file, self._decode)
                     except GatewayError as error:
                         found = error  # it is not read again until it changes
                 self._keep(file, tag, found)
