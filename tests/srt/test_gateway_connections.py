@@ -503,6 +503,29 @@ def test_a_request_to_upgrade_without_keep_alive_is_answered(
     assert (received[9:12], b'"yes"' in received) == (b"200", True)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("behind", [b"\x00\x01garbage\r\n\r\n", b"CONNECT a:443 HTTP/1.1\r\nhost: a\r\n\r\n"])
+def test_bytes_behind_a_turn_that_are_no_request_have_no_reply(
+    open_gateway: Open, generate: HeldGenerateFn, behind: bytes, is_stream: bool
+) -> None:
+    """A reply to them would be the reply to the turn, or a part of its stream. The connection is closed."""
+    gateway = open_gateway()
+    _, key = gateway.create_session("a")
+    body = orjson.dumps({"model": "m", "stream": is_stream, "messages": [{"role": "user", "content": "a"}]})
+    with socket.create_connection(gateway._address, timeout=30.0) as client:
+        client.sendall(HEAD.replace("KEY", key).replace("1000", str(len(body))).encode() + body)
+        wait_until(lambda: generate.num_calls == 1)
+        received = client.recv(1 << 16) if is_stream else b""
+        client.sendall(behind)
+        with contextlib.suppress(ConnectionError):
+            received += b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert received.count(b"HTTP/1.1") == is_stream
+    assert b"400" not in received
+    reply = ask(gateway, key, "b", path="/v1/messages", max_tokens=0)
+    assert reply.status_code == 400
+    assert exchange(gateway, behind).startswith(b"HTTP/1.1 400"), "other bytes are answered"
+
+
 def test_connect_is_refused(open_gateway: Open) -> None:
     received = exchange(open_gateway(), b"CONNECT a:443 HTTP/1.1\r\nhost: a\r\n\r\n")
     assert received.startswith(b"HTTP/1.1 400")

@@ -151,8 +151,9 @@ def _make_handler(
                         with refused_readers.held():
                             raw = await read_body(request, config.max_body_bytes)
                             is_short = is_short_body(len(raw))
-                            fingerprint = await run_aside(is_short, read_fingerprint, dialect, key, raw)
-                        session.note_refusal(client_of(request, fingerprint))
+                            with contextlib.suppress(GatewayError):  # a body that is no JSON gets no turn later
+                                fingerprint = await run_aside(is_short, read_fingerprint, dialect, key, raw)
+                                session.note_refusal(client_of(request, fingerprint))
                     raise
                 raw = await read_body(request, config.max_body_bytes)
                 is_short = is_short_body(len(raw))

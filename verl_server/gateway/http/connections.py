@@ -79,8 +79,7 @@ class _Connection(HttpToolsProtocol):
             rest = rest[size:]
         if self._is_refused:
             return
-        is_idle = self.cycle is None or self.cycle.response_complete
-        if is_idle and self._deadline is None and not self.transport.is_closing():
+        if not self._is_answering() and self._deadline is None and not self.transport.is_closing():
             self._expect(self.settings.head_timeout_s)
 
     def _parse(self, data: memoryview) -> None:
@@ -99,7 +98,10 @@ class _Connection(HttpToolsProtocol):
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
                     self.parser.feed_data(head)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter: the method is CONNECT
-            self.send_400_response("Invalid HTTP request received.")
+            if self._is_answering():
+                self.transport.close()
+            else:
+                self.send_400_response("Invalid HTTP request received.")
             return
         if self._num_head_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
@@ -111,10 +113,14 @@ class _Connection(HttpToolsProtocol):
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
+    def _is_answering(self) -> bool:
+        """Whether a request has no complete reply yet. A reply to other bytes would stand within its reply."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _refuse_head(self) -> None:
         self._is_refused = True
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()  # a reply would stand within the reply to the request before
+        if self._is_answering():
+            self.transport.close()
             return
         message = f"the URL and the headers of the request have more than {MAX_HEAD_BYTES} bytes"
         self.transport.write(_refusal("431 Request Header Fields Too Large", ErrorKind.TOO_LARGE, message))
