@@ -30,7 +30,7 @@ from verl_server.trajectory import ChatRenderer, FamilyRenderer
 
 __all__ = ["gateway", "generate"]
 
-SAMPLING = {"max_new_tokens": 300, "temperature": 1.0}
+SAMPLING = {"max_new_tokens": 1000, "temperature": 1.0}
 YES_OR_NO: Any = {
     "type": "object",
     "properties": {"yes": {"type": "boolean"}},
