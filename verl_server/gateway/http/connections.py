@@ -42,8 +42,8 @@ class _Connection(HttpToolsProtocol):
 
     A client may send more requests before the reply to its first request. They wait. If the client leaves, uvicorn
     tells the last request only. This class tells the running request, and it reads on, because only reading finds the
-    end of a connection. It stops reading when more than `MAX_WAITING_REQUESTS` requests wait, and uvicorn stops in a large body of a
-    waiting request: the end of such a connection is found when the running request has its reply.
+    end of a connection. It stops reading when more than `MAX_WAITING_REQUESTS` requests wait, and uvicorn stops in a
+    large body of a waiting request: the end of such a connection is found when the running request has its reply.
     """
 
     settings: GatewayConfig
