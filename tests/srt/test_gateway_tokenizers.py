@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,9 +21,11 @@ from transformers import AutoTokenizer
 
 from verl_server import BadInputError, HttpServerEngineAdapter, RemoteServer, VerlEngine
 from verl_server.agent import RolloutLimits
+from verl_server.agent.engine_access import EngineAccess
 from verl_server.gateway import DiscoveredServers, Gateway
 from verl_server.gateway.engines.server_tokenizers import ServerTokenizers
 from verl_server.tiny import make_tokenizer
+from verl_server.trajectory import ChatRenderer
 
 LIMITS = RolloutLimits(max_turns=1000)
 TEXTS = ("the quick brown fox jumps over the lazy dog " * 50,)
@@ -206,3 +210,64 @@ def test_a_server_that_comes_back_with_another_tokenizer_gets_no_requests(
             ports.enter_context(forward(other_server.base_url, int(url.rpartition(":")[2])))
             wait_until(lambda: "the files have changed" in problems_of(gateway)[url], 30, "it is not refused")
             assert not is_ready(gateway.url)
+
+
+def test_a_tokenizer_that_loads_late_is_not_that_of_a_server_that_was_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files have changed since the load has begun."""
+    for name in ("first", "other"):
+        make_tokenizer(tmp_path / name)
+    info, load, may_end = {"model_path": str(tmp_path / "other")}, AutoTokenizer.from_pretrained, threading.Event()
+    has_ended = threading.Event()
+
+    def load_slowly(path: str, **options: Any) -> Any:
+        loaded = load(path, **options)
+        if path == info["model_path"] and not may_end.is_set():
+            assert may_end.wait(60)
+            has_ended.set()
+        return loaded
+
+    async def compare() -> None:
+        tokenizers = ServerTokenizers("r0", {"model_path": str(tmp_path / "first")})
+        await tokenizers.read_first()
+        with pytest.raises(TimeoutError, match=r"has not loaded in 0\.2 s"):
+            await tokenizers.require_same("r1", info, 1.0)
+        monkeypatch.setattr("verl_server.gateway.engines.server_tokenizers.LOAD_TIMEOUT_S", 60.0)
+        make_tokenizer(tmp_path / "other", texts=TEXTS, vocab_size=400)
+        may_end.set()
+        assert await asyncio.to_thread(has_ended.wait, 60)
+        with pytest.raises(BadInputError, match="the server r1 has the tokenizer"):
+            await tokenizers.require_same("r1", info, 2.0)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load_slowly)
+    monkeypatch.setattr("verl_server.gateway.engines.server_tokenizers.LOAD_TIMEOUT_S", 0.2)
+    asyncio.run(compare())
+
+
+def test_a_tokenizer_that_changes_while_it_is_read_is_read_again(
+    tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer of the gateway and the tokenizer that servers are compared with are read one after the other."""
+    folder = shutil.copytree(tiny("qwen3"), tmp_path / "model")
+    make, num_calls = EngineAccess.make_renderer, 0
+
+    def make_and_change(access: EngineAccess) -> ChatRenderer:
+        nonlocal num_calls
+        num_calls += 1
+        renderer = make(access)
+        if num_calls == 1:
+            (folder / "tokenizer.json").touch()
+        return renderer
+
+    monkeypatch.setattr(EngineAccess, "make_renderer", make_and_change)
+    found, probed = DiscoveredServers(dict), SimpleNamespace(infos={"r0": {"model_path": str(folder)}}, adapters={})
+    probed.probe_all = lambda: asyncio.sleep(0)
+
+    async def find() -> None:
+        with pytest.raises(BadInputError, match="has changed while the gateway has read it"):
+            await found._find_parts(probed)  # type: ignore[arg-type]
+        await found._find_parts(probed)  # type: ignore[arg-type]
+
+    asyncio.run(find())
+    assert found.parts().renderer is not None

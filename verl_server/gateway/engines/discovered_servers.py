@@ -13,9 +13,10 @@ from verl_server.agent.engine_access import EngineAccess
 from verl_server.agent.generate_fn import GenerateFn, limit_concurrency
 from verl_server.agent.user_code import call_user_function, call_within
 from verl_server.config import RemoteServer
+from verl_server.errors import BadInputError
 from verl_server.gateway.engines.engine_source import EngineParts, EngineReport
 from verl_server.gateway.engines.known_engine import ANSWER_TIMEOUT_S, ask_server
-from verl_server.gateway.engines.server_tokenizers import ServerTokenizers
+from verl_server.gateway.engines.server_tokenizers import ServerTokenizers, Stamp, stamp_of, tokenizer_path
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.hanging_calls import CallThatMayHang
 from verl_server.router.dispatcher import Dispatcher
@@ -164,9 +165,11 @@ class DiscoveredServers:
 
     async def _find_parts(self, probed: ProbedServers) -> None:
         """Make the parts of the engine. Servers that were admitted before are compared with the first one."""
-        first, info, renderer = await self._find_renderer(dict(probed.infos))
+        first, info, renderer, stamp = await self._find_renderer(dict(probed.infos))
         tokenizers = ServerTokenizers(first, info)
         await tokenizers.read_first()
+        if stamp is not None and stamp != stamp_of(path := tokenizer_path(info)):
+            raise BadInputError(f"the tokenizer {path!r} has changed while the gateway has read it")
         self._tokenizers = tokenizers
         await probed.probe_all()
         if infos := list(probed.infos.values()):
@@ -175,16 +178,19 @@ class DiscoveredServers:
         else:
             self._tokenizers = None  # the first server has ended: another one will be the first
 
-    async def _find_renderer(self, infos: Mapping[str, Json]) -> tuple[str, Json, ChatRenderer]:
+    async def _find_renderer(self, infos: Mapping[str, Json]) -> tuple[str, Json, ChatRenderer, Stamp | None]:
         """The first server whose tokenizer loads in time: its name, its `/server_info`, and the renderer.
+
+        The last value: the files of the tokenizer when the renderer was made. None for the renderer of the user.
 
         Raises TimeoutError if no tokenizer loads in time, and the errors of `EngineAccess.make_renderer`.
         """
         late: TimeoutError | None = None
         for name, info in infos.items():
+            if self._renderer is not None:
+                return name, info, self._renderer, None
             try:
-                settings = map(info.get, RENDERER_SETTINGS)
-                return name, info, self._renderer or await self._load.result(FIND_TIMEOUT_S, *settings)
+                return name, info, *(await self._load.result(FIND_TIMEOUT_S, *map(info.get, RENDERER_SETTINGS)))
             except TimeoutError as error:
                 late = error
         assert late is not None
@@ -195,9 +201,11 @@ class DiscoveredServers:
         if self._tokenizers is not None:
             await self._tokenizers.require_same(name, model_info, answering_since)
 
-    def _load_renderer(self, *settings: Any) -> ChatRenderer:
-        """The renderer for a server. `settings`: the values of `RENDERER_SETTINGS`."""
-        return EngineAccess(self._generate, dict(zip(RENDERER_SETTINGS, settings, strict=True))).make_renderer()
+    def _load_renderer(self, *settings: Any) -> tuple[ChatRenderer, Stamp]:
+        """The renderer for a server, and the files of its tokenizer. `settings`: the values of `RENDERER_SETTINGS`."""
+        info = dict(zip(RENDERER_SETTINGS, settings, strict=True))
+        stamp = stamp_of(tokenizer_path(info))
+        return EngineAccess(self._generate, info).make_renderer(), stamp
 
     def _make_parts(self, renderer: ChatRenderer, infos: Sequence[Json]) -> EngineParts:
         numbers = [number for info in infos if (number := max_request_tokens(info)) is not None]

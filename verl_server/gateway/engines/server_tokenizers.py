@@ -46,7 +46,7 @@ class ServerTokenizers:
     async def read_first(self) -> None:
         """Read the tokenizer of the first server. If it cannot be read, nothing is compared. The log names it."""
         try:
-            self._first = await self._load.result(FIRST_LOAD_TIMEOUT_S, self._path)
+            self._first = await self._load.result(FIRST_LOAD_TIMEOUT_S, self._path, None)
         except TimeoutError:
             message = "the tokenizer %r has not loaded in %g s, so no tokenizer is compared with it"
             logger.warning(message, self._path, FIRST_LOAD_TIMEOUT_S)
@@ -60,16 +60,19 @@ class ServerTokenizers:
         tokenizer does not load in `LOAD_TIMEOUT_S` seconds, for example because its file system hangs.
         """
         if self._compared.get(name, (None, ""))[0] != answering_since:
-            self._compared[name] = answering_since, await self._compare(name, tokenizer_path(model_info))
+            self._compared[name] = (
+                answering_since,
+                await self._compare(name, tokenizer_path(model_info), answering_since),
+            )
         if difference := self._compared[name][1]:
             raise BadInputError(difference)
 
-    async def _compare(self, name: str, path: str) -> str:
+    async def _compare(self, name: str, path: str, answering_since: float) -> str:
         """How the tokenizer of a server differs from that of the first server. Empty if nothing is known of it."""
         if self._first is None:
             return ""
         try:
-            digest = await self._load.result(LOAD_TIMEOUT_S, path)
+            digest = await self._load.result(LOAD_TIMEOUT_S, path, answering_since)
         except TimeoutError:
             raise TimeoutError(
                 f"the tokenizer {path!r} has not loaded in {LOAD_TIMEOUT_S:g} s, so the tokenizer of the "
@@ -84,12 +87,16 @@ class ServerTokenizers:
             f"server {self._name}{changed}; servers behind one gateway need the same tokenizer"
         )
 
-    def _read(self, path: str) -> str | None:
-        """The digest of the tokenizer at a path. Files that have not changed are not read again."""
-        stamp = _stamp_of(path)
-        if path not in self._digests or self._digests[path][0] != stamp:
-            self._digests[path] = stamp, self._digest(path)
-        return self._digests[path][1]
+    def _read(self, path: str, answering_since: float | None) -> str | None:
+        """The digest of the tokenizer at a path. Files that have not changed are not read again.
+
+        `answering_since`: of the server. A call for an earlier time may have read earlier files.
+        """
+        del answering_since
+        stamp, known = stamp_of(path), self._digests.get(path)
+        if known is None or known[0] != stamp:
+            known = self._digests[path] = stamp, self._digest(path)
+        return known[1]
 
     def _digest(self, path: str) -> str | None:
         """The digest of a tokenizer. None if it cannot be loaded."""
@@ -109,7 +116,7 @@ def tokenizer_path(info: Json) -> str:
     return str(info.get("tokenizer_path") or info.get("model_path"))
 
 
-def _stamp_of(path: str) -> Stamp:
+def stamp_of(path: str) -> Stamp:
     """What changes if a file of a folder is written. Empty for a path that is no folder here, for example a name of
     Hugging Face's hub.
     """
