@@ -19,6 +19,8 @@ from verl_server.gateway import ConversationKind, Gateway, label_conversations, 
 from verl_server.gateway.sessions.conversation_kinds import Opening, comes_back, find_main, kind_of
 from verl_server.gateway.sessions.conversation_labels import MAX_COMPARED_TURNS
 from verl_server.trajectory import ChatRenderer, ForkReason, Span, TrajectoryGraph, load_session
+from verl_server.trajectory.conversations import KIND_NOTE
+from verl_server.trajectory.exports.paths import find_links
 
 AGENT = Opening("You are an agent.", ["<env>x</env>\nFix the bug."], "t1", num_turns=5, max_new_tokens=32000)
 CHAT = Opening("You are an agent.", ["Fix the bug."], None, num_turns=5, max_new_tokens=4000)
@@ -172,6 +174,21 @@ def test_the_request_for_a_summary_is_not_the_branch_that_went_on() -> None:
     root = graph.add_node(None, [1], sampled=False, message=prompt, fork_reason=ForkReason.COMPACTED).id
     graph.add_node(root, [1], sampled=True, **summary)
     assert label_conversations(graph) == {0: "main", 4: "summary", root: "compacted"}
+
+
+def test_of_two_summaries_the_one_with_which_the_agent_went_on_is_no_sample() -> None:
+    graph = graph_with(None, 0, 1)
+    summaries = [SUMMARY, "Another summary of the conversation, with which the agent did not go on."]
+    for text in summaries:
+        reason = ForkReason.SAMPLE if graph.children(2) else None
+        turn: Any = {"logprobs": [-1.0], "spans": [Span(1, 0, 1)], "message": message("assistant", text)}
+        graph.add_node(2, [1], sampled=True, fork_reason=reason, **turn)
+    prompt = {"messages": [message("user", SUMMARY)], "tools": []}
+    graph.add_node(None, [1], sampled=False, message=prompt, fork_reason=ForkReason.COMPACTED)
+    assert label_conversations(graph) == {0: "main", 2: "summary", 4: "sample", 5: "compacted"}
+    for note in label_conversations(graph).items():
+        graph.add_note(note[0], KIND_NOTE, note[1].value)
+    assert [(link.source, link.target) for link in find_links(graph, set(range(6)))] == [(3, 5)]
 
 
 @pytest.mark.parametrize(("num_others", "kind"), [(MAX_COMPARED_TURNS - 1, "compacted"), (MAX_COMPARED_TURNS, "main")])

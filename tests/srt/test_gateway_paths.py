@@ -137,8 +137,10 @@ def repeat_items(reply: Any) -> list[Any]:
 def test_a_thought_tells_turns_apart_that_say_the_same(
     make: MakeGateway, path: str, field: str, repeat: Callable[[Any], list[Any]], is_restarted: bool
 ) -> None:
-    """Also a thought that is a part of another thought, and if the next message is the same, too."""
-    thoughts = ["first, and no second", "second", "third"]
+    """Also a thought that is a part of another thought, and if the next message is the same, too. The recorded text of
+    the third turn lacks the special token in its thought.
+    """
+    thoughts = ["first, and no second", "second", "third<|im_start|>"]
     replies = iter([*(f"<think>\n{thought}\n</think>\n\nDone" for thought in thoughts), *["end"] * 4])
     gateway = make(lambda prompt: next(replies))
     session, key = gateway.create_session()
@@ -156,7 +158,8 @@ def test_a_thought_tells_turns_apart_that_say_the_same(
     graph = graph_of(gateway, session.id)
     ends = [node for node in graph.nodes if node.sampled][len(thoughts) :]
     found = [(graph.path(end.id)[1].message or {})["content"] for end in ends]
-    assert [thoughts.index(str(text).split("\n")[1]) for text in found] == continued
+    said = ["first, and no second", "second", "third"]
+    assert [said.index(str(text).split("\n")[1]) for text in found] == continued
 
 
 def test_conversations_with_equal_tokens_are_told_apart_after_a_restart(make: MakeGateway) -> None:

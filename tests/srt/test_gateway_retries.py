@@ -201,6 +201,34 @@ def test_a_request_gets_no_turn_that_is_being_aborted(
     assert (num_turns(served), engine.num_calls) == (1, 2)
 
 
+def test_a_turn_that_is_being_aborted_does_not_use_up_the_limit_of_turns(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_server.gateway.sessions.generation.ABANDONED_S", 0.0)
+    served, engine = Served(renderer, tmp_path), SlowToAbort(renderer.tokenizer)
+    served.engine = engine
+
+    async def run() -> None:
+        key = {"authorization": f"Bearer {served.store.create('a', limits={'max_turns': 1})[1]}"}
+        client = LeavingClient()
+        request = asyncio.create_task(client.post(served, key))
+        await engine.wait_for_calls(1)
+        client.leave()
+        await engine.is_aborting.wait()
+        engine.go.set()
+        reply = await served.post(key | RETRY)
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        assert served.store.session("a").reached_limit is None
+        engine.confirm.set()
+        await request
+        await served.store.session("a").wait_for_turns()
+        while (reply := await served.post(key | RETRY)).status_code == 503:
+            await asyncio.sleep(0)
+        assert reply.status_code == 200
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
 # -- turns that are not kept in memory --------------------------------------------------------------------
 
 
@@ -550,3 +578,28 @@ def test_a_session_whose_end_cannot_be_written_has_not_ended(
     graph = load_session(served.store.record_file("a"))
     assert [weight for _, weight in graph.trained_segments or ()] == [1.0, 1.0]
     assert list(graph.rewards.values()) == [[0.5], [0.5]]
+
+
+def test_the_reward_of_an_end_that_could_not_be_written_is_not_kept(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent goes on, and the session ends without a reward."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def run() -> None:
+        served.engine.go.set()
+        key = served.key("a")
+        assert (await served.post(key)).status_code == 200
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", fail)
+            with pytest.raises(OSError, match="Input/output error"):
+                served.store.end("a", reward=1.0)
+        assert (await served.post(key)).status_code == 200
+        served.store.end("a", "expired")
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    graph = load_session(served.store.record_file("a"))
+    assert num_turns(served) == 2
+    assert (graph.rewards, served.store.info("a").reward) == ({}, None)

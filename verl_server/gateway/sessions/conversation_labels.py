@@ -58,15 +58,19 @@ def label_conversations(graph: TrajectoryGraph) -> dict[int, ConversationKind]:
         if kinds[root] is ConversationKind.COMPACTED:
             summaries.append(found[-1])
     requests = {graph.node(turn).parent for turn in summaries}
-    kinds |= dict(_forks(graph, requests))
+    kinds |= dict(_forks(graph, requests, summaries))
     for request in requests:
         if request is not None and kinds.get(request) not in (ConversationKind.MAIN, ConversationKind.COMPACTED):
             kinds[request] = ConversationKind.SUMMARY
     return kinds
 
 
-def _forks(graph: TrajectoryGraph, summary_requests: Collection[int | None]) -> Iterator[tuple[int, ConversationKind]]:
+def _forks(
+    graph: TrajectoryGraph, summary_requests: Collection[int | None], summaries: Collection[int]
+) -> Iterator[tuple[int, ConversationKind]]:
     """The branches within conversations. The branch that went on keeps the kind of its parent.
+
+    `summaries`: turns with which compacted conversations begin. The agent went on with them.
 
     Of several turns after a prompt, this is the turn after which the last node was recorded: an attempt that died comes
     before the attempt that went on. If no node follows any of them, it is the last turn. The same holds for several
@@ -80,7 +84,7 @@ def _forks(graph: TrajectoryGraph, summary_requests: Collection[int | None]) -> 
         children = graph.children(node.id)
         for is_turn, kind in ((True, ConversationKind.SAMPLE), (False, ConversationKind.EDITED)):
             branches = [child for child in children if graph.node(child).sampled is is_turn]
-            continued = [branch for branch in branches if graph.children(branch)]
+            continued = [branch for branch in branches if graph.children(branch) or branch in summaries]
             going_on = [branch for branch in continued if branch not in summary_requests]
             kept = max(going_on or continued or branches, key=lambda branch: last_nodes[branch], default=None)
             yield from ((branch, kind) for branch in branches if branch != kept)

@@ -96,6 +96,11 @@ class Generation:
         return self.task.cancelled() or self.task.exception() is not None
 
     @property
+    def is_aborting(self) -> bool:
+        """Whether the turn was aborted and has not ended."""
+        return self._is_aborted and not self.task.done()
+
+    @property
     def node_id(self) -> int | None:
         """Id of the recorded turn. None before the turn is recorded."""
         return self._progress.node_id

@@ -144,15 +144,21 @@ class History:
     ) -> set[int]:
         """The turns with the thought of a request, of several turns that say the same. Empty if there are none.
 
-        Only the turns are split whose text has the thought, and of equal turns only one: there may be thousands.
+        The turns whose text has the thought are split first, and of equal turns only one: there may be thousands. The
+        text of a turn may lack a part of its thought, such as a special token.
         """
         nodes, thought = [graph.node(node) for node in self._nodes.get(key, ())], request.last_thought.strip()
         if not thought or len(nodes) < 2:
             return set()
-        found = [node for node in nodes if node.sampled and thought in str((node.message or {}).get("content"))]
-        different = {node.token_ids: node for node in found}
-        thoughts = {ids: as_turn(node, request, 0, {}).reasoning.strip() for ids, node in different.items()}
-        return {node.id for node in found if thoughts[node.token_ids] == thought}
+        turns = [node for node in nodes if node.sampled]
+        has_thought = [thought in str((node.message or {}).get("content")) for node in turns]
+        for is_likely in (True, False):
+            found = [node for node, has in zip(turns, has_thought, strict=True) if has is is_likely]
+            different = {node.token_ids: node for node in found}
+            thoughts = {ids: as_turn(node, request, 0, {}).reasoning.strip() for ids, node in different.items()}
+            if same := {node.id for node in found if thoughts[node.token_ids] == thought}:
+                return same
+        return set()
 
     def restore(self, graph: TrajectoryGraph, turn_message: Callable[[Node, Sequence[Json]], Message]) -> None:
         """Record the conversations of an earlier process.

@@ -288,6 +288,8 @@ class Session:
         """`num_tokens`: number of tokens of the prompt, if it is known."""
         if limit == "max_context_tokens":
             return overflow_error(num_tokens, self._state.limits.max_context_tokens or 0)
+        if limit == "max_turns" and self._turns.is_aborting:
+            return GatewayError(ErrorKind.OVERLOADED, "a turn of the session is being aborted; send the request again")
         self.reached_limit = limit
         return GatewayError(ErrorKind.LIMIT_REACHED, f"the session has reached its limit {limit}")
 

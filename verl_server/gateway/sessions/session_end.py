@@ -21,8 +21,8 @@ def record_end(recorder: Recorder, info: SessionInfo) -> None:
     kinds = label_conversations(graph)
     ends = trained_ends(graph, kinds, TRAINED_KINDS if info.train is None else info.train)
     segments = find_segments(graph, [(end, 1.0) for end in ends])
+    graph.clear_rewards()  # of an earlier end, which may have trained other paths, or could not be written
     if info.reward is not None:
-        graph.clear_rewards()  # of an earlier end, which may have trained other paths
         for segment in segments:
             graph.set_rewards(segment.leaf, [info.reward])
     last = segments[-1].leaf if segments else graph.nodes[-1].id

@@ -39,6 +39,11 @@ class Turns:
     def __iter__(self) -> Iterator[Generation]:
         return (turn for turns in self._turns.values() for turn in turns)
 
+    @property
+    def is_aborting(self) -> bool:
+        """Whether a turn was aborted and has not ended. It counts as a turn of the session until then."""
+        return any(turn.is_aborting for _, turn in self._order)
+
     def find(self, client: Client) -> Generation | Node | None:
         """The turn of a request that was sent before, or None if the request needs a turn of its own.
 
@@ -69,7 +74,8 @@ class Turns:
             yield
         except BaseException as error:
             self._note_failure(error)
-            self._add_refused(client.fingerprint, client.num_retries)
+            if not client.has_id:  # no other request has its fingerprint
+                self._add_refused(client.fingerprint, client.num_retries)
             raise
 
     def note_refusal(self, client: Client) -> None:

@@ -80,7 +80,8 @@ def _links_of_conversations(graph: TrajectoryGraph, kinds: Mapping[int, str], no
             main_nodes.add(node.id)
         if node.sampled and node.parent is not None and node.id in node_ids:
             last_turn = node.id if node.id in main_nodes else last_turn
-            last_summary = node.id if kinds.get(node.parent) == SUMMARY_KIND else last_summary
+            is_summary = kinds.get(node.parent) == SUMMARY_KIND and node.id not in kinds  # no sample beside the summary
+            last_summary = node.id if is_summary else last_summary
 
 
 def _links_of_branches(graph: TrajectoryGraph, node_ids: set[int]) -> Iterator[PathLink]:
