@@ -7,6 +7,7 @@ answers at once. Both print their URL. The policy calls a tool; `max_tokens` bel
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 import threading
@@ -91,8 +92,9 @@ def run_gateway(run_dir: str, model: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     turn_ids = tokenizer.encode(f"{TURN}<|im_end|>", add_special_tokens=False)
 
-    async def generate(*, rid: str, session_id: str, **request: Any) -> Any:
-        token_ids = turn_ids[: request["sampling_params"]["max_new_tokens"]]
+    @functools.cache
+    def reply(max_tokens: int) -> Any:
+        token_ids = turn_ids[:max_tokens]
         meta = {
             "finish_reason": {"type": "stop" if len(token_ids) == len(turn_ids) else "length"},
             "weight_version": "1",
@@ -100,6 +102,9 @@ def run_gateway(run_dir: str, model: str) -> None:
             "output_token_logprobs": [[-1.0, token, None] for token in token_ids],
         }
         return {"output_ids": token_ids, "meta_info": meta}
+
+    async def generate(*, rid: str, session_id: str, **request: Any) -> Any:
+        return reply(min(request["sampling_params"]["max_new_tokens"], len(turn_ids)))
 
     limits = RolloutLimits(max_context_tokens=10_000_000, max_turns=10_000_000)
     key = os.environ["VERL_SERVER_GATEWAY_ADMIN_KEY"]

@@ -26,7 +26,7 @@ from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.http.connections import EXTENSION, MAX_WAITING_REQUESTS
-from verl_server.gateway.http.turn_replies import PART_BYTES, TurnReply
+from verl_server.gateway.http.turn_replies import PART_BYTES, TurnReply, run_until
 from verl_server.gateway.sessions.generation import Generation
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
@@ -319,13 +319,12 @@ def test_a_client_that_leaves_in_the_middle_of_a_long_reply_has_no_turn(renderer
 def test_a_reply_to_a_connection_that_closes_is_not_delivered(num_bytes: int, renderer: ChatRenderer) -> None:
     """The parts of a reply to such a connection wait for nothing, and the application is told later that it closed."""
 
-    async def send_reply(is_closing: bool) -> bool:
+    async def send_reply(is_closing: bool, is_closed: bool) -> bool:
         turn = AssistantTurn("id", 1, "", "", (), "stop", None, 1, 0, (), (), ())
         generation = Generation(asyncio.sleep(0, turn), 1, TurnProgress(renderer, (), TurnRequest("", ()), {}))
-        gone, client = asyncio.create_task(asyncio.sleep(60)), contextlib.ExitStack()
+        client, closed, sent = contextlib.ExitStack(), asyncio.get_running_loop().create_future(), list[Message]()
         client.enter_context(generation.join())
-        reply = TurnReply(b"a" * num_bytes, generation, gone, client)
-        sent = list[Message]()
+        reply = TurnReply(b"a" * num_bytes, generation, client)
 
         async def send(message: Message) -> None:
             sent.append(message)
@@ -333,14 +332,67 @@ def test_a_reply_to_a_connection_that_closes_is_not_delivered(num_bytes: int, re
         async def receive() -> Message:
             raise AssertionError("the body has been read")
 
-        extensions = {EXTENSION: {"is_closing": lambda: is_closing}}
+        extensions = {EXTENSION: {"is_closing": lambda: is_closing, "closed": closed}}
+        if is_closed:
+            closed.set_result(None)
         await reply({"type": "http", "extensions": extensions}, receive, send)
-        gone.cancel()
         assert sum(len(message.get("body", b"")) for message in sent) == num_bytes
         return generation.is_delivered
 
-    assert asyncio.run(send_reply(False))
-    assert not asyncio.run(send_reply(True))
+    assert asyncio.run(send_reply(False, False))
+    assert not asyncio.run(send_reply(True, False))
+    assert not asyncio.run(send_reply(False, True))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_bytes", [100, 70_000, 300_000])
+def test_a_client_that_leaves_after_a_large_body_is_noticed(
+    num_bytes: int, stream: bool, generate: HeldGenerateFn, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    """uvicorn reads a connection no more after a large part of a body, and finds its end no more."""
+    with Gateway(generate, tmp_path, renderer=renderer, limits=RolloutLimits(max_context_tokens=900_000)) as gateway:
+        _, key = gateway.create_session("a")
+        message = {"role": "user", "content": "a" * num_bytes}
+        body = orjson.dumps({"model": "m", "stream": stream, "messages": [message]})
+        turns = gateway._call(lambda: gateway._store.session("a")._turns)
+        with socket.create_connection(gateway._address, timeout=30.0) as client:
+            client.sendall(HEAD.replace("KEY", key).replace("1000", str(len(body))).encode())
+            for start in range(0, len(body), 1 << 16):
+                client.sendall(body[start : start + (1 << 16)])
+            wait_until(lambda: generate.num_calls == 1)
+            (turn,) = gateway._call(lambda: list(turns))
+            assert turn.is_open
+            assert not turn.is_abandoned
+        wait_until(lambda: turn.is_abandoned)
+        generate.go.set()
+
+
+def test_a_task_is_cancelled_once_when_its_client_leaves() -> None:
+    async def run() -> list[str]:
+        found, loop = list[str](), asyncio.get_running_loop()
+
+        async def work(seconds: float) -> None:
+            try:
+                await asyncio.sleep(seconds)
+                found.append("done")
+            except asyncio.CancelledError:
+                found.append("cancelled")
+                raise
+
+        end: asyncio.Future[None] = loop.create_future()
+        await run_until(end, work(0))
+        loop.call_later(0.01, end.set_result, None)
+        await run_until(end, work(60))
+        await asyncio.sleep(0)  # the task itself is not cancelled
+        outer = asyncio.create_task(run_until(loop.create_future(), work(60)))
+        await asyncio.sleep(0.01)
+        outer.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await outer
+            found.append("the cancellation is lost")
+        return found
+
+    assert asyncio.run(run()) == ["done", "cancelled", "cancelled"]
 
 
 def exchange(gateway: Gateway, *parts: bytes) -> bytes:

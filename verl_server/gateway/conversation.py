@@ -127,27 +127,6 @@ def require_size(request: TurnRequest, config: GatewayConfig) -> None:
         raise GatewayError(ErrorKind.INVALID_REQUEST, f"the name of a tool has more than {maximum} characters")
 
 
-def require_few_parts(body: Json, config: GatewayConfig) -> None:
-    """Raise GatewayError (413) for a body with more content parts than the gateway allows.
-
-    The parts of messages, of results of tools, and of Anthropic's `system` count.
-    """
-    pending = [[{"content": body.get("system")}], *(body[name] for name in ("messages", "input") if name in body)]
-    count = 0
-    while pending:
-        items = pending.pop()
-        for item in items if isinstance(items, list) else ():
-            if isinstance(item, dict):
-                if isinstance(parts := item.get("content"), list):
-                    count += len(parts)
-                    pending.append(parts)
-                if isinstance(parts := item.get("output"), list):
-                    count += len(parts)
-                    pending.append(parts)
-    if count > (maximum := config.max_content_parts):
-        raise GatewayError(ErrorKind.TOO_LARGE, f"the request has {count} content parts, and {maximum} are allowed")
-
-
 def message_of(turn: AssistantTurn) -> Json:
     """The turn as an assistant message in the form of chat templates, as agents repeat it."""
     message: Json = {"role": "assistant", "content": turn.text}

@@ -23,7 +23,7 @@ def require_safe_images(messages: Sequence[Message], max_pixels: int) -> None:
     """
     num_pixels = 0
     for message in messages:
-        for source in image_sources(message):
+        for source in () if isinstance(message.get("content"), str) else image_sources(message):
             num_pixels += _num_pixels(source)
             if num_pixels > max_pixels:
                 raise GatewayError(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl_server.gateway.conversation import as_template_call
 from verl_server.gateway.dialects.chat import parse_content, tool_schema
 from verl_server.gateway.dialects.fields import bad_request, read_objects, read_text, require_recordable
+from verl_server.gateway.dialects.known_items import derive
 from verl_server.gateway.dialects.schemas import encode_schema
 from verl_server.gateway.dialects.tool_choice import force_call
 from verl_server.gateway.errors import GatewayError
@@ -48,7 +50,7 @@ def parse_messages(messages: Sequence[Json]) -> list[Json]:
     parsed = list[Json]()
     for index, message in enumerate(messages):
         try:
-            parsed += _parse_message(message)
+            parsed += derive(_parse_message, message)
         except GatewayError as error:
             raise bad_request(f"messages.{index}: {error.message}") from None
     return parsed
@@ -158,7 +160,8 @@ def parse_tools(body: Json) -> tuple[list[Json], tuple[str, ...] | None, bool]:
             "'tool_choice.disable_parallel_tool_use' = true is not supported with the type auto: the policy may call "
             "several tools; use the type any or tool"
         )
-    parsed = [_named(f"tools.{index}", _parse_tool, tool) for index, tool in enumerate(read_objects(body, "tools"))]
+    parse = functools.partial(derive, _parse_tool)
+    parsed = [_named(f"tools.{index}", parse, tool) for index, tool in enumerate(read_objects(body, "tools"))]
     tools: list[Json] = [] if kind == "none" else [tool for tool in parsed if tool is not None]
     forced = None
     if choice is not None and kind in ("any", "tool"):

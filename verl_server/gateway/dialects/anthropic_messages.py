@@ -18,7 +18,7 @@ What differs from Anthropic's own servers:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -99,11 +99,11 @@ class AnthropicDialect(Dialect):
             stream=read_flag(body, "stream"),
         )
 
-    def identity(self, body: Json, raw: bytes) -> bytes:
+    def identity(self, body: Json) -> Mapping[str, bytes]:
         """Without the billing line: Claude Code changes the line when it sends a request again."""
         system = body.get("system")
         known = without_billing_line(system)
-        return raw if known is system else orjson.dumps({**body, "system": known})
+        return {} if known is system else {"system": orjson.dumps(known)}
 
     def reply(self, request: TurnRequest, turn: AssistantTurn) -> Json:
         ending = _ending(turn)

@@ -34,6 +34,7 @@ from verl_server.gateway.dialects.fields import (
     require_recordable,
     sampling_params,
 )
+from verl_server.gateway.dialects.known_items import derive
 from verl_server.gateway.dialects.reply_stream import Event, ReplyStream
 from verl_server.gateway.dialects.schemas import encode_schema
 from verl_server.gateway.dialects.tool_choice import parse_openai_choice
@@ -51,12 +52,13 @@ class ChatDialect(Dialect):
         refuse(body, "top_logprobs", (0,), "replies have the log probabilities of the sampled tokens only")
         for name in ("functions", "function_call"):
             refuse(body, name, ([], "auto", "none"), "use 'tools' and 'tool_choice'")
-        tools, forced_tools = parse_openai_choice(body, [_parse_tool(tool) for tool in read_objects(body, "tools")])
+        parsed = [derive(_parse_tool, tool) for tool in read_objects(body, "tools")]
+        tools, forced_tools = parse_openai_choice(body, parsed)
         messages = read_objects(body, "messages", is_needed=True)
         thought = find_last(messages, "role", "assistant").get("reasoning_content")
         return TurnRequest(
             model=read_text(body, "model", default=""),
-            messages=fold_system_messages([_parse_message(message) for message in messages]),
+            messages=fold_system_messages([derive(_parse_message, message) for message in messages]),
             last_thought=thought if isinstance(thought, str) else "",
             tools=tools,
             forced_tools=forced_tools,

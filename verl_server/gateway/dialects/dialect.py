@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.dialects.reply_stream import ReplyStream
@@ -30,9 +31,9 @@ class Dialect(ABC):
         """The body of the reply with the number of tokens of a prompt."""
         return {"input_tokens": num_tokens}
 
-    def identity(self, body: Json, raw: bytes) -> bytes:
-        """The bytes that are equal when a client sends a request again. `raw`: the bytes that were parsed to `body`."""
-        return raw
+    def identity(self, body: Json) -> Mapping[str, bytes]:
+        """Bytes for the fields that a client changes when it sends a request again. The bytes stay equal."""
+        return {}
 
     @abstractmethod
     def reply(self, request: TurnRequest, turn: AssistantTurn) -> Json:

@@ -22,7 +22,6 @@ from verl_server.gateway.dialects.fields import (
     read_object,
     read_text,
     refuse,
-    require_recordable,
     sampling_params,
 )
 from verl_server.gateway.dialects.reply_stream import ReplyStream
@@ -52,7 +51,6 @@ class ResponsesDialect(Dialect):
             raise bad_request(f"'include' = {LOGPROBS} is not supported: {NO_LOGPROBS}")
         tools, forced_tools = parse_openai_choice(body, parse_tools(body))
         messages = fold_system_messages(parse_conversation(body))
-        require_recordable("input", messages)  # arguments of calls are JSON texts in the body
         return TurnRequest(
             model=read_text(body, "model", default=""),
             messages=messages,

@@ -6,11 +6,13 @@ again one after the other. They become one assistant message, as the turn was ge
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from verl_server.gateway.conversation import as_template_call
 from verl_server.gateway.dialects.chat import parse_arguments, parse_content, tool_schema
 from verl_server.gateway.dialects.fields import bad_request, find_last, join_texts, read_objects, read_text
+from verl_server.gateway.dialects.known_items import derive
 from verl_server.gateway.errors import GatewayError
 from verl_server.types import Json
 
@@ -23,6 +25,18 @@ CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What an item adds to the conversation. Requests share it."""
+
+    message: Json | None = None
+    """A message of its own."""
+    call: Json | None = None
+    """A call of the turn that is open."""
+    opens_turn: bool = False
+    """Whether calls after this item belong to its message."""
+
+
 class Conversation:
     """Chat messages that are made of items, one item after the other."""
 
@@ -33,35 +47,44 @@ class Conversation:
 
     def add(self, item: Json) -> None:
         """Add an item. Raises GatewayError."""
-        kind = item.get("type") or ("message" if "role" in item else None)
-        if kind == "message":
-            self._add_message(item)
-        elif kind == "reasoning":
-            self._is_turn_open = False  # the thought is the first item of a turn
-        elif isinstance(kind, str) and kind in CALLS:
-            self._add_call(item, kind)
-        elif isinstance(kind, str) and kind in CALL_OUTPUTS:
-            content = parse_item_content(item.get("output"), "output")
-            self.messages.append({"role": "tool", "content": content, "tool_call_id": read_text(item, "call_id")})
-            self._is_turn_open = False
-        else:
-            raise bad_request(f"'type' = {str(kind)[:40]!r} is not supported: the policy cannot be shown such an item")
+        part = derive(_parse_item, item)
+        if part.call is not None:
+            self._add_call(part.call)
+            return
+        if part.message is not None:
+            self.messages.append(part.message)
+        self._is_turn_open = part.opens_turn
 
-    def _add_message(self, item: Json) -> None:
-        role = ROLES.get(read_text(item, "role"))
-        if role is None:
-            raise bad_request(f"'role' must be one of {', '.join(ROLES)}")
-        self.messages.append({"role": role, "content": parse_item_content(item.get("content"), "content")})
-        self._is_turn_open = role == "assistant"
-
-    def _add_call(self, item: Json, kind: str) -> None:
-        text = read_text(item, CALLS[kind], default="")
-        arguments = parse_arguments(text) if kind == "function_call" else {"input": text}
+    def _add_call(self, call: Json) -> None:
         if not self._is_turn_open:
             self.messages.append({"role": "assistant", "content": ""})
             self._is_turn_open = True
-        call = as_template_call(read_text(item, "call_id"), read_text(item, "name"), arguments)
-        self.messages[-1].setdefault("tool_calls", []).append(call)
+        turn = self.messages[-1]
+        self.messages[-1] = {**turn, "tool_calls": [*turn.get("tool_calls", ()), call]}
+
+
+def _parse_item(item: Json) -> _Part:
+    kind = item.get("type") or ("message" if "role" in item else None)
+    if kind == "message":
+        return _parse_message(item)
+    if kind == "reasoning":
+        return _Part()  # the thought is the first item of a turn
+    if isinstance(kind, str) and kind in CALLS:
+        text = read_text(item, CALLS[kind], default="")
+        arguments = parse_arguments(text) if kind == "function_call" else {"input": text}
+        return _Part(call=as_template_call(read_text(item, "call_id"), read_text(item, "name"), arguments))
+    if isinstance(kind, str) and kind in CALL_OUTPUTS:
+        content = parse_item_content(item.get("output"), "output")
+        return _Part({"role": "tool", "content": content, "tool_call_id": read_text(item, "call_id")})
+    raise bad_request(f"'type' = {str(kind)[:40]!r} is not supported: the policy cannot be shown such an item")
+
+
+def _parse_message(item: Json) -> _Part:
+    role = ROLES.get(read_text(item, "role"))
+    if role is None:
+        raise bad_request(f"'role' must be one of {', '.join(ROLES)}")
+    message = {"role": role, "content": parse_item_content(item.get("content"), "content")}
+    return _Part(message, opens_turn=role == "assistant")
 
 
 def parse_conversation(body: Json) -> list[Json]:
@@ -131,5 +154,9 @@ def parse_tools(body: Json) -> list[Json]:
                 f"'tools[{index}].name' must be a string; a tool is "
                 '{"type": "function", "name": ..., "description": ..., "parameters": {...}}'
             )
-        tools.append(tool_schema(tool["name"], tool.get("description"), tool.get("parameters")))
+        tools.append(derive(_parse_function, tool))
     return tools
+
+
+def _parse_function(tool: Json) -> Json:
+    return tool_schema(tool["name"], tool.get("description"), tool.get("parameters"))

@@ -14,21 +14,22 @@ from fastapi import FastAPI, Request, Response
 
 from verl_server.errors import VerlServerError
 from verl_server.gateway.config import GatewayConfig
-from verl_server.gateway.conversation import TurnRequest, require_few_parts, require_size
+from verl_server.gateway.conversation import TurnRequest, require_size
 from verl_server.gateway.dialects import DIALECTS
 from verl_server.gateway.dialects.dialect import Dialect, openai_error
+from verl_server.gateway.dialects.known_items import KnownItems
 from verl_server.gateway.errors import ErrorKind, FailureLog, GatewayError
 from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.access import Access
 from verl_server.gateway.http.admin import add_admin_routes
-from verl_server.gateway.http.bodies import parse_object, read_body
+from verl_server.gateway.http.bodies import parse_body, parse_object, read_body, require_few_parts
 from verl_server.gateway.http.clients import client_of, fingerprint_of, read_fingerprint
-from verl_server.gateway.http.connections import is_closing
+from verl_server.gateway.http.connections import closed_future, is_closed
 from verl_server.gateway.http.health import add_health_routes
 from verl_server.gateway.http.models import add_model_routes
 from verl_server.gateway.http.openapi import add_openapi_route
 from verl_server.gateway.http.request_context import mark_first_token, route_of
-from verl_server.gateway.http.turn_replies import TurnReply, TurnStream
+from verl_server.gateway.http.turn_replies import TurnReply, TurnStream, wait_for_first
 from verl_server.gateway.http.turn_routes import GatewayApp, TurnRoute
 from verl_server.gateway.http.ui.routes import add_ui_routes
 from verl_server.gateway.image_check import require_safe_images
@@ -152,12 +153,15 @@ def _make_handler(
                             raw = await read_body(request, config.max_body_bytes)
                             is_short = is_short_body(len(raw))
                             with contextlib.suppress(GatewayError):  # a body that is no JSON gets no turn later
-                                fingerprint = await run_aside(is_short, read_fingerprint, dialect, key, raw)
+                                known = session.known_items
+                                fingerprint = await run_aside(is_short, read_fingerprint, dialect, key, raw, known)
                                 session.note_refusal(client_of(request, fingerprint))
                     raise
                 raw = await read_body(request, config.max_body_bytes)
                 is_short = is_short_body(len(raw))
-                turn_request, fingerprint = await run_aside(is_short, _parse_turn, dialect, key, raw, config)
+                turn_request, fingerprint = await run_aside(
+                    is_short, _parse_turn, dialect, key, raw, session.known_items, config
+                )
                 if not session.is_open:  # the session has ended while the body arrived
                     session = access.session_of(request)
                 request.state.session_id = session.id
@@ -183,7 +187,8 @@ def _make_count_handler(
             session = access.session_of(request)
             with session.slots.held():
                 raw = await read_body(request, config.max_body_bytes)
-                counted = await run_aside(is_short_body(len(raw)), _parse_count, dialect, raw, config)
+                is_short, known = is_short_body(len(raw)), session.known_items
+                counted = await run_aside(is_short, _parse_count, dialect, raw, known, config)
                 if not session.is_open:
                     session = access.session_of(request)
                 request.state.session_id = session.id
@@ -194,14 +199,16 @@ def _make_count_handler(
     return count
 
 
-def _parse_turn(dialect: Dialect, key: str, raw: bytes, config: GatewayConfig) -> tuple[TurnRequest, bytes]:
+def _parse_turn(
+    dialect: Dialect, key: str, raw: bytes, known: KnownItems, config: GatewayConfig
+) -> tuple[TurnRequest, bytes]:
     """The request for a turn, and its digest. `key`: the idempotency key of the request."""
-    body = parse_object(raw)
-    return _parse(dialect.parse, body, raw, config), fingerprint_of(dialect, key, body, raw)
+    body = parse_body(raw, known)
+    return _parse(dialect.parse, body.fields, raw, config), fingerprint_of(dialect, key, body)
 
 
-def _parse_count(dialect: Dialect, raw: bytes, config: GatewayConfig) -> TurnRequest:
-    return _parse(dialect.parse_count, parse_object(raw), raw, config)
+def _parse_count(dialect: Dialect, raw: bytes, known: KnownItems, config: GatewayConfig) -> TurnRequest:
+    return _parse(dialect.parse_count, parse_body(raw, known).fields, raw, config)
 
 
 def _parse(parse: Callable[[Json], TurnRequest], body: Json, raw: bytes, config: GatewayConfig) -> TurnRequest:
@@ -221,16 +228,14 @@ def _error_reply(dialect: Dialect, request: Request, error: Exception) -> Respon
 async def _answer(
     dialect: Dialect, request: Request, turn_request: TurnRequest, generation: Generation, client: Client
 ) -> Response:
-    gone = asyncio.create_task(_wait_until_gone(request))
     with contextlib.ExitStack() as waiting:
         waiting.enter_context(client)
-        waiting.callback(gone.cancel)
-        await asyncio.wait((generation.task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await wait_for_first(generation.task, closed_future(request.scope, request.receive))
         if not generation.task.done():
             return Response(status_code=499)  # nobody reads it
         body = orjson.dumps(dialect.reply(turn_request, await generation.wait()))
         mark_first_token(request.state)
-        return TurnReply(body, generation, gone, waiting.pop_all())
+        return TurnReply(body, generation, waiting.pop_all())
 
 
 async def _events(
@@ -255,14 +260,9 @@ async def _events(
         return
     for event in stream.end(turn):
         yield event.encode()
-    # uvicorn sends nothing, and raises nothing, when the client has gone.
-    if not await request.is_disconnected() and not is_closing(request.scope):
+    await asyncio.sleep(0)  # the client may have gone just now; uvicorn raises nothing when it cannot send
+    if not is_closed(request.scope):
         generation.set_delivered()
-
-
-async def _wait_until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httptools
 import orjson
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from verl_server.gateway.config import GatewayConfig
@@ -19,7 +19,7 @@ MAX_WAITING_REQUESTS = 8
 MAX_HEAD_BYTES = 64 << 10
 """Maximum number of bytes of the head of a request: the URL and all header lines."""
 EXTENSION = "verl_server.connection"
-"""Name of the extension of the scope of a request that tells whether its connection closes."""
+"""Name of the extension of the scope of a request that tells whether its connection closes or is closed."""
 LINGER_S = 1.0
 """Seconds in which bytes of a refused head are read and dropped. A client that still sends can then read the reply."""
 
@@ -57,6 +57,7 @@ class _Connection(HttpToolsProtocol):
         self._num_head_bytes = 0
         """Number of bytes since the parser has found a head or bytes of a body. Trailers after a body count too."""
         self._is_refused = False
+        self._closed: asyncio.Future[None] = self.loop.create_future()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
@@ -141,7 +142,7 @@ class _Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Answer a request. The time for its body begins now, also if the request has waited."""
         self._running = cycle
-        cycle.scope["extensions"] = {EXTENSION: {"is_closing": self.transport.is_closing}}
+        cycle.scope["extensions"] = {EXTENSION: {"is_closing": self.transport.is_closing, "closed": self._closed}}
         self._expect(self.settings.body_timeout_s if cycle.more_body else None)
         super()._start_asgi_task(cycle, app)
 
@@ -157,10 +158,14 @@ class _Connection(HttpToolsProtocol):
             return
         self._expect(None)
         super().on_message_complete()
+        if len(self.pipeline) <= MAX_WAITING_REQUESTS:
+            self.flow.resume_reading()  # uvicorn stops after a large part of a body, and goes on when it is read
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed."""
         self._expect(None)
+        if not self._closed.done():
+            self._closed.set_result(None)
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
@@ -173,10 +178,25 @@ class _Connection(HttpToolsProtocol):
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.close)
 
 
-def is_closing(scope: Scope) -> bool:
-    """Whether the connection of a request closes. The application is told so only in a later step of the event loop."""
+def closed_future(scope: Scope, receive: Receive) -> asyncio.Future[None]:
+    """Has a result when the connection of a request is closed. Call it when the body has been read."""
+    extensions = scope.setdefault("extensions", {})
+    if EXTENSION not in extensions:  # another server than `_Connection`; `receive` ends at the latest after the reply
+        task = asyncio.create_task(_wait_until_closed(receive))
+        extensions[EXTENSION] = {"is_closing": task.done, "closed": task}
+    closed: asyncio.Future[None] = extensions[EXTENSION]["closed"]
+    return closed
+
+
+async def _wait_until_closed(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def is_closed(scope: Scope) -> bool:
+    """Whether the connection of a request is closed or closes. The event loop tells the former only in a later step."""
     found = scope.get("extensions", {}).get(EXTENSION)
-    return found is not None and bool(found["is_closing"]())
+    return found is not None and (bool(found["is_closing"]()) or found["closed"].done())
 
 
 def _refusal(status: str, kind: ErrorKind, message: str) -> bytes:

@@ -6,9 +6,9 @@ tenth of the time of its hash.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 
@@ -22,21 +22,25 @@ MAX_CONVERSATIONS = 4
 
 @dataclass(frozen=True)
 class _Conversation:
-    tools: bytes
-    """The tools as JSON."""
+    tools: Sequence[Json]
     digest: str
+    """Digest of the tools."""
     messages: Sequence[Message]
     calls: Sequence[bytes]
     """Tool calls of each message as JSON: for Python, 1 and True are equal."""
     keys: Sequence[Key]
 
-    def num_common(self, digest: str, messages: Sequence[Message], calls: Sequence[bytes]) -> int:
+    def has_tools(self, tools: Sequence[Json]) -> bool:
+        """Whether these are the same objects. `KnownItems` gives them to each request that repeats them."""
+        return len(tools) == len(self.tools) and all(map(operator.is_, tools, self.tools))
+
+    def num_common(self, digest: str, messages: Sequence[Message]) -> int:
         """Number of messages at the beginning that are those of this conversation."""
         if digest != self.digest:
             return 0
         count = 0
-        for message, own, call, own_call in zip(messages, self.messages, calls, self.calls, strict=False):
-            if call != own_call or message != own:
+        for message, own, own_call in zip(messages, self.messages, self.calls, strict=False):
+            if message is not own and (message != own or _encoded_calls(message) != own_call):
                 break
             count += 1
         return count
@@ -51,20 +55,22 @@ class KeyMemo:
 
     def keys_of(self, tools: Sequence[Json], messages: Sequence[Message]) -> list[Key]:
         """`conversation_keys` of a conversation with these tools."""
-        latest, encoded = self._latest, orjson.dumps(list(tools))
-        digest = next((known.digest for known in latest if known.tools == encoded), None) or tools_digest(tools)
-        calls = [orjson.dumps(found) if (found := message.get("tool_calls")) else b"" for message in messages]
-        counts = [known.num_common(digest, messages, calls) for known in latest]
+        latest = self._latest
+        digest = next((known.digest for known in latest if known.has_tools(tools)), None) or tools_digest(tools)
+        counts = [known.num_common(digest, messages) for known in latest]
         count = max(counts, default=0)
-        keys: list[Key] = []
-        kept: Sequence[Any] = ()
+        keys, calls, kept = list[Key](), list[bytes](), list[Message]()
         if count:
             known = latest[counts.index(count)]
-            keys, kept = list(known.keys[:count]), known.messages[:count]  # the record has their texts, too
-            encoded = known.tools
+            keys, calls = list(known.keys[:count]), list(known.calls[:count])
+            kept, tools = list(known.messages[:count]), known.tools  # the record has their texts, too
         new = messages[count:]
         keys += conversation_keys(digest, new, keys[-1] if keys else None)
-        conversation = _Conversation(encoded, digest, [*kept, *new], calls, keys)
+        conversation = _Conversation(tools, digest, [*kept, *new], [*calls, *map(_encoded_calls, new)], keys)
         others = [known for known, common in zip(latest, counts, strict=True) if common < len(known.messages)]
         self._latest = (conversation, *others[: MAX_CONVERSATIONS - 1])
         return keys
+
+
+def _encoded_calls(message: Message) -> bytes:
+    return orjson.dumps(found) if (found := message.get("tool_calls")) else b""

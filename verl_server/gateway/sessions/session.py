@@ -17,6 +17,7 @@ from verl_server.agent.episodes.cursor import Cursor
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.limits import EpisodeStopped
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of
+from verl_server.gateway.dialects.known_items import KnownItems
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
 from verl_server.gateway.sessions.conversation_labels import RootForkReasons
 from verl_server.gateway.sessions.generation import Client, Generation
@@ -62,6 +63,8 @@ class Session:
         self._turns = Turns(self._recorded_turns)
         self._lock = asyncio.Lock()
         """Held while the prompt of a request is rendered and recorded."""
+        self.known_items = KnownItems()
+        """Messages and tools of the latest requests."""
         self._closed: GatewayError | None = None
         """The error of requests after `close`."""
         if record is not None:
