@@ -65,10 +65,14 @@ class Case:
 class Plan:
     """Sizes of the measurement."""
 
-    engine_rounds: int = 3
+    engine_rounds: int = 5
     upstream_rounds: int = 5
+    alone_rounds: int = 30
+    """Number of rounds with one request in flight in front of the engine: few milliseconds of 300 are measured, and the
+    speed of the machine changes by more within a minute."""
     engine_s: float = 2.0
-    """Seconds of a burst in front of the engine."""
+    """Seconds of a burst in front of the engine, in which the requests in flight are answered at least once."""
+    alone_s: float = 0.5
     upstream_s: float = 0.8
     engine_tokens: int = 128
     """Number of tokens of a reply of the engine."""
@@ -83,11 +87,17 @@ class Plan:
         others = [("short", True), ("60 kB", False)]
         return short + [Case(max(1, self.in_flight[-2]), size, stream) for size, stream in others]
 
+    def engine_bursts(self, case: Case) -> tuple[int, float]:
+        """Number of rounds of a case in front of the engine, and seconds of each burst."""
+        return (self.alone_rounds, self.alone_s) if case.in_flight == 1 else (self.engine_rounds, self.engine_s)
+
 
 QUICK = Plan(
     engine_rounds=1,
     upstream_rounds=1,
+    alone_rounds=1,
     engine_s=0.3,
+    alone_s=0.3,
     upstream_s=0.2,
     engine_tokens=8,
     in_flight=(1, 4, 8),
@@ -129,13 +139,19 @@ async def check_length(system: System, chat_body: Json, num_tokens: int) -> None
         raise RuntimeError(f"{system.url} has generated {found} tokens, not {num_tokens}")
 
 
-async def measure_systems(systems: dict[str, System], plan: Plan, rounds: int, seconds: float, num_tokens: int) -> Json:
-    """Each case with each system in each round. Returns bursts by case and system."""
+async def measure_systems(
+    systems: dict[str, System], plan: Plan, rounds_of: Callable[[Case], tuple[int, float]], num_tokens: int
+) -> Json:
+    """Each case with each system in each round. Returns bursts by case and system.
+
+    `rounds_of`: number of rounds of a case, and seconds of each burst.
+    """
     samples: Json = {}
     for system in systems.values():
         await check_length(system, make_bodies(Case(1), num_tokens)[0], num_tokens)
     for case in plan.cases:
         chat_bodies, found = make_bodies(case, num_tokens), dict[str, list[Json]]()
+        rounds, seconds = rounds_of(case)
         bodies = {name: [system.encode(body) for body in chat_bodies] for name, system in systems.items()}
         for number in range(rounds + 1):  # the first round opens what later rounds use, and is not counted
             order = list(systems)
@@ -176,7 +192,7 @@ def measure_engine(plan: Plan, scratch: Path) -> Json:
         HttpServerEngineAdapter(model_path=str(model), **SERVER) as server,
         engine_systems(server.base_url, model, scratch) as systems,
     ):
-        return uvloop.run(measure_systems(systems, plan, plan.engine_rounds, plan.engine_s, plan.engine_tokens))
+        return uvloop.run(measure_systems(systems, plan, plan.engine_bursts, plan.engine_tokens))
 
 
 def measure_upstream(plan: Plan, scratch: Path) -> Json:
@@ -184,7 +200,8 @@ def measure_upstream(plan: Plan, scratch: Path) -> Json:
     from fake_upstream import NUM_TEXT_TOKENS
 
     with upstream_systems(make_tokenizer_folder(scratch), scratch) as systems:
-        return uvloop.run(measure_systems(systems, plan, plan.upstream_rounds, plan.upstream_s, NUM_TEXT_TOKENS))
+        bursts = (plan.upstream_rounds, plan.upstream_s)
+        return uvloop.run(measure_systems(systems, plan, lambda _: bursts, NUM_TEXT_TOKENS))
 
 
 def measure_growth(plan: Plan, scratch: Path) -> Json:
@@ -221,7 +238,10 @@ def measure(plan: Plan, parts: Sequence[str]) -> Json:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--rounds", type=int, metavar="N", help="number of rounds; default 3 for the engine and 5 for the upstream"
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="number of rounds; default 5, and 30 with one request in flight in front of the engine",
     )
     parser.add_argument("--part", choices=PARTS, action="append", help="measure this part only; may be repeated")
 
@@ -231,7 +251,8 @@ def main() -> None:
     options: Options = parse_options(NAME, "What the gateway adds to requests of agents.", _add_options)
     plan = QUICK if options.quick else Plan()
     if options.extra.rounds:
-        plan = replace(plan, engine_rounds=options.extra.rounds, upstream_rounds=options.extra.rounds)
+        rounds = options.extra.rounds
+        plan = replace(plan, engine_rounds=rounds, upstream_rounds=rounds, alone_rounds=rounds)
     machine = environment()
     with exit_after_cleanup():
         samples = measure(plan, options.extra.part or PARTS)

@@ -206,7 +206,7 @@ def test_bench_gateway_measures_every_part(
     ):
         systems = {ENGINE: with_key(server.base_url, KEY), ROUTER: with_key(router, KEY), GATEWAY: ours}
         systems[ENGINE_LOGPROBS] = engine_with_logprobs(server.base_url, tiny("qwen3"))
-        samples["engine"] = asyncio.run(bench.measure_systems(systems, plan, 1, 0.1, plan.engine_tokens))
+        samples["engine"] = asyncio.run(bench.measure_systems(systems, plan, lambda _: (1, 0.1), plan.engine_tokens))
     options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
     report(options, environment(), plan, samples)
     record = json.loads(options.json.read_text())
