@@ -39,6 +39,7 @@ setup(
         "fastapi",
         "uvicorn",
         "httptools",
+        "msgspec",
         "numpy",
         "orjson",
         "pillow",
