@@ -55,6 +55,11 @@ def raw_prompt_key(token_ids: Sequence[int]) -> Key:
     return hashlib.blake2b(b"raw prompt" + orjson.dumps(list(token_ids)), digest_size=16).digest()
 
 
+def next_branch(graph: TrajectoryGraph) -> int:
+    """The first number that is larger than the names of all branches."""
+    return 1 + max((int(node.branch) for node in graph.nodes if node.branch.isdecimal()), default=-1)
+
+
 def meaning(message: Message) -> list[Any]:
     """What a message says: without thoughts, and with the arguments of tool calls as values."""
     role = "system" if message["role"] == "developer" else message["role"]

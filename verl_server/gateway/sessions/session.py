@@ -21,7 +21,7 @@ from verl_server.gateway.dialects.known_items import KnownItems
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
 from verl_server.gateway.sessions.conversation_labels import RootForkReasons
 from verl_server.gateway.sessions.generation import Client, Generation
-from verl_server.gateway.sessions.history import History, Key, conversation_keys, tools_digest
+from verl_server.gateway.sessions.history import History, Key, conversation_keys, next_branch, tools_digest
 from verl_server.gateway.sessions.key_memo import KeyMemo
 from verl_server.gateway.sessions.length_check import is_certainly_longer
 from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt
@@ -32,7 +32,6 @@ from verl_server.gateway.turn_text.forced_calls import turn_params
 from verl_server.gateway.turn_text.sampled_calls import SampledCalls
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.gateway.worker_threads import is_short_body, is_short_prompt, run_aside
-from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import ForkReason, Node
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.messages import Message
@@ -57,7 +56,7 @@ class Session:
         self.reached_limit: str | None = None
         """Name of the limit for which a request was refused, except `max_context_tokens`."""
         self._history, self._key_memo, self._calls, self.slots = History(), KeyMemo(), SampledCalls(), slots or Slots()
-        self._branches = itertools.count(_next_branch(self.graph))
+        self._branches = itertools.count(next_branch(self.graph))
         self._root_fork_reasons = RootForkReasons(self.graph)
         self._recorded_turns = RecordedTurns(self.graph)
         self._turns = Turns(self._recorded_turns)
@@ -295,8 +294,3 @@ class Session:
             return GatewayError(ErrorKind.OVERLOADED, "a turn of the session is being aborted; send the request again")
         self.reached_limit = limit
         return GatewayError(ErrorKind.LIMIT_REACHED, f"the session has reached its limit {limit}")
-
-
-def _next_branch(graph: TrajectoryGraph) -> int:
-    """The first number that is larger than the names of all branches."""
-    return 1 + max((int(node.branch) for node in graph.nodes if node.branch.isdecimal()), default=-1)
