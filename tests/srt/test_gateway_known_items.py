@@ -153,32 +153,68 @@ def _count(item: Any) -> int:
     return len(item)
 
 
+def sizes(known: KnownItems) -> int:
+    return len(known._latest) + len(known._earlier)
+
+
 def test_an_item_is_parsed_once_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_items, "MAX_ITEMS", 4)
+    monkeypatch.setattr(known_items, "MAX_SIZE", 4000)
     known, NUM_COMPUTED[0] = KnownItems(), 0
     conversation = [{"role": "user", "content": str(number)} for number in range(20)]
-    for end in range(1, 21):  # longer than what is remembered of other conversations
+    for end in range(1, 21):
         items = known.parse(orjson.dumps({"messages": conversation[:end]})).fields["messages"]
         assert [derive(_count, item) for item in items] == [2] * end
     assert NUM_COMPUTED[0] == 20
-    for number in range(30):
+    for number in range(200):
         known.parse(orjson.dumps({"messages": [{"other": number}]}))
-    assert len(known._latest) + len(known._earlier) <= 2 * (4 + 1)
+    assert sizes(known) < 2 * 4000 / known_items.VALUE_BYTES
     (item,) = known.parse(orjson.dumps({"messages": conversation[:1]})).fields["messages"]
     assert derive(_count, item) == 2
     assert NUM_COMPUTED[0] == 21
 
 
-def test_large_items_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_items, "MAX_BYTES", 1000)
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"content": "a" * 4000}]},
+        {"messages": [{"content": [[]] * 40}]},
+        {"messages": [{}] * 3000},
+        {"metadata": [{"a": 1}] * 3},
+        {"tools": [1, {"a": 1}]},
+    ],
+)
+def test_a_body_is_not_kept_if_it_is_large_or_not_repeated(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_items, "MAX_ITEM_SIZE", 2000)
     known = KnownItems()
-    for number in range(50):
-        known.parse(orjson.dumps({"messages": [{"content": f"{number:0600}"}]}))
-    assert len(known._latest) + len(known._earlier) <= 4
+    assert known.parse(orjson.dumps(body)).fields == body
+    assert sizes(known) == 0
+
+
+def test_one_body_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_items, "MAX_SIZE", 2000)
+    known = KnownItems()
+    for name in ("messages", "input", "tools"):
+        known.parse(orjson.dumps({name: [{"content": f"{name}{number:0500}"} for number in range(500)]}))
+    assert sizes(known) <= 2 * 2000 / 500
+
+
+def test_new_items_of_a_body_are_checked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check encodes what it checks, with a hundred lists around it."""
+    num_checks = list[None]()
+    monkeypatch.setattr(known_items, "require_recordable", lambda *_: num_checks.append(None))
+    KnownItems().parse(orjson.dumps({"messages": [{"a": number} for number in range(1000)]}))
+    assert len(num_checks) == 1
+
+
+def test_a_turn_can_have_many_calls() -> None:
+    calls = [{"type": "function_call", "call_id": f"c{n}", "name": "f", "arguments": "{}"} for n in range(50_000)]
+    body = {"input": [*calls, {"role": "user", "content": "b"}]}
+    messages = BY_PATH["/v1/responses"].parse(body).messages
+    assert [call["id"] for call in messages[0]["tool_calls"]] == [call["call_id"] for call in calls]
 
 
 def test_lists_without_objects_are_no_items() -> None:
-    raw = b'{"prompt": [1, 2, 3], "stop": [ "a" ], "none": [], "mixed": [{"a": 1}, 5, null]}'
+    raw = b'{"prompt": [1, 2, 3], "stop": [ "a" ], "none": [], "messages": [{"a": 1}, 5, null]}'
     fields = KnownItems().parse(raw).fields
-    assert fields == {"prompt": [1, 2, 3], "stop": ["a"], "none": [], "mixed": [{"a": 1}, 5, None]}
-    assert type(fields["mixed"][0]) is KnownItem
+    assert fields == {"prompt": [1, 2, 3], "stop": ["a"], "none": [], "messages": [{"a": 1}, 5, None]}
+    assert type(fields["messages"][0]) is KnownItem

@@ -1,7 +1,7 @@
 """Parses the bodies of requests. Each message and each tool is parsed once, although agents repeat them.
 
-An agent sends its whole conversation and all of its tools with each request. `KnownItems` finds each object in a list
-of a body by its digest. An object that an earlier request had is not parsed again, and what a dialect makes of the
+An agent sends its whole conversation and all of its tools with each request. `KnownItems` finds each of them in a body
+by its digest. An object that an earlier request had is not parsed again, and what a dialect makes of the
 object (`derive`) is not computed again. For an object that is repeated, only its digest is computed.
 """
 
@@ -20,8 +20,15 @@ from verl_server.types import Json
 
 Result = TypeVar("Result")
 
-MAX_ITEMS, MAX_BYTES = 2048, 4 << 20
-"""Number of objects, and bytes of their JSON, after which the objects that no later request repeats are forgotten."""
+FIELDS = ("messages", "input", "tools")
+"""Fields whose lists agents repeat."""
+MAX_ITEMS = 2048
+"""Maximum number of objects of a list that are looked up. A longer list is parsed as a whole."""
+MAX_SIZE, MAX_ITEM_SIZE = 4 << 20, 1 << 20
+"""Bytes of memory after which the objects that no later request repeats are forgotten, and maximum size of an object that
+is kept."""
+VALUE_BYTES = 64
+"""Memory of a value besides its JSON: about that of a small object of Python."""
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
@@ -66,21 +73,19 @@ class ParsedBody:
 
 
 class KnownItems:
-    """The objects in the lists of the latest bodies. May be used in several threads."""
+    """The messages and tools of the latest bodies. May be used in several threads."""
 
     def __init__(self) -> None:
         self._latest, self._earlier = dict[bytes, KnownItem](), dict[bytes, KnownItem]()
         """Objects by their digests. Those in use move from `_earlier` to `_latest`, and the others are forgotten."""
-        self._num_bytes = 0
-        """Size of the JSON of the objects in `_latest`."""
+        self._size = 0
+        """Estimated memory of the objects in `_latest`, in bytes."""
 
     def parse(self, raw: bytes) -> ParsedBody:
         """Parse a body.
 
         Raises `orjson.JSONDecodeError`, NoObjectError, and GatewayError for a value with too many levels.
         """
-        if len(self._latest) > MAX_ITEMS or self._num_bytes > MAX_BYTES:
-            self._earlier, self._latest, self._num_bytes = self._latest, {}, 0
         try:
             return self._parse(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, orjson.JSONDecodeError, RecursionError):
@@ -91,32 +96,42 @@ class KnownItems:
             raise
 
     def _parse(self, raw: bytes) -> ParsedBody:
-        fields, parts, others = Json(), dict[str, bytes](), Json()
+        fields, parts, others, new = Json(), dict[str, bytes](), Json(), dict[bytes, tuple[Any, int]]()
         for name, value in _FIELDS.decode(raw).items():
-            if _is_list_of_objects(memoryview(value)):
-                items = _ITEMS.decode(value)
+            has_objects = name in FIELDS and _is_list_of_objects(memoryview(value))
+            items = _ITEMS.decode(value) if has_objects else ()
+            if 0 < len(items) <= MAX_ITEMS:
                 digests = [hashlib.sha256(item).digest() for item in items]  # CPUs have instructions for SHA-256
-                fields[name] = list(map(self._item, digests, items))
+                fields[name] = [self._find(*item, new) for item in zip(digests, items, strict=True)]
                 parts[name] = b"digests" + b"".join(digests)  # no JSON begins with this letter
             else:
                 parts[name] = bytes(value)
                 fields[name] = others[name] = orjson.loads(parts[name])
-        require_recordable("body", others)
+        require_recordable("body", [others, [item for item, _ in new.values()]])
+        for digest, (item, size) in new.items():
+            self._keep(digest, item, size)
         return ParsedBody(fields, parts)
 
-    def _item(self, digest: bytes, raw: msgspec.Raw) -> Any:
+    def _find(self, digest: bytes, raw: msgspec.Raw, new: dict[bytes, tuple[Any, int]]) -> Any:
+        """The item of a list with this JSON. `new`: gets the item and its size if `_latest` does not have the item."""
         found = self._latest.get(digest)
-        if found is None:
-            found = self._earlier.get(digest)
-            if found is None:
-                value = orjson.loads(bytes(raw))
-                require_recordable("body", [[value]])  # an object and a list of the body are around it
-                if not isinstance(value, dict):
-                    return value
-                found = KnownItem(value)
-            self._latest[digest] = found
-            self._num_bytes += len(memoryview(raw))
-        return found
+        if found is not None:
+            return found
+        if digest not in new:
+            encoded, item = bytes(raw), self._earlier.get(digest)
+            if item is None:
+                value = orjson.loads(encoded)
+                item = KnownItem(value) if isinstance(value, dict) else value
+            new[digest] = item, len(encoded) + VALUE_BYTES * sum(map(encoded.count, (b",", b"[", b"{")))
+        return new[digest][0]
+
+    def _keep(self, digest: bytes, item: Any, size: int) -> None:
+        if size > MAX_ITEM_SIZE or not isinstance(item, KnownItem):
+            return
+        if self._size + size > MAX_SIZE:
+            self._earlier, self._latest, self._size = self._latest, {}, 0
+        self._latest[digest] = item
+        self._size += size
 
 
 def _is_list_of_objects(value: memoryview) -> bool:

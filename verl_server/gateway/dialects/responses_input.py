@@ -59,8 +59,9 @@ class Conversation:
         if not self._is_turn_open:
             self.messages.append({"role": "assistant", "content": ""})
             self._is_turn_open = True
-        turn = self.messages[-1]
-        self.messages[-1] = {**turn, "tool_calls": [*turn.get("tool_calls", ()), call]}
+        if "tool_calls" not in self.messages[-1]:  # the message may be shared with other requests, its copy is not
+            self.messages[-1] = {**self.messages[-1], "tool_calls": []}
+        self.messages[-1]["tool_calls"].append(call)
 
 
 def _parse_item(item: Json) -> _Part:

@@ -59,14 +59,13 @@ class KeyMemo:
         digest = next((known.digest for known in latest if known.has_tools(tools)), None) or tools_digest(tools)
         counts = [known.num_common(digest, messages) for known in latest]
         count = max(counts, default=0)
-        keys, calls, kept = list[Key](), list[bytes](), list[Message]()
+        keys, calls = list[Key](), list[bytes]()
         if count:
             known = latest[counts.index(count)]
             keys, calls = list(known.keys[:count]), list(known.calls[:count])
-            kept, tools = list(known.messages[:count]), known.tools  # the record has their texts, too
         new = messages[count:]
         keys += conversation_keys(digest, new, keys[-1] if keys else None)
-        conversation = _Conversation(tools, digest, [*kept, *new], [*calls, *map(_encoded_calls, new)], keys)
+        conversation = _Conversation(tools, digest, messages, [*calls, *map(_encoded_calls, new)], keys)
         others = [known for known, common in zip(latest, counts, strict=True) if common < len(known.messages)]
         self._latest = (conversation, *others[: MAX_CONVERSATIONS - 1])
         return keys
