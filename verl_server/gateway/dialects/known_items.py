@@ -24,9 +24,10 @@ FIELDS = ("messages", "input", "tools")
 """Fields whose lists agents repeat."""
 MAX_ITEMS = 2048
 """Maximum number of objects of a list that are looked up. A longer list is parsed as a whole."""
-MAX_SIZE, MAX_ITEM_SIZE = 4 << 20, 1 << 20
-"""Bytes of memory after which the objects that no later request repeats are forgotten, and maximum size of an object that
-is kept."""
+MAX_SIZE = 4 << 20
+"""Bytes of memory after which the objects that no later request repeats are forgotten."""
+MAX_ITEM_SIZE = 1 << 20
+"""Maximum bytes of memory of an object that is kept."""
 VALUE_BYTES = 64
 """Memory of a value besides its JSON: about that of a small object of Python."""
 
