@@ -260,6 +260,33 @@ def test_the_number_of_worker_threads_is_limited(monkeypatch: pytest.MonkeyPatch
     assert running == [0, 2]
 
 
+MANY = """
+import os
+os.cpu_count = lambda: 64
+import asyncio, threading
+from verl_server.gateway.worker_threads import run_aside
+begun, go = threading.Semaphore(0), threading.Event()
+def work():
+    begun.release()
+    go.wait()
+async def main():
+    works = [asyncio.create_task(run_aside(False, work)) for _ in range(30)]
+    count = 0
+    while await asyncio.to_thread(begun.acquire, timeout=1.0):
+        count += 1
+    go.set()
+    await asyncio.gather(*works)
+    print(count)
+asyncio.run(main())
+"""
+
+
+def test_more_cores_give_no_more_worker_threads() -> None:
+    """The threads share the interpreter lock with the event loop."""
+    done = subprocess.run([sys.executable, "-c", MANY], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
+
+
 HANG = """
 import asyncio, contextlib, threading
 from verl_server.gateway import worker_threads
