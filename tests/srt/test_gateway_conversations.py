@@ -16,7 +16,7 @@ from verl_server import VerlEngine
 from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.gateway import ConversationKind, Gateway, label_conversations, trained_ends
-from verl_server.gateway.sessions.conversation_kinds import Opening, comes_back, find_main, kind_of
+from verl_server.gateway.sessions.conversation_kinds import Opening, find_main, kind_of
 from verl_server.gateway.sessions.conversation_labels import MAX_COMPARED_TURNS
 from verl_server.trajectory import ChatRenderer, ForkReason, Span, TrajectoryGraph, load_session
 from verl_server.trajectory.conversations import KIND_NOTE
@@ -102,21 +102,6 @@ def test_the_kind_of_a_conversation(opening: Opening, main: Opening, has_summary
 )
 def test_the_main_conversation_may_begin_later(openings: list[Opening], index: int) -> None:
     assert find_main(openings) == index
-
-
-@pytest.mark.parametrize(
-    ("turn", "text", "expected"),
-    [
-        (SUMMARY, f"This session continues.\n{SUMMARY}\nGo on.", True),
-        (f"<summary>\n  {SUMMARY}\n</summary>", f"Summary:\n{SUMMARY}", True),
-        (SUMMARY, "Fix the bug.", False),
-        (f"{SUMMARY}\n{'other ' * 40}", SUMMARY, False),
-        ("yes", "yes, go on", False),
-        ("", "anything", False),
-    ],
-)
-def test_a_summary_comes_back_line_by_line(turn: str, text: str, expected: bool) -> None:
-    assert comes_back(turn, text) is expected
 
 
 def graph_with(*parents: int | None) -> TrajectoryGraph:

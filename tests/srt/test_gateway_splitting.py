@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -318,6 +319,34 @@ def test_the_bytes_of_tokens_have_their_spaces(text: str) -> None:
     turn = renderer.encode(text)
     for turn_ids in (turn, [*turn, *renderer.encode("<|im_end|>")]):
         assert b"".join(bytes_of_tokens(renderer, turn_ids)).decode() == decode_turn(renderer, turn_ids)
+
+
+def test_the_bytes_of_tokens_do_not_depend_on_earlier_turns(renderers: dict[str, ChatRenderer]) -> None:
+    """Each token is decoded once after other tokens. The first token of a turn may have other bytes."""
+    for tokenizer in (spaced_renderer().tokenizer, renderers["generic"].tokenizer):
+        renderer, token_ids = ChatRenderer(tokenizer), list(range(len(tokenizer)))
+        for turn in (token_ids, token_ids[::-1], [*token_ids, *token_ids]):
+            new = bytes_of_tokens(ChatRenderer(tokenizer), turn)
+            assert new[1:-1] == [b"".join(bytes_of_tokens(renderer, [0, token, 0], 1)[:1]) for token in turn[1:-1]]
+            for start in (0, 1, 5):
+                assert bytes_of_tokens(renderer, turn, start) == new[start:]
+
+
+def test_a_token_of_a_long_turn_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer, num_decoded = spaced_renderer(), [0]
+    decode = renderer.decode_all
+
+    def count(token_ids: Sequence[int]) -> str:
+        num_decoded[0] += 1
+        return decode(token_ids)
+
+    monkeypatch.setattr(renderer, "decode_all", count)
+    turn = renderer.encode("a b a .a") * 1000
+    assert len(bytes_of_tokens(renderer, turn)) == len(turn)
+    assert 0 < num_decoded[0] < 100
+    num_decoded[0] = 0
+    bytes_of_tokens(renderer, turn)
+    assert num_decoded[0] < 10, "only the first token is decoded again"
 
 
 # -- the tokens of a turn for several streams --------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -20,18 +21,19 @@ from helpers import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_server.agent import RolloutLimits
-from verl_server.gateway import Gateway
+from verl_server.agent import Episode, RolloutLimits, Task
+from verl_server.gateway import ConversationKind, Gateway, label_conversations
 from verl_server.gateway.conversation import TurnRequest
 from verl_server.gateway.dialects.chat import ChatDialect
 from verl_server.gateway.dialects.schemas import encode_schema
 from verl_server.gateway.errors import GatewayError
+from verl_server.gateway.programs import sample_gateway
 from verl_server.gateway.sessions import key_memo
 from verl_server.gateway.sessions.history import conversation_keys, tools_digest
 from verl_server.gateway.sessions.key_memo import MAX_CONVERSATIONS, KeyMemo
 from verl_server.gateway.worker_threads import MAX_RENDERED_CHARS, is_short_prompt, run_aside
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
-from verl_server.trajectory import load_session
+from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
 from verl_server.trajectory.conversations import recorded_kinds
 
 LIMITS = RolloutLimits(max_turns=1000, max_context_tokens=1000)
@@ -206,6 +208,36 @@ def test_long_work_runs_in_a_worker_thread() -> None:
     assert not is_short_prompt([{"role": "user", "content": "a"}], MAX_RENDERED_CHARS + 1), "its tools are long"
 
 
+def test_the_conversations_of_a_program_are_labelled_in_a_worker_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other samples of the runner go on meanwhile."""
+    threads = list[int]()
+
+    def label(graph: TrajectoryGraph) -> dict[int, ConversationKind]:
+        threads.append(threading.get_ident())
+        return label_conversations(graph)
+
+    monkeypatch.setattr(sample_gateway, "label_conversations", label)
+    tokenizer, graph = make_tokenizer(tmp_path), TrajectoryGraph("s")
+
+    async def run() -> int:
+        generate = ScriptedGenerateFn(tokenizer, lambda _: "yes")
+        task = Task("t", [{"role": "user", "content": "a"}])
+        episode = Episode(task, graph, generate, ChatRenderer(tokenizer), LIMITS, {})
+        async with sample_gateway.serve_episode(episode, socket.create_server(("127.0.0.1", 0))) as served:
+            body = {"model": "m", "messages": task.messages, "max_tokens": 5}
+            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {served.key}"}) as client:
+                reply = await client.post(f"{served.url}/v1/chat/completions", json=body)
+                assert reply.status_code == 200, reply.text
+            return await served.finish()
+
+    assert asyncio.run(run()) == 1
+    assert recorded_kinds(graph) == {0: "main"}
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
+
+
 def test_the_number_of_worker_threads_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """More work waits."""
     monkeypatch.setattr("verl_server.gateway.worker_threads.MAX_WORKERS", 2)
@@ -226,6 +258,33 @@ def test_the_number_of_worker_threads_is_limited(monkeypatch: pytest.MonkeyPatch
 
     asyncio.run(run())
     assert running == [0, 2]
+
+
+MANY = """
+import os
+os.cpu_count = lambda: 64
+import asyncio, threading
+from verl_server.gateway.worker_threads import run_aside
+begun, go = threading.Semaphore(0), threading.Event()
+def work():
+    begun.release()
+    go.wait()
+async def main():
+    works = [asyncio.create_task(run_aside(False, work)) for _ in range(30)]
+    count = 0
+    while await asyncio.to_thread(begun.acquire, timeout=1.0):
+        count += 1
+    go.set()
+    await asyncio.gather(*works)
+    print(count)
+asyncio.run(main())
+"""
+
+
+def test_more_cores_give_no_more_worker_threads() -> None:
+    """The threads share the interpreter lock with the event loop."""
+    done = subprocess.run([sys.executable, "-c", MANY], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
 
 
 HANG = """

@@ -18,8 +18,10 @@ MAX_PARSED_BYTES = 128 * 1024
 MAX_RENDERED_CHARS = 4 * 1024
 """Number of characters that are rendered and tokenized at once: a few milliseconds."""
 
-MAX_WORKERS = min(32, (os.cpu_count() or 1) + 4)
-"""Maximum number of worker threads of an event loop that work at a time."""
+MAX_WORKERS = 6
+"""Maximum number of worker threads of an event loop that work at a time. Python code runs in one thread at a time:
+more threads bring no throughput, and the event loop waits longer until it runs again. Six threads are enough for the
+work that runs at the same time, such as the tokenization in Rust."""
 
 END_TIMEOUT_S = 60.0
 """Seconds that the end of the process waits for work in threads."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from verl_server.errors import BadInputError
 from verl_server.trajectory.nodes import ForkReason, Node, Note, Span, TokenSequence, concatenate_nodes, validate_node
+from verl_server.trajectory.prefix_index import PrefixIndex
 from verl_server.trajectory.rendering.messages import image_sources
 from verl_server.trajectory.termination import Termination
 from verl_server.types import Json
@@ -52,6 +53,8 @@ class TrajectoryGraph:
     _last_token_ids: tuple[int | None, list[int]] = field(default_factory=lambda: (None, []), compare=False, init=False)
     """Last node that `token_ids` was called for, and the result. A growing conversation extends this list instead of
     walking its whole path in each turn."""
+    _prefixes: PrefixIndex = field(default_factory=PrefixIndex, repr=False, compare=False, init=False)
+    """Index for `longest_prefix`. A call adds the nodes that were recorded since the call before."""
 
     def add_node(
         self,
@@ -275,13 +278,14 @@ class TrajectoryGraph:
         Returns (None, 0) if no root is a prefix. For callers that get the whole prompt of each turn instead of a node,
         for example an endpoint for agents that resend their conversation.
         """
+        self._prefixes.add(self.nodes)
+        children: dict[int | None, list[int]] = {}
+        for node in sorted(self._prefixes.find(token_ids)):
+            children.setdefault(self.nodes[node].parent, []).append(node)
         best: tuple[int | None, int] = (None, 0)
         pending = [best]
-        while pending:
-            parent, length = pending.pop()
-            for child in self.children(parent):
-                added = self.nodes[child].token_ids
-                if tuple(token_ids[length : length + len(added)]) == added:
-                    pending.append((child, self._num_tokens[child]))
-                    best = max(best, pending[-1], key=lambda found: found[1])
+        while pending:  # of several nodes with the longest path, the result is the first in this order
+            for child in children.get(pending.pop()[0], ()):
+                pending.append((child, self._num_tokens[child]))
+                best = max(best, pending[-1], key=lambda found: found[1])
         return best

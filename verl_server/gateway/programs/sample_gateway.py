@@ -20,11 +20,12 @@ from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.errors import GatewayError
 from verl_server.gateway.http.app import make_app
 from verl_server.gateway.http.connections import protocol_of
-from verl_server.gateway.sessions.conversation_labels import trained_ends
+from verl_server.gateway.sessions.conversation_labels import label_conversations, trained_ends
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_end import record_kinds
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.sessions.slots import Slots
+from verl_server.gateway.worker_threads import run_aside
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.view.token_texts import decoder_of
 
@@ -79,7 +80,9 @@ class SampleGateway:
         self._session.close()
         await self._session.wait_for_turns()
         graph = self._episode.graph
-        ends = trained_ends(graph, record_kinds(self._episode._state.record))
+        kinds = await run_aside(False, label_conversations, graph)  # the closed session does not change the graph
+        record_kinds(self._episode._state.record, kinds)
+        ends = trained_ends(graph, kinds)
         end_at(self._episode, [end for end in ends if end >= self._first_node])
         return sum(node.sampled for node in graph.nodes[self._first_node :])
 

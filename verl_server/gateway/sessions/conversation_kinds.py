@@ -17,8 +17,6 @@ MAX_TITLE_TOKENS = 128
 """Largest `max_tokens` of a request for a title by an agent that has no tools: its other calls look the same."""
 PROBE_TOKENS = 1
 """The `max_tokens` of a request that only asks whether the API works."""
-MIN_SUMMARY_CHARS = 40
-"""Minimum number of characters of a text that is recognised when it comes back. Shorter texts come back by chance."""
 
 
 class ConversationKind(enum.StrEnum):
@@ -132,13 +130,3 @@ def kind_of(opening: Opening, main: Opening, has_summary: bool) -> ConversationK
 def _share_text(first: str, second: str) -> bool:
     """Whether one of two texts contains the other."""
     return bool(first.strip() and second.strip()) and (first in second or second in first)
-
-
-def comes_back(turn_text: str, user_text: str) -> bool:
-    """Whether a message of the user has most of a text that the policy wrote, line by line.
-
-    Agents change the lines around a summary, for example the tags that they asked for.
-    """
-    lines = [line for part in turn_text.splitlines() if (line := part.strip())]
-    num_chars = sum(map(len, lines))
-    return num_chars >= MIN_SUMMARY_CHARS and 2 * sum(len(line) for line in lines if line in user_text) >= num_chars

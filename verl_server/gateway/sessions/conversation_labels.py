@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 
@@ -9,10 +10,10 @@ from verl_server.gateway.sessions.conversation_kinds import (
     TRAINED_KINDS,
     ConversationKind,
     Opening,
-    comes_back,
     find_main,
     kind_of,
 )
+from verl_server.gateway.turn_text.returning_texts import WrittenTexts
 from verl_server.gateway.turn_text.turn_parsing import THOUGHT_END, split_thought
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import ForkReason, Node
@@ -42,23 +43,21 @@ def label_conversations(graph: TrajectoryGraph) -> dict[int, ConversationKind]:
         return {}
     openings = [_opening(graph, root) for root in roots]
     main = find_main(openings)
-    last_turns = [
-        (node.id, _text_of_turn(node)) for node in graph.nodes if node.sampled and not graph.children(node.id)
-    ]
+    last_turns = [node for node in graph.nodes if node.sampled and not graph.children(node.id)]
+    written = WrittenTexts(len(last_turns), lambda index: _text_of_turn(last_turns[index]))
     kinds = dict[int, ConversationKind]()
     summaries = list[int]()
     for index, (root, opening) in enumerate(zip(roots, openings, strict=True)):
-        if index == main:
-            kinds[root] = ConversationKind.MAIN
-            continue
-        users = "\n".join(opening.users)
-        before = [(turn, text) for turn, text in last_turns if turn < root][-MAX_COMPARED_TURNS:]
-        found = [turn for turn, text in before if comes_back(text, users)]
-        kinds[root] = kind_of(opening, openings[main], bool(found))
-        if kinds[root] is ConversationKind.COMPACTED:
-            summaries.append(found[-1])
+        kinds[root] = ConversationKind.MAIN if index == main else kind_of(opening, openings[main], has_summary=True)
+        if kinds[root] is ConversationKind.COMPACTED:  # only this kind depends on a summary
+            num_before = bisect.bisect(last_turns, root, key=lambda node: node.id)
+            summary = written.last_in("\n".join(opening.users), num_before, MAX_COMPARED_TURNS)
+            if summary is None:
+                kinds[root] = kind_of(opening, openings[main], has_summary=False)
+            else:
+                summaries.append(last_turns[summary].id)
     requests = {graph.node(turn).parent for turn in summaries}
-    kinds |= dict(_forks(graph, requests, summaries))
+    kinds |= dict(_forks(graph, requests, frozenset(summaries)))
     for request in requests:
         if request is not None and kinds.get(request) not in (ConversationKind.MAIN, ConversationKind.COMPACTED):
             kinds[request] = ConversationKind.SUMMARY
@@ -136,9 +135,9 @@ class RootForkReasons:
         if self._main is None:
             return ForkReason.SUB_AGENT
         graph, opening = self._graph, _opening_of(messages, tools)
-        users = "\n".join(opening.users)
         last_turns = [node for node in graph.nodes[-MAX_COMPARED:] if node.sampled and not graph.children(node.id)]
-        has_summary = any(comes_back(_text_of_turn(node), users) for node in last_turns)
+        written = WrittenTexts(len(last_turns), lambda index: _text_of_turn(last_turns[index]))
+        has_summary = written.last_in("\n".join(opening.users)) is not None
         return FORK_REASONS.get(kind_of(opening, self._main, has_summary), ForkReason.SUB_AGENT)
 
     def _look_at_new_nodes(self) -> None:

@@ -31,13 +31,14 @@ def record_end(recorder: Recorder, info: SessionInfo) -> None:
     recorder.terminate(last, info.stop_reason or "done", None, info.reward, trained, info.rewards, notes)
 
 
-def record_kinds(record: Recorder | TrajectoryGraph) -> dict[int, ConversationKind]:
-    """The kind of each conversation and branch by its first node, which the record gets as notes."""
+def record_kinds(record: Recorder | TrajectoryGraph, kinds: Mapping[int, ConversationKind] | None = None) -> None:
+    """Add the kind of each conversation and branch to the record, as a note of its first node.
+
+    `kinds`: of `label_conversations`, if they are known.
+    """
     graph = record if isinstance(record, TrajectoryGraph) else record.graph
-    kinds = label_conversations(graph)
-    for note in _new_notes(graph, kinds):
+    for note in _new_notes(graph, label_conversations(graph) if kinds is None else kinds):
         record.add_note(*note)
-    return kinds
 
 
 def _new_notes(graph: TrajectoryGraph, kinds: Mapping[int, ConversationKind]) -> list[tuple[int, str, str]]:

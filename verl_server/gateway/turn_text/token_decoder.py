@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Sequence
 
 from verl_server.gateway.turn_text.turn_parsing import decode_turn
@@ -18,6 +19,8 @@ RETRY_SHARE = 8
 """A text that cannot be decoded up to its end is decoded again when it has grown by this part of its tokens."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """A token that is one byte, in vocabularies of SentencePiece."""
+_KNOWN_BYTES = weakref.WeakKeyDictionary[ChatRenderer, dict[int, bytes]]()
+"""Bytes of the tokens of each renderer that were decoded after another token. At most the tokens of its vocabulary."""
 
 
 def decodes_in_parts(renderer: ChatRenderer) -> bool:
@@ -32,8 +35,11 @@ def bytes_of_tokens(renderer: ChatRenderer, turn_ids: Sequence[int], start: int 
     """
     num_kept = len(without_end(turn_ids, renderer.end_ids))
     before = renderer.encode("a")[-1:]  # some tokenizers write the first token of a text without its space
+    known = _KNOWN_BYTES.setdefault(renderer, {})
+    for token in set(turn_ids[max(start, 1) : num_kept]) - known.keys():
+        known[token] = _bytes_of_token(renderer, before, token)
     return [
-        _bytes_of_token(renderer, before if index else [], token) if index < num_kept else b""
+        b"" if index >= num_kept else known[token] if index else _bytes_of_token(renderer, [], token)
         for index, token in enumerate(turn_ids[start:], start)
     ]
 
