@@ -49,7 +49,8 @@ class GatewayConfig:
     max_requests: int = 4096
     """Maximum number of open requests of all sessions."""
     max_connections: int = 8192
-    """Maximum number of connections, with those that have no open request."""
+    """Maximum number of connections, with those that have no open request. A gateway takes at most half of the limit of
+    open files."""
     head_timeout_s: float = 30.0
     """Seconds in which the head of a request must arrive, from the connection or from its first byte on."""
     body_timeout_s: float = 300.0

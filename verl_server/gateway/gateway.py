@@ -15,26 +15,26 @@ import uvicorn
 import uvloop
 
 from verl_server.agent.engine_access import Engine
-from verl_server.agent.episodes.episode_state import EpisodeState, require_limits
+from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.limits import RolloutLimits
 from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError, DeadlineError, ShutDownError, StartupError
 from verl_server.gateway.config import GatewayConfig, require_gateway_arguments
 from verl_server.gateway.engines.engine_source import EngineSource
-from verl_server.gateway.engines.known_engine import KnownEngine
+from verl_server.gateway.engines.known_engine import make_source
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.folder_lock import lock_folder
 from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.app import make_app
 from verl_server.gateway.http.connections import protocol_of
 from verl_server.gateway.loop_calls import call_in_loop
 from verl_server.gateway.metrics import GatewayMetrics
-from verl_server.gateway.sessions.observed_recorder import ObservedRecorder
+from verl_server.gateway.records.folder_lock import lock_folder
+from verl_server.gateway.records.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_info import SessionInfo, require_token_limit
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.sessions.slots import Slots
-from verl_server.server.open_files import raise_open_file_limit
+from verl_server.server.open_files import open_file_limit, raise_open_file_limit
 from verl_server.server.ports import join_host_port, listen
 from verl_server.trajectory.locked_files import close_locked
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -76,17 +76,22 @@ class Gateway:
         key. Raises BadInputError for wrong arguments, StartupError, and the errors of a request to the engine.
         """
         require_gateway_arguments(run_dir, host, is_open, model_names, renderer, admin_key, session_expiry_s)
-        self._engine, limits = _make_source(engine, renderer, limits)
+        self._engine, limits = make_source(engine, renderer, limits)
         self.admin_key = admin_key or f"sk-admin-{secrets.token_urlsafe(32)}"
         folder = Path(run_dir).expanduser()
+        raise_open_file_limit()
         self.config = GatewayConfig(
-            folder, self.admin_key, limits, is_open, tuple(model_names), session_expiry_s=session_expiry_s
+            folder,
+            self.admin_key,
+            limits,
+            is_open,
+            tuple(model_names),
+            max_connections=min(GatewayConfig.max_connections, open_file_limit() // 2),
+            session_expiry_s=session_expiry_s,
         )
-
         self._metrics = GatewayMetrics()
         self._slots = Slots(self.config.max_requests, ErrorKind.OVERLOADED, "the gateway")
         self._is_shut_down = False
-        raise_open_file_limit()
         self._socket = listen(host, port)
         self._address: tuple[str, int] = self._socket.getsockname()[:2]
         self._lock: int | None = None
@@ -282,16 +287,3 @@ class Gateway:
         if self._is_shut_down or self._loop is None or not self._thread.is_alive():
             raise ShutDownError("the gateway was shut down; make another one with the same folder")
         return call_in_loop(self._loop, function, STOP_TIMEOUT_S)
-
-
-def _make_source(
-    engine: Engine | EngineSource, renderer: ChatRenderer | None, limits: RolloutLimits | None
-) -> tuple[EngineSource, RolloutLimits]:
-    """Where the engine comes from, and the limits, which are complete if the engine runs already."""
-    limits = RolloutLimits(max_turns=1_000_000) if limits is None else require_limits(limits)
-    if isinstance(engine, EngineSource):
-        return engine, limits
-    known = KnownEngine(engine, renderer)
-    limits = known.parts().complete_limits(limits)
-    require_token_limit(limits)
-    return known, limits

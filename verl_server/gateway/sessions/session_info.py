@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 import time
@@ -62,6 +63,11 @@ class SessionInfo:
 
 SETTINGS = pydantic.TypeAdapter(SessionInfo)
 """Checks the settings in a file. Making it takes a millisecond, and a folder has thousands of files."""
+
+
+def digest_of(key: str) -> str:
+    """The digest of a key that `SessionInfo` has."""
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def write_info(run_dir: Path, info: SessionInfo) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import secrets
 import time
@@ -22,7 +21,8 @@ from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.gateway.config import MIN_SESSION_KEY_CHARS, require_key
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.sessions.observed_recorder import ObservedRecorder
+from verl_server.gateway.records.observed_recorder import ObservedRecorder
+from verl_server.gateway.records.record_files import RecordFiles
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_end import record_end
 from verl_server.gateway.sessions.session_info import (
@@ -31,12 +31,13 @@ from verl_server.gateway.sessions.session_info import (
     as_json,
     as_kinds,
     as_rewards,
+    digest_of,
     read_info,
     remaining_limits,
     require_token_limit,
     write_info,
 )
-from verl_server.trajectory.recorder import Recorder, session_file
+from verl_server.trajectory.recorder import session_file
 from verl_server.types import Json
 from verl_server.validation import did_you_mean, require_seconds
 
@@ -60,7 +61,7 @@ class SessionStore:
         """`open_session`: makes the session of a record. `expiry_s`: seconds after which a session ends by itself.
         `admin_key`: key of the admin API, which no session may have.
         """
-        self._admin_digest = None if admin_key is None else _digest(admin_key)
+        self._admin_digest = None if admin_key is None else digest_of(admin_key)
         self._run_dir, self._open_session, self._limits, self._expiry_s = run_dir, open_session, limits, expiry_s
         self._infos = dict[str, SessionInfo]()
         self._ids_by_key = dict[str, str]()
@@ -68,6 +69,7 @@ class SessionStore:
         self._failed_ends = set[str]()
         """Ids of expired sessions whose failure to end is in the log."""
         self._is_closed = False
+        self._files = RecordFiles()
         run_dir.mkdir(parents=True, exist_ok=True)
         for path in sorted(run_dir.glob(f"*{SETTINGS_SUFFIX}")):
             self._add(read_info(path))
@@ -98,7 +100,7 @@ class SessionStore:
         expiry_s = expiry_s if can_expire else None
         info = SessionInfo(
             session_id,
-            _digest(key),
+            digest_of(key),
             now,
             None if expiry_s is None else now + require_seconds("expires_in_s", expiry_s),
             as_json("metadata", metadata),
@@ -116,18 +118,24 @@ class SessionStore:
         session_limits = self._limits_of(info)
         if self._limits.has_token_limit:  # otherwise, the engine tells its context length later
             require_token_limit(session_limits)
-        write_info(self._run_dir, info)
+        self._files.require_free(f"the session {session_id!r} was not created")
+        self._files.opening(lambda: write_info(self._run_dir, info))
         self._add(info)
         return info, key
 
     def find_by_key(self, key: str) -> str | None:
         """Id of the session with a key. None for a wrong key."""
-        return self._ids_by_key.get(_digest(key))  # the digest of a wrong key tells nothing about the right key
+        return self._ids_by_key.get(digest_of(key))  # the digest of a wrong key tells nothing about the right key
 
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._is_closed
+
+    @property
+    def has_free_files(self) -> bool:
+        """Whether the process can open further files."""
+        return self._files.has_free
 
     @property
     def num_open(self) -> int:
@@ -157,7 +165,7 @@ class SessionStore:
         if opened is not None and has_failed:
             _close_failed(opened)
         if opened is None or has_failed:
-            recorder = ObservedRecorder(self._run_dir, session_id, sync=False)
+            recorder = ObservedRecorder(self._run_dir, session_id, self._files)
             try:
                 limits = remaining_limits(self._limits_of(info), info.created_at)
                 session = self._open_session(recorder, limits, info.sampling_params)
@@ -204,26 +212,31 @@ class SessionStore:
             if recorder is not None:
                 record_end(recorder, info)
                 recorder.flush()
-        write_info(self._run_dir, info)  # after the record: a session that has ended has its reward in the record
+        # After the record: a session that has ended has its reward in the record.
+        self._files.opening(lambda: write_info(self._run_dir, info), may_use_reserve=True)
         if (opened := self._open.pop(session_id, None)) is not None:
             opened.close()
         self._add(info)
         return info
 
     @contextlib.contextmanager
-    def _record_to_end(self, session_id: str) -> Iterator[Recorder | None]:
+    def _record_to_end(self, session_id: str) -> Iterator[ObservedRecorder | None]:
         """The record of a session that ends, or None without a file.
 
         An open session stays open: it has not ended if its end cannot be written.
         """
         opened = self._open.get(session_id)
         if opened is not None and opened.record is not None and not _has_failed(opened):
-            yield opened.record
+            with opened.record.kept_open():
+                yield opened.record
             return
         if opened is not None:
             _close_failed(opened)
-        has_record = session_file(self._run_dir, session_id).exists()
-        with Recorder(self._run_dir, session_id, sync=False) if has_record else contextlib.nullcontext() as recorder:
+        if not session_file(self._run_dir, session_id).exists():
+            yield None
+            return
+        recorder = ObservedRecorder(self._run_dir, session_id, self._files, may_use_reserve=True)
+        with recorder, recorder.kept_open():
             yield recorder
 
     async def end_expired(self) -> None:
@@ -282,7 +295,3 @@ def _has_failed(session: Session) -> bool:
 def _close_failed(session: Session) -> None:
     message = "the record of the session could not be written; send the request again"
     session.close(GatewayError(ErrorKind.OVERLOADED, message))
-
-
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
