@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import re
@@ -325,18 +326,51 @@ OF_B = '{"id": "b", "key_digest": "a", "created_at": 1.0}'
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"id": "b"}', '{"id": "a", "key_digest": 5}', OF_B])
-def test_a_damaged_settings_file_is_named(renderer: ChatRenderer, tmp_path: Path, content: str) -> None:
-    path = tmp_path / "a.session.json"
-    path.write_text(content)
-    with pytest.raises(BadInputError, match=re.escape(str(path))):
-        start_gateway(renderer, tmp_path)
-    path.rename(tmp_path / "a.session.new")  # as a process that was killed leaves the file
+def test_a_damaged_settings_file_is_named_and_the_other_sessions_are_served(
+    renderer: ChatRenderer, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
+) -> None:
+    """As after a loss of power. The start names all such files in one line."""
     with start_gateway(renderer, tmp_path) as gateway:
-        assert gateway.sessions() == []
+        _, key = gateway.create_session("whole")
+    for name in ("a", "c"):
+        (tmp_path / f"{name}.session.json").write_text(content)
+    with start_gateway(renderer, tmp_path) as gateway:
+        lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+        assert len(lines) == 1
+        assert all(f"{name}.session.json" in lines[0] for name in ("a", "c"))
+        assert ask(gateway, key) == 200
+        assert [info.id for info in gateway.sessions()] == ["whole"]
+        for reply in (admin(gateway, "/a"), admin(gateway, "/a/end", "{}"), admin(gateway, "/a/record")):
+            assert reply.status_code == 404
+            assert "the session 'a' is not served: a.session.json cannot be read" in reply.json()["error"]["message"]
+        with pytest.raises(BadInputError, match=r"cannot be created: a\.session\.json cannot be read"):
+            gateway.create_session("a")
+    (tmp_path / "a.session.json").rename(tmp_path / "a.session.new")  # as a process that was killed leaves the file
+    with start_gateway(renderer, tmp_path) as gateway:
         _, key = gateway.create_session("a", metadata={"a": [1, None, {"b": 0.5}]})
     with start_gateway(renderer, tmp_path) as gateway:
         assert ask(gateway, key) == 200
-        assert gateway.sessions()[0].metadata == {"a": [1, None, {"b": 0.5}]}
+        assert gateway.sessions()[-1].metadata == {"a": [1, None, {"b": 0.5}]}
+
+
+def test_settings_are_on_the_disk_before_they_replace_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a loss of power, the file has the earlier or the new settings, and is not empty."""
+    synced, fdatasync, replace = set[int](), os.fdatasync, os.replace
+    replaced = list[bool]()
+
+    def observed_fdatasync(fd: int) -> None:
+        fdatasync(fd)
+        synced.add(os.fstat(fd).st_ino)
+
+    def observed_replace(source: Path, target: Path) -> None:
+        replaced.append(source.stat().st_ino in synced)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fdatasync", observed_fdatasync)
+    monkeypatch.setattr(os, "replace", observed_replace)
+    for ended_at in (None, 2.0):
+        write_info(tmp_path, SessionInfo("a", "digest", 1.0, ended_at=ended_at))
+    assert replaced == [True, True]
 
 
 # -- the start of a gateway -------------------------------------------------------------------------------

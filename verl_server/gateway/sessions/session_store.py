@@ -26,20 +26,20 @@ from verl_server.gateway.records.record_files import RecordFiles
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_end import record_end
 from verl_server.gateway.sessions.session_info import (
-    SETTINGS_SUFFIX,
     SessionInfo,
     as_json,
     as_kinds,
     as_rewards,
     digest_of,
-    read_info,
+    limits_of,
+    read_infos,
     remaining_limits,
     require_token_limit,
     write_info,
 )
 from verl_server.trajectory.recorder import session_file
 from verl_server.types import Json
-from verl_server.validation import did_you_mean, require_seconds
+from verl_server.validation import require_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,9 @@ class SessionStore:
         self._is_closed = False
         self._files = RecordFiles()
         run_dir.mkdir(parents=True, exist_ok=True)
-        for path in sorted(run_dir.glob(f"*{SETTINGS_SUFFIX}")):
-            self._add(read_info(path))
+        infos, self._unreadable = read_infos(run_dir)
+        for info in infos:
+            self._add(info)
 
     def create(
         self,
@@ -94,6 +95,8 @@ class SessionStore:
         if key is not None:
             require_key("key", key, MIN_SESSION_KEY_CHARS)
         session_id, key = session_id or f"s-{secrets.token_hex(8)}", key or f"sk-{secrets.token_urlsafe(32)}"
+        if (error := self._unreadable.get(session_id)) is not None:
+            raise BadInputError(f"the session {session_id!r} cannot be created: {error}; choose another id")
         has_record, existing = session_file(self._run_dir, session_id).exists(), self._infos.get(session_id)
         now = time.time() if existing is None else existing.created_at
         expiry_s = self._expiry_s if expires_in_s is None else expires_in_s
@@ -115,7 +118,7 @@ class SessionStore:
             raise BadInputError(f"another session has the key of the new session {session_id!r}; choose another key")
         if info.key_digest == self._admin_digest:
             raise BadInputError(f"the session {session_id!r} cannot have the key of the admin API; choose another key")
-        session_limits = self._limits_of(info)
+        session_limits = limits_of(info, self._limits)
         if self._limits.has_token_limit:  # otherwise, the engine tells its context length later
             require_token_limit(session_limits)
         self._files.require_free(f"the session {session_id!r} was not created")
@@ -143,14 +146,17 @@ class SessionStore:
         return sum(info.ended_at is None for info in self._infos.values())
 
     def info(self, session_id: str) -> SessionInfo:
-        """A session. Raises GatewayError (404) for an unknown session."""
+        """A session. Raises GatewayError (404) for an unknown session, and if its settings could not be read."""
+        if (error := self._unreadable.get(session_id)) is not None:
+            message = f"the session {session_id!r} is not served: {error}; repair it and start the gateway again"
+            raise GatewayError(ErrorKind.NOT_FOUND, message)
         if session_id not in self._infos:
             raise GatewayError(ErrorKind.NOT_FOUND, f"there is no session {session_id!r}")
         return self._infos[session_id]
 
     def infos(self) -> list[SessionInfo]:
         """All sessions, in the order of their creation."""
-        return sorted(self._infos.values(), key=lambda info: info.created_at)
+        return list(self._infos.values())
 
     def session(self, session_id: str) -> Session:
         """The session, for a turn. Raises GatewayError for an unknown session, and for one that has ended."""
@@ -167,7 +173,7 @@ class SessionStore:
         if opened is None or has_failed:
             recorder = ObservedRecorder(self._run_dir, session_id, self._files)
             try:
-                limits = remaining_limits(self._limits_of(info), info.created_at)
+                limits = remaining_limits(limits_of(info, self._limits), info.created_at)
                 session = self._open_session(recorder, limits, info.sampling_params)
             except BaseException:
                 recorder.close()  # the engine is not there yet, for example
@@ -273,14 +279,6 @@ class SessionStore:
         for session in self._open.values():
             session.close(GatewayError(ErrorKind.OVERLOADED, "the gateway shuts down; send the request again"))
         self._open.clear()
-
-    def _limits_of(self, info: SessionInfo) -> RolloutLimits:
-        fields = [field.name for field in dataclasses.fields(self._limits)]
-        for name in info.limits:
-            if name not in fields:
-                hint = did_you_mean(name, fields).removesuffix("?")
-                raise BadInputError(f"limits has no field {name!r:.80}{hint}; its fields are {', '.join(fields)}")
-        return dataclasses.replace(self._limits, **info.limits)
 
     def _add(self, info: SessionInfo) -> None:
         self._infos[info.id] = info
