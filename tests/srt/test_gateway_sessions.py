@@ -378,7 +378,9 @@ def test_settings_are_on_the_disk_before_they_replace_the_file(tmp_path: Path, m
 
 def test_a_folder_has_one_gateway(renderer: ChatRenderer, tmp_path: Path) -> None:
     with start_gateway(renderer, tmp_path) as first:
-        named = f"another gateway serves .*{re.escape(first.url)}, process {os.getpid()}; use that gateway"
+        named = (
+            f"another gateway serves .*{re.escape(first.url)}, process {os.getpid()} on the host .*; use that gateway"
+        )
         with pytest.raises(ServerBusyError, match=named):
             start_gateway(renderer, tmp_path)
         _, key = first.create_session()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -28,18 +29,20 @@ from verl_server.gateway.http.app import make_app
 from verl_server.gateway.http.connections import protocol_of
 from verl_server.gateway.loop_calls import call_in_loop
 from verl_server.gateway.metrics import GatewayMetrics
-from verl_server.gateway.records.folder_lock import lock_folder
+from verl_server.gateway.records.folder_lock import REFRESH_S, FolderLock
 from verl_server.gateway.records.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_info import SessionInfo, require_token_limit
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.sessions.slots import Slots
+from verl_server.gateway.worker_threads import call_in_thread
 from verl_server.server.open_files import open_file_limit, raise_open_file_limit
 from verl_server.server.ports import join_host_port, listen
-from verl_server.trajectory.locked_files import close_locked
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.view.token_texts import decoder_of
 from verl_server.types import Json
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -94,12 +97,12 @@ class Gateway:
         self._is_shut_down = False
         self._socket = listen(host, port)
         self._address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._lock: int | None = None
+        self._lock: FolderLock | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: Future[None] = Future()
         """Has a result when the server accepts requests, and the error if its thread ended before."""
         try:
-            self._lock = lock_folder(folder, self.url)
+            self._lock = FolderLock(folder, self.url)
             self._store = SessionStore(folder, self._open_session, limits, session_expiry_s, self.admin_key)
             self._server = self._make_server()
             self._thread = threading.Thread(target=self._run, name="verl-gateway", daemon=True)
@@ -113,15 +116,13 @@ class Gateway:
         """Give back the port and the folder of the records."""
         self._socket.close()
         if self._lock is not None:
-            close_locked(self._lock)
-            self._lock = None
+            self._lock.release()
 
     def _wait_for_start(self) -> None:
         """Raise StartupError if the server does not start."""
         wait([self._started], START_TIMEOUT_S)
-        error = (
-            self._started.exception() if self._started.done() else TimeoutError(f"no start in {START_TIMEOUT_S:g} s")
-        )
+        late = TimeoutError(f"no start in {START_TIMEOUT_S:g} s")
+        error = self._started.exception() if self._started.done() else late
         if error is not None:
             with contextlib.suppress(DeadlineError):
                 self.shutdown()
@@ -261,6 +262,7 @@ class Gateway:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
+        watching = asyncio.create_task(self._watch_folder())
         try:
             await self._engine.start()
             serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
@@ -275,8 +277,17 @@ class Gateway:
                 await asyncio.wait((serving,), timeout=EXPIRY_INTERVAL_S)
             serving.result()
         finally:
+            watching.cancel()
             self._store.close()
             await self._engine.close()
+
+    async def _watch_folder(self) -> None:
+        """Stop serving when another gateway serves the folder: it is on a machine with other locks."""
+        assert self._lock
+        while (owner := await call_in_thread(self._lock.refresh)) is None:
+            await asyncio.sleep(REFRESH_S)
+        logger.error("%s serves the folder %s too; this gateway serves no more", owner, self.config.run_dir)
+        self._store.close("another gateway serves the folder of the records")
 
     def _call(self, function: Callable[[], Result]) -> Result:
         """Call a function in the event loop of the server, which owns the sessions.

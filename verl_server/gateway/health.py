@@ -72,8 +72,8 @@ class GatewayHealth:
         return EngineReport([], {}) if self._engine is None else await self._engine.report()
 
     async def _own_reasons(self) -> list[str]:
-        if self._store.is_closed:
-            return ["the gateway shuts down"]
+        if self._store.closed_reason is not None:
+            return [self._store.closed_reason]
         if not self._store.has_free_files:
             return [TOO_MANY_FILES]
         try:

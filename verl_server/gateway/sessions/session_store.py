@@ -68,7 +68,8 @@ class SessionStore:
         self._open = dict[str, Session]()
         self._failed_ends = set[str]()
         """Ids of expired sessions whose failure to end is in the log."""
-        self._is_closed = False
+        self.closed_reason: str | None = None
+        """Why `close` was called. None: the sessions are served."""
         self._files = RecordFiles()
         run_dir.mkdir(parents=True, exist_ok=True)
         infos, self._unreadable = read_infos(run_dir)
@@ -92,6 +93,7 @@ class SessionStore:
         call. Raises BadInputError for an id that is taken or cannot be the name of a file, for a key that cannot be
         used, and for wrong limits.
         """
+        self._require_open()
         if key is not None:
             require_key("key", key, MIN_SESSION_KEY_CHARS)
         session_id, key = session_id or f"s-{secrets.token_hex(8)}", key or f"sk-{secrets.token_urlsafe(32)}"
@@ -131,11 +133,6 @@ class SessionStore:
         return self._ids_by_key.get(digest_of(key))  # the digest of a wrong key tells nothing about the right key
 
     @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._is_closed
-
-    @property
     def has_free_files(self) -> bool:
         """Whether the process can open further files."""
         return self._files.has_free
@@ -160,8 +157,7 @@ class SessionStore:
 
     def session(self, session_id: str) -> Session:
         """The session, for a turn. Raises GatewayError for an unknown session, and for one that has ended."""
-        if self._is_closed:
-            raise GatewayError(ErrorKind.OVERLOADED, "the gateway shuts down")
+        self._require_open()
         self._end_if_expired(self.info(session_id))
         info = self.info(session_id)
         if info.ended_at is not None:
@@ -199,6 +195,7 @@ class SessionStore:
         side calls. A session that has ended gets the reward too. Raises BadInputError for values that are not allowed,
         and OSError if the end cannot be written: the session has not ended then.
         """
+        self._require_open()
         info = self.info(session_id)
         if not isinstance(stop_reason, str):
             raise BadInputError(f"stop_reason must be a string, got {type(stop_reason).__name__}")
@@ -252,7 +249,7 @@ class SessionStore:
         """
         began_at = time.monotonic()
         for session_id in list(self._infos):
-            if self._is_closed:
+            if self.closed_reason is not None:
                 return
             try:
                 self._end_if_expired(self._infos[session_id])
@@ -273,12 +270,16 @@ class SessionStore:
         self.info(session_id)
         return session_file(self._run_dir, session_id)
 
-    def close(self) -> None:
+    def close(self, reason: str = "the gateway shuts down") -> None:
         """Abort all turns. The sessions are served again by the next gateway with this folder."""
-        self._is_closed = True
+        self.closed_reason = self.closed_reason or reason
         for session in self._open.values():
-            session.close(GatewayError(ErrorKind.OVERLOADED, "the gateway shuts down; send the request again"))
+            session.close(GatewayError(ErrorKind.OVERLOADED, f"{self.closed_reason}; send the request again"))
         self._open.clear()
+
+    def _require_open(self) -> None:
+        if self.closed_reason is not None:
+            raise GatewayError(ErrorKind.OVERLOADED, self.closed_reason)
 
     def _add(self, info: SessionInfo) -> None:
         self._infos[info.id] = info
