@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,36 @@ def test_a_file_system_without_locks_is_named(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(UnsupportedError, match=f"file system of the folder {tmp_path} has no locks .*; mount it with"):
         start(tmp_path)
+
+
+# -- slow disks -------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_session_does_not_stop_other_requests_on_a_slow_disk(
+    start: Callable[..., Gateway], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record is on the disk before the settings say that the session has ended."""
+    fdatasync, written = os.fdatasync, list[tuple[str, Any]]()
+
+    def slow(fd: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
+        written.append((name, json.loads((tmp_path / "a.session.json").read_bytes())["ended_at"]))
+        time.sleep(0.5)
+        fdatasync(fd)
+
+    with start(tmp_path) as gateway, ThreadPoolExecutor(3) as pool:
+        for _, key in (gateway.create_session("a"), gateway.create_session("b")):
+            assert ask(gateway, key).status_code == 200
+        monkeypatch.setattr(os, "fdatasync", slow)
+        ends = [pool.submit(gateway.end_session, "a", reward) for reward in (0.5, 1.0)]
+        wait_until(lambda: written, 30, "no end")
+        latencies = list[float]()
+        while not all(end.done() for end in ends):
+            began_at = time.monotonic()
+            assert httpx.get(f"{gateway.url}/health/liveness", timeout=60.0).status_code == 200
+            latencies.append(time.monotonic() - began_at)
+        assert max(latencies) < 0.4
+        assert [name for name, _ in written] == ["a.jsonl", "a.session.new"] * 2
+        assert [ended_at is None for _, ended_at in written] == [True, True, False, False]
+        assert ends[1].result().reward == 1.0
+    assert list(load_session(tmp_path / "a.jsonl").rewards.values()) == [[1.0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import threading
@@ -27,7 +28,7 @@ from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.app import make_app
 from verl_server.gateway.http.connections import protocol_of
-from verl_server.gateway.loop_calls import call_in_loop
+from verl_server.gateway.loop_calls import await_in_loop, call_in_loop
 from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.records.folder_lock import REFRESH_S, FolderLock
 from verl_server.gateway.records.observed_recorder import ObservedRecorder
@@ -36,7 +37,7 @@ from verl_server.gateway.sessions.session_info import SessionInfo, require_token
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.sessions.slots import Slots
 from verl_server.gateway.worker_threads import call_in_thread
-from verl_server.server.open_files import open_file_limit, raise_open_file_limit
+from verl_server.server.open_files import raise_open_file_limit
 from verl_server.server.ports import join_host_port, listen
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.view.token_texts import decoder_of
@@ -84,13 +85,7 @@ class Gateway:
         folder = Path(run_dir).expanduser()
         raise_open_file_limit()
         self.config = GatewayConfig(
-            folder,
-            self.admin_key,
-            limits,
-            is_open,
-            tuple(model_names),
-            max_connections=min(GatewayConfig.max_connections, open_file_limit() // 2),
-            session_expiry_s=session_expiry_s,
+            folder, self.admin_key, limits, is_open, tuple(model_names), session_expiry_s=session_expiry_s
         )
         self._metrics = GatewayMetrics()
         self._slots = Slots(self.config.max_requests, ErrorKind.OVERLOADED, "the gateway")
@@ -221,7 +216,8 @@ class Gateway:
         """
         result: Json = {"reward": reward, "rewards": rewards, "metadata": metadata, "train": train}
         try:
-            return self._call(lambda: self._store.end(session_id, stop_reason, **result))
+            end = functools.partial(self._store.end, session_id, stop_reason, **result)
+            return await_in_loop(self._running_loop(), end, STOP_TIMEOUT_S)
         except GatewayError as error:  # the session is unknown
             raise BadInputError(error.message) from None
 
@@ -279,6 +275,7 @@ class Gateway:
         finally:
             watching.cancel()
             self._store.close()
+            await self._store.wait_closed()
             await self._engine.close()
 
     async def _watch_folder(self) -> None:
@@ -295,6 +292,9 @@ class Gateway:
         Raises ShutDownError after `shutdown`, and DeadlineError if the event loop does not answer. A call that has not
         begun is then taken back.
         """
+        return call_in_loop(self._running_loop(), function, STOP_TIMEOUT_S)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._is_shut_down or self._loop is None or not self._thread.is_alive():
             raise ShutDownError("the gateway was shut down; make another one with the same folder")
-        return call_in_loop(self._loop, function, STOP_TIMEOUT_S)
+        return self._loop

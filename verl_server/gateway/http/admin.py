@@ -78,7 +78,7 @@ def add_admin_routes(
         return _reply(store.info(session_id).public())
 
     async def end(request: Request, session_id: str) -> Response:
-        return _reply(store.end(session_id, **dict(await read(request, SessionEnd))).public())
+        return _reply((await store.end(session_id, **dict(await read(request, SessionEnd)))).public())
 
     async def export(request: Request, session_id: str) -> Response:
         access.require_admin(request)

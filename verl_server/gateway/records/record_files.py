@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from verl_server.gateway.errors import OPEN_FILE_ERRORS, ErrorKind, GatewayError
+from verl_server.gateway.worker_threads import call_in_thread
 from verl_server.server.open_files import open_file_limit
 
 Result = TypeVar("Result")
@@ -92,11 +93,21 @@ class RecordFiles:
             try:
                 return open_file()
             except OSError as error:
-                if not self.make_room(error, may_use_reserve=may_use_reserve):
+                if not self._make_room(error, may_use_reserve=may_use_reserve):
                     raise
         return open_file()
 
-    def make_room(self, error: OSError, *, may_use_reserve: bool) -> bool:
+    async def opening_aside(self, open_file: Callable[[], Result], *, may_use_reserve: bool = False) -> Result:
+        """`opening`, whose function is called in a worker thread."""
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                return await call_in_thread(open_file)
+            except OSError as error:
+                if not self._make_room(error, may_use_reserve=may_use_reserve):
+                    raise
+        return await call_in_thread(open_file)
+
+    def _make_room(self, error: OSError, *, may_use_reserve: bool) -> bool:
         """Close files after an error of a function that has opened a file. Returns whether this can help."""
         if error.errno not in OPEN_FILE_ERRORS:
             return False

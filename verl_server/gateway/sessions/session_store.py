@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,10 @@ from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.records.observed_recorder import ObservedRecorder
 from verl_server.gateway.records.record_files import RecordFiles
 from verl_server.gateway.sessions.session import Session
-from verl_server.gateway.sessions.session_end import record_end
+from verl_server.gateway.sessions.session_end import record_end, with_result
 from verl_server.gateway.sessions.session_info import (
     SessionInfo,
     as_json,
-    as_kinds,
-    as_rewards,
     digest_of,
     limits_of,
     read_infos,
@@ -66,6 +63,8 @@ class SessionStore:
         self._infos = dict[str, SessionInfo]()
         self._ids_by_key = dict[str, str]()
         self._open = dict[str, Session]()
+        self._ending = dict[str, asyncio.Task[SessionInfo]]()
+        """The ends of sessions that have not reached the disk."""
         self._failed_ends = set[str]()
         """Ids of expired sessions whose failure to end is in the log."""
         self.closed_reason: str | None = None
@@ -158,7 +157,10 @@ class SessionStore:
     def session(self, session_id: str) -> Session:
         """The session, for a turn. Raises GatewayError for an unknown session, and for one that has ended."""
         self._require_open()
-        self._end_if_expired(self.info(session_id))
+        if session_id in self._ending:
+            raise GatewayError(ErrorKind.OVERLOADED, f"the session {session_id!r} is being ended")
+        if self._has_expired(self.info(session_id)):
+            self.end_now(session_id, "expired")
         info = self.info(session_id)
         if info.ended_at is not None:
             raise GatewayError(ErrorKind.PERMISSION, f"the session {session_id!r} has ended ({info.stop_reason})")
@@ -179,48 +181,44 @@ class SessionStore:
             self._open[session_id] = session
         return self._open[session_id]
 
-    def end(
-        self,
-        session_id: str,
-        stop_reason: str = "done",
-        *,
-        reward: float | None = None,
-        rewards: Mapping[str, float] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        train: Sequence[str] | None = None,
-    ) -> SessionInfo:
+    async def end(self, session_id: str, stop_reason: str = "done", **result: Any) -> SessionInfo:
         """End a session: abort its turns, and record the reward at the end of each trained conversation.
 
-        `train`: kinds of the conversations that are trained (`ConversationKind`); by default all but titles and other
-        side calls. A session that has ended gets the reward too. Raises BadInputError for values that are not allowed,
-        and OSError if the end cannot be written: the session has not ended then.
+        `result`: the arguments of `with_result`. A session that has ended gets the result too. Disks are waited for in
+        worker threads, also if the caller is cancelled. Raises BadInputError for values that are not allowed, and
+        OSError if the end cannot be written: the session has not ended then.
         """
+        while (running := self._ending.get(session_id)) is not None:
+            await asyncio.wait((running,))
+        self._ending[session_id] = task = asyncio.create_task(self._end(session_id, stop_reason, result))
+        task.add_done_callback(lambda _: self._ending.pop(session_id))
+        return await asyncio.shield(task)
+
+    async def _end(self, session_id: str, stop_reason: str, result: Json) -> SessionInfo:
+        with contextlib.closing(self._steps_of_end(session_id, stop_reason, result)) as steps:
+            for step in steps:
+                await self._files.opening_aside(step, may_use_reserve=True)
+        return self._infos[session_id]
+
+    def end_now(self, session_id: str, stop_reason: str, **result: Any) -> None:
+        """`end`, without other work of the event loop meanwhile."""
+        with contextlib.closing(self._steps_of_end(session_id, stop_reason, result)) as steps:
+            for step in steps:
+                self._files.opening(step, may_use_reserve=True)
+
+    def _steps_of_end(self, session_id: str, stop_reason: str, result: Json) -> Generator[Callable[[], None]]:
+        """End a session. The steps, which the caller calls, wait for the disk."""
         self._require_open()
-        info = self.info(session_id)
-        if not isinstance(stop_reason, str):
-            raise BadInputError(f"stop_reason must be a string, got {type(stop_reason).__name__}")
-        given = as_json("the result", {"stop_reason": stop_reason, "rewards": as_rewards(rewards or {})})
-        info = dataclasses.replace(
-            info,
-            ended_at=info.ended_at or time.time(),
-            stop_reason=info.stop_reason or given["stop_reason"],
-            metadata=info.metadata | as_json("metadata", metadata),
-            train=info.train if train is None else as_kinds(train),
-        )
-        if reward is not None:
-            info.reward = as_rewards({"reward": reward})["reward"]
-        if rewards:
-            info.rewards = given["rewards"]
+        info = with_result(self.info(session_id), stop_reason, **result)
         with self._record_to_end(session_id) as recorder:
             if recorder is not None:
                 record_end(recorder, info)
-                recorder.flush()
+                yield recorder.flush
         # After the record: a session that has ended has its reward in the record.
-        self._files.opening(lambda: write_info(self._run_dir, info), may_use_reserve=True)
+        yield lambda: write_info(self._run_dir, info)
         if (opened := self._open.pop(session_id, None)) is not None:
             opened.close()
         self._add(info)
-        return info
 
     @contextlib.contextmanager
     def _record_to_end(self, session_id: str) -> Iterator[ObservedRecorder | None]:
@@ -252,7 +250,8 @@ class SessionStore:
             if self.closed_reason is not None:
                 return
             try:
-                self._end_if_expired(self._infos[session_id])
+                if self._has_expired(self._infos[session_id]):
+                    await self.end(session_id, "expired")
             except Exception:
                 if session_id not in self._failed_ends:
                     self._failed_ends.add(session_id)
@@ -261,9 +260,8 @@ class SessionStore:
                 await asyncio.sleep(MAX_WORK_S)
                 began_at = time.monotonic()
 
-    def _end_if_expired(self, info: SessionInfo) -> None:
-        if info.ended_at is None and info.expires_at is not None and time.time() > info.expires_at:
-            self.end(info.id, "expired")
+    def _has_expired(self, info: SessionInfo) -> bool:
+        return info.ended_at is None and info.expires_at is not None and time.time() > info.expires_at
 
     def record_file(self, session_id: str) -> Path:
         """The file of the session's record."""
@@ -273,9 +271,15 @@ class SessionStore:
     def close(self, reason: str = "the gateway shuts down") -> None:
         """Abort all turns. The sessions are served again by the next gateway with this folder."""
         self.closed_reason = self.closed_reason or reason
-        for session in self._open.values():
-            session.close(GatewayError(ErrorKind.OVERLOADED, f"{self.closed_reason}; send the request again"))
-        self._open.clear()
+        error = GatewayError(ErrorKind.OVERLOADED, f"{self.closed_reason}; send the request again")
+        for session_id in self._open.keys() - self._ending.keys():
+            self._open.pop(session_id).close(error)
+
+    async def wait_closed(self) -> None:
+        """Wait until all files are closed, after `close`."""
+        while self._ending:
+            await asyncio.wait(self._ending.values())
+        self.close()  # sessions that could not be ended
 
     def _require_open(self) -> None:
         if self.closed_reason is not None:
