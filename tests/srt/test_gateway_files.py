@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from agent_helpers import ScriptedGenerateFn, renderer_with_template
 from helpers import wait_until
 
 from verl_server.agent import RolloutLimits
-from verl_server.errors import ServerBusyError, UnsupportedError
+from verl_server.errors import DeadlineError, ServerBusyError, UnsupportedError
 from verl_server.gateway import Gateway
 from verl_server.gateway.records import folder_lock
 from verl_server.gateway.records.folder_lock import LOCK_FILE, FolderLock
@@ -192,3 +193,43 @@ def test_the_end_of_a_session_does_not_stop_other_requests_on_a_slow_disk(
         assert [ended_at is None for _, ended_at in written] == [True, True, False, False]
         assert ends[1].result().reward == 1.0
     assert list(load_session(tmp_path / "a.jsonl").rewards.values()) == [[1.0]]
+
+
+def test_a_shutdown_closes_many_records_on_a_slow_disk(
+    start: Callable[..., Gateway], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, the files would take 12 seconds."""
+    gateway = start(tmp_path)
+    for _ in range(60):
+        assert ask(gateway, gateway.create_session()[1]).status_code == 200
+    fdatasync = os.fdatasync
+
+    def slow(fd: int) -> None:
+        time.sleep(0.2)
+        fdatasync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    began_at = time.monotonic()
+    gateway.shutdown()
+    assert time.monotonic() - began_at < 6.0
+    with start(tmp_path) as again:
+        assert len(again.sessions()) == 60
+
+
+def test_a_shutdown_that_waits_for_the_disk_says_so_and_gives_the_folder_back_later(
+    start: Callable[..., Gateway], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway, go, fdatasync = start(tmp_path), threading.Event(), os.fdatasync
+    assert ask(gateway, gateway.create_session("a")[1]).status_code == 200
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", lambda fd: (go.wait(60), fdatasync(fd)))
+        patch.setattr("verl_server.gateway.gateway.STOP_TIMEOUT_S", 0.5)
+        named = f"did not stop; 1 records are still being written to the disk of {tmp_path}"
+        with pytest.raises(DeadlineError, match=named):
+            gateway.shutdown()
+        with pytest.raises(ServerBusyError):
+            start(tmp_path)
+        go.set()
+        gateway._thread.join(30)
+    with start(tmp_path) as again:
+        assert [info.id for info in again.sessions()] == ["a"]

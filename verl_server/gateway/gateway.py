@@ -27,7 +27,7 @@ from verl_server.gateway.engines.known_engine import make_source
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.app import make_app
-from verl_server.gateway.http.connections import protocol_of
+from verl_server.gateway.http.server import make_server
 from verl_server.gateway.loop_calls import await_in_loop, call_in_loop
 from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.records.folder_lock import REFRESH_S, FolderLock
@@ -136,26 +136,15 @@ class Gateway:
 
     def _make_server(self) -> uvicorn.Server:
         config = self.config
-        return uvicorn.Server(
-            uvicorn.Config(
-                make_app(
-                    self._store,
-                    config,
-                    lambda token_ids: decoder_of(self._engine.parts().renderer.tokenizer)(token_ids),
-                    metrics=self._metrics,
-                    health=GatewayHealth(
-                        config.run_dir, self._store, self._engine, self._metrics, config.limits.max_context_tokens
-                    ),
-                ),
-                http=protocol_of(config),
-                ws="none",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,  # nothing depends on the address of a client
-                timeout_keep_alive=config.idle_timeout_s,
-                timeout_graceful_shutdown=GRACE_S,
-            )
+        health = GatewayHealth(
+            config.run_dir, self._store, self._engine, self._metrics, config.limits.max_context_tokens
         )
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return decoder_of(self._engine.parts().renderer.tokenizer)(token_ids)
+
+        app = make_app(self._store, config, decode, metrics=self._metrics, health=health)
+        return make_server(app, config, GRACE_S)
 
     @property
     def url(self) -> str:
@@ -232,15 +221,17 @@ class Gateway:
         """
         self._is_shut_down = True
         if self._loop is not None:
+            abort = functools.partial(self._store.close, at_once=False)
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._store.close)  # clients get their replies, so that uvicorn can end
+                self._loop.call_soon_threadsafe(abort)  # clients get their replies, so that uvicorn can end
         self._server.should_exit = True
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             self._socket.close()
             cause = "a generate function that ignores its cancellation, or blocks the event loop, is a likely cause"
+            if count := self._store.num_unwritten:
+                cause = f"{count} records are still being written to the disk of {self.config.run_dir}, which is slow"
             raise DeadlineError(f"the gateway did not stop; {cause}", operation="gateway", seconds=STOP_TIMEOUT_S)
-        self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -255,6 +246,8 @@ class Gateway:
             if self._started.done():
                 raise
             self._started.set_exception(error)  # raised in the constructor
+        finally:
+            self._release()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -274,7 +267,7 @@ class Gateway:
             serving.result()
         finally:
             watching.cancel()
-            self._store.close()
+            self._store.close(at_once=False)
             await self._store.wait_closed()
             await self._engine.close()
 

@@ -104,3 +104,11 @@ class ObservedRecorder(Recorder):
         with self._closing:
             self._is_paused = False
             super().close()
+
+    def close_later(self) -> None:
+        """Close the file in `RecordFiles.close_waiting`."""
+        self._files.forget(self)
+        with self._closing:
+            if self._fd >= 0:
+                self._files.close_later(self._fd)
+            self._fd, self._is_paused = -1, False

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import weakref
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from verl_server.gateway.errors import OPEN_FILE_ERRORS, ErrorKind, GatewayError
-from verl_server.gateway.worker_threads import call_in_thread
+from verl_server.gateway.worker_threads import call_in_thread, run_aside
 from verl_server.server.open_files import open_file_limit
+from verl_server.trajectory.locked_files import close_locked
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -49,6 +54,8 @@ class RecordFiles:
         self._reserve = list[int]()
         """Descriptors that are closed when a file is needed and no other is free."""
         weakref.finalize(self, _close_all, self._reserve)
+        self._closing = set[int]()
+        """Descriptors of records that are used no more and are not closed."""
         self._refill()
 
     @property
@@ -83,6 +90,25 @@ class RecordFiles:
     def forget(self, record: PausableFile) -> None:
         """Forget a record whose file was closed for good."""
         self._open.pop(record, None)
+
+    @property
+    def num_closing(self) -> int:
+        """Number of records that are used no more and are not closed."""
+        return len(self._closing)
+
+    def close_later(self, descriptor: int) -> None:
+        """Close the file of a record in `close_waiting`: a network file system may write all its data then."""
+        self._closing.add(descriptor)
+
+    async def close_waiting(self) -> None:
+        """Close the files of `close_later`, in worker threads."""
+        await asyncio.gather(*(self._close(descriptor) for descriptor in self._closing))
+
+    async def _close(self, descriptor: int) -> None:
+        try:
+            await run_aside(False, _close_locked, descriptor)
+        finally:
+            self._closing.discard(descriptor)
 
     def opening(self, open_file: Callable[[], Result], *, may_use_reserve: bool = False) -> Result:
         """Call a function that opens a file. Without a free file, it is called again after another file was closed.
@@ -132,6 +158,15 @@ class RecordFiles:
             if not record.is_open:
                 del self._open[record]
         return len(self._open) < num_open
+
+
+def _close_locked(descriptor: int) -> None:
+    """Close the file of a record, whose data reaches the disk before: closing holds up other threads."""
+    try:
+        os.fdatasync(descriptor)
+    except OSError:
+        logger.exception("the end of a record did not reach the disk")
+    close_locked(descriptor)
 
 
 def _open_null() -> int:

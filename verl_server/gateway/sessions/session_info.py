@@ -16,12 +16,13 @@ from typing import Any
 import orjson
 import pydantic
 
+from verl_server.agent.generate_fn import require_sampling_params
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.gateway.errors import list_wrong_fields
 from verl_server.gateway.sessions.conversation_kinds import ConversationKind
 from verl_server.types import Json
-from verl_server.validation import did_you_mean, is_finite_number, require_list
+from verl_server.validation import did_you_mean, is_finite_number, require_list, require_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,11 @@ class SessionInfo:
         created = ("id", "key_digest", "created_at", "expires_at", "metadata", "limits", "sampling_params")
         return all(getattr(self, name) == getattr(other, name) for name in created)
 
+    @property
+    def has_expired(self) -> bool:
+        """Whether the time of the session is over, and its end is not recorded."""
+        return self.ended_at is None and self.expires_at is not None and time.time() > self.expires_at
+
     def public(self) -> Json:
         """The fields for the admin API, without the digest of the key. The values are not copied."""
         return {name: value for name, value in vars(self).items() if name != "key_digest"}
@@ -71,6 +77,27 @@ SETTINGS = pydantic.TypeAdapter(SessionInfo)
 def digest_of(key: str) -> str:
     """The digest of a key that `SessionInfo` has."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def new_info(
+    session_id: str,
+    key: str,
+    created_at: float,
+    expiry_s: float | None,
+    metadata: Mapping[str, Any] | None,
+    limits: Mapping[str, Any] | None,
+    sampling_params: Mapping[str, Any] | None,
+) -> SessionInfo:
+    """A session with these settings. Raises BadInputError for values that are not allowed."""
+    return SessionInfo(
+        session_id,
+        digest_of(key),
+        created_at,
+        None if expiry_s is None else created_at + require_seconds("expires_in_s", expiry_s),
+        as_json("metadata", metadata),
+        as_json("limits", limits),
+        as_json("sampling_params", require_sampling_params(sampling_params or {})),
+    )
 
 
 def write_info(run_dir: Path, info: SessionInfo) -> None:

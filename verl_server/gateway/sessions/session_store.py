@@ -15,7 +15,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_server.agent.generate_fn import require_sampling_params
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.gateway.config import MIN_SESSION_KEY_CHARS, require_key
@@ -26,9 +25,9 @@ from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_end import record_end, with_result
 from verl_server.gateway.sessions.session_info import (
     SessionInfo,
-    as_json,
     digest_of,
     limits_of,
+    new_info,
     read_infos,
     remaining_limits,
     require_token_limit,
@@ -36,10 +35,10 @@ from verl_server.gateway.sessions.session_info import (
 )
 from verl_server.trajectory.recorder import session_file
 from verl_server.types import Json
-from verl_server.validation import require_seconds
 
 logger = logging.getLogger(__name__)
 
+SHUT_DOWN = "the gateway shuts down"
 MAX_WORK_S = 0.01
 """Seconds for which expired sessions are ended at a time. The event loop does other work for as long in between."""
 
@@ -99,18 +98,9 @@ class SessionStore:
         if (error := self._unreadable.get(session_id)) is not None:
             raise BadInputError(f"the session {session_id!r} cannot be created: {error}; choose another id")
         has_record, existing = session_file(self._run_dir, session_id).exists(), self._infos.get(session_id)
-        now = time.time() if existing is None else existing.created_at
-        expiry_s = self._expiry_s if expires_in_s is None else expires_in_s
-        expiry_s = expiry_s if can_expire else None
-        info = SessionInfo(
-            session_id,
-            digest_of(key),
-            now,
-            None if expiry_s is None else now + require_seconds("expires_in_s", expiry_s),
-            as_json("metadata", metadata),
-            as_json("limits", limits),
-            as_json("sampling_params", require_sampling_params(sampling_params or {})),
-        )
+        expiry_s = (self._expiry_s if expires_in_s is None else expires_in_s) if can_expire else None
+        created_at = time.time() if existing is None else existing.created_at
+        info = new_info(session_id, key, created_at, expiry_s, metadata, limits, sampling_params)
         if existing is not None and existing.has_settings_of(info):
             return existing, key
         if existing is not None or has_record:
@@ -159,7 +149,7 @@ class SessionStore:
         self._require_open()
         if session_id in self._ending:
             raise GatewayError(ErrorKind.OVERLOADED, f"the session {session_id!r} is being ended")
-        if self._has_expired(self.info(session_id)):
+        if self.info(session_id).has_expired:
             self.end_now(session_id, "expired")
         info = self.info(session_id)
         if info.ended_at is not None:
@@ -250,7 +240,7 @@ class SessionStore:
             if self.closed_reason is not None:
                 return
             try:
-                if self._has_expired(self._infos[session_id]):
+                if self._infos[session_id].has_expired:
                     await self.end(session_id, "expired")
             except Exception:
                 if session_id not in self._failed_ends:
@@ -260,26 +250,35 @@ class SessionStore:
                 await asyncio.sleep(MAX_WORK_S)
                 began_at = time.monotonic()
 
-    def _has_expired(self, info: SessionInfo) -> bool:
-        return info.ended_at is None and info.expires_at is not None and time.time() > info.expires_at
-
     def record_file(self, session_id: str) -> Path:
         """The file of the session's record."""
         self.info(session_id)
         return session_file(self._run_dir, session_id)
 
-    def close(self, reason: str = "the gateway shuts down") -> None:
-        """Abort all turns. The sessions are served again by the next gateway with this folder."""
+    def close(self, reason: str = SHUT_DOWN, *, at_once: bool = True) -> None:
+        """Abort all turns. The sessions are served again by the next gateway with this folder.
+
+        `at_once` False: `wait_closed` closes the files of the records.
+        """
         self.closed_reason = self.closed_reason or reason
         error = GatewayError(ErrorKind.OVERLOADED, f"{self.closed_reason}; send the request again")
         for session_id in self._open.keys() - self._ending.keys():
-            self._open.pop(session_id).close(error)
+            session = self._open.pop(session_id)
+            if session.record is not None and not at_once:
+                session.record.close_later()
+            session.close(error)
 
     async def wait_closed(self) -> None:
         """Wait until all files are closed, after `close`."""
         while self._ending:
             await asyncio.wait(self._ending.values())
-        self.close()  # sessions that could not be ended
+        self.close(at_once=False)  # sessions that could not be ended
+        await self._files.close_waiting()
+
+    @property
+    def num_unwritten(self) -> int:
+        """Number of records that were closed, or are ended, and are perhaps not on the disk."""
+        return len(self._ending) + self._files.num_closing
 
     def _require_open(self) -> None:
         if self.closed_reason is not None:
