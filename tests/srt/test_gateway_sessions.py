@@ -12,12 +12,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
 from agent_helpers import ScriptedGenerateFn, renderer_with_template
+from helpers import free_port
 
 from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError, ServerBusyError
@@ -136,6 +138,35 @@ def test_a_wrong_result_does_not_end_a_session(gateway: Gateway, body: str) -> N
     info, _ = gateway.create_session()
     assert admin(gateway, f"/{info.id}/end", body).status_code == 400
     assert admin(gateway, f"/{info.id}").json()["ended_at"] is None
+
+
+def test_the_sessions_are_listed_in_pages(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """In the order of their creation, also after a restart."""
+    names = [f"s{index}" for index in (5, 3, 9, 1, 7)]
+    with start_gateway(renderer, tmp_path) as gateway:
+        for name in names:
+            gateway.create_session(name)
+        gateway.end_session("s3")
+
+    def pages(query: str) -> list[list[str]]:
+        found, after = list[list[str]](), ""
+        while True:
+            reply = admin(gateway, f"?limit=2{query}{after}").json()
+            found.append([session["id"] for session in reply["sessions"]])
+            if reply["next"] is None:
+                return found
+            after = f"&after={reply['next']}"
+
+    with start_gateway(renderer, tmp_path) as gateway:
+        assert pages("") == [["s5", "s3"], ["s9", "s1"], ["s7"]]
+        gateway.end_session("s9")
+        assert pages("&open=true") == [["s5", "s1"], ["s7"]]
+        assert pages("&open=false") == [["s3", "s9"]]
+        assert admin(gateway).json()["next"] is None
+        assert admin(gateway, "?after=unknown").status_code == 404
+        for query in ("limit=0", "limit=10001", "limit=x", "open=maybe", "offset=3"):
+            reply = admin(gateway, f"?{query}")
+            assert (reply.status_code, query.partition("=")[0] in reply.text) == (400, True)
 
 
 # -- settings and results ---------------------------------------------------------------------------------
@@ -387,6 +418,20 @@ def test_a_folder_has_one_gateway(renderer: ChatRenderer, tmp_path: Path) -> Non
         assert ask(first, key) == 200
     with start_gateway(renderer, tmp_path) as second:
         assert ask(second, key) == 200
+
+
+def test_a_gateway_listens_when_it_has_read_its_folder(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """Clients would wait for a folder with many sessions. A pipe as a settings file is read until it is closed."""
+    port, fifo = free_port(), tmp_path / "a.session.json"
+    os.mkfifo(fifo)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(start_gateway, renderer, tmp_path, port=port)
+        with fifo.open("wb"):  # waits until the gateway reads
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), timeout=30.0)
+            assert f"http://127.0.0.1:{port}" in (tmp_path / ".gateway.lock").read_text()
+        with starting.result() as gateway:
+            assert ask(gateway, gateway.create_session("b")[1]) == 200
 
 
 def test_the_limit_of_open_files_is_raised(renderer: ChatRenderer, tmp_path: Path) -> None:

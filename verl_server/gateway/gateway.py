@@ -38,7 +38,7 @@ from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.sessions.slots import Slots
 from verl_server.gateway.worker_threads import call_in_thread
 from verl_server.server.open_files import raise_open_file_limit
-from verl_server.server.ports import join_host_port, listen
+from verl_server.server.ports import bind, join_host_port, listen
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.view.token_texts import decoder_of
 from verl_server.types import Json
@@ -90,7 +90,7 @@ class Gateway:
         self._metrics = GatewayMetrics()
         self._slots = Slots(self.config.max_requests, ErrorKind.OVERLOADED, "the gateway")
         self._is_shut_down = False
-        self._socket = listen(host, port)
+        self._socket = bind(host, port)
         self._address: tuple[str, int] = self._socket.getsockname()[:2]
         self._lock: FolderLock | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -100,6 +100,7 @@ class Gateway:
             self._lock = FolderLock(folder, self.url)
             self._store = SessionStore(folder, self._open_session, limits, session_expiry_s, self.admin_key)
             self._server = self._make_server()
+            listen(self._socket)  # now: a client whose connection is accepted waits for its reply
             self._thread = threading.Thread(target=self._run, name="verl-gateway", daemon=True)
             self._thread.start()
         except BaseException:
