@@ -55,8 +55,9 @@ class GatewayConfig:
     """Seconds in which the head of a request must arrive, from the connection or from its first byte on."""
     body_timeout_s: float = 300.0
     """Seconds in which the body of a request must arrive after its head."""
-    idle_timeout_s: int = 30
-    """Seconds after a reply in which the next request must begin."""
+    idle_timeout_s: int = 75
+    """Seconds after a reply in which the next request must begin: more than the 60 seconds for which nginx and load
+    balancers keep an idle connection. They would send requests on connections that the gateway closes."""
     keep_alive_s: float = 10.0
     """Seconds between two signs of life of a stream whose turn is being generated."""
     session_expiry_s: float | None = None
