@@ -129,7 +129,7 @@ def test_a_session_that_ends_during_a_turn_says_so(served: Served, path: str, st
         headers = served.key("a")
         request = asyncio.create_task(served.post(headers, path, stream=stream, max_tokens=5))
         await served.engine.wait_for_calls(1)
-        served.store.end("a", reward=1.0)
+        await served.store.end("a", reward=1.0)
         reply = await request
         assert reply.status_code == (200 if stream else 403)
         assert "the session 'a' has ended" in reply.text
@@ -152,7 +152,7 @@ def test_a_session_that_ends_while_a_body_arrives_takes_no_turn(served: Served, 
 
         request = asyncio.create_task(served.post(headers, path, body()))
         await is_sent.wait()
-        served.store.end("a", reward=1.0)
+        await served.store.end("a", reward=1.0)
         has_ended.set()
         reply = await request
         assert reply.status_code == 403
@@ -438,7 +438,7 @@ def test_a_session_that_ends_while_its_prompt_is_rendered_takes_no_turn(held: He
     async def run() -> None:
         request = asyncio.create_task(served.post(served.key("a"), messages=[{"role": "user", "content": "hold"}]))
         assert await asyncio.to_thread(held.is_held.wait, 20)
-        served.store.end("a")
+        await served.store.end("a")
         held.go.set()
         reply = await request
         assert (reply.status_code, "has ended" in reply.text) == (403, True)

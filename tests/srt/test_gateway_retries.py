@@ -367,7 +367,7 @@ def test_metrics_count_a_client_that_left_before_its_reply(served: Served) -> No
         await served.engine.wait_for_calls(1)
         client.leave()
         await request
-        served.store.end("a")
+        await served.store.end("a")
 
     asyncio.run(asyncio.wait_for(run(), 30))
     text = served.app.state.metrics.text().decode()
@@ -595,9 +595,9 @@ def test_the_reward_of_an_end_that_could_not_be_written_is_not_kept(
         with monkeypatch.context() as patch:
             patch.setattr(os, "fdatasync", fail)
             with pytest.raises(OSError, match="Input/output error"):
-                served.store.end("a", reward=1.0)
+                await served.store.end("a", reward=1.0)
         assert (await served.post(key)).status_code == 200
-        served.store.end("a", "expired")
+        await served.store.end("a", "expired")
 
     asyncio.run(asyncio.wait_for(run(), 30))
     graph = load_session(served.store.record_file("a"))

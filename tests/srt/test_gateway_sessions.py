@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import re
@@ -11,12 +12,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
 from agent_helpers import ScriptedGenerateFn, renderer_with_template
+from helpers import free_port
 
 from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError, ServerBusyError
@@ -135,6 +138,35 @@ def test_a_wrong_result_does_not_end_a_session(gateway: Gateway, body: str) -> N
     info, _ = gateway.create_session()
     assert admin(gateway, f"/{info.id}/end", body).status_code == 400
     assert admin(gateway, f"/{info.id}").json()["ended_at"] is None
+
+
+def test_the_sessions_are_listed_in_pages(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """In the order of their creation, also after a restart."""
+    names = [f"s{index}" for index in (5, 3, 9, 1, 7)]
+    with start_gateway(renderer, tmp_path) as gateway:
+        for name in names:
+            gateway.create_session(name)
+        gateway.end_session("s3")
+
+    def pages(query: str) -> list[list[str]]:
+        found, after = list[list[str]](), ""
+        while True:
+            reply = admin(gateway, f"?limit=2{query}{after}").json()
+            found.append([session["id"] for session in reply["sessions"]])
+            if reply["next"] is None:
+                return found
+            after = f"&after={reply['next']}"
+
+    with start_gateway(renderer, tmp_path) as gateway:
+        assert pages("") == [["s5", "s3"], ["s9", "s1"], ["s7"]]
+        gateway.end_session("s9")
+        assert pages("&open=true") == [["s5", "s1"], ["s7"]]
+        assert pages("&open=false") == [["s3", "s9"]]
+        assert admin(gateway).json()["next"] is None
+        assert admin(gateway, "?after=unknown").status_code == 404
+        for query in ("limit=0", "limit=10001", "limit=x", "open=maybe", "offset=3"):
+            reply = admin(gateway, f"?{query}")
+            assert (reply.status_code, query.partition("=")[0] in reply.text) == (400, True)
 
 
 # -- settings and results ---------------------------------------------------------------------------------
@@ -325,18 +357,51 @@ OF_B = '{"id": "b", "key_digest": "a", "created_at": 1.0}'
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"id": "b"}', '{"id": "a", "key_digest": 5}', OF_B])
-def test_a_damaged_settings_file_is_named(renderer: ChatRenderer, tmp_path: Path, content: str) -> None:
-    path = tmp_path / "a.session.json"
-    path.write_text(content)
-    with pytest.raises(BadInputError, match=re.escape(str(path))):
-        start_gateway(renderer, tmp_path)
-    path.rename(tmp_path / "a.session.new")  # as a process that was killed leaves the file
+def test_a_damaged_settings_file_is_named_and_the_other_sessions_are_served(
+    renderer: ChatRenderer, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
+) -> None:
+    """As after a loss of power. The start names all such files in one line."""
     with start_gateway(renderer, tmp_path) as gateway:
-        assert gateway.sessions() == []
+        _, key = gateway.create_session("whole")
+    for name in ("a", "c"):
+        (tmp_path / f"{name}.session.json").write_text(content)
+    with start_gateway(renderer, tmp_path) as gateway:
+        lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+        assert len(lines) == 1
+        assert all(f"{name}.session.json" in lines[0] for name in ("a", "c"))
+        assert ask(gateway, key) == 200
+        assert [info.id for info in gateway.sessions()] == ["whole"]
+        for reply in (admin(gateway, "/a"), admin(gateway, "/a/end", "{}"), admin(gateway, "/a/record")):
+            assert reply.status_code == 404
+            assert "the session 'a' is not served: a.session.json cannot be read" in reply.json()["error"]["message"]
+        with pytest.raises(BadInputError, match=r"cannot be created: a\.session\.json cannot be read"):
+            gateway.create_session("a")
+    (tmp_path / "a.session.json").rename(tmp_path / "a.session.new")  # as a process that was killed leaves the file
+    with start_gateway(renderer, tmp_path) as gateway:
         _, key = gateway.create_session("a", metadata={"a": [1, None, {"b": 0.5}]})
     with start_gateway(renderer, tmp_path) as gateway:
         assert ask(gateway, key) == 200
-        assert gateway.sessions()[0].metadata == {"a": [1, None, {"b": 0.5}]}
+        assert gateway.sessions()[-1].metadata == {"a": [1, None, {"b": 0.5}]}
+
+
+def test_settings_are_on_the_disk_before_they_replace_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a loss of power, the file has the earlier or the new settings, and is not empty."""
+    synced, fdatasync, replace = set[int](), os.fdatasync, os.replace
+    replaced = list[bool]()
+
+    def observed_fdatasync(fd: int) -> None:
+        fdatasync(fd)
+        synced.add(os.fstat(fd).st_ino)
+
+    def observed_replace(source: Path, target: Path) -> None:
+        replaced.append(source.stat().st_ino in synced)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fdatasync", observed_fdatasync)
+    monkeypatch.setattr(os, "replace", observed_replace)
+    for ended_at in (None, 2.0):
+        write_info(tmp_path, SessionInfo("a", "digest", 1.0, ended_at=ended_at))
+    assert replaced == [True, True]
 
 
 # -- the start of a gateway -------------------------------------------------------------------------------
@@ -344,13 +409,29 @@ def test_a_damaged_settings_file_is_named(renderer: ChatRenderer, tmp_path: Path
 
 def test_a_folder_has_one_gateway(renderer: ChatRenderer, tmp_path: Path) -> None:
     with start_gateway(renderer, tmp_path) as first:
-        named = f"another gateway serves .*{re.escape(first.url)}, process {os.getpid()}; use that gateway"
+        named = (
+            f"another gateway serves .*{re.escape(first.url)}, process {os.getpid()} on the host .*; use that gateway"
+        )
         with pytest.raises(ServerBusyError, match=named):
             start_gateway(renderer, tmp_path)
         _, key = first.create_session()
         assert ask(first, key) == 200
     with start_gateway(renderer, tmp_path) as second:
         assert ask(second, key) == 200
+
+
+def test_a_gateway_listens_when_it_has_read_its_folder(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """Clients would wait for a folder with many sessions. A pipe as a settings file is read until it is closed."""
+    port, fifo = free_port(), tmp_path / "a.session.json"
+    os.mkfifo(fifo)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(start_gateway, renderer, tmp_path, port=port)
+        with fifo.open("wb"):  # waits until the gateway reads
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), timeout=30.0)
+            assert f"http://127.0.0.1:{port}" in (tmp_path / ".gateway.lock").read_text()
+        with starting.result() as gateway:
+            assert ask(gateway, gateway.create_session("b")[1]) == 200
 
 
 def test_the_limit_of_open_files_is_raised(renderer: ChatRenderer, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 from agent_helpers import ScriptedGenerateFn
+from gateway_commands import ADMIN_KEY, create_session, gateway_command
 from helpers import free_port, wait_until
 from test_gateway_sessions import LIMITS, ask, renderer, start_gateway
 
@@ -207,6 +208,27 @@ def test_a_session_without_requests_ends_by_itself(
     with start_gateway(renderer, tmp_path, session_expiry_s=1e-6) as gateway:
         gateway.create_session()
         wait_until(lambda: gateway.sessions()[0].stop_reason == "expired", 30, "the session has not ended")
+
+
+def test_sessions_of_the_command_end_by_themselves(tmp_path: Path) -> None:
+    """The gateway needs no server for this."""
+    options = ("--server", "http://127.0.0.1:9", "--session-expiry", "1")
+    with gateway_command(str(tmp_path), *options, VERL_SERVER_GATEWAY_ADMIN_KEY=ADMIN_KEY) as url:
+        create_session(url, ADMIN_KEY)
+
+        def session() -> Any:
+            headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+            (found,) = httpx.get(f"{url}/admin/sessions", headers=headers, timeout=60.0).json()["sessions"]
+            return found
+
+        assert session()["expires_at"] - session()["created_at"] == pytest.approx(1.0)
+        wait_until(lambda: session()["stop_reason"] == "expired", 30, "the session has not ended")
+
+
+def test_a_proxy_closes_idle_connections_before_the_gateway(gateway: Gateway) -> None:
+    """Otherwise, the proxy sends requests on connections that the gateway closes: its clients get the status 502."""
+    assert gateway._server.config.timeout_keep_alive == gateway.config.idle_timeout_s
+    assert gateway.config.idle_timeout_s > 60, "the default of nginx (keepalive_timeout) and of AWS's load balancers"
 
 
 def test_sampling_params_of_a_session_hold_over_a_restart(renderer: ChatRenderer, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -53,6 +53,10 @@ def gateway(
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the key of the admin API, instead of the environment.")
     ] = None,
+    session_expiry: Annotated[
+        float | None,
+        typer.Option(min=1, help="Seconds after which a session ends by itself. Default: never.", metavar="SECONDS"),
+    ] = None,
 ) -> None:
     """Let unmodified agents act through servers, a router or a fleet, and record every token.
 
@@ -79,7 +83,19 @@ def gateway(
     admin_key = options.take_key(GATEWAY_KEY)
     with exit_after_cleanup():
         with show_progress("Starting the gateway"):
-            opened = _open(run_dir, server, router, fleet, model, max_context_tokens, host, port, is_open, admin_key)
+            opened = _open(
+                run_dir,
+                server,
+                router,
+                fleet,
+                model,
+                max_context_tokens,
+                host=host,
+                port=port,
+                is_open=is_open,
+                admin_key=admin_key,
+                session_expiry_s=session_expiry,
+            )
         with opened:
             collect_garbage_rarely()
             print_line(f"Ready: {opened.url} (Anthropic), {opened.openai_url} (OpenAI)")
@@ -95,11 +111,9 @@ def _open(
     fleet: str | None,
     model: str | None,
     max_context_tokens: int | None,
-    host: str,
-    port: int,
-    is_open: bool,
-    admin_key: str,
+    **options: Any,
 ) -> Gateway:
+    """The gateway. `options`: further arguments of `Gateway`."""
     from verl_server.agent import RolloutLimits
     from verl_server.gateway import Gateway
     from verl_server.trajectory import get_renderer
@@ -114,9 +128,7 @@ def _open(
         raise BadInputError("a router does not tell its model; add --model MODEL and --max-context-tokens N")
     engine = _engine(servers, router, fleet, renderer)
     limits = RolloutLimits(max_turns=1_000_000, max_context_tokens=max_context_tokens)
-    return Gateway(
-        engine, run_dir, renderer=renderer, limits=limits, host=host, port=port, admin_key=admin_key, is_open=is_open
-    )
+    return Gateway(engine, run_dir, renderer=renderer, limits=limits, **options)
 
 
 def _engine(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.ranks.machine import is_loopback
+from verl_server.server.open_files import open_file_limit
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.validation import require_bool, require_list, require_seconds
 
@@ -48,14 +49,15 @@ class GatewayConfig:
     """Maximum number of open requests of a session."""
     max_requests: int = 4096
     """Maximum number of open requests of all sessions."""
-    max_connections: int = 8192
-    """Maximum number of connections, with those that have no open request."""
+    max_connections: int = field(default_factory=lambda: min(8192, open_file_limit() // 2))
+    """Maximum number of connections, with those that have no open request: at most half of the limit of open files."""
     head_timeout_s: float = 30.0
     """Seconds in which the head of a request must arrive, from the connection or from its first byte on."""
     body_timeout_s: float = 300.0
     """Seconds in which the body of a request must arrive after its head."""
-    idle_timeout_s: int = 30
-    """Seconds after a reply in which the next request must begin."""
+    idle_timeout_s: int = 75
+    """Seconds after a reply in which the next request must begin: more than the 60 seconds for which nginx and load
+    balancers keep an idle connection. They would send requests on connections that the gateway closes."""
     keep_alive_s: float = 10.0
     """Seconds between two signs of life of a stream whose turn is being generated."""
     session_expiry_s: float | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,31 +17,33 @@ import uvicorn
 import uvloop
 
 from verl_server.agent.engine_access import Engine
-from verl_server.agent.episodes.episode_state import EpisodeState, require_limits
+from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.limits import RolloutLimits
 from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError, DeadlineError, ShutDownError, StartupError
 from verl_server.gateway.config import GatewayConfig, require_gateway_arguments
 from verl_server.gateway.engines.engine_source import EngineSource
-from verl_server.gateway.engines.known_engine import KnownEngine
+from verl_server.gateway.engines.known_engine import make_source
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.folder_lock import lock_folder
 from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.app import make_app
-from verl_server.gateway.http.connections import protocol_of
-from verl_server.gateway.loop_calls import call_in_loop
+from verl_server.gateway.http.server import make_server
+from verl_server.gateway.loop_calls import await_in_loop, call_in_loop
 from verl_server.gateway.metrics import GatewayMetrics
-from verl_server.gateway.sessions.observed_recorder import ObservedRecorder
+from verl_server.gateway.records.folder_lock import REFRESH_S, FolderLock
+from verl_server.gateway.records.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_info import SessionInfo, require_token_limit
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.sessions.slots import Slots
+from verl_server.gateway.worker_threads import call_in_thread
 from verl_server.server.open_files import raise_open_file_limit
-from verl_server.server.ports import join_host_port, listen
-from verl_server.trajectory.locked_files import close_locked
+from verl_server.server.ports import bind, join_host_port, listen
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.view.token_texts import decoder_of
 from verl_server.types import Json
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -76,27 +80,27 @@ class Gateway:
         key. Raises BadInputError for wrong arguments, StartupError, and the errors of a request to the engine.
         """
         require_gateway_arguments(run_dir, host, is_open, model_names, renderer, admin_key, session_expiry_s)
-        self._engine, limits = _make_source(engine, renderer, limits)
+        self._engine, limits = make_source(engine, renderer, limits)
         self.admin_key = admin_key or f"sk-admin-{secrets.token_urlsafe(32)}"
         folder = Path(run_dir).expanduser()
+        raise_open_file_limit()
         self.config = GatewayConfig(
             folder, self.admin_key, limits, is_open, tuple(model_names), session_expiry_s=session_expiry_s
         )
-
         self._metrics = GatewayMetrics()
         self._slots = Slots(self.config.max_requests, ErrorKind.OVERLOADED, "the gateway")
         self._is_shut_down = False
-        raise_open_file_limit()
-        self._socket = listen(host, port)
+        self._socket = bind(host, port)
         self._address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._lock: int | None = None
+        self._lock: FolderLock | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: Future[None] = Future()
         """Has a result when the server accepts requests, and the error if its thread ended before."""
         try:
-            self._lock = lock_folder(folder, self.url)
+            self._lock = FolderLock(folder, self.url)
             self._store = SessionStore(folder, self._open_session, limits, session_expiry_s, self.admin_key)
             self._server = self._make_server()
+            listen(self._socket)  # now: a client whose connection is accepted waits for its reply
             self._thread = threading.Thread(target=self._run, name="verl-gateway", daemon=True)
             self._thread.start()
         except BaseException:
@@ -108,15 +112,13 @@ class Gateway:
         """Give back the port and the folder of the records."""
         self._socket.close()
         if self._lock is not None:
-            close_locked(self._lock)
-            self._lock = None
+            self._lock.release()
 
     def _wait_for_start(self) -> None:
         """Raise StartupError if the server does not start."""
         wait([self._started], START_TIMEOUT_S)
-        error = (
-            self._started.exception() if self._started.done() else TimeoutError(f"no start in {START_TIMEOUT_S:g} s")
-        )
+        late = TimeoutError(f"no start in {START_TIMEOUT_S:g} s")
+        error = self._started.exception() if self._started.done() else late
         if error is not None:
             with contextlib.suppress(DeadlineError):
                 self.shutdown()
@@ -135,26 +137,15 @@ class Gateway:
 
     def _make_server(self) -> uvicorn.Server:
         config = self.config
-        return uvicorn.Server(
-            uvicorn.Config(
-                make_app(
-                    self._store,
-                    config,
-                    lambda token_ids: decoder_of(self._engine.parts().renderer.tokenizer)(token_ids),
-                    metrics=self._metrics,
-                    health=GatewayHealth(
-                        config.run_dir, self._store, self._engine, self._metrics, config.limits.max_context_tokens
-                    ),
-                ),
-                http=protocol_of(config),
-                ws="none",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,  # nothing depends on the address of a client
-                timeout_keep_alive=config.idle_timeout_s,
-                timeout_graceful_shutdown=GRACE_S,
-            )
+        health = GatewayHealth(
+            config.run_dir, self._store, self._engine, self._metrics, config.limits.max_context_tokens
         )
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return decoder_of(self._engine.parts().renderer.tokenizer)(token_ids)
+
+        app = make_app(self._store, config, decode, metrics=self._metrics, health=health)
+        return make_server(app, config, GRACE_S)
 
     @property
     def url(self) -> str:
@@ -215,7 +206,8 @@ class Gateway:
         """
         result: Json = {"reward": reward, "rewards": rewards, "metadata": metadata, "train": train}
         try:
-            return self._call(lambda: self._store.end(session_id, stop_reason, **result))
+            end = functools.partial(self._store.end, session_id, stop_reason, **result)
+            return await_in_loop(self._running_loop(), end, STOP_TIMEOUT_S)
         except GatewayError as error:  # the session is unknown
             raise BadInputError(error.message) from None
 
@@ -230,15 +222,17 @@ class Gateway:
         """
         self._is_shut_down = True
         if self._loop is not None:
+            abort = functools.partial(self._store.close, at_once=False)
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._store.close)  # clients get their replies, so that uvicorn can end
+                self._loop.call_soon_threadsafe(abort)  # clients get their replies, so that uvicorn can end
         self._server.should_exit = True
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             self._socket.close()
             cause = "a generate function that ignores its cancellation, or blocks the event loop, is a likely cause"
+            if count := self._store.num_unwritten:
+                cause = f"{count} records are still being written to the disk of {self.config.run_dir}, which is slow"
             raise DeadlineError(f"the gateway did not stop; {cause}", operation="gateway", seconds=STOP_TIMEOUT_S)
-        self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -253,9 +247,12 @@ class Gateway:
             if self._started.done():
                 raise
             self._started.set_exception(error)  # raised in the constructor
+        finally:
+            self._release()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
+        watching = asyncio.create_task(self._watch_folder())
         try:
             await self._engine.start()
             serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
@@ -270,8 +267,18 @@ class Gateway:
                 await asyncio.wait((serving,), timeout=EXPIRY_INTERVAL_S)
             serving.result()
         finally:
-            self._store.close()
+            watching.cancel()
+            self._store.close(at_once=False)
+            await self._store.wait_closed()
             await self._engine.close()
+
+    async def _watch_folder(self) -> None:
+        """Stop serving when another gateway serves the folder: it is on a machine with other locks."""
+        assert self._lock
+        while (owner := await call_in_thread(self._lock.refresh)) is None:
+            await asyncio.sleep(REFRESH_S)
+        logger.error("%s serves the folder %s too; this gateway serves no more", owner, self.config.run_dir)
+        self._store.close("another gateway serves the folder of the records")
 
     def _call(self, function: Callable[[], Result]) -> Result:
         """Call a function in the event loop of the server, which owns the sessions.
@@ -279,19 +286,9 @@ class Gateway:
         Raises ShutDownError after `shutdown`, and DeadlineError if the event loop does not answer. A call that has not
         begun is then taken back.
         """
+        return call_in_loop(self._running_loop(), function, STOP_TIMEOUT_S)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._is_shut_down or self._loop is None or not self._thread.is_alive():
             raise ShutDownError("the gateway was shut down; make another one with the same folder")
-        return call_in_loop(self._loop, function, STOP_TIMEOUT_S)
-
-
-def _make_source(
-    engine: Engine | EngineSource, renderer: ChatRenderer | None, limits: RolloutLimits | None
-) -> tuple[EngineSource, RolloutLimits]:
-    """Where the engine comes from, and the limits, which are complete if the engine runs already."""
-    limits = RolloutLimits(max_turns=1_000_000) if limits is None else require_limits(limits)
-    if isinstance(engine, EngineSource):
-        return engine, limits
-    known = KnownEngine(engine, renderer)
-    limits = known.parts().complete_limits(limits)
-    require_token_limit(limits)
-    return known, limits
+        return self._loop

@@ -11,9 +11,10 @@ from pathlib import Path
 from verl_server.agent.user_code import call_within
 from verl_server.errors import DeadlineError
 from verl_server.gateway.engines.engine_source import EngineReport, EngineSource
-from verl_server.gateway.errors import GatewayError
+from verl_server.gateway.errors import OPEN_FILE_ERRORS, GatewayError
 from verl_server.gateway.hanging_calls import CallThatMayHang
 from verl_server.gateway.metrics import GatewayMetrics
+from verl_server.gateway.records.record_files import TOO_MANY_FILES
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.types import Json
 
@@ -71,13 +72,17 @@ class GatewayHealth:
         return EngineReport([], {}) if self._engine is None else await self._engine.report()
 
     async def _own_reasons(self) -> list[str]:
-        if self._store.is_closed:
-            return ["the gateway shuts down"]
+        if self._store.closed_reason is not None:
+            return [self._store.closed_reason]
+        if not self._store.has_free_files:
+            return [TOO_MANY_FILES]
         try:
             await self._probe.result(FOLDER_TIMEOUT_S, self._run_dir)
         except TimeoutError:
             return [f"the folder of the records took no file for {FOLDER_TIMEOUT_S:g} s"]
         except OSError as error:
+            if error.errno in OPEN_FILE_ERRORS:
+                return [TOO_MANY_FILES]
             return [f"the folder of the records takes no files: {error.strerror}"]
         return []
 

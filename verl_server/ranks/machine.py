@@ -13,14 +13,18 @@ ROUTED_PEERS = ("192.0.2.1", "2001:db8::1")
 """Addresses of documentation networks (RFC 5737, RFC 3849): the route to them is the default route of the machine."""
 
 
+def boot_id() -> str:
+    """An id of the running kernel. Containers of a machine have the same id."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
 def machine_id() -> str:
     """An id that is equal for processes that can open each other's files in /proc.
 
     These processes have the same boot of the kernel, the same PID namespace and the same user.
     """
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot_id = file.read().strip()
-    return f"{boot_id}:{os.readlink('/proc/self/ns/pid')}:{os.getuid()}"
+    return f"{boot_id()}:{os.readlink('/proc/self/ns/pid')}:{os.getuid()}"
 
 
 def own_address(peer: str) -> str:

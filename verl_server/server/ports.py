@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from verl_server.errors import BadInputError
@@ -46,29 +48,41 @@ class PortReservation:
         self._socket.close()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at `host`. `port` 0: a free port.
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound to `host`, for `listen`. `port` 0: a free port.
 
     Raises BadInputError for a port that is in use, and for a host that is no address of this machine.
     """
     if not is_whole_number(port) or not 0 <= port <= 65535:
         raise BadInputError(f"port must be a whole number from 0 to 65535, got {port!r}")
-    try:
+    with _explain_failure(host, port):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
+        bound = socket.socket(family, kind, protocol)
         try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-            listening.listen(BACKLOG)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
         except BaseException:
-            listening.close()
+            bound.close()
             raise
+    return bound
+
+
+def listen(bound: socket.socket) -> None:
+    """Let a socket of `bind` listen. Raises BadInputError if another program has taken the port meanwhile."""
+    host, port = bound.getsockname()[:2]
+    with _explain_failure(host, port):
+        bound.listen(BACKLOG)
+
+
+@contextlib.contextmanager
+def _explain_failure(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise BadInputError(
             f"cannot listen on port {port} of {host}: {error.strerror or error}; choose another port (--port), 0 for a "
             "free port, or another host (--host) of this machine"
         ) from error
-    return listening
 
 
 def join_host_port(host: str, port: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import os
@@ -10,8 +11,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl_server.errors import ServerBusyError
+from verl_server.errors import ServerBusyError, UnsupportedError
 
+NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
+"""Numbers of the errors of `flock` on a file system without locks."""
 _LOCKED: set[int] = set()
 """Descriptors of the files that this process has locked, and their duplicates."""
 _CHANGES = threading.RLock()
@@ -58,7 +61,8 @@ def close_locked(fd: int) -> None:
 def open_locked(path: Path, busy: str) -> int:
     """Open a file that one process at a time may write, or create it. Returns its descriptor, which holds the lock.
 
-    Raises ServerBusyError with the message `busy` if the file is open elsewhere, and OSError.
+    Raises ServerBusyError with the message `busy` if the file is open elsewhere, UnsupportedError if the file system
+    has no locks, and OSError.
     """
     with _CHANGES:
         _null()
@@ -68,6 +72,14 @@ def open_locked(path: Path, busy: str) -> int:
         except BlockingIOError:
             os.close(fd)
             raise ServerBusyError(busy) from None
+        except OSError as error:
+            os.close(fd)
+            if error.errno in NO_LOCKS:
+                raise UnsupportedError(
+                    f"the file system of the folder {path.parent} has no locks of files (flock: {error.strerror}); "
+                    "mount it with locks (Lustre: with flock; NFS: without nolock), or use another folder"
+                ) from error
+            raise
         except BaseException:
             os.close(fd)
             raise

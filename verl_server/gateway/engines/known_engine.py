@@ -7,7 +7,10 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from verl_server.agent.engine_access import Engine, access_engine
-from verl_server.gateway.engines.engine_source import EngineParts, EngineReport
+from verl_server.agent.episodes.episode_state import require_limits
+from verl_server.agent.limits import RolloutLimits
+from verl_server.gateway.engines.engine_source import EngineParts, EngineReport, EngineSource
+from verl_server.gateway.sessions.session_info import require_token_limit
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
 
@@ -105,3 +108,16 @@ def report_replicas(rows: list[Json]) -> tuple[list[str], Json]:
     """The problems of a router with these replicas."""
     problems = [] if any(row.get("admitted") for row in rows) else [f"none of the {len(rows)} replicas serves requests"]
     return problems, {"servers": rows}
+
+
+def make_source(
+    engine: Engine | EngineSource, renderer: ChatRenderer | None, limits: RolloutLimits | None
+) -> tuple[EngineSource, RolloutLimits]:
+    """Where the engine comes from, and the limits, which are complete if the engine runs already."""
+    limits = RolloutLimits(max_turns=1_000_000) if limits is None else require_limits(limits)
+    if isinstance(engine, EngineSource):
+        return engine, limits
+    known = KnownEngine(engine, renderer)
+    limits = known.parts().complete_limits(limits)
+    require_token_limit(limits)
+    return known, limits

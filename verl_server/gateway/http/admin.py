@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from verl_server.gateway.http.exports import RECORD_FORMAT, RECORD_FORMATS, Sess
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.types import Json
 
+MAX_LISTED_SESSIONS = 10_000
+"""Maximum number of sessions of a reply: a few megabytes."""
 KEY_PATTERN = "^[!-~]+$"
 """A key can stand in a header: printable ASCII characters without spaces."""
 
@@ -28,6 +31,7 @@ class AdminBody(pydantic.BaseModel):
 
 
 Body = TypeVar("Body", bound=AdminBody)
+Model = TypeVar("Model", bound=pydantic.BaseModel)
 
 
 class NewSession(AdminBody):
@@ -51,6 +55,36 @@ class SessionEnd(AdminBody):
     train: list[str] | None = None
 
 
+class SessionQuery(pydantic.BaseModel):
+    """Which sessions are listed. The fields of the query of `GET /admin/sessions`."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    limit: int = pydantic.Field(default=1000, ge=1, le=MAX_LISTED_SESSIONS)
+    """Maximum number of sessions."""
+    after: str | None = None
+    """Id of a session. Only sessions that were created later are listed."""
+    open: bool | None = None
+    """True for sessions that accept requests only, False for sessions that have ended only."""
+
+
+def list_sessions(store: SessionStore, query: SessionQuery) -> Json:
+    """A page of the sessions, in the order of their creation.
+
+    `next` is the value of `after` for the next page, or null at the end. Raises GatewayError (404) for an unknown
+    session.
+    """
+    infos = iter(store.infos())
+    if query.after is not None:
+        last = store.info(query.after)
+        next(info for info in infos if info is last)
+    if query.open is not None:
+        infos = (info for info in infos if (info.ended_at is None) == query.open)
+    page = list(itertools.islice(infos, query.limit))
+    has_more = next(infos, None) is not None
+    return {"sessions": [info.public() for info in page], "next": page[-1].id if has_more else None}
+
+
 def add_admin_routes(
     app: FastAPI, store: SessionStore, access: Access, read_object: Callable[[Request], Awaitable[Json]]
 ) -> None:
@@ -60,10 +94,7 @@ def add_admin_routes(
 
     async def read(request: Request, kind: type[Body]) -> Body:
         access.require_admin(request)  # before the body: without the key, nobody can fill the memory
-        try:
-            return kind.model_validate(await read_object(request))
-        except pydantic.ValidationError as error:
-            raise GatewayError(ErrorKind.INVALID_REQUEST, list_wrong_fields(error, kind.model_fields)) from None
+        return _checked(kind, await read_object(request))
 
     async def create(request: Request) -> Response:
         info, key = store.create(**dict(await read(request, NewSession)))
@@ -71,14 +102,14 @@ def add_admin_routes(
 
     async def list_all(request: Request) -> Response:
         access.require_admin(request)
-        return _reply({"sessions": [info.public() for info in store.infos()]})
+        return _reply(list_sessions(store, _checked(SessionQuery, dict(request.query_params))))
 
     async def show(request: Request, session_id: str) -> Response:
         access.require_admin(request)
         return _reply(store.info(session_id).public())
 
     async def end(request: Request, session_id: str) -> Response:
-        return _reply(store.end(session_id, **dict(await read(request, SessionEnd))).public())
+        return _reply((await store.end(session_id, **dict(await read(request, SessionEnd)))).public())
 
     async def export(request: Request, session_id: str) -> Response:
         access.require_admin(request)
@@ -98,6 +129,14 @@ def add_admin_routes(
     app.add_api_route("/admin/sessions/{session_id}", show, methods=["GET"])
     app.add_api_route("/admin/sessions/{session_id}/end", end, methods=["POST"])
     app.add_api_route("/admin/sessions/{session_id}/record", export, methods=["GET"])
+
+
+def _checked(kind: type[Model], fields: Json) -> Model:
+    """The fields of a request. Raises GatewayError (400) that names the wrong fields."""
+    try:
+        return kind.model_validate(fields)
+    except pydantic.ValidationError as error:
+        raise GatewayError(ErrorKind.INVALID_REQUEST, list_wrong_fields(error, kind.model_fields)) from None
 
 
 def _reply(body: Json) -> Response:

@@ -9,7 +9,7 @@ import orjson
 import pydantic
 from fastapi import FastAPI, Response
 
-from verl_server.gateway.http.admin import NewSession, SessionEnd
+from verl_server.gateway.http.admin import MAX_LISTED_SESSIONS, NewSession, SessionEnd, SessionQuery
 from verl_server.gateway.http.exports import RECORD_FORMATS
 from verl_server.gateway.http.health import LIVE_PATHS, METRICS_PATH, PING_PATH, READY_PATH
 from verl_server.gateway.http.openapi_bodies import BODIES
@@ -80,17 +80,26 @@ def _admin_paths() -> Json:
         {"name": "format", "in": "query", "schema": {"type": "string", "enum": list(RECORD_FORMATS)}},
         {"name": "model", "in": "query", "schema": {"type": "string"}},
     ]
+    listing = {**_operation("List the sessions", ADMIN_KEY, errors=(400, 401, 404)), "parameters": _session_query()}
     create = _operation("Create a session", ADMIN_KEY, body=_schema(NewSession), errors=errors)
     end = _operation("End a session", ADMIN_KEY, body=_schema(SessionEnd), errors=(*errors, 404))
     show = _operation("Read a session", ADMIN_KEY, errors=(401, 404))
     record = _operation("Read the record of a session", ADMIN_KEY, types=(LINES,), errors=(400, 401, 404))
     parameters = [_path_parameter("session_id")]
     return {
-        "/admin/sessions": {"get": _operation("List the sessions", ADMIN_KEY, errors=(401,)), "post": create},
+        "/admin/sessions": {"get": listing, "post": create},
         "/admin/sessions/{session_id}": {"parameters": parameters, "get": show},
         "/admin/sessions/{session_id}/end": {"parameters": parameters, "post": end},
         "/admin/sessions/{session_id}/record": {"parameters": parameters, "get": {**record, "parameters": query}},
     }
+
+
+def _session_query() -> list[Json]:
+    """The parameters of the list of sessions."""
+    limit = {"type": "integer", "minimum": 1, "maximum": MAX_LISTED_SESSIONS}
+    schemas: Json = {"limit": limit, "after": {"type": "string"}, "open": {"type": "boolean"}}
+    assert schemas.keys() == SessionQuery.model_fields.keys()
+    return [{"name": name, "in": "query", "schema": schema} for name, schema in schemas.items()]
 
 
 def _health_paths() -> Json:

@@ -19,6 +19,7 @@ from verl_server.agent.limits import EpisodeStopped
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of
 from verl_server.gateway.dialects.known_items import KnownItems
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
+from verl_server.gateway.records.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.conversation_labels import RootForkReasons
 from verl_server.gateway.sessions.generation import Client, Generation
 from verl_server.gateway.sessions.history import History, Key, conversation_keys, next_branch, tools_digest
@@ -33,7 +34,6 @@ from verl_server.gateway.turn_text.sampled_calls import SampledCalls
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.gateway.worker_threads import is_short_body, is_short_prompt, run_aside
 from verl_server.trajectory.nodes import ForkReason, Node
-from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.messages import Message
 from verl_server.trajectory.rendering.vision_renderer import have_images, read_images
 from verl_server.types import Json
@@ -43,7 +43,7 @@ class Session:
     """One run of an agent program. Use it in one event loop."""
 
     def __init__(
-        self, state: EpisodeState, sampling: Json, record: Recorder | None, slots: Slots | None = None
+        self, state: EpisodeState, sampling: Json, record: ObservedRecorder | None, slots: Slots | None = None
     ) -> None:
         """`sampling`: SGLang's sampling parameters of every turn, which replace those of the agent.
 

@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from verl_server.agent.episodes.segments import find_segments
+from verl_server.errors import BadInputError
 from verl_server.gateway.sessions.conversation_kinds import TRAINED_KINDS, ConversationKind
 from verl_server.gateway.sessions.conversation_labels import label_conversations, trained_ends
-from verl_server.gateway.sessions.session_info import SessionInfo
+from verl_server.gateway.sessions.session_info import SessionInfo, as_json, as_kinds, as_rewards
 from verl_server.trajectory.conversations import KIND_NOTE, recorded_kinds
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.recorder import Recorder
+
+
+def with_result(
+    info: SessionInfo,
+    stop_reason: str = "done",
+    *,
+    reward: float | None = None,
+    rewards: Mapping[str, float] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    train: Sequence[str] | None = None,
+) -> SessionInfo:
+    """The session with its end and its result. Raises BadInputError for values that are not allowed.
+
+    `train`: kinds of the conversations that are trained (`ConversationKind`); by default all but titles and other side
+    calls. A session that has ended keeps its end and gets the new result.
+    """
+    if not isinstance(stop_reason, str):
+        raise BadInputError(f"stop_reason must be a string, got {type(stop_reason).__name__}")
+    given = as_json("the result", {"stop_reason": stop_reason, "rewards": as_rewards(rewards or {})})
+    info = dataclasses.replace(
+        info,
+        ended_at=info.ended_at or time.time(),
+        stop_reason=info.stop_reason or given["stop_reason"],
+        metadata=info.metadata | as_json("metadata", metadata),
+        train=info.train if train is None else as_kinds(train),
+    )
+    if reward is not None:
+        info.reward = as_rewards({"reward": reward})["reward"]
+    if rewards:
+        info.rewards = given["rewards"]
+    return info
 
 
 def record_end(recorder: Recorder, info: SessionInfo) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import logging
 import math
 import os
 import time
@@ -14,12 +16,15 @@ from typing import Any
 import orjson
 import pydantic
 
+from verl_server.agent.generate_fn import require_sampling_params
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.gateway.errors import list_wrong_fields
 from verl_server.gateway.sessions.conversation_kinds import ConversationKind
 from verl_server.types import Json
-from verl_server.validation import is_finite_number, require_list
+from verl_server.validation import did_you_mean, is_finite_number, require_list, require_seconds
+
+logger = logging.getLogger(__name__)
 
 SETTINGS_SUFFIX = ".session.json"
 OUTER_LEVELS = 8
@@ -55,6 +60,11 @@ class SessionInfo:
         created = ("id", "key_digest", "created_at", "expires_at", "metadata", "limits", "sampling_params")
         return all(getattr(self, name) == getattr(other, name) for name in created)
 
+    @property
+    def has_expired(self) -> bool:
+        """Whether the time of the session is over, and its end is not recorded."""
+        return self.ended_at is None and self.expires_at is not None and time.time() > self.expires_at
+
     def public(self) -> Json:
         """The fields for the admin API, without the digest of the key. The values are not copied."""
         return {name: value for name, value in vars(self).items() if name != "key_digest"}
@@ -64,10 +74,37 @@ SETTINGS = pydantic.TypeAdapter(SessionInfo)
 """Checks the settings in a file. Making it takes a millisecond, and a folder has thousands of files."""
 
 
+def digest_of(key: str) -> str:
+    """The digest of a key that `SessionInfo` has."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def new_info(
+    session_id: str,
+    key: str,
+    created_at: float,
+    expiry_s: float | None,
+    metadata: Mapping[str, Any] | None,
+    limits: Mapping[str, Any] | None,
+    sampling_params: Mapping[str, Any] | None,
+) -> SessionInfo:
+    """A session with these settings. Raises BadInputError for values that are not allowed."""
+    return SessionInfo(
+        session_id,
+        digest_of(key),
+        created_at,
+        None if expiry_s is None else created_at + require_seconds("expires_in_s", expiry_s),
+        as_json("metadata", metadata),
+        as_json("limits", limits),
+        as_json("sampling_params", require_sampling_params(sampling_params or {})),
+    )
+
+
 def write_info(run_dir: Path, info: SessionInfo) -> None:
     """Write the file of a session in place of an earlier one. Only the user may read the file.
 
-    Raises BadInputError, and writes nothing, if `read_info` could not read the file: no gateway could serve the folder.
+    After a loss of power, the file has the earlier or the new settings. Raises OSError. Raises BadInputError, and
+    writes nothing, if `read_info` could not read the file: no gateway could serve the session.
     """
     fields = dataclasses.asdict(info)
     try:
@@ -80,6 +117,8 @@ def write_info(run_dir: Path, info: SessionInfo) -> None:
     with open(fd, "wb") as file:
         os.fchmod(fd, 0o600)  # the file may exist: a process was killed while it wrote
         file.write(orjson.dumps(fields))
+        file.flush()
+        os.fdatasync(fd)  # before the rename, which may reach the disk before the content: the file would be empty
     os.replace(temporary, path)
 
 
@@ -95,7 +134,25 @@ def read_info(path: Path) -> SessionInfo:
         if path.name == f"{info.id}{SETTINGS_SUFFIX}":
             return info
         found = f"the settings are those of the session {info.id!r:.80}"
-    raise BadInputError(f"{path} cannot be read as the settings of a session: {found}; move the file away")
+    raise BadInputError(f"{path.name} cannot be read as the settings of a session: {found}")
+
+
+def read_infos(run_dir: Path) -> tuple[list[SessionInfo], dict[str, str]]:
+    """The sessions of a folder in the order of their creation, and the errors of the files that cannot be read, by id.
+
+    One line of the log names all files that cannot be read.
+    """
+    infos, errors = list[SessionInfo](), dict[str, str]()
+    for path in run_dir.glob(f"*{SETTINGS_SUFFIX}"):
+        try:
+            infos.append(read_info(path))
+        except BadInputError as error:
+            errors[path.name.removesuffix(SETTINGS_SUFFIX)] = error.message
+    if errors:
+        found = "; ".join(errors[name] for name in sorted(errors))
+        cure = "repair the files or move them away, and start the gateway again"
+        logger.error("%d sessions of %s are not served; %s: %s", len(errors), run_dir, cure, found)
+    return sorted(infos, key=lambda info: info.created_at), errors
 
 
 def as_json(name: str, value: Any) -> Json:
@@ -147,6 +204,16 @@ def as_rewards(rewards: Mapping[str, Any]) -> Json:
         if not is_finite_number(value):
             raise BadInputError(f"rewards must be finite numbers, but {name!r:.80} is {value!r:.80}")
     return {name: float(value) for name, value in rewards.items()}
+
+
+def limits_of(info: SessionInfo, defaults: RolloutLimits) -> RolloutLimits:
+    """The limits of a session. `defaults`: the limits of the gateway. Raises BadInputError for wrong limits."""
+    fields = [field.name for field in dataclasses.fields(defaults)]
+    for name in info.limits:
+        if name not in fields:
+            hint = did_you_mean(name, fields).removesuffix("?")
+            raise BadInputError(f"limits has no field {name!r:.80}{hint}; its fields are {', '.join(fields)}")
+    return dataclasses.replace(defaults, **info.limits)
 
 
 def remaining_limits(limits: RolloutLimits, created_at: float) -> RolloutLimits:

@@ -8,40 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_server.agent.generate_fn import require_sampling_params
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.gateway.config import MIN_SESSION_KEY_CHARS, require_key
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.sessions.observed_recorder import ObservedRecorder
+from verl_server.gateway.records.observed_recorder import ObservedRecorder
+from verl_server.gateway.records.record_files import RecordFiles
 from verl_server.gateway.sessions.session import Session
-from verl_server.gateway.sessions.session_end import record_end
+from verl_server.gateway.sessions.session_end import record_end, with_result
 from verl_server.gateway.sessions.session_info import (
-    SETTINGS_SUFFIX,
     SessionInfo,
-    as_json,
-    as_kinds,
-    as_rewards,
-    read_info,
+    digest_of,
+    limits_of,
+    new_info,
+    read_infos,
     remaining_limits,
     require_token_limit,
     write_info,
 )
-from verl_server.trajectory.recorder import Recorder, session_file
+from verl_server.trajectory.recorder import session_file
 from verl_server.types import Json
-from verl_server.validation import did_you_mean, require_seconds
 
 logger = logging.getLogger(__name__)
 
+SHUT_DOWN = "the gateway shuts down"
 MAX_WORK_S = 0.01
 """Seconds for which expired sessions are ended at a time. The event loop does other work for as long in between."""
 
@@ -60,17 +57,22 @@ class SessionStore:
         """`open_session`: makes the session of a record. `expiry_s`: seconds after which a session ends by itself.
         `admin_key`: key of the admin API, which no session may have.
         """
-        self._admin_digest = None if admin_key is None else _digest(admin_key)
+        self._admin_digest = None if admin_key is None else digest_of(admin_key)
         self._run_dir, self._open_session, self._limits, self._expiry_s = run_dir, open_session, limits, expiry_s
         self._infos = dict[str, SessionInfo]()
         self._ids_by_key = dict[str, str]()
         self._open = dict[str, Session]()
+        self._ending = dict[str, asyncio.Task[SessionInfo]]()
+        """The ends of sessions that have not reached the disk."""
         self._failed_ends = set[str]()
         """Ids of expired sessions whose failure to end is in the log."""
-        self._is_closed = False
+        self.closed_reason: str | None = None
+        """Why `close` was called. None: the sessions are served."""
+        self._files = RecordFiles()
         run_dir.mkdir(parents=True, exist_ok=True)
-        for path in sorted(run_dir.glob(f"*{SETTINGS_SUFFIX}")):
-            self._add(read_info(path))
+        infos, self._unreadable = read_infos(run_dir)
+        for info in infos:
+            self._add(info)
 
     def create(
         self,
@@ -89,22 +91,16 @@ class SessionStore:
         call. Raises BadInputError for an id that is taken or cannot be the name of a file, for a key that cannot be
         used, and for wrong limits.
         """
+        self._require_open()
         if key is not None:
             require_key("key", key, MIN_SESSION_KEY_CHARS)
         session_id, key = session_id or f"s-{secrets.token_hex(8)}", key or f"sk-{secrets.token_urlsafe(32)}"
+        if (error := self._unreadable.get(session_id)) is not None:
+            raise BadInputError(f"the session {session_id!r} cannot be created: {error}; choose another id")
         has_record, existing = session_file(self._run_dir, session_id).exists(), self._infos.get(session_id)
-        now = time.time() if existing is None else existing.created_at
-        expiry_s = self._expiry_s if expires_in_s is None else expires_in_s
-        expiry_s = expiry_s if can_expire else None
-        info = SessionInfo(
-            session_id,
-            _digest(key),
-            now,
-            None if expiry_s is None else now + require_seconds("expires_in_s", expiry_s),
-            as_json("metadata", metadata),
-            as_json("limits", limits),
-            as_json("sampling_params", require_sampling_params(sampling_params or {})),
-        )
+        expiry_s = (self._expiry_s if expires_in_s is None else expires_in_s) if can_expire else None
+        created_at = time.time() if existing is None else existing.created_at
+        info = new_info(session_id, key, created_at, expiry_s, metadata, limits, sampling_params)
         if existing is not None and existing.has_settings_of(info):
             return existing, key
         if existing is not None or has_record:
@@ -113,21 +109,22 @@ class SessionStore:
             raise BadInputError(f"another session has the key of the new session {session_id!r}; choose another key")
         if info.key_digest == self._admin_digest:
             raise BadInputError(f"the session {session_id!r} cannot have the key of the admin API; choose another key")
-        session_limits = self._limits_of(info)
+        session_limits = limits_of(info, self._limits)
         if self._limits.has_token_limit:  # otherwise, the engine tells its context length later
             require_token_limit(session_limits)
-        write_info(self._run_dir, info)
+        self._files.require_free(f"the session {session_id!r} was not created")
+        self._files.opening(lambda: write_info(self._run_dir, info))
         self._add(info)
         return info, key
 
     def find_by_key(self, key: str) -> str | None:
         """Id of the session with a key. None for a wrong key."""
-        return self._ids_by_key.get(_digest(key))  # the digest of a wrong key tells nothing about the right key
+        return self._ids_by_key.get(digest_of(key))  # the digest of a wrong key tells nothing about the right key
 
     @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._is_closed
+    def has_free_files(self) -> bool:
+        """Whether the process can open further files."""
+        return self._files.has_free
 
     @property
     def num_open(self) -> int:
@@ -135,20 +132,25 @@ class SessionStore:
         return sum(info.ended_at is None for info in self._infos.values())
 
     def info(self, session_id: str) -> SessionInfo:
-        """A session. Raises GatewayError (404) for an unknown session."""
+        """A session. Raises GatewayError (404) for an unknown session, and if its settings could not be read."""
+        if (error := self._unreadable.get(session_id)) is not None:
+            message = f"the session {session_id!r} is not served: {error}; repair it and start the gateway again"
+            raise GatewayError(ErrorKind.NOT_FOUND, message)
         if session_id not in self._infos:
             raise GatewayError(ErrorKind.NOT_FOUND, f"there is no session {session_id!r}")
         return self._infos[session_id]
 
     def infos(self) -> list[SessionInfo]:
         """All sessions, in the order of their creation."""
-        return sorted(self._infos.values(), key=lambda info: info.created_at)
+        return list(self._infos.values())
 
     def session(self, session_id: str) -> Session:
         """The session, for a turn. Raises GatewayError for an unknown session, and for one that has ended."""
-        if self._is_closed:
-            raise GatewayError(ErrorKind.OVERLOADED, "the gateway shuts down")
-        self._end_if_expired(self.info(session_id))
+        self._require_open()
+        if session_id in self._ending:
+            raise GatewayError(ErrorKind.OVERLOADED, f"the session {session_id!r} is being ended")
+        if self.info(session_id).has_expired:
+            self.end_now(session_id, "expired")
         info = self.info(session_id)
         if info.ended_at is not None:
             raise GatewayError(ErrorKind.PERMISSION, f"the session {session_id!r} has ended ({info.stop_reason})")
@@ -157,9 +159,9 @@ class SessionStore:
         if opened is not None and has_failed:
             _close_failed(opened)
         if opened is None or has_failed:
-            recorder = ObservedRecorder(self._run_dir, session_id, sync=False)
+            recorder = ObservedRecorder(self._run_dir, session_id, self._files)
             try:
-                limits = remaining_limits(self._limits_of(info), info.created_at)
+                limits = remaining_limits(limits_of(info, self._limits), info.created_at)
                 session = self._open_session(recorder, limits, info.sampling_params)
             except BaseException:
                 recorder.close()  # the engine is not there yet, for example
@@ -169,61 +171,63 @@ class SessionStore:
             self._open[session_id] = session
         return self._open[session_id]
 
-    def end(
-        self,
-        session_id: str,
-        stop_reason: str = "done",
-        *,
-        reward: float | None = None,
-        rewards: Mapping[str, float] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        train: Sequence[str] | None = None,
-    ) -> SessionInfo:
+    async def end(self, session_id: str, stop_reason: str = "done", **result: Any) -> SessionInfo:
         """End a session: abort its turns, and record the reward at the end of each trained conversation.
 
-        `train`: kinds of the conversations that are trained (`ConversationKind`); by default all but titles and other
-        side calls. A session that has ended gets the reward too. Raises BadInputError for values that are not allowed,
-        and OSError if the end cannot be written: the session has not ended then.
+        `result`: the arguments of `with_result`. A session that has ended gets the result too. Disks are waited for in
+        worker threads, also if the caller is cancelled. Raises BadInputError for values that are not allowed, and
+        OSError if the end cannot be written: the session has not ended then.
         """
-        info = self.info(session_id)
-        if not isinstance(stop_reason, str):
-            raise BadInputError(f"stop_reason must be a string, got {type(stop_reason).__name__}")
-        given = as_json("the result", {"stop_reason": stop_reason, "rewards": as_rewards(rewards or {})})
-        info = dataclasses.replace(
-            info,
-            ended_at=info.ended_at or time.time(),
-            stop_reason=info.stop_reason or given["stop_reason"],
-            metadata=info.metadata | as_json("metadata", metadata),
-            train=info.train if train is None else as_kinds(train),
-        )
-        if reward is not None:
-            info.reward = as_rewards({"reward": reward})["reward"]
-        if rewards:
-            info.rewards = given["rewards"]
+        while (running := self._ending.get(session_id)) is not None:
+            await asyncio.wait((running,))
+        self._ending[session_id] = task = asyncio.create_task(self._end(session_id, stop_reason, result))
+        task.add_done_callback(lambda _: self._ending.pop(session_id))
+        return await asyncio.shield(task)
+
+    async def _end(self, session_id: str, stop_reason: str, result: Json) -> SessionInfo:
+        with contextlib.closing(self._steps_of_end(session_id, stop_reason, result)) as steps:
+            for step in steps:
+                await self._files.opening_aside(step, may_use_reserve=True)
+        return self._infos[session_id]
+
+    def end_now(self, session_id: str, stop_reason: str, **result: Any) -> None:
+        """`end`, without other work of the event loop meanwhile."""
+        with contextlib.closing(self._steps_of_end(session_id, stop_reason, result)) as steps:
+            for step in steps:
+                self._files.opening(step, may_use_reserve=True)
+
+    def _steps_of_end(self, session_id: str, stop_reason: str, result: Json) -> Generator[Callable[[], None]]:
+        """End a session. The steps, which the caller calls, wait for the disk."""
+        self._require_open()
+        info = with_result(self.info(session_id), stop_reason, **result)
         with self._record_to_end(session_id) as recorder:
             if recorder is not None:
                 record_end(recorder, info)
-                recorder.flush()
-        write_info(self._run_dir, info)  # after the record: a session that has ended has its reward in the record
+                yield recorder.flush
+        # After the record: a session that has ended has its reward in the record.
+        yield lambda: write_info(self._run_dir, info)
         if (opened := self._open.pop(session_id, None)) is not None:
             opened.close()
         self._add(info)
-        return info
 
     @contextlib.contextmanager
-    def _record_to_end(self, session_id: str) -> Iterator[Recorder | None]:
+    def _record_to_end(self, session_id: str) -> Iterator[ObservedRecorder | None]:
         """The record of a session that ends, or None without a file.
 
         An open session stays open: it has not ended if its end cannot be written.
         """
         opened = self._open.get(session_id)
         if opened is not None and opened.record is not None and not _has_failed(opened):
-            yield opened.record
+            with opened.record.kept_open():
+                yield opened.record
             return
         if opened is not None:
             _close_failed(opened)
-        has_record = session_file(self._run_dir, session_id).exists()
-        with Recorder(self._run_dir, session_id, sync=False) if has_record else contextlib.nullcontext() as recorder:
+        if not session_file(self._run_dir, session_id).exists():
+            yield None
+            return
+        recorder = ObservedRecorder(self._run_dir, session_id, self._files, may_use_reserve=True)
+        with recorder, recorder.kept_open():
             yield recorder
 
     async def end_expired(self) -> None:
@@ -233,10 +237,11 @@ class SessionStore:
         """
         began_at = time.monotonic()
         for session_id in list(self._infos):
-            if self._is_closed:
+            if self.closed_reason is not None:
                 return
             try:
-                self._end_if_expired(self._infos[session_id])
+                if self._infos[session_id].has_expired:
+                    await self.end(session_id, "expired")
             except Exception:
                 if session_id not in self._failed_ends:
                     self._failed_ends.add(session_id)
@@ -245,29 +250,39 @@ class SessionStore:
                 await asyncio.sleep(MAX_WORK_S)
                 began_at = time.monotonic()
 
-    def _end_if_expired(self, info: SessionInfo) -> None:
-        if info.ended_at is None and info.expires_at is not None and time.time() > info.expires_at:
-            self.end(info.id, "expired")
-
     def record_file(self, session_id: str) -> Path:
         """The file of the session's record."""
         self.info(session_id)
         return session_file(self._run_dir, session_id)
 
-    def close(self) -> None:
-        """Abort all turns. The sessions are served again by the next gateway with this folder."""
-        self._is_closed = True
-        for session in self._open.values():
-            session.close(GatewayError(ErrorKind.OVERLOADED, "the gateway shuts down; send the request again"))
-        self._open.clear()
+    def close(self, reason: str = SHUT_DOWN, *, at_once: bool = True) -> None:
+        """Abort all turns. The sessions are served again by the next gateway with this folder.
 
-    def _limits_of(self, info: SessionInfo) -> RolloutLimits:
-        fields = [field.name for field in dataclasses.fields(self._limits)]
-        for name in info.limits:
-            if name not in fields:
-                hint = did_you_mean(name, fields).removesuffix("?")
-                raise BadInputError(f"limits has no field {name!r:.80}{hint}; its fields are {', '.join(fields)}")
-        return dataclasses.replace(self._limits, **info.limits)
+        `at_once` False: `wait_closed` closes the files of the records.
+        """
+        self.closed_reason = self.closed_reason or reason
+        error = GatewayError(ErrorKind.OVERLOADED, f"{self.closed_reason}; send the request again")
+        for session_id in self._open.keys() - self._ending.keys():
+            session = self._open.pop(session_id)
+            if session.record is not None and not at_once:
+                session.record.close_later()
+            session.close(error)
+
+    async def wait_closed(self) -> None:
+        """Wait until all files are closed, after `close`."""
+        while self._ending:
+            await asyncio.wait(self._ending.values())
+        self.close(at_once=False)  # sessions that could not be ended
+        await self._files.close_waiting()
+
+    @property
+    def num_unwritten(self) -> int:
+        """Number of records that were closed, or are ended, and are perhaps not on the disk."""
+        return len(self._ending) + self._files.num_closing
+
+    def _require_open(self) -> None:
+        if self.closed_reason is not None:
+            raise GatewayError(ErrorKind.OVERLOADED, self.closed_reason)
 
     def _add(self, info: SessionInfo) -> None:
         self._infos[info.id] = info
@@ -282,7 +297,3 @@ def _has_failed(session: Session) -> bool:
 def _close_failed(session: Session) -> None:
     message = "the record of the session could not be written; send the request again"
     session.close(GatewayError(ErrorKind.OVERLOADED, message))
-
-
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""The files of a gateway: the lock of its folder, and its open records."""
