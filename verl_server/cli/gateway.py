@@ -28,6 +28,17 @@ if TYPE_CHECKING:
 GATEWAY_KEY = "VERL_SERVER_GATEWAY_ADMIN_KEY"
 EXAMPLE = "http://127.0.0.1:30000"
 
+Model = Annotated[
+    str | None, typer.Option(help="Folder or Hub name with the tokenizer. Needed for a router.", metavar="MODEL")
+]
+MaxContextTokens = Annotated[
+    int | None, typer.Option(min=16, help="Maximum number of tokens of a prompt with its reply. Default: the server's.")
+]
+SessionExpiry = Annotated[
+    float | None,
+    typer.Option(min=1, help="Seconds after which a session ends by itself. Default: never.", metavar="SECONDS"),
+]
+
 
 def gateway(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder for the records of the sessions.")],
@@ -38,13 +49,8 @@ def gateway(
     fleet: Annotated[
         str | None, typer.Option(help="Ray namespace of a fleet, usually verl_server.", metavar="NAME")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Folder or Hub name with the tokenizer. Needed for a router.", metavar="MODEL")
-    ] = None,
-    max_context_tokens: Annotated[
-        int | None,
-        typer.Option(min=16, help="Maximum number of tokens of a prompt with its reply. Default: the server's."),
-    ] = None,
+    model: Model = None,
+    max_context_tokens: MaxContextTokens = None,
     host: options.Host = LOOPBACK,
     port: options.RouterPort = 0,
     is_open: Annotated[
@@ -53,10 +59,7 @@ def gateway(
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the key of the admin API, instead of the environment.")
     ] = None,
-    session_expiry: Annotated[
-        float | None,
-        typer.Option(min=1, help="Seconds after which a session ends by itself. Default: never.", metavar="SECONDS"),
-    ] = None,
+    session_expiry: SessionExpiry = None,
 ) -> None:
     """Let unmodified agents act through servers, a router or a fleet, and record every token.
 
@@ -74,13 +77,7 @@ def gateway(
       verl-server gateway runs/a --router http://127.0.0.1:8000 --model ./model --max-context-tokens 32000
       verl-server gateway runs/a --fleet verl_server
     """
-    if admin_key_file is not None:
-        os.environ[GATEWAY_KEY] = options.read_key_file("--admin-key-file", admin_key_file)
-    generated = options.missing_keys(
-        [GATEWAY_KEY], shown=sys.stdout.isatty(), alternative=", or pass --admin-key-file FILE"
-    )
-    options.require_long_keys([GATEWAY_KEY])
-    admin_key = options.take_key(GATEWAY_KEY)
+    admin_key, generated = _take_admin_key(admin_key_file)
     with exit_after_cleanup():
         with show_progress("Starting the gateway"):
             opened = _open(
@@ -102,6 +99,17 @@ def gateway(
             for name in generated:
                 print_line(f"export {name}={admin_key}")
             threading.Event().wait()
+
+
+def _take_admin_key(file: Path | None) -> tuple[str, list[str]]:
+    """The key of the admin API, and the names of the environment variables whose keys are generated."""
+    if file is not None:
+        os.environ[GATEWAY_KEY] = options.read_key_file("--admin-key-file", file)
+    generated = options.missing_keys(
+        [GATEWAY_KEY], shown=sys.stdout.isatty(), alternative=", or pass --admin-key-file FILE"
+    )
+    options.require_long_keys([GATEWAY_KEY])
+    return options.take_key(GATEWAY_KEY), generated
 
 
 def _open(
