@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from verl_server.adapter.sglang.capabilities import SUPPORTED_VERSIONS
 from verl_server.adapter.sglang.endpoints import HEALTH, MODEL_INFO, PING, READY
 from verl_server.adapter.sglang.server_arguments import SECRET_ARGUMENTS, complete_server_args
 from verl_server.config import AdapterConfig
@@ -23,6 +24,8 @@ SGLANG = EngineProfile(
     worker_node_ready_paths=(PING.path, HEALTH.path),
     authenticated_path=MODEL_INFO.path,
     port_taken_phrases=("address already in use", "port is already in use", "is not available", "errno 98"),
+    distribution="sglang",
+    modules={"sglang": "sglang>={},<={}".format(*SUPPORTED_VERSIONS), "xxhash": "xxhash"},
 )
 
 
