@@ -221,6 +221,9 @@ def test_environments_that_do_not_fit(tmp_path: Path, without_engine: Path) -> N
     assert isinstance(error, StartupError)
     assert f"{without_engine} has no package sglang" in error.message
     assert f"`{without_engine} -m pip install 'sglang>=0.5.15,<=0.5.23'`" in error.message
+    rest = make_environment(tmp_path / "rest", without=["sglang"])
+    next((tmp_path / "rest").glob("lib/python*/site-packages")).joinpath("sglang", "srt").mkdir(parents=True)
+    assert "has no package sglang" in refusal(rest).message  # a folder that an uninstallation has left
     stale = make_environment(tmp_path / "stale", fake_version="0.0.9")
     error = refusal(stale)
     assert isinstance(error, StartupError)

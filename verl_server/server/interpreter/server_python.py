@@ -119,7 +119,8 @@ def require_packages(path: str, report: InterpreterReport, profile: EngineProfil
 
 def _require_engine_here(env: Mapping[str, str], profile: EngineProfile) -> None:
     """Raise StartupError if this process's environment does not have the engine. `env` can bring it to the server."""
-    missing = [module for module in profile.modules if importlib.util.find_spec(module) is None]
+    specs = {module: importlib.util.find_spec(module) for module in profile.modules}
+    missing = [module for module, spec in specs.items() if spec is None or spec.origin is None]  # as in `probe.py`
     if missing and "PYTHONPATH" not in env:
         raise StartupError(
             f"{profile.name} is not installed in the environment of {sys.executable} (no package "
