@@ -16,6 +16,8 @@ from verl_server.errors import BadInputError
 from verl_server.type_checks import check_fields
 from verl_server.validation import did_you_mean, require_http_url
 
+#: Environment variable with the value of `AdapterConfig.server_python` where the setting is None.
+SERVER_PYTHON = "VERL_SERVER_PYTHON"
 #: Weight transports: the files of `verl_server/weights/transports/` that define a `Receiver`.
 TRANSPORTS = ("buckets", "cuda_ipc", "delta", "disk", "distributed", "distributed_buckets", "shared_memory")
 #: Ends of the errors about words that are often taken for transports.
@@ -107,11 +109,18 @@ class AdapterConfig:
     use_forkserver: bool = True
     """Whether servers may be forked by a forkserver that this process keeps, see `server/forkserver/`. The
     second server of a process then starts in about 2 s. False: every server is a new program and no forkserver runs."""
+    server_python: Path | str | None = None
+    """Path of the Python interpreter of the server on the machine of the server, for example
+    `/opt/sglang/bin/python`. Its environment has the engine and can have other versions of all packages than this
+    process. `~` is the home of the user there. None: the value of the environment variable `VERL_SERVER_PYTHON`;
+    without it, the interpreter of the process that starts the server."""
 
     def __post_init__(self) -> None:
         check_fields(self, may_be_zero=("max_retries",))
         if self.log_dir is not None:
             object.__setattr__(self, "log_dir", Path(os.path.expanduser(self.log_dir)))
+        if self.server_python is None:
+            object.__setattr__(self, "server_python", os.environ.get(SERVER_PYTHON) or None)
         if (self.router_ip is None) != (self.router_port is None):
             raise BadInputError("router_ip and router_port go together: give both or neither")
         if self.router_ip is not None and not re.fullmatch(r"[^\s/]+", self.router_ip):

@@ -29,12 +29,8 @@ from verl_server.server.forkserver import forkserver as forkserver_module
 from verl_server.server.forkserver import socket_folder
 from verl_server.server.forkserver.forkserver import ForkedWarden, Forkserver, OwnForkserver
 from verl_server.server.forkserver.forkserver_main import Requests
-from verl_server.server.forkserver.shared_forkserver import (
-    LATE_VARIABLES,
-    InheritedState,
-    SharedForkserver,
-    forkserver_pid,
-)
+from verl_server.server.forkserver.inherited_state import LATE_VARIABLES, InheritedState
+from verl_server.server.forkserver.shared_forkserver import SharedForkserver, forkserver_pid
 from verl_server.server.forkserver.socket_folder import FOLDER_VARIABLE
 from verl_server.server.process import ServerProcess
 from verl_server.server.supervisor import never_abort

@@ -37,9 +37,8 @@ class VerlEngine:
     * `servers`: running servers. Weights go to all of them, prompts to one after the other. They keep running.
     * `fleet`, on rank 0: a `RolloutManager`. The caller shuts it down; another `VerlEngine` can use it afterwards.
 
-    `weights` says how weights travel. `timeouts`, `log_dir`, `router_ip`, `router_port` and `use_forkserver` are fields
-    of `AdapterConfig`. `env` adds to the environment of the server. All other arguments are SGLang's `ServerArgs`;
-    `tp_size` defaults to the size of the mesh.
+    `weights` says how weights travel. `timeouts` to `server_python` are fields of `AdapterConfig`. `env` adds to the
+    environment of the server. All other arguments are SGLang's `ServerArgs`; `tp_size` defaults to the mesh's size.
 
     `shutdown`, `staging_tensors` and the properties are local to a rank. All ranks must call all other methods in the
     same order and get equal results or errors: PeerError or ServerDiedError in all calls after a rank or server ended.
@@ -60,14 +59,16 @@ class VerlEngine:
         router_ip: str | None = None,
         router_port: int | None = None,
         use_forkserver: bool = True,
+        server_python: Path | str | None = None,
         env: Mapping[str, str] | None = None,
         **server_args: Any,
     ) -> None:
         require_mesh(device_mesh_cpu)
         self._timeouts = timeouts = timeouts or Timeouts()
         config = AdapterConfig(
-            timeouts, log_dir, router_ip=router_ip, router_port=router_port, use_forkserver=use_forkserver
-        )
+            timeouts, log_dir, router_ip=router_ip, router_port=router_port, use_forkserver=use_forkserver,
+            server_python=server_python,
+        )  # fmt: skip
         self._tp_rank, size = device_mesh_cpu.get_local_rank(), device_mesh_cpu.size()
         placement = compute_placement(self._tp_rank, size, nnodes, server_args)
         source = BackendSource(launch_server, () if servers is None else servers, fleet)

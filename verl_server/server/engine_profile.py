@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -27,3 +28,7 @@ class EngineProfile:
     """URL path that answers 401 when the API key is wrong. It shows whether the server behind the port is our own."""
     port_taken_phrases: tuple[str, ...]
     """Lower-case phrases in the server's log that mean that another program listens on the server's port."""
+    distribution: str = ""
+    """Name of the engine's package for pip."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Python modules that the server process needs, and the requirement with which pip installs each."""

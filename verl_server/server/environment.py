@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl_server.server.server_folder import temporary_folder
+
+if TYPE_CHECKING:
+    from verl_server.server.interpreter.server_python import ServerPython
 
 #: Environment variables of the trainer's own rendezvous, which servers must not inherit. With those of torchrun,
 #: SGLang's scheduler would connect to the trainer's store instead of creating its own (TORCHELASTIC_USE_AGENT_STORE).
@@ -13,6 +18,11 @@ RENDEZVOUS_VARIABLES = (
     "TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME",
     "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE",
 )  # fmt: skip
+
+
+def server_environment(env: Mapping[str, str], python: ServerPython | None) -> dict[str, str]:
+    """All environment variables of a server. `env` are those that the caller adds. `python`: see `ServerProcess`."""
+    return {**inherited_environment(), **env} if python is None else python.environment(env)
 
 
 def inherited_environment() -> dict[str, str]:

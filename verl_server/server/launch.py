@@ -12,6 +12,8 @@ from verl_server.config import AdapterConfig
 from verl_server.errors import StartupError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.forkserver.shared_forkserver import warden_factory
+from verl_server.server.interpreter.report import ANSWER_TIMEOUT_S
+from verl_server.server.interpreter.server_python import ServerPython, find_server_python
 from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.server.process import ServerProcess
 from verl_server.server.supervisor import AbortCheck, never_abort
@@ -46,22 +48,24 @@ def launch_server(
 
     `server_args` must contain `host`, `api_key` and `admin_api_key`. Without a `port` a free port is chosen; if another
     program takes that port before the server listens, the start is retried with another port. The server is forked by
-    the forkserver of this process where `shared_forkserver.py` allows it, unless `config.use_forkserver` is False.
+    a forkserver of this process where `shared_forkserver.py` allows it, unless `config.use_forkserver` is False.
 
     Raises the error that `check_abort` returns, StartupError, DeadlineError or BadInputError (`config.log_dir` takes no
-    files, or the engine refuses an argument). All processes that were started are ended before the error is raised.
+    files, `config.server_python` is no interpreter, or the engine refuses an argument). All processes that were started
+    are ended before the error is raised.
     """
     if config.log_dir is not None:
         config = replace(config, log_dir=make_writable_folder("log_dir", config.log_dir))
+    python = find_server_python(config.server_python, env, profile, min(ANSWER_TIMEOUT_S, config.timeouts.start_s))
     start_warden: WardenFactory = spawn_warden
     if config.use_forkserver:
-        start_warden = warden_factory(profile, env, config.timeouts.start_s / 2, check_abort)
+        start_warden = warden_factory(profile, env, config.timeouts.start_s / 2, check_abort, python)
     requested_port = server_args.get("port")
     for attempt in range(1, config.max_start_attempts + 1):
         reservation = PortReservation(server_args["host"], requested_port)
         args = {**server_args, "port": reservation.port}
         try:
-            return _launch_once(args, profile, config, env, check_abort, start_warden)
+            return _launch_once(args, profile, config, env, check_abort, start_warden, python)
         except StartupError as error:
             log_tail = str(error.details.get("log_tail", "")).lower()
             is_port_taken = any(phrase in log_tail for phrase in profile.port_taken_phrases)
@@ -80,6 +84,7 @@ def _launch_once(
     env: Mapping[str, str],
     check_abort: AbortCheck,
     start_warden: WardenFactory,
+    python: ServerPython | None,
 ) -> LaunchedServer:
     host = _connect_host(args["host"])
     process = ServerProcess(
@@ -89,6 +94,7 @@ def _launch_once(
         log_dir=config.log_dir,
         start_timeout_s=config.timeouts.start_s,
         warden_factory=start_warden,
+        python=python,
     )
     try:
         is_main_node = int(args.get("node_rank") or 0) == 0

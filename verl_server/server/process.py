@@ -22,11 +22,12 @@ from typing import Any
 from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, StartupError, VerlServerError
 from verl_server.server.cpu_time import SchedulerCpu, SchedulerCpuReader
 from verl_server.server.engine_profile import EngineProfile
-from verl_server.server.environment import inherited_environment, no_proxy_environment
+from verl_server.server.environment import no_proxy_environment, server_environment
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
+from verl_server.server.interpreter.server_python import ServerPython
 from verl_server.server.pipe import write_all
 from verl_server.server.server_folder import LOG_NAME, WORKING_FOLDER, make_server_folder
-from verl_server.server.server_main import EXIT_BAD_ARGUMENT, REFUSAL
+from verl_server.server.server_main import EXIT_BAD_ARGUMENT, EXIT_OTHER_VERSION, OTHER_VERSION, REFUSAL, make_payload
 from verl_server.server.supervisor import AbortCheck, ServerPids, never_abort
 from verl_server.server.warden.process_tree import read_tree
 from verl_server.server.warden.shared_memory_files import remove_shared_memory
@@ -57,7 +58,8 @@ class ServerProcess(ExitNotifier):
 
     `server_args` are the engine's server arguments as plain JSON values. They are sent through a pipe, so that API keys
     appear on no command line, in no environment variable and in no file. `log_dir`: absolute path of a folder that
-    exists, because a forked warden has another working directory than this process.
+    exists, because a forked warden has another working directory than this process. `python`: interpreter of the
+    server; None is the interpreter of this process, which is also that of a spawned warden in any case.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ServerProcess(ExitNotifier):
         log_dir: Path | str | None,
         start_timeout_s: float,
         warden_factory: WardenFactory,
+        python: ServerPython | None = None,
     ) -> None:
         self._folder = make_server_folder()
         scratch = self._folder / WORKING_FOLDER
@@ -79,14 +82,16 @@ class ServerProcess(ExitNotifier):
         self._keeps_log = False
         """Whether the log outlives a clean end of the server."""
         spec = {
-            "argv": [sys.executable, "-m", profile.main_module],
-            "env": {
-                **inherited_environment(),
-                "TMPDIR": str(scratch),  # removed by the warden
-                **no_proxy_environment(str(server_args.get("host") or "127.0.0.1")),
-                **env,
-            },
-            "payload": json.dumps(dict(server_args)) + "\n",
+            "argv": [sys.executable if python is None else python.path, "-m", profile.main_module],
+            "env": server_environment(
+                {
+                    "TMPDIR": str(scratch),  # removed by the warden
+                    **no_proxy_environment(str(server_args.get("host") or "127.0.0.1")),
+                    **env,
+                },
+                python,
+            ),
+            "payload": make_payload(server_args),
             "scratch": str(scratch),
             "temporary": str(scratch if log_dir is None else self._folder),
             "log_path": str(self.log_path),
@@ -199,9 +204,13 @@ class ServerProcess(ExitNotifier):
     def _startup_error(self) -> VerlServerError:
         """The error for a server that has ended before it was ready."""
         assert self.exit is not None
-        refusals = [line for line in self.exit.log_tail.splitlines() if line.startswith(REFUSAL)]
+        lines = self.exit.log_tail.splitlines()
+        refusals = [line for line in lines if line.startswith(REFUSAL)]
         if self.exit.code == EXIT_BAD_ARGUMENT and refusals:
             return BadInputError(f"the server did not start: {refusals[-1]}", log_path=str(self.log_path))
+        versions = [line.removeprefix(OTHER_VERSION) for line in lines if line.startswith(OTHER_VERSION)]
+        if self.exit.code == EXIT_OTHER_VERSION and versions:
+            return StartupError(versions[-1], exit_code=self.exit.code, log_path=str(self.log_path))
         return StartupError(
             f"the server did not start ({self.exit.describe()})",
             exit_code=self.exit.code,

@@ -1,7 +1,8 @@
 """Main module of an SGLang server process: read the server arguments from standard input, then run SGLang's server.
 
-The arguments are one line of JSON on standard input, so that API keys appear on no command line. SGLang's subprocesses
-import this module again, as `__mp_main__`; therefore it imports only the standard library at module level.
+Standard input has one line of JSON: the version of this package that the trainer has, and the arguments. So API
+keys appear on no command line. Another version than this process's ends the process before it imports SGLang. SGLang's
+subprocesses import this module again, as `__mp_main__`; therefore it imports only the standard library at module level.
 """
 
 from __future__ import annotations
@@ -17,11 +18,17 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from verl_server import __version__
+
 PR_SET_PDEATHSIG = 1
 #: Exit code when SGLang does not know a server argument or refuses its value.
 EXIT_BAD_ARGUMENT = 64
 #: Begin of the log line with the reason of that exit.
 REFUSAL = "SGLang refuses the server arguments: "
+#: Exit code when the trainer has another version of this package.
+EXIT_OTHER_VERSION = 65
+#: Begin of the log line with the reason of that exit.
+OTHER_VERSION = "verl_server: "
 #: Server argument with the domains of media, and a domain that does not exist (RFC 2606).
 MEDIA_DOMAINS, NO_DOMAIN = "allowed_media_domains", "none-by-default.invalid"
 #: Libraries of GPU kernels that SGLang imports where they are installed. Nothing uses them without an accelerator, and
@@ -94,16 +101,36 @@ def explain_bad_argument(server_args: Mapping[str, Any], error: TypeError) -> st
     return find_refusal(server_args) or " ".join(str(error).split())
 
 
+def make_payload(server_args: Mapping[str, Any]) -> str:
+    """What the trainer writes to the standard input of a server: one line of JSON."""
+    return json.dumps({"version": __version__, "server_args": dict(server_args)}) + "\n"
+
+
+def explain_other_version(python: str, version: str, trainer_version: str) -> str:
+    """The error of an environment with another version of this package than the trainer's."""
+    return (
+        f"the trainer has verl_server {trainer_version}, but the environment of the server's interpreter {python} has "
+        f"verl_server {version}. Both must have the same version: run `{python} -m pip uninstall verl-server`, and the "
+        f"server uses the trainer's copy; or run `{python} -m pip install --no-deps verl-server=={trainer_version}`"
+    )
+
+
 def read_arguments() -> dict[str, Any]:
     """Read the server arguments from standard input, which is then replaced by `/dev/null`.
 
-    From here on the kernel kills this process when its parent, the warden, ends.
+    From here on the kernel kills this process when its parent, the warden, ends. Exits with `EXIT_OTHER_VERSION` if the
+    trainer has another version of this package.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     with open(0, "rb", closefd=False) as pipe:
-        server_args: dict[str, Any] = json.loads(pipe.readline())
+        message: dict[str, Any] = json.loads(pipe.readline())
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
+    trainer_version = str(message.get("version", "of an earlier protocol"))
+    if trainer_version != __version__:
+        print(OTHER_VERSION + explain_other_version(sys.executable, __version__, trainer_version), flush=True)
+        sys.exit(EXIT_OTHER_VERSION)
+    server_args: dict[str, Any] = message["server_args"]
     return server_args
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from verl_server.adapter.sglang.capabilities import SUPPORTED_VERSIONS
 from verl_server.adapter.sglang.endpoints import HEALTH, MODEL_INFO, PING, READY
 from verl_server.adapter.sglang.server_arguments import SECRET_ARGUMENTS, complete_server_args
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError
 from verl_server.server.engine_profile import EngineProfile
+from verl_server.server.interpreter.report import InterpreterReport, interpreter_path
+from verl_server.server.interpreter.server_python import is_own_interpreter, read_environment, require_packages
 from verl_server.server.launch import LaunchedServer, launch_server
 from verl_server.server.supervisor import AbortCheck, never_abort
 
@@ -23,6 +27,8 @@ SGLANG = EngineProfile(
     worker_node_ready_paths=(PING.path, HEALTH.path),
     authenticated_path=MODEL_INFO.path,
     port_taken_phrases=("address already in use", "port is already in use", "is not available", "errno 98"),
+    distribution="sglang",
+    modules={"sglang": "sglang>={},<={}".format(*SUPPORTED_VERSIONS), "xxhash": "xxhash"},
 )
 
 
@@ -44,3 +50,16 @@ def launch_sglang_server(
             argument="dist_init_addr",
         )
     return launch_server(args, SGLANG, config, env, check_abort)
+
+
+def read_server_environment(server_python: Path | str) -> InterpreterReport | None:
+    """What the environment of another interpreter has. None for the interpreter of this process.
+
+    Raises BadInputError, DeadlineError or StartupError for an interpreter that cannot start a server.
+    """
+    path = interpreter_path(server_python)
+    if is_own_interpreter(path):
+        return None
+    report = read_environment(path, {}, SGLANG)
+    require_packages(path, report, SGLANG)
+    return report

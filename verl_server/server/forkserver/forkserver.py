@@ -168,17 +168,19 @@ class OwnForkserver(Forkserver):
 
     `environment` is the complete environment of the process. The process is started in the folder `/`. Relative entries
     of `PYTHONPATH` are left out: a spawned server would resolve them in its own empty folder. `listener`: a socket at
-    which the forkserver accepts the connections of other processes.
+    which the forkserver accepts the connections of other processes. `python`: path of its interpreter.
     """
 
-    def __init__(self, environment: Mapping[str, str], listener: socket.socket | None = None) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], listener: socket.socket | None = None, python: str = sys.executable
+    ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         commands, remote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(commands)
         listener_fds = () if listener is None else (listener.fileno(),)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", FORKSERVER_MODULE, str(os.getpid()), *map(str, listener_fds)],
+                [python, "-P", "-m", FORKSERVER_MODULE, str(os.getpid()), *map(str, listener_fds)],
                 stdin=remote_end.fileno(),
                 stdout=self._log,
                 stderr=self._log,

@@ -1,4 +1,4 @@
-"""The forkserver that all servers of this process share, and the decision whether a server is forked.
+"""The forkservers that the servers of this process share, one for each interpreter, and whether a server is forked.
 
 The first server of a process starts the forkserver and waits for its imports, which costs as much as importing in the
 server. Every later server is forked in about 2 s. The forkserver costs about 79 MB of memory of its own while
@@ -15,104 +15,51 @@ A server is forked only when it sees what a server that is started as a new prog
 
 Libraries read environment variables when they are imported. The forkserver is therefore replaced when the environment
 of a server differs from the environment that the forkserver was started with (see `LATE_VARIABLES`), and when this
-process has changed what a new program inherits: resource limits, processor affinity, umask, user, control group.
+process has changed what a new program inherits: resource limits, processor affinity, umask, user, control group
+(`inherited_state.py`).
 """
 
 from __future__ import annotations
 
 import atexit
-import hashlib
-import json
 import logging
 import os
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from verl_server.config import SERVER_PYTHON
 from verl_server.errors import DeadlineError
 from verl_server.server.engine_profile import EngineProfile
-from verl_server.server.environment import inherited_environment
+from verl_server.server.environment import server_environment
 from verl_server.server.forkserver import socket_folder
 from verl_server.server.forkserver.forkserver import Forkserver, OwnForkserver
+from verl_server.server.forkserver.inherited_state import LATE_SUFFIX, InheritedState
+from verl_server.server.interpreter.server_python import ServerPython
 from verl_server.server.open_files import raise_open_file_limit
 from verl_server.server.supervisor import AbortCheck
 from verl_server.server.warden.process_watch import has_pidfds
-from verl_server.server.warden.warden import IGNORED_SIGNALS
 from verl_server.server.warden_process import WardenFactory, spawn_warden
 
 logger = logging.getLogger(__name__)
 
 FORKABLE_MAIN_MODULE = "verl_server.server.server_main"
-#: Variables that no import of a server on a machine without an accelerator depends on, or that differ for each server.
-#: A forked server gets their values at its start. Libraries set many of them in a running program: an import of torch,
-#: transformers or SGLang sets the folders of caches, an import of ray sets `RAY_` variables and PYTHONBREAKPOINT, and
-#: torchrun sets a variable of NCCL.
-LATE_VARIABLES = frozenset({
-    "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES", "PYTEST_CURRENT_TEST", "PYTHONBREAKPOINT", "SPT_NOENV",
-    "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TILELANG_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE",
-    "http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING", socket_folder.FOLDER_VARIABLE,
-})  # fmt: skip
-#: Other late variables: those of Ray, which a server does not import, and those that select devices, for example
-#: CUDA_VISIBLE_DEVICES. A server that can be forked sees no device, whatever their values are.
-LATE_PREFIX, LATE_SUFFIX = "RAY_", "_VISIBLE_DEVICES"
 #: Variables that select another SGLang platform or other SGLang plugins. Their code may not survive a fork.
 PLATFORM_VARIABLES = ("SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_USE_CPU_ENGINE")
 #: Device files of NVIDIA, AMD, Intel, Ascend, Moore Threads and other accelerators. Without any of them, torch need not
 #: be imported to know that there is no accelerator.
 ACCELERATOR_FILES = ("nvidia*", "kfd", "dri/render*", "davinci*", "mtgpu*", "accel/*", "dxg")
-INHERITED_FIELDS = (
-    "Umask", "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "NoNewPrivs",
-    "Seccomp", "Cpus_allowed", "Mems_allowed",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class InheritedState:
-    """What a new program would inherit from this process, as far as a forked server cannot change it afterwards."""
-
-    environment: Mapping[str, str] = field(repr=False)
-    """Environment variables without the late variables."""
-    attributes: tuple[str, ...]
-    """Resource limits, control group, namespaces, priority, `INHERITED_FIELDS` of `/proc/thread-self/status`, and
-    ignored signals."""
-
-    @classmethod
-    def of_server(cls, environment: Mapping[str, str]) -> InheritedState:
-        """The state of a server with this `environment` that would be started by the calling thread now."""
-        status = dict(line.split(":", 1) for line in _read_text("/proc/thread-self/status").splitlines())
-        files = (_read_text(f"/proc/self/{name}") for name in ("limits", "cgroup", "oom_score_adj"))
-        return cls(
-            {name: value for name, value in environment.items() if not _is_late(name)},
-            (
-                *(f"{name}: {status.get(name, '').strip()}" for name in INHERITED_FIELDS),
-                f"ignored signals: {_without_signals_of_warden(status.get('SigIgn', '0')):x}",
-                *files,
-                *(os.readlink(entry) for entry in sorted(Path("/proc/self/ns").glob("*"))),
-                str(os.getpriority(os.PRIO_PROCESS, 0)),
-            ),
-        )
-
-    def fingerprint(self) -> str:
-        """A hash of the state, of the Python executable and of this package's folder."""
-        code = (sys.executable, str(Path(__file__).parents[2]))
-        text = json.dumps([sorted(self.environment.items()), self.attributes, code])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def describe_difference(self, other: InheritedState) -> str:
-        """Names of the variables that differ (their values may be secret), or the attributes that differ."""
-        names = {name for name, _ in self.environment.items() ^ other.environment.items()}
-        if names:
-            return f"the environment variables {', '.join(sorted(names))} have changed"
-        return f"the process attributes {set(self.attributes) ^ set(other.attributes)} have changed"
 
 
 class SharedForkserver:
-    """Owns at most one `Forkserver` at a time: starts it, replaces it, ends it. Thread-safe."""
+    """Owns at most one `Forkserver` at a time: starts it, replaces it, ends it. Thread-safe.
 
-    def __init__(self) -> None:
+    `python`: path of the interpreter of the forkserver and of its servers.
+    """
+
+    def __init__(self, python: str = sys.executable) -> None:
+        self._python = python
         self._lock = threading.Lock()
         self._forkserver: Forkserver | None = None
         self._state: InheritedState | None = None
@@ -149,7 +96,7 @@ class SharedForkserver:
             logger.info("the forkserver is replaced: %s", state.describe_difference(self._state))
             self._forget(forkserver)
         if self._forkserver is None and state != self._failed_state:
-            self._forkserver, self._state = _connect_or_start(environment, state), state
+            self._forkserver, self._state = _connect_or_start(environment, state, self._python), state
         return self._forkserver
 
     def _forget(self, forkserver: Forkserver) -> None:
@@ -198,64 +145,74 @@ class SharedForkserver:
         self._forkserver, self._waiting_starts = None, 0
 
 
-def _connect_or_start(environment: Mapping[str, str], state: InheritedState) -> Forkserver:
-    path = socket_folder.socket_path(state.fingerprint())
+def _connect_or_start(environment: Mapping[str, str], state: InheritedState, python: str) -> Forkserver:
+    path = socket_folder.socket_path(state.fingerprint(python))
     if path is None:
-        return OwnForkserver(environment)
+        return OwnForkserver(environment, python=python)
     with socket_folder.lock(path):
         if (connection := socket_folder.connect(path)) is not None:
             return Forkserver(connection)
         with socket_folder.listen(path) as listener:
-            return OwnForkserver(environment, listener)
+            return OwnForkserver(environment, listener, python)
 
 
-_shared = SharedForkserver()
-atexit.register(_shared.close)
-os.register_at_fork(after_in_child=_shared.disown)
+_shared: dict[str, SharedForkserver] = {sys.executable: SharedForkserver()}
+"""The forkservers of this process by their interpreters."""
+
+
+def _shared_forkserver(python: ServerPython | None) -> SharedForkserver:
+    path = sys.executable if python is None else python.path
+    return _shared.setdefault(path, SharedForkserver(path))
+
+
+def _close_all() -> None:
+    for forkserver in _shared.values():
+        forkserver.close()
+
+
+def _disown_all() -> None:
+    for forkserver in _shared.values():
+        forkserver.disown()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def warden_factory(
-    profile: EngineProfile, env: Mapping[str, str], timeout_s: float, check_abort: AbortCheck
+    profile: EngineProfile,
+    env: Mapping[str, str],
+    timeout_s: float,
+    check_abort: AbortCheck,
+    python: ServerPython | None = None,
 ) -> WardenFactory:
-    """How to start the warden of a server: forked by this process's forkserver where that is safe, else spawned.
+    """How to start the warden of a server: forked by a forkserver of this process where that is safe, else spawned.
 
-    `env` are the variables that the caller adds for this server. Raises the error that `check_abort` returns.
+    `env` are the variables that the caller adds for this server. `python`: its interpreter; None: this process's.
+    Raises the error that `check_abort` returns.
     """
     if profile.main_module != FORKABLE_MAIN_MODULE:
         return spawn_warden
     raise_open_file_limit()  # the client of the server would raise it, and then the next server needs a new forkserver
-    return _shared.warden_factory({**inherited_environment(), **env}, timeout_s, check_abort)
+    return _shared_forkserver(python).warden_factory(server_environment(env, python), timeout_s, check_abort)
 
 
-def prepare_forkserver(env: Mapping[str, str] | None = None) -> None:
-    """Start this process's forkserver in the background, so that its imports overlap with other work.
+def prepare_forkserver(env: Mapping[str, str] | None = None, python: ServerPython | None = None) -> None:
+    """Start a forkserver of this process in the background, so that its imports overlap with other work.
 
-    `env`: the variables that will be added for the server. Does nothing where servers are not forked.
+    `env`: the variables that will be added for the server. `python`: the interpreter of the server, if it is not this
+    process's. Does nothing where servers are not forked, and where `VERL_SERVER_PYTHON` names another interpreter,
+    which is checked first when a server starts.
     """
+    if python is None and os.environ.get(SERVER_PYTHON):
+        return
     raise_open_file_limit()  # as `warden_factory`
-    _shared.prepare({**inherited_environment(), **(env or {})})
+    _shared_forkserver(python).prepare(server_environment(env or {}, python))
 
 
-def forkserver_pid() -> int | None:
-    """Process id of this process's forkserver, or None when there is none."""
-    return _shared.pid
-
-
-def _is_late(name: str) -> bool:
-    return name in LATE_VARIABLES or name.startswith(LATE_PREFIX) or name.endswith(LATE_SUFFIX)
-
-
-def _without_signals_of_warden(mask: str) -> int:
-    """The ignored signals, one bit for each, without those that the warden ignores in any case."""
-    return int(mask, 16) & ~sum(1 << (number - 1) for number in IGNORED_SIGNALS)
-
-
-def _read_text(path: str) -> str:
-    """Content of a file of `/proc`; empty where the kernel does not have the file."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""
+def forkserver_pid(python: ServerPython | None = None) -> int | None:
+    """Process id of this process's forkserver for an interpreter, or None when there is none."""
+    return _shared_forkserver(python).pid
 
 
 def _can_be_forked(environment: Mapping[str, str]) -> bool:
