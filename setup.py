@@ -57,7 +57,6 @@ setup(
         "renderers",
         "opentelemetry-api",
         "xxhash",
-        "msgspec",
         "packaging",
         "safetensors",
     ],
