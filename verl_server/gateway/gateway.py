@@ -261,22 +261,30 @@ class Gateway:
             if serving.done():
                 serving.result()
                 raise StartupError("its HTTP server has ended at once; see the log")
+            assert self._lock
+            if (owner := await call_in_thread(self._lock.refresh)) is not None:
+                raise StartupError(f"{owner} serves the folder {self.config.run_dir} since this gateway has read it")
             self._started.set_result(None)
             while not serving.done():
                 await self._store.end_expired()
                 await asyncio.wait((serving,), timeout=EXPIRY_INTERVAL_S)
             serving.result()
         finally:
-            watching.cancel()
             self._store.close(at_once=False)
             await self._store.wait_closed()
+            watching.cancel()  # other gateways wait until the records are closed
             await self._engine.close()
 
     async def _watch_folder(self) -> None:
         """Stop serving when another gateway serves the folder: it is on a machine with other locks."""
         assert self._lock
-        while (owner := await call_in_thread(self._lock.refresh)) is None:
-            await asyncio.sleep(REFRESH_S)
+        owner = None
+        while owner is None:
+            try:
+                owner = await call_in_thread(self._lock.refresh)
+            except RuntimeError:  # no thread can be started
+                logger.exception("the gateway cannot look after the lock of its folder %s", self.config.run_dir)
+            await asyncio.sleep(REFRESH_S if owner is None else 0)
         logger.error("%s serves the folder %s too; this gateway serves no more", owner, self.config.run_dir)
         self._store.close("another gateway serves the folder of the records")
 

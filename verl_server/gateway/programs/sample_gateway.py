@@ -131,5 +131,7 @@ async def serve_episode(episode: Episode, listener: socket.socket) -> AsyncItera
             stop = asyncio.get_running_loop().call_later(STOP_TIMEOUT_S, serving.cancel)
             cancelled = await wait_despite_cancellation(serving)  # the server still uses the socket
             stop.cancel()
+            store.close()
+            await store.wait_closed()
             if cancelled is not None:
                 raise cancelled

@@ -104,7 +104,8 @@ class FolderLock:
         with self._changes:
             if self._fd is None:
                 return
-            if not self._is_lost:
+            found, _ = self._read()
+            if not self._is_lost and (found is None or found.token == self._owner.token):
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, 0)  # the next gateway does not watch the file
             close_locked(self._fd)

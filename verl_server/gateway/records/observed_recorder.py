@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Unpack
 
+from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.records.record_files import RecordFiles
 from verl_server.trajectory.locked_files import close_locked, open_locked
 from verl_server.trajectory.nodes import Node, NodeFields
@@ -33,7 +34,7 @@ class ObservedRecorder(Recorder):
     def __init__(self, run_dir: Path, session_id: str, files: RecordFiles, *, may_use_reserve: bool = False) -> None:
         """`may_use_reserve`: for the end of a session. Raises the errors of `Recorder`."""
         self._path, self._files = session_file(run_dir, session_id), files
-        self._is_paused = self._is_kept_open = False
+        self._is_paused = self._is_ending = False
         self._closing = threading.Lock()
         """Held while the file is flushed or closed."""
         read = super().__init__
@@ -47,8 +48,8 @@ class ObservedRecorder(Recorder):
         return not self._is_paused
 
     def pause(self) -> None:
-        """Close the file until it is needed again, unless it is kept open. The record has failed if this fails."""
-        if self._is_kept_open or self._fd < 0 or self.failure is not None:
+        """Close the file until it is needed again, unless the session ends. The record has failed if this fails."""
+        if self._is_ending or self._fd < 0 or self.failure is not None:
             return
         self._is_paused, fd, self._fd = True, self._fd, -1
         try:
@@ -57,20 +58,28 @@ class ObservedRecorder(Recorder):
             self.failure = failure
 
     @contextlib.contextmanager
-    def kept_open(self) -> Iterator[None]:
-        """Open the file, and keep it open for the end of the session. Raises OSError."""
+    def ending(self) -> Iterator[None]:
+        """Keep the file open and refuse new nodes while the end of the session is written. Raises OSError.
+
+        A node behind the end of the session would belong to no trained path.
+        """
         if self._is_paused:
-            self._files.opening(self.open_again, may_use_reserve=True)
+            try:
+                self._files.opening(self.open_again, may_use_reserve=True)
+            except OSError as failure:
+                self.failure = failure  # the next end reads the file again
+                raise
         self._files.use(self)
-        self._is_kept_open = True
+        self._is_ending = True
         try:
             yield
         finally:
-            self._is_kept_open = False
+            self._is_ending = False
 
     def open_again(self) -> None:
         """Open the file after `pause`. Raises OSError, also for a file that was changed meanwhile."""
-        fd = open_locked(self._path, f"another process records the session {self.graph.session_id!r}")
+        message = f"another process records the session {self.graph.session_id!r}"
+        fd = open_locked(self._path, message, may_create=False)
         if os.fstat(fd).st_size != self._num_bytes:
             close_locked(fd)
             raise OSError(errno.EIO, "another program has changed the file of the record", str(self._path))
@@ -78,7 +87,9 @@ class ObservedRecorder(Recorder):
         self._fd, self._is_paused = fd, False
 
     def add_node(self, parent: int | None, token_ids: Sequence[int], **fields: Unpack[NodeFields]) -> Node:
-        """Add a node, write it, and tell about it."""
+        """Add a node, write it, and tell about it. Raises GatewayError while the end of the session is written."""
+        if self._is_ending:
+            raise GatewayError(ErrorKind.OVERLOADED, "the session is being ended; send the request again")
         node = super().add_node(parent, token_ids, **fields)
         if self.on_node is not None:
             self.on_node(node)
@@ -94,7 +105,7 @@ class ObservedRecorder(Recorder):
         super()._write(*lines)
 
     def flush(self) -> None:
-        """Return when everything written so far is on disk. Use it within `kept_open`. Raises OSError."""
+        """Return when everything written so far is on disk. Use it within `ending`. Raises OSError."""
         with self._closing:
             super().flush()
 

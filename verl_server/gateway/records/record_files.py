@@ -53,22 +53,22 @@ class RecordFiles:
         """The records with an open file. The record that was used longest ago comes first."""
         self._reserve = list[int]()
         """Descriptors that are closed when a file is needed and no other is free."""
-        weakref.finalize(self, _close_all, self._reserve)
+        self._give_back_reserve = weakref.finalize(self, _close_all, self._reserve)
         self._closing = set[int]()
         """Descriptors of records that are used no more and are not closed."""
-        self._refill()
+        self.refill()
 
     @property
     def has_free(self) -> bool:
         """Whether the process has free files. Files of records are closed if it has none."""
-        return self._refill() or (self._pause(NUM_PAUSED) and self._refill())
+        return self.refill() or (self._pause(NUM_PAUSED) and self.refill())
 
     def require_free(self, purpose: str) -> None:
         """Raise GatewayError if the process has no free files. `purpose`: the beginning of its message."""
         if not self.has_free:
             raise GatewayError(ErrorKind.OVERLOADED, f"{purpose}: {TOO_MANY_FILES}")
 
-    def _refill(self) -> bool:
+    def refill(self) -> bool:
         """Fill the reserve. Returns whether a file is free besides the reserve."""
         try:
             while len(self._reserve) <= NUM_RESERVED:
@@ -109,6 +109,10 @@ class RecordFiles:
             await run_aside(False, _close_locked, descriptor)
         finally:
             self._closing.discard(descriptor)
+
+    def close(self) -> None:
+        """Close the reserve, after all records."""
+        self._give_back_reserve()
 
     def opening(self, open_file: Callable[[], Result], *, may_use_reserve: bool = False) -> Result:
         """Call a function that opens a file. Without a free file, it is called again after another file was closed.
@@ -162,11 +166,11 @@ class RecordFiles:
 
 def _close_locked(descriptor: int) -> None:
     """Close the file of a record, whose data reaches the disk before: closing holds up other threads."""
-    try:
-        os.fdatasync(descriptor)
-    except OSError:
-        logger.exception("the end of a record did not reach the disk")
-    close_locked(descriptor)
+    for step in (os.fdatasync, close_locked):
+        try:
+            step(descriptor)
+        except OSError:  # of a disk, or of a network file system, which may write data only when the file is closed
+            logger.exception("the end of a record did not reach the disk")
 
 
 def _open_null() -> int:

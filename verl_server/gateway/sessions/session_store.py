@@ -188,6 +188,7 @@ class SessionStore:
         with contextlib.closing(self._steps_of_end(session_id, stop_reason, result)) as steps:
             for step in steps:
                 await self._files.opening_aside(step, may_use_reserve=True)
+        self._files.refill()  # before a connection takes the files that the end gives back
         return self._infos[session_id]
 
     def end_now(self, session_id: str, stop_reason: str, **result: Any) -> None:
@@ -195,6 +196,7 @@ class SessionStore:
         with contextlib.closing(self._steps_of_end(session_id, stop_reason, result)) as steps:
             for step in steps:
                 self._files.opening(step, may_use_reserve=True)
+        self._files.refill()
 
     def _steps_of_end(self, session_id: str, stop_reason: str, result: Json) -> Generator[Callable[[], None]]:
         """End a session. The steps, which the caller calls, wait for the disk."""
@@ -204,21 +206,21 @@ class SessionStore:
             if recorder is not None:
                 record_end(recorder, info)
                 yield recorder.flush
-        # After the record: a session that has ended has its reward in the record.
-        yield lambda: write_info(self._run_dir, info)
-        if (opened := self._open.pop(session_id, None)) is not None:
-            opened.close()
+            # After the record: a session that has ended has its reward in the record.
+            yield lambda: write_info(self._run_dir, info)
+            if (opened := self._open.pop(session_id, None)) is not None:
+                opened.close()  # while the record takes no turns
         self._add(info)
 
     @contextlib.contextmanager
     def _record_to_end(self, session_id: str) -> Iterator[ObservedRecorder | None]:
-        """The record of a session that ends, or None without a file.
+        """The record of a session that ends, which takes no turns meanwhile. None without a file.
 
         An open session stays open: it has not ended if its end cannot be written.
         """
         opened = self._open.get(session_id)
         if opened is not None and opened.record is not None and not _has_failed(opened):
-            with opened.record.kept_open():
+            with opened.record.ending():
                 yield opened.record
             return
         if opened is not None:
@@ -227,7 +229,7 @@ class SessionStore:
             yield None
             return
         recorder = ObservedRecorder(self._run_dir, session_id, self._files, may_use_reserve=True)
-        with recorder, recorder.kept_open():
+        with recorder, recorder.ending():
             yield recorder
 
     async def end_expired(self) -> None:
@@ -274,6 +276,7 @@ class SessionStore:
             await asyncio.wait(self._ending.values())
         self.close(at_once=False)  # sessions that could not be ended
         await self._files.close_waiting()
+        self._files.close()
 
     @property
     def num_unwritten(self) -> int:
