@@ -31,8 +31,8 @@ setup(
         "verl_server.trajectory.view": ["page.html.jinja"],
         "verl_server.gateway.http.ui": ["live.html"],
     },
+    # What a trainer, an agent, a router and a gateway need. The server needs the extra `sglang` in its own environment.
     install_requires=[
-        "sglang>=0.5.15,<=0.5.23",
         "torch",
         "transformers",
         "aiohttp>=3.12",
@@ -56,8 +56,13 @@ setup(
         "renderers",
         "opentelemetry-api",
         "xxhash",
+        "msgspec",
+        "packaging",
+        "safetensors",
     ],
     extras_require={
+        "sglang": ["sglang>=0.5.15,<=0.5.23"],
+        "vllm": ["vllm>=0.32"],
         "docker": ["docker>=7.1"],
         "ray": ["ray>=2.40"],
         "docs": ["mkdocs-material", "mkdocstrings[python]"],

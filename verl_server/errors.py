@@ -5,7 +5,7 @@
     │   ├── WeightManifestError  a tensor does not fit the served model (name, shape, dtype, missing)
     │   └── UserCodeError        code of a tool, a reward or an agent loop uses this library in a wrong way
     ├── UnsupportedError         this machine or this version of the engine does not support the operation
-    ├── StartupError             a server process ended before the server was ready
+    ├── StartupError             a server ended before it was ready, or its environment cannot run it
     ├── ServerDiedError          a server process ended while it was in use
     ├── ServerError              the server replied with an error
     │   ├── NotReadyError        retryable: the server is starting, paused, or its memory is released
@@ -94,10 +94,10 @@ class UnsupportedError(VerlServerError):
 
 
 class StartupError(VerlServerError):
-    """A server process ended before the server was ready.
+    """A server process ended before the server was ready, or the environment of the server cannot run it.
 
     `details`: `exit_code`, `log_tail` (the end of the server's log), `log_path`. To do: read the end of the log, then
-    run `verl-server doctor MODEL --tp N`.
+    run `verl-server doctor MODEL --tp N`. Without a log, the message names what the environment lacks.
     """
 
 

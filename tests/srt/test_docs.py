@@ -250,7 +250,7 @@ def test_every_shell_example_names_a_command_that_exists() -> None:
             assert words[1] in targets, where
         elif program == "verl-server":
             check_verl_server(words[1:], where)
-        elif program in ("python", "python3.12", "pytest", "torchrun"):
+        elif program in ("python", "python3", "python3.12", "pytest", "torchrun"):
             for word in words[1:]:
                 assert not word.startswith(("examples/", "benchmarks/", "tests/")) or (ROOT / word).exists(), where
         else:

@@ -47,11 +47,12 @@ from verl_server.server.warden_process import WARDEN_SCRIPT
 class Trainer:
     """A trainer process that the test kills. The environment of all processes that it starts contains a mark."""
 
-    def __init__(self, folder: Path, scratch: Path, tp_size: int) -> None:
+    def __init__(self, folder: Path, scratch: Path, tp_size: int, server_python: Path | None = None) -> None:
         self.mark, self.scratch = uuid.uuid4().hex, scratch
         scratch.mkdir(exist_ok=True)
         self.process = processes().Process(
-            target=trainer_script.main, args=(str(folder), tp_size, str(scratch), self.mark)
+            target=trainer_script.main,
+            args=(str(folder), tp_size, str(scratch), self.mark, server_python and str(server_python)),
         )
         self.process.start()
 

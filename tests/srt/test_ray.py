@@ -20,7 +20,7 @@ from helpers import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server import RolloutManager, VerlEngine
+from verl_server import AdapterConfig, RolloutManager, VerlEngine
 from verl_server.errors import BadInputError, ServerError
 from verl_server.rollout.health import ReplicaState
 from verl_server.server.forkserver.shared_forkserver import prepare_forkserver
@@ -136,6 +136,14 @@ def test_a_replica_on_two_nodes(launcher: Any, one_rank: DeviceMesh, tiny: Calla
         change_weights(model, seed=7)
         engine.update_weights_from_tensor(model.state_dict().items())
         assert_equals_reference(engine, model)
+
+
+def test_the_interpreter_of_a_server_is_that_of_its_node(
+    launcher: Any, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = AdapterConfig(server_python=tmp_path / "gone")
+    with pytest.raises(BadInputError, match="gone does not exist"):
+        RolloutManager(1, launcher=launcher, model_path=str(tiny("qwen3")), config=config)
 
 
 def test_fleets_that_exceed_the_cluster_are_refused(launcher: Any, tiny: Callable[..., Path]) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from helpers import GREEDY, MARK, mesh_of, reference_model
 
 
-def main(folder: str, tp_size: int, scratch: str, mark: str) -> None:
+def main(folder: str, tp_size: int, scratch: str, mark: str, server_python: str | None = None) -> None:
     """Main function of the trainer process. All processes that it starts inherit `mark`."""
     multiprocessing.set_start_method("fork", force=True)  # the default of a program
     os.environ[MARK] = mark
@@ -34,6 +34,7 @@ def main(folder: str, tp_size: int, scratch: str, mark: str) -> None:
         tp_size=tp_size,
         log_dir=scratch,
         use_forkserver=False,
+        server_python=server_python,
     )
     assert engine.adapter is not None
     Path(scratch, "url").write_text(f"{engine.adapter.base_url} {engine.adapter.pids.main}")

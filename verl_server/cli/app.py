@@ -5,17 +5,17 @@ The module imports neither torch nor SGLang; the commands that need them import 
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from verl_server.cli import arguments as options
 from verl_server.cli.arguments import ADMIN_API_KEY, API_KEY, LOOPBACK, REPLICA_API_KEY, take_key
+from verl_server.cli.common_options import EXIT_FAILED, Json, Verbose
+from verl_server.cli.doctor import doctor
 from verl_server.cli.gateway import gateway
 from verl_server.cli.output import print_line, print_replicas, show_progress
 from verl_server.cli.server import run_server
@@ -26,7 +26,7 @@ from verl_server.cli.trajectory_export import export
 from verl_server.errors import BadInputError, NotReadyError, VerlServerError
 from verl_server.validation import require_http_url
 
-EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
+EXIT_BAD_INPUT = 2
 
 app = typer.Typer(
     name="verl-server",
@@ -37,19 +37,6 @@ app = typer.Typer(
 )
 trajectory_app.command()(export)
 app.add_typer(trajectory_app)
-
-
-def _log_to_stderr(verbose: bool) -> None:
-    if verbose:
-        logging.basicConfig(
-            level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
-
-
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Write this library's log to standard error.", callback=_log_to_stderr)
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @app.callback()
@@ -68,6 +55,7 @@ def launch(
     port: options.ServerPort = None,
     tp: options.TensorParallel = 1,
     log_dir: options.LogDir = None,
+    server_python: options.ServerPython = None,
     verbose: Verbose = False,
 ) -> None:
     """Start one SGLang server and supervise it until Ctrl-C.
@@ -82,20 +70,22 @@ def launch(
       verl-server launch Qwen/Qwen3-0.6B
       verl-server launch ./model --port 30000 --tp 2 --mem-fraction-static 0.5
       verl-server launch ./model --dtype=bfloat16 --skip-tokenizer-init
+      verl-server launch ./model --server-python /opt/sglang/bin/python
     """
+    sglang = options.find_sglang_of(server_python)
     server_args = {
-        **options.parse_server_args([model, *context.args]),
+        **options.parse_server_args([model, *context.args], sglang),
         "host": host,
         "tp_size": tp,
         **({} if port is None else {"port": port}),
     }
     with show_progress("Checking the arguments"):
         own_options = {param.name: param.opts[0] for param in context.command.params if param.name}
-        options.require_known_arguments(server_args, own_options)
+        options.require_known_arguments(server_args, own_options, sglang)
     generated_keys = options.missing_keys([API_KEY, ADMIN_API_KEY], shown=sys.stdout.isatty())
     options.require_long_keys([API_KEY, ADMIN_API_KEY])
     server_args |= {"api_key": take_key(API_KEY), "admin_api_key": take_key(ADMIN_API_KEY)}
-    raise typer.Exit(run_server(server_args, log_dir, generated_keys))
+    raise typer.Exit(run_server(server_args, log_dir, server_python, generated_keys))
 
 
 @app.command()
@@ -180,46 +170,6 @@ def status(
 
 
 @app.command()
-def doctor(
-    model: options.OptionalModel = None,
-    tp: options.TensorParallel = 1,
-    dtype: options.Dtype = "auto",
-    as_json: Json = False,
-    gateway_url: options.GatewayUrl = None,
-    verbose: Verbose = False,
-) -> None:
-    """Check this machine, and whether a model can be served on it; or the chain behind a gateway.
-
-    Every problem is printed with its symptom and its fix. Exit code 1 when a check failed.
-
-    With --gateway, the chain agent -> gateway -> router -> engine is checked. Run it where the agent runs: keys, base
-    URLs and the name of the model are those of the agent's environment (ANTHROPIC_AUTH_TOKEN, OPENAI_API_KEY,
-    ANTHROPIC_BASE_URL and so on). With VERL_SERVER_GATEWAY_ADMIN_KEY, one token is generated, which is not recorded.
-
-    Examples:
-      verl-server doctor
-      verl-server doctor --gateway http://127.0.0.1:9000
-      verl-server doctor ./model --tp 2 --dtype bfloat16
-    """
-    from verl_server.doctor import examine, examine_gateway, report
-
-    if gateway_url is not None:
-        gateway_url = require_http_url("--gateway", gateway_url, "--gateway http://127.0.0.1:9000")
-        with show_progress("Checking the gateway"):
-            sections = {f"Gateway {gateway_url}": examine_gateway(gateway_url, os.environ)}
-    else:
-        with show_progress("Checking this machine"):
-            options.require_known_arguments({"dtype": dtype})
-            sections = examine(model, tp=tp, dtype=dtype)
-    if as_json:
-        print(report.as_json(sections))
-    else:
-        report.show(sections, Console(highlight=False))
-    if report.failed(sections):
-        raise typer.Exit(EXIT_FAILED)
-
-
-@app.command()
 def version() -> None:
     """Print the versions of verl-server, SGLang, torch and transformers."""
     from verl_server import __version__
@@ -235,6 +185,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the weights, the prompts and the sampling.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Number of training steps.", metavar="N")] = 80,
     output: options.DemoOutput = Path("demo_output"),
+    server_python: options.ServerPython = None,
     verbose: Verbose = False,
 ) -> None:
     """Train a tiny model with GRPO on this machine: two trainer ranks, one SGLang server, no download.
@@ -247,6 +198,7 @@ def demo(
     """
     from verl_server.demo import run
 
+    options.use_server_python(server_python)
     raise typer.Exit(run(seed=seed, steps=steps, output_dir=output))
 
 
@@ -256,6 +208,7 @@ def conformance(
     case: options.Cases = None,
     updates: options.Updates = 1000,
     output: options.ConformanceOutput = Path("conformance_output"),
+    server_python: options.ServerPython = None,
     verbose: Verbose = False,
 ) -> None:
     """Check weight updates and generation of an engine against Hugging Face, and compare engines.
@@ -271,6 +224,7 @@ def conformance(
     """
     from verl_server.conformance.command import run
 
+    options.use_server_python(server_python)
     keys = (os.environ.get(API_KEY), os.environ.get(ADMIN_API_KEY))
     key_hint = f"set {API_KEY} and {ADMIN_API_KEY} to the keys of the server"
     with exit_after_cleanup():
@@ -278,6 +232,7 @@ def conformance(
     raise typer.Exit(EXIT_FAILED if has_problems else 0)
 
 
+app.command()(doctor)
 app.command()(check_template)
 app.command()(gateway)
 

@@ -12,9 +12,16 @@ from typing import Annotated, Any
 
 import typer
 
-from verl_server.adapter.sglang.argument_table import find_option, option_name, read_options
+from verl_server.adapter.sglang.argument_table import (
+    SglangInstallation,
+    find_option,
+    find_sglang_in,
+    option_name,
+    read_options,
+)
 from verl_server.adapter.sglang.argument_values import convert, guess_value
 from verl_server.adapter.sglang.early_argument_check import SGLANG_NAMES, find_early_refusal
+from verl_server.config import SERVER_PYTHON
 from verl_server.errors import BadInputError
 from verl_server.server.server_main import REFUSAL
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
@@ -44,6 +51,14 @@ RouterPort = Annotated[
 ]
 TensorParallel = Annotated[
     int, typer.Option("--tp", min=1, metavar="N", help="Number of tensor parallel ranks of the server.")
+]
+ServerPython = Annotated[
+    Path | None,
+    typer.Option(
+        envvar=SERVER_PYTHON,
+        help="Python interpreter of the server, for example that of another virtual environment.",
+        metavar="PATH",
+    ),
 ]
 LogDir = Annotated[Path | None, typer.Option(help="Folder in which to keep the server's log.", metavar="FOLDER")]
 Replicas = Annotated[
@@ -76,7 +91,7 @@ KEY_ARGUMENTS = {"api_key": API_KEY, "admin_api_key": ADMIN_API_KEY}
 NEGATIVE_NUMBER = re.compile(r"-[0-9.]")
 
 
-def parse_server_args(args: list[str]) -> dict[str, Any]:
+def parse_server_args(args: list[str], sglang: SglangInstallation | None = None) -> dict[str, Any]:
     """Read SGLang's arguments from a command line: MODEL first, then options.
 
     Options are written as `--name value`, `--name=value`, and `--name value1 value2` for a list. A bool option is True
@@ -84,8 +99,8 @@ def parse_server_args(args: list[str]) -> dict[str, Any]:
     option begins so. The values get the types that SGLang declares. The values of options that SGLang does not declare,
     which its plugins can add, are parsed as JSON if they are JSON, otherwise taken as text.
 
-    Raises BadInputError for an argument that cannot be read. Keys are refused too, because other users of the machine
-    can read a command line.
+    `sglang`: the SGLang of the server; None is that of this process's environment. Raises BadInputError for an argument
+    that cannot be read. Keys are refused too, because other users of the machine can read a command line.
     """
     model, *rest = args
     model = _find_model(model)
@@ -99,24 +114,46 @@ def parse_server_args(args: list[str]) -> dict[str, Any]:
         elif not name or (argument.startswith("-") and not NEGATIVE_NUMBER.match(argument)):
             raise BadInputError(
                 f"{argument!r} does not follow an option; write SGLang's arguments as --name value, "
-                f"for example --mem-fraction-static 0.5{_similar_option(argument)}"
+                f"for example --mem-fraction-static 0.5{_similar_option(argument, sglang)}"
             )
         else:
             values[name].append(argument)
     server_args: dict[str, Any] = {"model_path": model}
     for name, texts in values.items():
-        field, value = _parse_option(name, texts)
+        field, value = _parse_option(name, texts, sglang)
         server_args[field] = value
     return server_args
 
 
-def require_known_arguments(server_args: Mapping[str, Any], own_options: Mapping[str, str] | None = None) -> None:
+def find_sglang_of(server_python: Path | None) -> SglangInstallation | None:
+    """The SGLang in the environment of an interpreter. None for the interpreter of this process.
+
+    Raises the errors of `read_server_environment`.
+    """
+    from verl_server.adapter.sglang.launch import read_server_environment
+
+    report = None if server_python is None else read_server_environment(server_python)
+    return None if report is None else find_sglang_in(report)
+
+
+def use_server_python(server_python: Path | None) -> None:
+    """Let the servers of this command, which its processes start, run with another interpreter."""
+    if server_python is not None:
+        os.environ[SERVER_PYTHON] = str(server_python)
+
+
+def require_known_arguments(
+    server_args: Mapping[str, Any],
+    own_options: Mapping[str, str] | None = None,
+    sglang: SglangInstallation | None = None,
+) -> None:
     """Raise BadInputError for names that SGLang does not have and for values that are none of its choices.
 
     `own_options`: names of the command's own options, and how each is written. They are suggested for misspelled names.
+    `sglang`: see `parse_server_args`.
     """
     keys = {name: f"the environment variable {variable}" for name, variable in KEY_ARGUMENTS.items()}
-    refusal = find_early_refusal(server_args, {**RENAMED_ARGUMENTS, **keys, **(own_options or {})})
+    refusal = find_early_refusal(server_args, {**RENAMED_ARGUMENTS, **keys, **(own_options or {})}, sglang)
     if refusal is not None:
         raise BadInputError(f"{REFUSAL}{refusal}")
 
@@ -140,17 +177,17 @@ def _find_model(model: str) -> str:
     return str(path.absolute()) if is_model else model
 
 
-def _similar_option(argument: str) -> str:
+def _similar_option(argument: str, sglang: SglangInstallation | None) -> str:
     """The end of an error about `argument`: the option that was meant. No suggestion for one letter."""
     if not argument.startswith("-") or len(argument.partition("=")[0]) == 2:
         return ""
-    names = {*read_options(), "tp"}
+    names = {*read_options(sglang), "tp"}
     return did_you_mean(argument, [f"--{name.replace('_', '-')}" for name in names])
 
 
-def _parse_option(written: str, texts: list[str]) -> tuple[str, Any]:
+def _parse_option(written: str, texts: list[str], sglang: SglangInstallation | None) -> tuple[str, Any]:
     """The field of SGLang's `ServerArgs` that an option sets, and the value. Raises BadInputError if it is refused."""
-    name, option = find_option(option_name(written))
+    name, option = find_option(option_name(written), sglang)
     field = option.field if option else name
     if field in KEY_ARGUMENTS:
         raise BadInputError(

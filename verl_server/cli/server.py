@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from verl_server.adapter import HttpServerEngineAdapter
 
 
-def run_server(server_args: Mapping[str, Any], log_dir: Path | None, generated_keys: list[str]) -> int:
+def run_server(
+    server_args: Mapping[str, Any], log_dir: Path | None, server_python: Path | None, generated_keys: list[str]
+) -> int:
     """Start a server, print its URL and the generated keys, and wait for SIGINT, SIGTERM or SIGHUP.
 
     Returns the exit code: 0 if the server was ready when the signal came, otherwise 128 plus the signal's number.
@@ -22,7 +24,7 @@ def run_server(server_args: Mapping[str, Any], log_dir: Path | None, generated_k
     """
     signals = StopSignals()
     try:
-        with signals, _start(server_args, log_dir) as adapter:
+        with signals, _start(server_args, log_dir, server_python) as adapter:
             signals.is_server_ready = True
             print_server(adapter, server_args, generated_keys)
             process = adapter.process
@@ -34,11 +36,12 @@ def run_server(server_args: Mapping[str, Any], log_dir: Path | None, generated_k
         return 0 if signals.is_server_ready else 128 + stop.number
 
 
-def _start(server_args: Mapping[str, Any], log_dir: Path | None) -> HttpServerEngineAdapter:
+def _start(server_args: Mapping[str, Any], log_dir: Path | None, server_python: Path | None) -> HttpServerEngineAdapter:
     from verl_server.adapter import HttpServerEngineAdapter
     from verl_server.config import AdapterConfig
     from verl_server.server.forkserver.socket_folder import shares_forkservers
 
-    config = AdapterConfig(log_dir=log_dir, use_forkserver=shares_forkservers())  # its own would serve only one server
+    # A forkserver of its own would serve only one server.
+    config = AdapterConfig(log_dir=log_dir, use_forkserver=shares_forkservers(), server_python=server_python)
     with show_progress(f"Starting a server for {server_args['model_path']}"):
         return HttpServerEngineAdapter(config=config, **server_args)

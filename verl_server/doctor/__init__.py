@@ -7,24 +7,35 @@ and `examine` read the machine. No function starts a server or changes the machi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from verl_server.doctor.finding import Finding, Level
 
 __all__ = ["Finding", "Level", "examine", "examine_gateway"]
 
 
-def examine(model: str | None = None, *, tp: int = 1, dtype: str = "auto") -> dict[str, list[Finding]]:
+def examine(
+    model: str | None = None, *, tp: int = 1, dtype: str = "auto", server_python: Path | str | None = None
+) -> dict[str, list[Finding]]:
     """Run all checks and return the findings by section of the report. Imports torch.
 
     `model` is a folder or a name on the Hugging Face Hub; without it only the machine is checked. `tp` is the number
-    of tensor parallel ranks, `dtype` the --dtype of the server.
+    of tensor parallel ranks, `dtype` the --dtype of the server, `server_python` the interpreter of the server if it is
+    not that of this process.
     """
     from verl_server.doctor import accelerator, checkpoint, hardware, leftovers, limits, memory, network, packages
+    from verl_server.doctor import server_environment as environment
 
     facts = hardware.probe()
+    nvidia = facts.accelerator == "cuda"
     sections = {
-        "Packages": packages.examine(nvidia=facts.accelerator == "cuda"),
-        "Compute": accelerator.examine(facts),
+        "Packages": packages.examine(nvidia=nvidia) if server_python is None else packages.examine_trainer(),
+        **(
+            {}
+            if server_python is None
+            else {f"Server {server_python}": environment.examine(server_python, nvidia=nvidia)}
+        ),
+        "Compute": accelerator.examine(facts, runs_servers=server_python is None),
         "Memory": [*memory.examine(), *leftovers.examine()],
         "System": [*limits.examine(), *network.examine()],
     }

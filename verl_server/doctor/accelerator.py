@@ -147,16 +147,20 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def examine(hardware: Hardware) -> list[Finding]:
-    """Check the accelerator, its free memory, and the platform that SGLang selects."""
+def examine(hardware: Hardware, *, runs_servers: bool = True) -> list[Finding]:
+    """Check the accelerator, its free memory, and the platform that SGLang selects.
+
+    `runs_servers`: whether servers run in this process's environment, so that its plugins count.
+    """
     registered = tuple(sorted({point.name for point in metadata.entry_points(group=PLATFORM_GROUP)}))
+    platform = check_platform(
+        registered,
+        selected=os.environ.get("SGLANG_PLATFORM", ""),
+        cpu_engine=os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1",
+        accelerator=hardware.accelerator,
+    )
     return [
         check_accelerator(hardware),
         *check_gpu_memory(hardware.gpus),
-        check_platform(
-            registered,
-            selected=os.environ.get("SGLANG_PLATFORM", ""),
-            cpu_engine=os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1",
-            accelerator=hardware.accelerator,
-        ),
+        *([platform] if runs_servers else []),
     ]

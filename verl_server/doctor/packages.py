@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -31,16 +32,16 @@ def check_python(version: tuple[int, ...]) -> Finding:
     return ok("Python", text)
 
 
-def check_sglang(installed: str | None) -> Finding:
-    """Check that SGLang is installed in a supported version."""
+def check_sglang(installed: str | None, *, pip: str = "pip") -> Finding:
+    """Check that SGLang is installed in a supported version. `pip`: the command that installs packages there."""
     lowest, highest = SUPPORTED_VERSIONS
     versions = f"tested: {TESTED_VERSION}; supported, with probed capabilities: {lowest} to {highest}"
-    fix = f"pip install 'sglang>={lowest},<={highest}'"
+    fix = f"{pip} install 'sglang>={lowest},<={highest}'"
     if installed is None:
         return fail(
             "SGLang",
             "not installed",
-            symptom="the server's log shows ModuleNotFoundError: No module named 'sglang'",
+            symptom="StartupError when a server starts: SGLang is not installed",
             fix=fix,
         )
     if Version(lowest).release <= Version(installed).release <= Version(highest).release:
@@ -53,13 +54,13 @@ def check_sglang(installed: str | None) -> Finding:
     )
 
 
-def check_package(name: str, installed: str | None, wanted: str, *, needed: bool = True) -> Finding:
+def check_package(name: str, installed: str | None, wanted: str, *, needed: bool = True, pip: str = "pip") -> Finding:
     """Check one package against the requirement of SGLang's metadata.
 
     `wanted` is a version specifier such as "==2.14.1", or "" for any version. `needed` is False for a package that
-    this machine can do without.
+    this machine can do without. `pip`: the command that installs packages there.
     """
-    fix = f"pip install '{name}{wanted}'"
+    fix = f"{pip} install '{name}{wanted}'"
     if installed is None:
         if not needed:
             return ok(name, "not installed; only an NVIDIA GPU needs it")
@@ -112,6 +113,11 @@ def wanted_by_sglang() -> dict[str, str]:
         lines = metadata.requires("sglang") or []
     except metadata.PackageNotFoundError:
         return {}
+    return parse_requirements(lines)
+
+
+def parse_requirements(lines: Iterable[str]) -> dict[str, str]:
+    """Version specifiers by distribution name, from the requirements of a distribution's metadata."""
     requirements = [Requirement(line) for line in lines]
     here = [item for item in requirements if item.marker is None or item.marker.evaluate({"extra": ""})]
     return {item.name.replace("_", "-"): str(item.specifier) for item in here}
@@ -121,6 +127,14 @@ def uncompiled(site_packages: Path) -> list[str]:
     """The installed sample modules without bytecode."""
     sources = [name for name in SAMPLE_MODULES if (site_packages / name).is_file()]
     return [n for n in sources if not Path(importlib.util.cache_from_source(str(site_packages / n))).exists()]
+
+
+def examine_trainer() -> list[Finding]:
+    """Check the environment of a trainer whose servers have an environment of their own."""
+    return [
+        check_python(sys.version_info[:3]),
+        *(check_package(name, installed_version(name), "") for name in ("torch", "transformers")),
+    ]
 
 
 def examine(*, nvidia: bool) -> list[Finding]:

@@ -222,8 +222,16 @@ class InProcessBackend:
 
 
 def _make_engine(server_args: Json) -> Any:
-    import sglang
-
+    try:
+        import sglang
+    except ModuleNotFoundError as error:
+        if error.name != "sglang":
+            raise
+        raise StartupError(
+            "launch_server=False runs SGLang in this process, but SGLang is not installed in its environment: run "
+            "`pip install 'verl-server[sglang]'`, or use a server process with server_python=PATH of an environment "
+            "that has SGLang"
+        ) from error
     loaders = server_args.get("custom_weight_loader") or []
     try:
         return sglang.Engine(**{**server_args, "custom_weight_loader": [*loaders, WEIGHT_LOADER]})

@@ -29,11 +29,11 @@ def find_refusal(server_args: Mapping[str, Any]) -> str | None:
     parser = _ChoicesParser(add_help=False)
     ServerArgs.add_cli_args(parser)
     declared = {name: parser.choices.get(name) for name in _field_names()}
-    return describe_problems(server_args, declared, {})
+    return describe_problems(server_args, declared, {}, version("sglang"))
 
 
 def describe_problems(
-    server_args: Mapping[str, Any], declared: Declarations, own_names: Mapping[str, str]
+    server_args: Mapping[str, Any], declared: Declarations, own_names: Mapping[str, str], sglang_version: str
 ) -> str | None:
     """The names that are not declared and the values that are none of the choices, in one line. None without any.
 
@@ -46,7 +46,7 @@ def describe_problems(
             similar = did_you_mean(name, {*declared, *own_names})
             for own_name, text in own_names.items():
                 similar = similar.replace(repr(own_name), text)
-            problems.append(f"SGLang {version('sglang')} has no argument {name!r}{similar}")
+            problems.append(f"SGLang {sglang_version} has no argument {name!r}{similar}")
         choices = declared.get(name)
         if choices and isinstance(value, (str, int)) and value not in choices:
             similar = did_you_mean(str(value), [choice for choice in choices if isinstance(choice, str)])

@@ -74,7 +74,6 @@ class ServerProcess(ExitNotifier):
         python: ServerPython | None = None,
     ) -> None:
         self._refusal = f"{profile.name} refuses the server arguments: "
-        """Begin of the log line with which the server main refuses its arguments."""
         self._folder = make_server_folder()
         scratch = self._folder / WORKING_FOLDER
         self.log_path = self._folder / LOG_NAME if log_dir is None else Path(log_dir) / f"{self._folder.name}.log"

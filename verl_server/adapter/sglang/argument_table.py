@@ -9,17 +9,36 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError
+from verl_server.platforms import ENTRY_POINTS
 
+if TYPE_CHECKING:
+    from verl_server.server.interpreter.report import InterpreterReport
+
+SGLANG = "sglang"
 #: Files below `sglang/srt` with the fields, and those with the calls of `add_argument`. SGLang 0.5.15 has no files of
 #: the first kind: its fields are in the class `ServerArgs` of `server_args.py`.
 FIELD_SOURCES, CALL_SOURCES, FIELD_CLASS = "arg_groups/fields/*.py", "server_args.py", "ServerArgs"
 FLAG_ACTIONS = {"store_true", "BooleanOptionalAction", "DeprecatedStoreTrueAction"}
+
+
+@dataclass(frozen=True)
+class SglangInstallation:
+    """The SGLang of one environment."""
+
+    folder: Path | None
+    """Folder of the package. None: not installed."""
+    version: str
+    """Version, or an empty string for sources that are not installed."""
+    has_other_plugins: bool
+    """Whether a plugin is installed that neither this package nor a package that SGLang requires brings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +61,40 @@ class Option:
     """Whether SGLang's command line has an option of this name. Otherwise it is the name of a field only."""
 
 
+def find_sglang_here() -> SglangInstallation:
+    """The SGLang of this process's environment. Does not import SGLang."""
+    spec = importlib.util.find_spec(SGLANG)
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    try:
+        version, required = metadata.version(SGLANG), metadata.requires(SGLANG) or []
+    except metadata.PackageNotFoundError:  # SGLang runs from a folder of sources
+        version, required = "", []
+    known = {_normalize(name) for name in ("verl-server", *(re.split(r"[^\w.-]", line)[0] for line in required))}
+    plugins = [plugin for group in ENTRY_POINTS for plugin in metadata.entry_points(group=group)]
+    has_other_plugins = any(plugin.dist is None or _normalize(plugin.dist.name) not in known for plugin in plugins)
+    return SglangInstallation(Path(folders[0]) if folders else None, version, has_other_plugins)
+
+
+def find_sglang_in(report: InterpreterReport) -> SglangInstallation:
+    """The SGLang of another interpreter's environment."""
+    folder = report.folders.get(SGLANG)
+    has_other_plugins = any(not plugin.startswith("verl_server.") for plugin in report.plugins)
+    return SglangInstallation(
+        None if folder is None else Path(folder), report.versions.get(SGLANG) or "", has_other_plugins
+    )
+
+
 @functools.cache
-def read_options() -> Mapping[str, Option]:
+def read_options(sglang: SglangInstallation | None = None) -> Mapping[str, Option]:
     """The options by their names, with underscores and without leading dashes. Empty if SGLang is not installed.
+
+    `sglang`: the SGLang whose options are read; None is that of this process's environment.
 
     An argument is also found by the name of its field, where SGLang's option has another name.
     """
     options: dict[str, Option] = {}
-    field_modules, call_modules = _parse_files(FIELD_SOURCES), _parse_files(CALL_SOURCES)
+    folder = (find_sglang_here() if sglang is None else sglang).folder
+    field_modules, call_modules = _parse_files(folder, FIELD_SOURCES), _parse_files(folder, CALL_SOURCES)
     classes = [node for module in field_modules for node in _classes(module)]
     if not field_modules:
         classes = [node for module in call_modules for node in _classes(module) if node.name == FIELD_CLASS]
@@ -66,14 +111,14 @@ def read_options() -> Mapping[str, Option]:
     return options | {f"no_{name}": replace(option, constant=False) for name, option in flags.items()}
 
 
-def find_option(name: str) -> tuple[str, Option | None]:
+def find_option(name: str, sglang: SglangInstallation | None = None) -> tuple[str, Option | None]:
     """Find the option that `name` means on a command line.
 
     `name` may be abbreviated if only one option begins with it; SGLang's own parser (argparse) has the same rule. A
     name of no option is returned without an option. Raises BadInputError when the names of several options begin with
     `name`.
     """
-    options = read_options()
+    options = read_options(sglang)
     if name in options:
         return name, options[name]
     is_negation = name.startswith("no_")
@@ -85,11 +130,10 @@ def find_option(name: str) -> tuple[str, Option | None]:
     return (found[0], options[found[0]]) if found else (name, None)
 
 
-def _parse_files(pattern: str) -> list[ast.Module]:
-    """The source files of SGLang that match `pattern`."""
-    spec = importlib.util.find_spec("sglang")
-    folders = [] if spec is None else [Path(folder) / "srt" for folder in spec.submodule_search_locations or ()]
-    return [ast.parse(file.read_text(encoding="utf-8")) for folder in folders for file in folder.glob(pattern)]
+def _parse_files(folder: Path | None, pattern: str) -> list[ast.Module]:
+    """The source files of SGLang, whose package is `folder`, that match `pattern`."""
+    files = [] if folder is None else (folder / "srt").glob(pattern)
+    return [ast.parse(file.read_text(encoding="utf-8")) for file in files]
 
 
 def _classes(module: ast.Module) -> list[ast.ClassDef]:
@@ -221,3 +265,7 @@ def _value(node: ast.expr) -> Any:
 def option_name(text: str) -> str:
     """The name of `--an-option` in the table: `an_option`."""
     return text.lstrip("-").replace("-", "_")
+
+
+def _normalize(package: str) -> str:
+    return re.sub(r"[-_.]+", "-", package).lower()

@@ -79,10 +79,12 @@ def add_fleet_defaults(server_args: Mapping[str, Any], *, has_sglang_router: boo
     """`server_args` with the values that suit servers behind a router of this library.
 
     With `incremental_streaming_output`, a stream sends each token once. Otherwise each event repeats all tokens so far.
-    An `sglang-router` passes streams to its callers as they are, so they keep SGLang's default.
+    An `sglang-router` passes streams to its callers as they are, so they keep SGLang's default. All supported versions
+    have the argument: it is set for servers of another environment, too.
     """
-    name = "incremental_streaming_output"
-    return dict(server_args) if has_sglang_router or name not in read_options() else {name: True, **server_args}
+    name, options = "incremental_streaming_output", read_options()
+    is_unknown = bool(options) and name not in options
+    return dict(server_args) if has_sglang_router or is_unknown else {name: True, **server_args}
 
 
 def validate_fleet_args(server_args: Mapping[str, Any]) -> Json:

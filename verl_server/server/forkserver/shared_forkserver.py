@@ -29,6 +29,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from verl_server.config import SERVER_PYTHON
 from verl_server.errors import DeadlineError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import server_environment
@@ -200,8 +201,11 @@ def prepare_forkserver(env: Mapping[str, str] | None = None, python: ServerPytho
     """Start a forkserver of this process in the background, so that its imports overlap with other work.
 
     `env`: the variables that will be added for the server. `python`: the interpreter of the server, if it is not this
-    process's. Does nothing where servers are not forked.
+    process's. Does nothing where servers are not forked, and where `VERL_SERVER_PYTHON` names another interpreter,
+    which is checked first when a server starts.
     """
+    if python is None and os.environ.get(SERVER_PYTHON):
+        return
     raise_open_file_limit()  # as `warden_factory`
     _shared_forkserver(python).prepare(server_environment(env or {}, python))
 

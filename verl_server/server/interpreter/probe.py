@@ -32,7 +32,9 @@ if __name__ == "__main__":
                 spec = importlib.util.find_spec(name)
             except (ImportError, ValueError):
                 spec = None
-            places = [] if spec is None else list(spec.submodule_search_locations or [spec.origin or ""])
+            # A folder without files of Python has no origin: a package that was uninstalled can leave such a folder.
+            origin = None if spec is None else spec.origin
+            places = [] if spec is None or origin is None else list(spec.submodule_search_locations or [origin])
             folders[name] = places[:1]
         for name in request["distributions"]:
             found = list(metadata.distributions(name=name))

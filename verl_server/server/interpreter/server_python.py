@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,13 @@ from verl_server.errors import StartupError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import inherited_environment
 from verl_server.server.interpreter.package_folder import make_package_folder
-from verl_server.server.interpreter.report import DISTRIBUTION, InterpreterReport, interpreter_path, read_report
+from verl_server.server.interpreter.report import (
+    ANSWER_TIMEOUT_S,
+    DISTRIBUTION,
+    InterpreterReport,
+    interpreter_path,
+    read_report,
+)
 from verl_server.server.server_main import explain_other_version
 
 #: Variables of the trainer's environment that would lead another interpreter to the trainer's packages.
@@ -62,19 +68,38 @@ def find_server_python(
     of this package.
     """
     path = None if setting is None else interpreter_path(setting)
-    if path is None or path == os.path.abspath(sys.executable):
+    if path is None or is_own_interpreter(path):
         _require_engine_here(env, profile)
         return None
-    report = read_report(
+    report = read_environment(path, env, profile, timeout_s)
+    require_packages(path, report, profile)
+    return ServerPython(path, None if report.has_package else make_package_folder())
+
+
+def is_own_interpreter(path: str) -> bool:
+    """Whether `path`, an absolute path, is the interpreter of this process."""
+    return path == os.path.abspath(sys.executable)
+
+
+def read_environment(
+    path: str,
+    env: Mapping[str, str],
+    profile: EngineProfile,
+    timeout_s: float = ANSWER_TIMEOUT_S,
+    distributions: Sequence[str] = (),
+) -> InterpreterReport:
+    """What the environment of the interpreter at `path` has of the engine. Raises the errors of `read_report`.
+
+    `distributions`: further distributions whose versions are read.
+    """
+    return read_report(
         path,
         ServerPython(path).environment(env),
         modules=list(profile.modules),
-        distributions=[profile.distribution],
+        distributions=[profile.distribution, *distributions],
         engine=profile.distribution,
         timeout_s=timeout_s,
     )
-    require_packages(path, report, profile)
-    return ServerPython(path, None if report.has_package else make_package_folder())
 
 
 def require_packages(path: str, report: InterpreterReport, profile: EngineProfile) -> None:
@@ -94,7 +119,8 @@ def require_packages(path: str, report: InterpreterReport, profile: EngineProfil
 
 def _require_engine_here(env: Mapping[str, str], profile: EngineProfile) -> None:
     """Raise StartupError if this process's environment does not have the engine. `env` can bring it to the server."""
-    missing = [module for module in profile.modules if importlib.util.find_spec(module) is None]
+    specs = {module: importlib.util.find_spec(module) for module in profile.modules}
+    missing = [module for module, spec in specs.items() if spec is None or spec.origin is None]  # as in `probe.py`
     if missing and "PYTHONPATH" not in env:
         raise StartupError(
             f"{profile.name} is not installed in the environment of {sys.executable} (no package "
