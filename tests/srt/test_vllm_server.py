@@ -124,7 +124,6 @@ def test_a_request_that_runs_across_an_update_names_both_versions(server: VllmSe
 
     def start_request() -> None:
         running.append(server.in_background([1, 2, 3], {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}))
-        server.wait_running()
 
     server.push(tied.weights[0], 4)
     server.push(tied.weights[0], 5, before_pause=start_request)
@@ -163,7 +162,6 @@ def test_an_aborted_request_has_its_tokens(server: VllmServer) -> None:
     thread, results = server.in_background(
         [1, 2, 3], {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}, rid="to-abort"
     )
-    server.wait_running()
     server.call(ABORT, abort_payload(["to-abort"]))
     thread.join(60)
     (reply,) = results
@@ -226,7 +224,6 @@ def test_memory_is_released_and_resumed(server: VllmServer, tied: Checkpoints) -
 
 def test_the_death_of_the_api_server_ends_the_server(server: VllmServer) -> None:
     thread, results = server.in_background([1, 2, 3], {"max_new_tokens": LONG, "ignore_eos": True})
-    server.wait_running()
     noticed = kill_and_wait(server, server.process.pids.main)
     assert noticed < NOTICE_S
     thread.join(10)
