@@ -296,9 +296,16 @@ def test_the_death_of_the_trainer_ends_the_server(tied: Checkpoints) -> None:
             trainer.communicate(timeout=10)
 
 
-def test_a_head_size_that_a_cpu_cannot_compute_is_refused(tiny: Callable[..., Path]) -> None:
-    with (
-        leaves_nothing() as env,
-        pytest.raises(BadInputError, match=r"heads of 16 elements.*computes heads of 32"),
-    ):
-        launch_vllm_server({"model_path": tiny("qwen3"), **TINY_SERVER}, start_config(), env)
+@pytest.mark.parametrize(
+    ("heads", "arguments", "message"),
+    [
+        (4, {}, r"vLLM refuses .*heads of 16 elements.*computes heads of 32"),
+        (2, {"dtype": "floaty"}, r"vLLM refuses .*dtype: invalid choice"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_refused_before_the_engine_loads(
+    heads: int, arguments: dict[str, Any], message: str, tiny: Callable[..., Path]
+) -> None:
+    model = tiny("qwen3", heads=heads)
+    with leaves_nothing() as env, pytest.raises(BadInputError, match=message):
+        launch_vllm_server({"model_path": model, **TINY_SERVER, **arguments}, start_config(), env)

@@ -26,7 +26,8 @@ class ExitStatus:
     def describe(self) -> str:
         """A short description for messages, for example "exit code 1" or "killed by SIGKILL"."""
         if self.code is None:
-            return f"its worker {self.reason}" if "::" in self.reason else self.reason
+            is_worker = "::" in self.reason and self.reason.endswith(" gone")
+            return f"its worker {self.reason}" if is_worker else self.reason
         if self.code < 0:
             return f"killed by {_signal_name(-self.code)}"
         return f"exit code {self.code}"

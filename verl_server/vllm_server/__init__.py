@@ -15,6 +15,8 @@ reloaded_modules.py   the modules of a vLLM model during an update
 
 from __future__ import annotations
 
+import contextlib
+
 BACKEND = "verl_server"
 """Name of the weight transfer engine in `--weight-transfer-config`."""
 
@@ -27,5 +29,5 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
+    with contextlib.suppress(ValueError):  # it is already registered
         WeightTransferEngineFactory.register_engine(BACKEND, "verl_server.vllm_server.weight_engine", "WeightEngine")

@@ -41,7 +41,7 @@ def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str) -> None
 
     set_keys(api_key, admin_api_key)
     register()
-    parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
+    parser = make_arg_parser(FlexibleArgumentParser())
     parser.error = _refuse
     args = parser.parse_args(to_command_line(server_args))
     if (refusal := find_argument_refusal(server_args)) is not None:

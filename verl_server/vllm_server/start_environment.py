@@ -26,6 +26,7 @@ def server_variables(server_args: Mapping[str, Any], environment: Mapping[str, s
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_COLOR": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # as `vllm serve` does
     }
     folder = tempfile.gettempdir()  # the warden removes it
     if len(folder) + SOCKET_NAME_CHARACTERS <= MAX_SOCKET_PATH:
