@@ -43,8 +43,8 @@ pytestmark = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason=MISSING)
 TOLERANCE = 1e-5
 NOTICE_S = 2.0
 """Maximum number of seconds until the end of a server is noticed."""
-LONG = 1900
-"""Number of tokens of a request that runs while a test does something else."""
+LONG = 30_000
+"""Number of tokens of a request that runs until a test ends it, also on a busy machine."""
 #: Requests that no route of `/openapi.json` lists: other methods, other spellings, and paths that climb.
 OTHER_REQUESTS = [
     ("GET", "/docs"), ("GET", "/nothing"), ("POST", "/health"), ("GET", "//health"), ("GET", "/health/"),
@@ -123,17 +123,23 @@ def test_a_request_that_runs_across_an_update_names_both_versions(server: VllmSe
     running: list[tuple[threading.Thread, list[Any]]] = []
 
     def start_request() -> None:
-        running.append(server.in_background([1, 2, 3], {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}))
+        running.append(
+            server.in_background([1, 2, 3], {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}, rid="long")
+        )
 
     server.push(tied.weights[0], 4)
     server.push(tied.weights[0], 5, before_pause=start_request)
+    tokens = server.generated_tokens()
+    wait_until(lambda: server.generated_tokens() > tokens + 5, 20.0, "the request does not go on")
+    server.call(ABORT, abort_payload(["long"]))
     ((thread, results),) = running
     thread.join(60)
     (reply,) = results
     spans = reply["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == [4, 5]
-    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], LONG)
-    assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": LONG}
+    assert spans[0]["start"] == 0
+    assert spans[0]["end"] == spans[1]["start"]
+    assert spans[1]["end"] == len(reply["output_ids"])
 
 
 def test_a_part_of_a_fused_module_is_refused_and_nothing_changes(server: VllmServer, tied: Checkpoints) -> None:
@@ -171,7 +177,7 @@ def test_an_aborted_request_has_its_tokens(server: VllmServer) -> None:
 
 
 def test_wrong_requests_raise_bad_input(server: VllmServer) -> None:
-    for prompt, params in [([99999], {}), ([1] * 3000, {}), ([1], {"temperature": -1.0}), ([1], {"top_p": 2.0})]:
+    for prompt, params in [([99999], {}), ([1] * 40_000, {}), ([1], {"temperature": -1.0}), ([1], {"top_p": 2.0})]:
         with pytest.raises(BadInputError):
             server.generate(prompt, params)
     assert server.call(VERSION)["version"].startswith("0.32")
@@ -300,7 +306,6 @@ def test_the_death_of_the_trainer_ends_the_server(tied: Checkpoints) -> None:
     ("heads", "arguments", "message"),
     [
         (4, {}, r"vLLM refuses .*heads of 16 elements.*computes heads of 32"),
-        (2, {"dtype": "floaty"}, r"vLLM refuses .*dtype: invalid choice"),
     ],
 )
 def test_what_vllm_cannot_serve_is_refused_before_the_engine_loads(

@@ -54,9 +54,9 @@ VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 MISSING = "there is no .venv-vllm; `make setup-vllm` makes it"
 CALL_TIMEOUT_S = 60.0
 #: Sizes of tiny models whose heads vLLM computes on a CPU.
-SIZES: dict[str, Any] = {"hidden_size": 64, "heads": 2, "kv_heads": 1}
+SIZES: dict[str, Any] = {"hidden_size": 64, "heads": 2, "kv_heads": 1, "context_length": 32768}
 #: Arguments of tiny servers. `max_running_requests` limits the memory that vLLM plans for.
-TINY_SERVER = {"dtype": "float32", "context_length": 2048, "max_running_requests": 16, "enforce_eager": True}
+TINY_SERVER = {"dtype": "float32", "context_length": 32768, "max_running_requests": 16, "enforce_eager": True}
 
 
 #: Greedy tokens and their log probabilities.
