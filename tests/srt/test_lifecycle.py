@@ -243,6 +243,7 @@ def test_a_file_that_is_made_just_before_a_death_is_removed(tmp_path: Path) -> N
         "log_limit_bytes": 1 << 20,
         "secrets": [],
         "trainer_pid": os.getpid(),
+        "worker_prefix": "sglang::",
         "start_deadline": time.monotonic(),
     }
     with no_new_shared_memory():

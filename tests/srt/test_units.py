@@ -65,6 +65,7 @@ PACKAGES = [
     "rollout",
     "router",
     "engine",
+    "vllm_server",
     "weights",
     "ranks",
     "adapter",

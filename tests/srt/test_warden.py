@@ -30,7 +30,7 @@ from verl_server.server.process import ServerProcess
 from verl_server.server.server_folder import LOG_NAME, MAX_KEPT_LOGS, WORKING_FOLDER, kept_logs, make_server_folder
 from verl_server.server.warden import process_watch
 from verl_server.server.warden.log_file import BoundedLog
-from verl_server.server.warden.process_tree import read_command_line, sglang_worker_name
+from verl_server.server.warden.process_tree import read_command_line, worker_name
 from verl_server.server.warden.process_watch import has_pidfds, start_time
 from verl_server.server.warden_process import WARDEN_SCRIPT, spawn_warden
 
@@ -55,6 +55,7 @@ class RunningWarden:
             "secrets": [],
             "trainer_pid": os.getpid() if trainer_pid is None else trainer_pid,
             "start_deadline": time.monotonic(),
+            "worker_prefix": "sglang::",
         }
         command = [sys.executable, "-I", str(WARDEN_SCRIPT)]
         if code:
@@ -374,6 +375,7 @@ def test_a_warden_outlives_its_parents(parent_dies: bool, tmp_path: Path) -> Non
         "log_limit_bytes": 1 << 20,
         "secrets": [],
         "trainer_pid": "TRAINER",
+        "worker_prefix": "sglang::",
         "start_deadline": time.monotonic(),
     }
     program = DYING_PARENT if parent_dies else DYING_PARENT.replace("os.kill(os.getpid(), signal.SIGKILL)", "")
@@ -429,6 +431,7 @@ SLEEPING_SERVER = EngineProfile(
     worker_node_ready_paths=(),
     authenticated_path="",
     port_taken_phrases=(),
+    worker_prefix="sglang::",
 )
 
 
@@ -569,8 +572,8 @@ def test_a_program_that_a_worker_starts_is_no_worker() -> None:
             assert worker.stdout is not None
             child = int(worker.stdout.readline())
             assert read_command_line(child) == read_command_line(worker.pid)
-            assert sglang_worker_name(worker.pid) == "sglang::scheduler"
-            assert sglang_worker_name(child) is None
+            assert worker_name(worker.pid, "sglang::") == "sglang::scheduler"
+            assert worker_name(child, "sglang::") is None
         finally:
             worker.kill()
     os.kill(child, signal.SIGKILL)

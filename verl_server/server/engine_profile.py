@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 class EngineProfile:
     """Facts about an inference engine that `launch_server` needs to start its server and to see that it is ready.
 
-    `adapter/sglang/launch.py` defines the profile of SGLang.
+    `adapter/sglang/launch.py` defines the profile of SGLang, `adapter/vllm/launch.py` that of vLLM.
     """
 
     name: str
@@ -28,6 +28,8 @@ class EngineProfile:
     """URL path that answers 401 when the API key is wrong. It shows whether the server behind the port is our own."""
     port_taken_phrases: tuple[str, ...]
     """Lower-case phrases in the server's log that mean that another program listens on the server's port."""
+    worker_prefix: str
+    """Begin of the titles of the engine's worker processes. The server ends when one of them ends."""
     distribution: str = ""
     """Name of the engine's package for pip."""
     modules: Mapping[str, str] = field(default_factory=dict)

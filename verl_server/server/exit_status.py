@@ -16,7 +16,8 @@ class ExitStatus:
     """How a server ended."""
 
     reason: str
-    """Cause as the warden saw it: "stop", "trainer gone", "server gone", or the name of the worker that ended."""
+    """Cause as the warden saw it: "stop", "trainer gone", "server gone", or "NAME gone" of the worker that ended,
+    for example "sglang::scheduler gone"."""
     code: int | None
     """Exit code of the server main; negative for a signal. None when the server main did not end by itself."""
     log_tail: str
@@ -25,7 +26,8 @@ class ExitStatus:
     def describe(self) -> str:
         """A short description for messages, for example "exit code 1" or "killed by SIGKILL"."""
         if self.code is None:
-            return f"its worker {self.reason}" if self.reason.startswith("sglang::") else self.reason
+            is_worker = "::" in self.reason and self.reason.endswith(" gone")
+            return f"its worker {self.reason}" if is_worker else self.reason
         if self.code < 0:
             return f"killed by {_signal_name(-self.code)}"
         return f"exit code {self.code}"

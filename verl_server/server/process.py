@@ -27,7 +27,7 @@ from verl_server.server.exit_status import ExitNotifier, ExitStatus
 from verl_server.server.interpreter.server_python import ServerPython
 from verl_server.server.pipe import write_all
 from verl_server.server.server_folder import LOG_NAME, WORKING_FOLDER, make_server_folder
-from verl_server.server.server_main import EXIT_BAD_ARGUMENT, EXIT_OTHER_VERSION, OTHER_VERSION, REFUSAL, make_payload
+from verl_server.server.server_main import EXIT_BAD_ARGUMENT, EXIT_OTHER_VERSION, OTHER_VERSION, make_payload
 from verl_server.server.supervisor import AbortCheck, ServerPids, never_abort
 from verl_server.server.warden.process_tree import read_tree
 from verl_server.server.warden.shared_memory_files import remove_shared_memory
@@ -73,6 +73,7 @@ class ServerProcess(ExitNotifier):
         warden_factory: WardenFactory,
         python: ServerPython | None = None,
     ) -> None:
+        self._refusal = f"{profile.name} refuses the server arguments: "
         self._folder = make_server_folder()
         scratch = self._folder / WORKING_FOLDER
         self.log_path = self._folder / LOG_NAME if log_dir is None else Path(log_dir) / f"{self._folder.name}.log"
@@ -98,6 +99,7 @@ class ServerProcess(ExitNotifier):
             "log_limit_bytes": LOG_LIMIT_BYTES,
             "secrets": [str(server_args[name]) for name in profile.secret_arguments if server_args.get(name)],
             "trainer_pid": os.getpid(),
+            "worker_prefix": profile.worker_prefix,
             "start_deadline": time.monotonic() + start_timeout_s,
         }
         self._warden = self._start_warden(warden_factory)
@@ -205,7 +207,7 @@ class ServerProcess(ExitNotifier):
         """The error for a server that has ended before it was ready."""
         assert self.exit is not None
         lines = self.exit.log_tail.splitlines()
-        refusals = [line for line in lines if line.startswith(REFUSAL)]
+        refusals = [line for line in lines if line.startswith(self._refusal)]
         if self.exit.code == EXIT_BAD_ARGUMENT and refusals:
             return BadInputError(f"the server did not start: {refusals[-1]}", log_path=str(self.log_path))
         versions = [line.removeprefix(OTHER_VERSION) for line in lines if line.startswith(OTHER_VERSION)]

@@ -27,6 +27,7 @@ SGLANG = EngineProfile(
     worker_node_ready_paths=(PING.path, HEALTH.path),
     authenticated_path=MODEL_INFO.path,
     port_taken_phrases=("address already in use", "port is already in use", "is not available", "errno 98"),
+    worker_prefix="sglang::",
     distribution="sglang",
     modules={"sglang": "sglang>={},<={}".format(*SUPPORTED_VERSIONS), "xxhash": "xxhash"},
 )

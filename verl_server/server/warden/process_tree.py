@@ -85,14 +85,14 @@ def is_cleanup_helper(pid: int) -> bool:
     return b"resource_tracker" in command_line or b"torch_shm_manager" in command_line
 
 
-def sglang_worker_name(pid: int) -> str | None:
-    """Name of an SGLang worker, for example `sglang::scheduler`. None for other processes.
+def worker_name(pid: int, prefix: str) -> str | None:
+    """Name of an engine's worker, for example `sglang::scheduler`. None for other processes.
 
-    An SGLang server cannot work without one of its workers. A program that a worker starts is no worker: between `fork`
-    and `exec` it has the name of the worker.
+    `prefix`: how the names of the engine's workers begin. A server cannot work without one of its workers. A program
+    that a worker starts is no worker: between `fork` and `exec` it has the name of the worker.
     """
     name = _title(pid)
-    return name if name.startswith("sglang::") and name != _title(_parent(pid)) else None
+    return name if name.startswith(prefix) and name != _title(_parent(pid)) else None
 
 
 def _title(pid: int) -> str:

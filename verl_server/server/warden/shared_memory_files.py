@@ -15,10 +15,11 @@ from collections.abc import Iterable, Mapping
 from verl_server.server.warden.process_tree import is_descendant
 
 SHM_DIR = "/dev/shm/"
-#: Names that torch, SGLang, NCCL, CUDA and multiprocessing give to their files. Files with other names are not removed.
-SHM_NAMES = re.compile(r"^(torch_|sglang|sgl_|sem\.mp-|psm_|mp-|nccl-|cuda)")
+#: Names that torch, SGLang, vLLM, NCCL, CUDA and multiprocessing give to their files. Files with other
+#: names are not removed.
+SHM_NAMES = re.compile(r"^(torch_|sglang|sgl_|vllm|sem\.mp-|psm_|mp-|nccl-|cuda)")
 #: Names that do not contain the process id of their creator.
-SHM_NAMES_WITHOUT_PID = re.compile(r"^(sglang|sgl_|sem\.mp-|psm_|mp-|nccl-)")
+SHM_NAMES_WITHOUT_PID = re.compile(r"^(sglang|sgl_|vllm|sem\.mp-|psm_|mp-|nccl-)")
 #: inotify constants of linux/inotify.h.
 IN_CREATE, IN_NONBLOCK, IN_CLOEXEC = 0x100, 0o4000, 0o2000000
 #: Layout of `struct inotify_event`: the length of the name at byte 12, the name at byte 16.

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 
 from verl_server.server.warden.events import describe_failure, emit, emit_exit
 from verl_server.server.warden.log_file import BoundedLog
-from verl_server.server.warden.process_tree import is_cleanup_helper, list_descendants, sglang_worker_name
+from verl_server.server.warden.process_tree import is_cleanup_helper, list_descendants, worker_name
 from verl_server.server.warden.process_watch import ProcessWatch
 from verl_server.server.warden.shared_memory_files import (
     created_since,
@@ -178,7 +178,7 @@ class Warden:
             self._shared_memory |= new_files
             emit({"event": "owns", "shared_memory": new_files})
         for pid in set(pids) - self._watched_workers:
-            if (name := sglang_worker_name(pid)) is not None:
+            if (name := worker_name(pid, self._spec["worker_prefix"])) is not None:
                 self._watched_workers.add(pid)
                 self._processes.add(pid, f"{name} gone")
         is_starting = now < self._spec["start_deadline"]

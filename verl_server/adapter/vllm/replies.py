@@ -1,0 +1,105 @@
+"""vLLM's replies in the form of SGLang's replies, which users of this library know, and vLLM's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl_server.adapter.vllm.payloads import RETURNED_ID_PREFIX
+from verl_server.errors import BadInputError, NotReadyError, ServerError, VerlServerError
+from verl_server.types import Json, parse_weight_version
+
+MAX_MESSAGE_CHARACTERS = 2000
+#: vLLM's finish reason when the server ended a request because its text repeats itself.
+REPETITION = "repetition"
+
+
+def parse_generation(reply: Json, *, return_logprob: bool = False, top_logprobs_num: int = 0) -> Json:
+    """The reply of `/inference/v1/generate` as SGLang's `/generate` would answer. Raises ServerError for another reply.
+
+    `output_ids` has the token ids, end token included. `meta_info` has `id`, `finish_reason`, `prompt_tokens`,
+    `completion_tokens`, `cached_tokens`, `weight_version`, `weight_versions` and, with `return_logprob`,
+    `output_token_logprobs`: `[log probability, token id, None]` for each token.
+    """
+    return parse_generations(reply, return_logprob=return_logprob, top_logprobs_num=top_logprobs_num)[0]
+
+
+def parse_generations(reply: Json, *, return_logprob: bool = False, top_logprobs_num: int = 0) -> list[Json]:
+    """`parse_generation` for each of the `n` generations of a request."""
+    try:
+        usage, rid = reply["usage"], str(reply["request_id"]).removeprefix(RETURNED_ID_PREFIX)
+        choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
+        if not choices:
+            raise ServerError("vLLM's reply has no generation")
+        return [_parse_choice(choice, usage, rid, return_logprob, top_logprobs_num) for choice in choices]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ServerError(f"the reply is none of vLLM's: {type(error).__name__}: {error}") from error
+
+
+def _parse_choice(choice: Json, usage: Json, rid: str, return_logprob: bool, top_logprobs_num: int) -> Json:
+    output_ids = list(choice["token_ids"])
+    spans = parse_spans(choice.get("weight_versions") or ())
+    meta: Json = {
+        "id": rid,
+        "finish_reason": parse_finish_reason(choice, len(output_ids)),
+        "prompt_tokens": usage["prompt_tokens"],
+        "completion_tokens": len(output_ids),
+        "cached_tokens": int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
+        "weight_versions": spans,
+    }
+    if spans:
+        meta["weight_version"] = spans[-1]["version"]
+    if return_logprob:
+        content = (choice.get("logprobs") or {}).get("content") or []
+        if len(content) != len(output_ids):
+            raise ServerError(f"vLLM returned {len(content)} log probabilities for {len(output_ids)} tokens")
+        meta["output_token_logprobs"] = [[entry["logprob"], entry["token_id"], None] for entry in content]
+        if top_logprobs_num:
+            meta["output_top_logprobs"] = [_top(entry["top_logprobs"], top_logprobs_num) for entry in content]
+    return {"output_ids": output_ids, "meta_info": meta}
+
+
+def _top(entries: Sequence[Json], count: int) -> list[Any]:
+    """The `count` most probable tokens. vLLM adds the sampled token if it is not among them."""
+    best = sorted(entries, key=lambda entry: int(entry["rank"]))[:count]
+    return [[entry["logprob"], entry["token_id"], None] for entry in best]
+
+
+def parse_spans(spans: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """The weight version of each part of the output: `version` as an int, `start` and `end` as positions of tokens."""
+    return [
+        {"version": parse_weight_version(span["version"]), "start": int(span["start"]), "end": int(span["end"])}
+        for span in spans
+    ]
+
+
+def parse_finish_reason(choice: Mapping[str, Any], num_tokens: int) -> Json | None:
+    """SGLang's finish reason, an object with `type`, for vLLM's word. None while the generation runs.
+
+    A stop at an end token of the model has vLLM's `stop_reason` None; the last token is the one that matched.
+    """
+    reason, matched = choice.get("finish_reason"), choice.get("stop_reason")
+    if reason is None:
+        return None
+    if reason == "length":
+        return {"type": "length", "length": num_tokens}
+    if reason == "abort":
+        return {"type": "abort", "message": "the request was aborted"}
+    if reason in ("stop", REPETITION):
+        last = choice["token_ids"][-1] if choice["token_ids"] else None
+        return {"type": "stop", "matched": last if matched is None else matched}
+    raise ServerError(f"vLLM ended the generation with the unknown reason {reason!r}")
+
+
+def error_from_reply(status: int, url: str, body: Any) -> VerlServerError:
+    """The typed error for a reply whose HTTP status is not a success."""
+    inner = body.get("error", body) if isinstance(body, dict) else body
+    message = str(inner.get("message", inner) if isinstance(inner, dict) else inner)[:MAX_MESSAGE_CHARACTERS].strip()
+    details: Json = {"status": status, "url": url, "body": message or "(no message)"}
+    if status in (400, 404, 413, 422):
+        return BadInputError(f"{url} refused the request ({status}): {message}", **details)
+    if status == 401:
+        return ServerError(f"{url} refused the key (401)", **details)
+    if status == 503:
+        return NotReadyError(f"{url} is not ready (503): {message}", **details)
+    return ServerError(f"{url} failed ({status}): {message}", **details)

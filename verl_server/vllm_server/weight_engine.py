@@ -1,0 +1,159 @@
+"""The weight transfer engine of vLLM's workers: it reads an update through this library's transports.
+
+The engine never raises. An exception would become an error of the HTTP call, but it would also leave modules without
+memory, so that the next token ends the server, and with several workers it would mix up their later replies. Therefore
+every outcome goes to the trainer as a report of each worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+
+from verl_server.types import Json
+from verl_server.vllm_server import reloaded_modules
+from verl_server.vllm_server.weight_session import WeightSession
+from verl_server.weights.checksum import XXH3, Checksums
+from verl_server.weights.loader import MAX_COPIED_BYTES
+from verl_server.weights.transports import receiver_class
+from verl_server.weights.transports.base import Receiver
+
+logger = init_logger("vllm.verl_server")
+
+SUPPORTED_TRANSPORTS = ("shared_memory", "disk")
+"""Transports whose tensors are all available at once: vLLM reads tensors of a module when the last of them arrives."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """The engine has no settings."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One update: the message that the weight loader gets in SGLang."""
+
+    message: Json = field(default_factory=dict)
+
+
+class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
+    """Loads the weights of one worker. A session has one update."""
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._session = WeightSession()
+        self._receiver: Receiver | None = None
+        self._kernels: dict[str, tuple[Any, Any]] = {}
+        self._in_place: reloaded_modules.InPlaceTensors | None = None
+
+    def parse_init_info(self, init_dict: Json) -> InitInfo:
+        return InitInfo()
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing has to be prepared."""
+
+    def start_weight_update(self) -> None:
+        """Move all modules to the meta device. Generation must be paused."""
+        self._close_receiver()
+        self._session = WeightSession()
+        with self._step("start"):
+            self._kernels = reloaded_modules.forget_expert_kernels(self.model)
+            initialize_layerwise_reload(self.model)
+            self._in_place = reloaded_modules.InPlaceTensors(self.model)
+
+    def update_weights(self, update_info: Json) -> None:
+        """Load the tensors of the update."""
+        with self._step("load"):
+            message = dict(update_info)["message"]
+            if self._receiver is not None:
+                raise RuntimeError("a session takes one update")
+            if message["transport"] not in SUPPORTED_TRANSPORTS:
+                raise ValueError(f"vLLM servers take the transports {SUPPORTED_TRANSPORTS}, got {message['transport']}")
+            self._receiver = receiver_class(message["transport"])(message, get_tensor_model_parallel_rank())
+            if self._session.ok:
+                self.receive_weights(UpdateInfo(message))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load the tensors of the receiver. Raises what the model's loader raises."""
+        assert self._receiver is not None
+        tensors = list(self._receiver.tensors())
+        reloaded_modules.require_whole_modules(self.model, [name for name, _ in tensors])
+        checksums = Checksums(update_info.message.get("checksum", XXH3))
+        verify = bool(update_info.message["verify"])
+        self.model.load_weights(self._taken(tensors, checksums if verify else None))
+        self._session.checksums = checksums.values()
+
+    def _taken(self, tensors: list[tuple[str, torch.Tensor]], checksums: Checksums | None) -> Iterator[Any]:
+        """The tensors. Small ones are copied, because some models change them in place while they load them."""
+        for name, tensor in tensors:
+            if checksums is not None:
+                checksums.add(tensor)
+            self._session.num_tensors += 1
+            yield name, tensor.clone() if tensor.nbytes <= MAX_COPIED_BYTES else tensor
+
+    def finish_weight_update(self) -> None:
+        """Give all modules memory again, and send the report."""
+        untouched: dict[str, Any] = {}
+        incomplete: list[str] = []
+        with self._step("finish"):
+            in_place, self._in_place = self._in_place, None
+            if in_place is None:
+                raise RuntimeError("the session was not started")
+            incomplete = reloaded_modules.drop_unfinished(self.model, in_place, keep_padded=self._session.ok)
+            untouched = reloaded_modules.untouched_modules(self.model)
+            if incomplete and self._session.ok:
+                raise reloaded_modules.PartialModuleError(f"only a part of the tensors came for {incomplete[:5]}")
+        with self._step("finalize"):
+            finalize_layerwise_reload(self.model, self.model_config)
+        with self._step("repack"):
+            reloaded_modules.put_back_expert_kernels(self._kernels)
+            reloaded_modules.repack_tied(self.model, untouched)
+        self._kernels = {}
+        self._session.unwritten = [*untouched, *incomplete]
+        self._send_report()
+
+    def _send_report(self) -> None:
+        receiver, session = self._receiver, self._session
+        if receiver is None:
+            logger.error("a session had no update that could be read: %s", session)
+            return
+        try:
+            checksums = session.checksums if session.ok else []
+            receiver.send_report(session.report(receiver.message["update_id"]), checksums)
+        except Exception:  # the trainer misses the report and refers to the log
+            logger.exception("the report of an update could not be sent: %s", session)
+        self._close_receiver()
+
+    def _close_receiver(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            with contextlib.suppress(OSError, BufferError):  # a tensor of the model's loader still uses the memory
+                receiver.close()
+
+    def shutdown(self) -> None:
+        """Nothing is kept between sessions."""
+
+    @contextlib.contextmanager
+    def _step(self, name: str) -> Iterator[None]:
+        """Record an exception of a step instead of raising it, see the docstring of the module."""
+        try:
+            with torch.no_grad():
+                yield
+        except Exception as error:
+            logger.exception("the step %r of a weight update failed", name)
+            self._session.fail(error)

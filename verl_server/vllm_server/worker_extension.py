@@ -1,0 +1,129 @@
+"""Methods that vLLM adds to its workers (`--worker-extension-cls`): release and resume of memory on a CPU.
+
+vLLM's own sleep frees nothing on a CPU. The methods are called through `/collective_rpc` while generation is paused and
+no request is held. They never raise: an exception of one worker would mix up the later replies of several workers.
+After a release of "weights" the model is torn until a whole update.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import mmap
+import os
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_server.vllm_server import register
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+MADV_DONTNEED = 4
+MAX_ERROR_CHARACTERS = 1500
+_libc = ctypes.CDLL(None, use_errno=True)
+
+register()  # vLLM imports this module in each worker before it creates the weight transfer engine
+
+
+class WorkerExtension:
+    """Methods of vLLM's worker class. Each returns the report of one worker."""
+
+    model_runner: Any
+    verl_server_released: set[str]
+
+    def verl_server_release_memory(self, tags: str) -> dict[str, Any]:
+        """Return memory to the operating system. `tags`: JSON list of "weights" and "kv_cache"."""
+        return _report(self, lambda: _release(self, set(json.loads(tags))))
+
+    def verl_server_resume_memory(self, tags: str) -> dict[str, Any]:
+        """Take the memory again, so that missing memory is noticed now. Weights are zeros until a whole update."""
+        return _report(self, lambda: _resume(self, set(json.loads(tags))))
+
+    def verl_server_memory(self) -> dict[str, Any]:
+        """What is released, and the resident memory of the worker."""
+        return _report(self, lambda: None)
+
+
+def _report(worker: Any, action: Callable[[], None]) -> dict[str, Any]:
+    error = None
+    try:
+        action()
+    except Exception:  # noqa: BLE001 - goes into the report, see the docstring of the module
+        error = traceback.format_exc()[-MAX_ERROR_CHARACTERS:]
+    released = sorted(_released(worker))
+    return {"rank": worker.rank, "ok": error is None, "error": error, "released": released, "rss_bytes": _resident()}
+
+
+def _released(worker: Any) -> set[str]:
+    return set(getattr(worker, "verl_server_released", ()))
+
+
+def _release(worker: Any, tags: set[str]) -> None:
+    _require_usable(tags)
+    released = _released(worker)
+    if WEIGHTS in tags - released:
+        for module in worker.model_runner.model.modules():
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = None  # holds a packed copy of the weight
+            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                module.quant_method.moe_kernel = None  # may hold packed copies of the experts
+        _drop(worker.model_runner.model.parameters())
+    if KV_CACHE in tags - released:
+        _drop(worker.model_runner.kv_caches)
+    worker.verl_server_released = released | tags
+    gc.collect()
+    _libc.malloc_trim(0)
+
+
+def _resume(worker: Any, tags: set[str]) -> None:
+    _require_usable(tags)
+    released = _released(worker)
+    if WEIGHTS in tags & released:
+        _touch(worker.model_runner.model.parameters())
+    if KV_CACHE in tags & released:
+        _touch(worker.model_runner.kv_caches)
+    worker.verl_server_released = released - tags
+
+
+def _require_usable(tags: set[str]) -> None:
+    """Raise ValueError for unknown tags, RuntimeError on an accelerator, where vLLM's own sleep frees memory."""
+    from vllm.platforms import current_platform
+
+    if unknown := tags - {WEIGHTS, KV_CACHE}:
+        raise ValueError(f"unknown tags {sorted(unknown)}")
+    if not current_platform.is_cpu():
+        raise RuntimeError("the worker has an accelerator; use vLLM's /sleep and /wake_up")
+
+
+def _resident() -> int:
+    """Resident memory of this process in bytes."""
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * mmap.PAGESIZE
+
+
+def _pages(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Address and length of the whole pages of the tensors' memory."""
+    ranges = set()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+        if stop > start:
+            ranges.add((start, stop - start))
+    return sorted(ranges)
+
+
+def _drop(tensors: Iterable[torch.Tensor]) -> None:
+    """Give the pages back. The memory stays mapped and reads as zeros."""
+    for address, length in _pages(tensors):
+        if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), MADV_DONTNEED) != 0:
+            raise OSError(ctypes.get_errno(), f"madvise: {os.strerror(ctypes.get_errno())}")
+
+
+def _touch(tensors: Iterable[torch.Tensor]) -> None:
+    """Write zeros to all pages."""
+    for address, length in _pages(tensors):
+        ctypes.memset(address, 0, length)
