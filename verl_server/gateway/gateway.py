@@ -89,8 +89,7 @@ class Gateway:
         )
         self._metrics = GatewayMetrics()
         self._slots = Slots(self.config.max_requests, ErrorKind.OVERLOADED, "the gateway")
-        self._is_shut_down = False
-        self._socket = bind(host, port)
+        self._is_shut_down, self._socket = False, bind(host, port)
         self._address: tuple[str, int] = self._socket.getsockname()[:2]
         self._lock: FolderLock | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -262,8 +261,7 @@ class Gateway:
                 serving.result()
                 raise StartupError("its HTTP server has ended at once; see the log")
             assert self._lock
-            if (owner := await call_in_thread(self._lock.refresh)) is not None:
-                raise StartupError(f"{owner} serves the folder {self.config.run_dir} since this gateway has read it")
+            await call_in_thread(self._lock.require_own)
             self._started.set_result(None)
             while not serving.done():
                 await self._store.end_expired()
@@ -283,7 +281,7 @@ class Gateway:
             try:
                 owner = await call_in_thread(self._lock.refresh)
             except RuntimeError:  # no thread can be started
-                logger.exception("the gateway cannot look after the lock of its folder %s", self.config.run_dir)
+                logger.exception("the lock of the folder %s cannot be refreshed", self.config.run_dir)
             await asyncio.sleep(REFRESH_S if owner is None else 0)
         logger.error("%s serves the folder %s too; this gateway serves no more", owner, self.config.run_dir)
         self._store.close("another gateway serves the folder of the records")

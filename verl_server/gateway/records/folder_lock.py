@@ -99,6 +99,11 @@ class FolderLock:
         self._write()
         return None
 
+    def require_own(self) -> None:
+        """`refresh`. Raises ServerBusyError if another gateway serves the folder now."""
+        if (owner := self.refresh()) is not None:
+            raise ServerBusyError(self._busy(owner))
+
     def release(self) -> None:
         """Give up the lock. Calling this a second time has no effect."""
         with self._changes:

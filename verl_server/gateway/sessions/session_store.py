@@ -151,8 +151,7 @@ class SessionStore:
             raise GatewayError(ErrorKind.OVERLOADED, f"the session {session_id!r} is being ended")
         if self.info(session_id).has_expired:
             self.end_now(session_id, "expired")
-        info = self.info(session_id)
-        if info.ended_at is not None:
+        if (info := self.info(session_id)).ended_at is not None:
             raise GatewayError(ErrorKind.PERMISSION, f"the session {session_id!r} has ended ({info.stop_reason})")
         opened = self._open.get(session_id)
         has_failed = opened is not None and _has_failed(opened)
@@ -188,7 +187,6 @@ class SessionStore:
         with contextlib.closing(self._steps_of_end(session_id, stop_reason, result)) as steps:
             for step in steps:
                 await self._files.opening_aside(step, may_use_reserve=True)
-        self._files.refill()  # before a connection takes the files that the end gives back
         return self._infos[session_id]
 
     def end_now(self, session_id: str, stop_reason: str, **result: Any) -> None:
@@ -196,7 +194,6 @@ class SessionStore:
         with contextlib.closing(self._steps_of_end(session_id, stop_reason, result)) as steps:
             for step in steps:
                 self._files.opening(step, may_use_reserve=True)
-        self._files.refill()
 
     def _steps_of_end(self, session_id: str, stop_reason: str, result: Json) -> Generator[Callable[[], None]]:
         """End a session. The steps, which the caller calls, wait for the disk."""
@@ -210,6 +207,7 @@ class SessionStore:
             yield lambda: write_info(self._run_dir, info)
             if (opened := self._open.pop(session_id, None)) is not None:
                 opened.close()  # while the record takes no turns
+        self._files.refill()  # before a connection takes the files that the end gives back
         self._add(info)
 
     @contextlib.contextmanager
