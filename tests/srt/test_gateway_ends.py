@@ -21,6 +21,7 @@ from verl_server.errors import StartupError, VerlServerError
 from verl_server.gateway import Gateway
 from verl_server.gateway.programs.sample_gateway import serve_episode
 from verl_server.gateway.records.folder_lock import LOCK_FILE, FolderLock
+from verl_server.gateway.records.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
@@ -110,6 +111,26 @@ def test_a_session_whose_end_fails_takes_turns_again(
     graph = load_session(tmp_path / "a.jsonl")
     assert sorted(graph.rewards.values()) == [[0.5], [0.5]]
     assert len(graph.trained_segments or ()) == 2
+
+
+def test_a_session_has_ended_also_if_its_file_cannot_be_closed(
+    generate: HeldGenerateFn, renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may report an error when a file is closed. The end is on the disk then."""
+    generate.go.set()
+    with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as gateway:
+        _, key = gateway.create_session("a")
+        assert ask(gateway, key, "first").status_code == 200
+        with monkeypatch.context() as patch:
+
+            def fail(recorder: ObservedRecorder) -> None:
+                raise OSError(5, "Input/output error")
+
+            patch.setattr(ObservedRecorder, "close", fail)
+            with pytest.raises(OSError, match="Input/output error"):
+                gateway.end_session("a", 1.0)
+        assert ask(gateway, key, "second").status_code == 403
+    assert len(load_session(tmp_path / "a.jsonl").trained_segments or ()) == 1
 
 
 def test_the_end_of_a_session_whose_closed_file_was_removed_fails_once(

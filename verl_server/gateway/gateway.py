@@ -254,14 +254,14 @@ class Gateway:
         watching = asyncio.create_task(self._watch_folder())
         try:
             await self._engine.start()
+            assert self._lock
+            await call_in_thread(self._lock.require_own)
             serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
             while not self._server.started and not serving.done():
                 await asyncio.sleep(0.01)
             if serving.done():
                 serving.result()
                 raise StartupError("its HTTP server has ended at once; see the log")
-            assert self._lock
-            await call_in_thread(self._lock.require_own)
             self._started.set_result(None)
             while not serving.done():
                 await self._store.end_expired()

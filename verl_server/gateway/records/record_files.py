@@ -70,6 +70,8 @@ class RecordFiles:
 
     def refill(self) -> bool:
         """Fill the reserve. Returns whether a file is free besides the reserve."""
+        if not self._give_back_reserve.alive:  # after `close`
+            return False
         try:
             while len(self._reserve) <= NUM_RESERVED:
                 self._reserve.append(_open_null())

@@ -205,10 +205,10 @@ class SessionStore:
                 yield recorder.flush
             # After the record: a session that has ended has its reward in the record.
             yield lambda: write_info(self._run_dir, info)
+            self._add(info)
             if (opened := self._open.pop(session_id, None)) is not None:
                 opened.close()  # while the record takes no turns
         self._files.refill()  # before a connection takes the files that the end gives back
-        self._add(info)
 
     @contextlib.contextmanager
     def _record_to_end(self, session_id: str) -> Iterator[ObservedRecorder | None]:
