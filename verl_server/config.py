@@ -75,6 +75,14 @@ class MemoryTag(enum.StrEnum):
     CUDA_GRAPH = "cuda_graph"
 
 
+class EngineKind(enum.StrEnum):
+    """Inference engine of a server."""
+
+    SGLANG = "sglang"
+    VLLM = "vllm"
+    """vLLM 0.32 and later, in an environment of its own (`server_python`). See docs/vllm.md."""
+
+
 class RolloutMode(enum.StrEnum):
     """How a fleet shares devices and weights with the trainer. The names are verl's."""
 
@@ -109,6 +117,8 @@ class AdapterConfig:
     use_forkserver: bool = True
     """Whether servers may be forked by a forkserver that this process keeps, see `server/forkserver/`. The
     second server of a process then starts in about 2 s. False: every server is a new program and no forkserver runs."""
+    engine_kind: EngineKind | str = EngineKind.SGLANG
+    """Inference engine of the servers that are started, "sglang" or "vllm". A server that runs tells its own kind."""
     server_python: Path | str | None = None
     """Path of the Python interpreter of the server on the machine of the server, for example
     `/opt/sglang/bin/python`. Its environment has the engine and can have other versions of all packages than this
@@ -117,6 +127,13 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, may_be_zero=("max_retries",))
+        try:
+            object.__setattr__(self, "engine_kind", EngineKind(self.engine_kind))
+        except ValueError:
+            raise BadInputError(
+                f"engine_kind must be one of {[kind.value for kind in EngineKind]}, got {self.engine_kind!r}"
+                f"{did_you_mean(self.engine_kind, list(EngineKind))}"
+            ) from None
         if self.log_dir is not None:
             object.__setattr__(self, "log_dir", Path(os.path.expanduser(self.log_dir)))
         if self.server_python is None:

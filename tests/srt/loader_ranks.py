@@ -36,6 +36,7 @@ from verl_server.weights.arena import Arena
 from verl_server.weights.layout import plan_arena
 from verl_server.weights.read_manifest import read_manifest
 from verl_server.weights.transports.base import SenderSettings
+from verl_server.weights.transports.message import message_as_named_tensors
 from verl_server.weights.transports.shared_memory import Sender
 from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.servers import ReplayFn
@@ -106,7 +107,7 @@ class SGLangModel:
         elif task == "postprocess":
             self._loader.postprocess_weights(self._model, torch.device("cpu"))
         elif task is not None:
-            loader.load(self._model, loader.message_as_named_tensors(task))
+            loader.load(self._model, message_as_named_tensors(task))
 
 
 def start_tp_rank(folder: Path, rank: int, tp_size: int, port: int) -> Callable[[Path], Any]:

@@ -329,7 +329,7 @@ def test_a_refusal_that_names_a_misspelled_parameter_keeps_the_hint(served: Serv
     served.engine.go.set()
     message = asyncio.run(served.post(served.key("a"))).json()["error"]["message"]
     assert message == (
-        "SGLang has no sampling parameter 'temprature'; did you mean 'temperature'? (the engine refused the request "
+        "the server has no sampling parameter 'temprature'; did you mean 'temperature'? (the engine refused the "
         "(400): Unexpected keyword argument 'temprature')"
     )
 

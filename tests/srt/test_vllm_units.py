@@ -290,7 +290,7 @@ def ask(path: str, authorization: list[str], method: str = "GET", kind: str = "h
 
     headers = [(b"Authorization", value.encode()) for value in authorization]
     scope = {"type": kind, "path": path, "method": method, "headers": headers}
-    asyncio.run(keys.KeyMiddleware(app)(scope, receive, send))
+    asyncio.run(keys.KeyMiddleware(app, frozenset())(scope, receive, send))
     return done[0]
 
 

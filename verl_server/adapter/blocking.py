@@ -38,7 +38,7 @@ def _blocking(
 
 
 class HttpServerEngineAdapter:
-    """One SGLang server, started in its own process and driven over HTTP with blocking calls.
+    """One server of an inference engine, started in its own process and driven over HTTP with blocking calls.
 
     The constructor returns when the server is ready; `attach` drives a server that already runs. Methods, arguments and
     errors are those of `AsyncHttpServerEngineAdapter`. Thread-safe. Use it as a context manager, or call `shutdown`.

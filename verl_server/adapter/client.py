@@ -1,4 +1,4 @@
-"""`AsyncHttpServerEngineAdapter`: every SGLang endpoint that RL uses, over HTTP, for one server."""
+"""`AsyncHttpServerEngineAdapter`: every endpoint of an inference engine that RL uses, over HTTP, for one server."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from verl_server.adapter import generation, information, lora_adapters, memory_occupation, weight_updates
 from verl_server.adapter.connection import ServerConnection
+from verl_server.adapter.engine import get_engine
 from verl_server.adapter.http_client import HttpClient
+from verl_server.adapter.requests import generation, information, lora_adapters, memory_occupation, weight_updates
 from verl_server.adapter.router_registration import RouterRegistration
-from verl_server.adapter.sglang.launch import launch_sglang_server
 from verl_server.config import AdapterConfig
 from verl_server.errors import ShutDownError, UnsupportedError, VerlServerError
 from verl_server.server.exit_status import ExitStatus
@@ -22,7 +22,7 @@ from verl_server.validation import require_http_url
 
 
 class AsyncHttpServerEngineAdapter:
-    """One SGLang server, started in its own process and driven over HTTP from any event loop.
+    """One server of an inference engine, started in its own process and driven over HTTP from any event loop.
 
     The constructor blocks until the server is ready; inside an event loop use `await
     AsyncHttpServerEngineAdapter.launch(...)`. `attach` drives a server that already runs. Use the adapter with
@@ -52,14 +52,15 @@ class AsyncHttpServerEngineAdapter:
             config: Settings of this adapter.
             env: Environment variables to add to the server's environment.
             check_abort: Internal. Called repeatedly while the server starts; the error that it returns ends the start.
-            server_args: Further fields of SGLang's `ServerArgs`, passed on unchanged.
+            server_args: Further arguments of the server: fields of SGLang's `ServerArgs`, or the arguments of a vLLM
+                server (docs/vllm.md), according to `config.engine_kind`.
 
-        Raises StartupError, DeadlineError, BadInputError (an argument that SGLang refuses), or the error of
+        Raises StartupError, DeadlineError, BadInputError (an argument that the engine refuses), or the error of
         `check_abort`.
         """
         config = config or AdapterConfig()
         server_args = {"model_path": model_path, **server_args}
-        server = launch_sglang_server(server_args, config, env or {}, check_abort)
+        server = get_engine(config.engine_kind).launch(server_args, config, env or {}, check_abort)
         try:
             self._connect(
                 server.base_url, server.api_key, server.admin_api_key, config, server.process, server.server_args

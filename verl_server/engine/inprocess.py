@@ -34,7 +34,7 @@ from verl_server.server.server_main import REFUSAL, explain_bad_argument
 from verl_server.server.warden.process_tree import list_descendants
 from verl_server.server.warden.shared_memory_files import find_shared_memory, remove_shared_memory
 from verl_server.types import Json, ServerInfo, parse_weight_version
-from verl_server.weights.loader import message_as_named_tensors
+from verl_server.weights.transports.message import message_as_named_tensors
 from verl_server.weights.update.servers import ReplayFn
 
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""SGLang servers behind HTTP adapters as one backend: weights go to every server, prompts to the servers in turn."""
+"""Servers behind HTTP adapters as one backend: weights go to every server, prompts to the servers in turn."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from verl_server.errors import BadInputError, VerlServerError
 from verl_server.ranks.machine import is_loopback, own_address
 from verl_server.server.supervisor import AbortCheck
 from verl_server.types import Json, ServerInfo, parse_weight_version
-from verl_server.weights.loader import serialize_message
+from verl_server.weights.transports.message import serialize_message
 from verl_server.weights.update.servers import ReplayFn
 
 
 class HttpServers:
-    """One or more SGLang servers, each driven over HTTP by an adapter.
+    """One or more servers, each driven over HTTP by an adapter.
 
     `shutdown` shuts down the adapters: it ends a server that its adapter started, and leaves other servers running.
     """

@@ -9,13 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from verl_server.adapter.sglang.pushable import require_pushable
-from verl_server.adapter.sglang.server_arguments import (
-    complete_server_args,
-    validate_launch_args,
-    validate_server_args,
-)
-from verl_server.config import AdapterConfig, RemoteServer
+from verl_server.adapter.engine import ServerEngine, get_engine
+from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_launch_args
+from verl_server.config import AdapterConfig, EngineKind, RemoteServer
 from verl_server.engine.backend import Backend, RolloutFleet
 from verl_server.engine.servers import connect_servers, launch_one_server
 from verl_server.errors import BadInputError, ServerDiedError, VerlServerError
@@ -82,8 +78,9 @@ class BackendSource:
     fleet: RolloutFleet | None
     """Fleet to use, on rank 0."""
 
-    def validate(self, nnodes: int = 1) -> VerlServerError | None:
-        """The error of arguments of a wrong type, or of a choice that contradicts itself or `nnodes`. Otherwise None.
+    def validate(self, nnodes: int = 1, engine_kind: EngineKind | str = EngineKind.SGLANG) -> VerlServerError | None:
+        """The error of arguments of a wrong type, or of a choice that contradicts itself, `nnodes` or `engine_kind`.
+        Otherwise None.
 
         The error is not raised here: `servers` and `fleet` can differ between the ranks, and all ranks must raise it.
         """
@@ -99,6 +96,13 @@ class BackendSource:
             return BadInputError(
                 f"nnodes={nnodes} is for a server that VerlEngine starts; use nnodes=1 with {given[-1]}",
                 argument="nnodes",
+            )
+        if engine_kind != EngineKind.SGLANG and (nnodes > 1 or self.launch_server is False):
+            choice = f"nnodes={nnodes}" if nnodes > 1 else "launch_server=False"
+            return BadInputError(
+                f"engine_kind={str(engine_kind)!r} does not support {choice}: only SGLang does. Use a server process "
+                "on one machine (launch_server=True)",
+                argument="engine_kind",
             )
         if len(given) < 2:
             return None
@@ -125,9 +129,9 @@ def start_backend(
     other nodes are ended.
     """
     starts_server = source.fleet is None and not source.servers
-    args = _agree_on_server_args(
-        group, placement, server_args, source.validate(placement.nnodes), starts_server=starts_server
-    )
+    error = source.validate(placement.nnodes, config.engine_kind)
+    engine = get_engine(config.engine_kind)
+    args = _agree_on_server_args(group, placement, engine, server_args, error, starts_server=starts_server)
     env, cores = _agree_on_devices(group, placement, source, args, env, starts_server=starts_server)
     backend: Backend | None = None
     if placement.is_node_leader:
@@ -240,6 +244,7 @@ def may_use_cores(cores: Iterable[int]) -> Iterator[None]:
 def _agree_on_server_args(
     group: RankCoordinator,
     placement: Placement,
+    engine: ServerEngine,
     server_args: Mapping[str, Any],
     error: VerlServerError | None,
     *,
@@ -251,9 +256,9 @@ def _agree_on_server_args(
     """
 
     def complete(_: list[Json]) -> Json:
-        args: Json = {**validate_server_args(server_args), "tp_size": placement.tp_size}
+        args: Json = {**engine.validate_server_args(server_args), "tp_size": placement.tp_size}
         if starts_server:
-            require_pushable(args)
+            engine.require_pushable(args)
         args.setdefault("weight_version", "0")
         if placement.nnodes > 1:
             completed = complete_server_args(args)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.config import AdapterConfig, PauseMode, RemoteServer, Timeouts, WeightsConfig
+from verl_server.config import AdapterConfig, EngineKind, PauseMode, RemoteServer, Timeouts, WeightsConfig
 from verl_server.engine.backend import Backend, RolloutFleet
 from verl_server.engine.control import RankControl
 from verl_server.engine.generation import RankGeneration, generation_request
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class VerlEngine:
-    """A rollout engine for RL training: generates with SGLang and takes the trainer's weights.
+    """A rollout engine for RL training: generates with SGLang or vLLM and takes the trainer's weights.
 
     Create it on all trainer ranks of `device_mesh_cpu`. These arguments choose the servers and exclude each other:
 
@@ -37,8 +37,8 @@ class VerlEngine:
     * `servers`: running servers. Weights go to all of them, prompts to one after the other. They keep running.
     * `fleet`, on rank 0: a `RolloutManager`. The caller shuts it down; another `VerlEngine` can use it afterwards.
 
-    `weights` says how weights travel. `timeouts` to `server_python` are fields of `AdapterConfig`. `env` adds to the
-    environment of the server. All other arguments are SGLang's `ServerArgs`; `tp_size` defaults to the mesh's size.
+    `weights`: how weights travel. `timeouts` to `server_python`: fields of `AdapterConfig`. `env`: variables of the
+    server. Others: arguments of the server, SGLang's or those of docs/vllm.md. `tp_size`: default is the mesh's size.
 
     `shutdown`, `staging_tensors` and the properties are local to a rank. All ranks must call all other methods in the
     same order and get equal results or errors: PeerError or ServerDiedError in all calls after a rank or server ended.
@@ -59,6 +59,7 @@ class VerlEngine:
         router_ip: str | None = None,
         router_port: int | None = None,
         use_forkserver: bool = True,
+        engine_kind: EngineKind | str = EngineKind.SGLANG,
         server_python: Path | str | None = None,
         env: Mapping[str, str] | None = None,
         **server_args: Any,
@@ -67,8 +68,7 @@ class VerlEngine:
         self._timeouts = timeouts = timeouts or Timeouts()
         config = AdapterConfig(
             timeouts, log_dir, router_ip=router_ip, router_port=router_port, use_forkserver=use_forkserver,
-            server_python=server_python,
-        )  # fmt: skip
+            engine_kind=engine_kind, server_python=server_python)  # fmt: skip
         self._tp_rank, size = device_mesh_cpu.get_local_rank(), device_mesh_cpu.size()
         placement = compute_placement(self._tp_rank, size, nnodes, server_args)
         source = BackendSource(launch_server, () if servers is None else servers, fleet)

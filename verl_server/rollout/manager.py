@@ -10,10 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from verl_server.adapter.engine import ServerEngine, get_engine
 from verl_server.adapter.event_loop_thread import EventLoopThread
-from verl_server.adapter.sglang.pushable import require_pushable
-from verl_server.adapter.sglang.server_arguments import add_fleet_defaults, validate_fleet_args
-from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode, RouterConfig
 from verl_server.errors import BadInputError, NotReadyError
 from verl_server.rollout.backend import ManagedBackend
@@ -64,7 +62,7 @@ class RolloutManager:
             with `time` (seconds since the epoch), `replica`, `before`, `after`, `version` and `error`.
         env: Environment variables to add to the environment of each server. With `CUDA_VISIBLE_DEVICES`, replicas on
             this machine share these GPUs; otherwise they share those that this process sees.
-        server_args: SGLang's `ServerArgs`, the same for all servers. `model_path` is required.
+        server_args: Arguments of the engine's server, the same for all servers. `model_path` is required.
 
     Raises BadInputError, UnsupportedError, StartupError or DeadlineError. All servers are ended then.
     """
@@ -86,15 +84,16 @@ class RolloutManager:
     ) -> None:
         require_whole_number("replicas", replicas)
         self.mode = parse_mode(mode)
-        args = _server_args(self.mode, server_args)
-        parallel_config = parse_parallel_config(args)
         config = config or AdapterConfig()
-        args = add_fleet_defaults(args, has_sglang_router=config.router_ip is not None)
+        engine = get_engine(config.engine_kind)
+        args = _server_args(self.mode, engine, server_args)
+        parallel_config = parse_parallel_config(args)
+        args = engine.add_fleet_defaults(args, has_sglang_router=config.router_ip is not None)
         if capabilities_of(self.mode).takes_weights:
-            require_pushable(args)
+            engine.require_pushable(args)
         self._launcher = launcher = launcher or LocalLauncher()
         launcher.reserve(parallel_config, replicas, env or {})
-        require_divisible_model(args)
+        engine.require_divisible_model(args)
         server_config = dataclasses.replace(config, router_ip=None, router_port=None)
 
         self._loop = EventLoopThread()
@@ -286,6 +285,6 @@ async def _make_dispatcher(config: RouterConfig | None) -> Dispatcher:
     return Dispatcher(config)
 
 
-def _server_args(mode: RolloutMode, server_args: Mapping[str, Any]) -> Json:
-    """SGLang's arguments of each server of a fleet. Raises BadInputError."""
-    return {**server_args_for_mode(mode, validate_fleet_args(server_args)), "port": None}
+def _server_args(mode: RolloutMode, engine: ServerEngine, server_args: Mapping[str, Any]) -> Json:
+    """The engine's arguments of each server of a fleet. Raises BadInputError."""
+    return {**server_args_for_mode(mode, engine.validate_fleet_args(server_args)), "port": None}

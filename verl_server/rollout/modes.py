@@ -46,9 +46,9 @@ def parse_mode(mode: RolloutMode | str | None) -> RolloutMode:
 
 
 def server_args_for_mode(mode: RolloutMode, server_args: Mapping[str, Any]) -> dict[str, Any]:
-    """`server_args` with the arguments that SGLang needs for the mode.
+    """`server_args` with the arguments that the engine needs for the mode.
 
-    SGLang can release memory only when the server was started with `enable_memory_saver`.
+    On an accelerator, an engine can release memory only when the server was started with `enable_memory_saver`.
     """
     args = dict(server_args)
     if capabilities_of(mode).releases_memory:

@@ -18,7 +18,7 @@ OWN_OPTIONS: Mapping[str, Any] = {
     "enable_prompt_tokens_details": True,
     "logprobs_mode": "processed_logprobs",
     "weight_transfer_config": {"backend": BACKEND},
-    "middleware": "verl_server.vllm_server.keys.KeyMiddleware",
+    "middleware": "verl_server.vllm_server.wire.app.ServerApp",
     "worker_extension_cls": "verl_server.vllm_server.worker_extension.WorkerExtension",
     "disable_uvicorn_access_log": True,
     # Domains from which requests may load images. vLLM's own default is every domain, also of the server's network.

@@ -1,4 +1,4 @@
-"""Protection of vLLM's HTTP server by keys: the ASGI class that `--middleware` names.
+"""Protection of vLLM's HTTP server by keys: an ASGI class.
 
 vLLM's own key protects a few paths only. The routes for weights, pauses, memory and remote calls would be open, and so
 would one route that generates. Here each path needs a key, except `OPEN_PATHS`. The class works in the process that
@@ -12,10 +12,10 @@ import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"})
 """Paths that GET and HEAD requests reach without a key."""
 API_PREFIXES = ("/inference/v1/", "/v1/")
-"""Paths below these need the API key or the admin key. All other paths need the admin key."""
+"""Paths below these need the API key or the admin key. All other paths need the admin key, except `api_paths`."""
 UNAUTHORIZED = b'{"error":{"message":"a valid key is required","type":"Unauthorized","code":401}}'
 POLICY_VIOLATION = 1008
 """Close code of a refused websocket (RFC 6455)."""
@@ -39,10 +39,11 @@ def set_keys(api_key: str, admin_api_key: str) -> None:
 class KeyMiddleware:
     """Answers 401 to requests without the key that their path needs. Raises RuntimeError without `set_keys`."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, api_paths: frozenset[str]) -> None:
+        """`api_paths`: further paths for which the API key suffices."""
         if not _digests:
             raise RuntimeError("the keys of the server are not set: start it with verl_server.vllm_server.server_main")
-        self._app = app
+        self._app, self._api_paths = app, api_paths
         self._admin = [_digests["admin"]]
         self._api = [_digests["api"], _digests["admin"]]
 
@@ -60,7 +61,8 @@ class KeyMiddleware:
         path = scope["path"]
         if scope["type"] == "http" and path in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
             return True
-        accepted = self._api if path.startswith(API_PREFIXES) else self._admin
+        is_api = path.startswith(API_PREFIXES) or path in self._api_paths
+        accepted = self._api if is_api else self._admin
         given = _digest(_bearer_token(scope["headers"]))
         # Every digest is compared, so the time of the answer does not tell which key was nearly right.
         return any([hmac.compare_digest(given, digest) for digest in accepted])

@@ -23,24 +23,31 @@ REFUSAL = "vLLM refuses the server arguments: "
 def main() -> None:
     server_args = read_arguments()
     keys = (server_args.pop("api_key"), server_args.pop("admin_api_key"))
+    weight_version = str(server_args.pop("weight_version", None) or 0)
     os.environ.update(server_variables(server_args, os.environ))
     if (refusal := find_version_refusal()) is not None:
         _refuse(refusal)
-    serve(server_args, *keys)
+    serve(server_args, *keys, weight_version)
 
 
-def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str) -> None:
+def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str, weight_version: str) -> None:
     """Run vLLM's API server until the process is killed. `server_args`: options of vLLM's command line by name."""
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from verl_server.vllm_server import register
     from verl_server.vllm_server.keys import set_keys
+    from verl_server.vllm_server.wire.app import set_facts
+    from verl_server.vllm_server.wire.state import ServerFacts
 
     set_keys(api_key, admin_api_key)
+    set_facts(ServerFacts(dict(server_args), weight_version))
     register()
+    if server_args.pop("enable_memory_saver", False) and not current_platform.is_cpu():
+        server_args["enable_sleep_mode"] = True  # on a CPU the workers release memory by themselves
     parser = make_arg_parser(FlexibleArgumentParser())
     parser.error = _refuse
     args = parser.parse_args(to_command_line(server_args))

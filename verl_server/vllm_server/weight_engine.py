@@ -145,6 +145,15 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
             with contextlib.suppress(OSError, BufferError):  # a tensor of the model's loader still uses the memory
                 receiver.close()
 
+    def outcome(self) -> Json:
+        """The error of the last update, whether it has left a part of the new weights, and whether it wrote all."""
+        error, session = self._session.error, self._session
+        return {
+            "error": error,
+            "is_torn": error is not None and session.num_tensors > 0,
+            "is_whole": error is None and session.num_tensors > 0 and not session.unwritten,
+        }
+
     def shutdown(self) -> None:
         """Nothing is kept between sessions."""
 

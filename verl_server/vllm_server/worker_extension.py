@@ -32,7 +32,9 @@ register()  # vLLM imports this module in each worker before it creates the weig
 class WorkerExtension:
     """Methods of vLLM's worker class. Each returns the report of one worker."""
 
+    rank: int
     model_runner: Any
+    weight_transfer_engine: Any
     verl_server_released: set[str]
 
     def verl_server_release_memory(self, tags: str) -> dict[str, Any]:
@@ -42,6 +44,11 @@ class WorkerExtension:
     def verl_server_resume_memory(self, tags: str) -> dict[str, Any]:
         """Take the memory again, so that missing memory is noticed now. Weights are zeros until a whole update."""
         return _report(self, lambda: _resume(self, set(json.loads(tags))))
+
+    def verl_server_update_outcome(self) -> dict[str, Any]:
+        """Whether the last update of this worker has failed, and whether its weights are torn."""
+        outcome: dict[str, Any] = self.weight_transfer_engine.outcome()
+        return {"rank": self.rank, **outcome}
 
     def verl_server_memory(self) -> dict[str, Any]:
         """What is released, and the resident memory of the worker."""

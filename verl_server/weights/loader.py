@@ -1,24 +1,21 @@
 """The weight loader that runs inside each SGLang scheduler: receive an update's tensors, load them, send a report.
 
-SGLang calls `load` by its `--custom-weight-loader` hook with the JSON message that `serialize_message` wrapped. An
-exception here would end the server. Therefore every outcome goes to the trainer as a report of this TP rank; SGLang's
-HTTP reply speaks for TP rank 0 only.
+SGLang calls `load` by its `--custom-weight-loader` hook with the JSON message that `message.serialize_message` wrapped.
+An exception here would end the server. Therefore every outcome goes to the trainer as a report of this TP rank;
+SGLang's HTTP reply speaks for TP rank 0 only.
 """
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import logging
-import pickle
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from verl_server.types import Json
 from verl_server.weights.checksum import XXH3, Checksums, verified_share
 from verl_server.weights.coverage import Coverage
 from verl_server.weights.device.loading import copies_on
@@ -37,20 +34,6 @@ them: it adds 1 to the norms of Gemma, and on TP ranks after the first it sets b
 and the trainer use the same memory."""
 MAX_UNWRITTEN_NAMES = 5
 """Maximum number of parameter names in a report."""
-
-
-def message_as_named_tensors(message: Json) -> list[tuple[str, torch.Tensor]]:
-    """The loader's message in the form in which SGLang passes tensors: an empty tensor whose name is the JSON."""
-    return [(json.dumps(message), torch.empty(0, dtype=torch.uint8))]
-
-
-def serialize_message(message: Json) -> str:
-    """The loader's message for SGLang's endpoint `/update_weights_from_tensor`, which expects base64 of a pickle.
-
-    It is a plain pickle without shared memory, so it can be sent again, and SGLang's patches of torch's reductions do
-    not matter.
-    """
-    return base64.b64encode(pickle.dumps(message_as_named_tensors(message))).decode()
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Start one SGLang server under supervision."""
+"""Start one SGLang server under supervision, and SGLang as a `ServerEngine`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_server.adapter.sglang import pushable, server_arguments, tensor_parallel
 from verl_server.adapter.sglang.capabilities import SUPPORTED_VERSIONS
 from verl_server.adapter.sglang.endpoints import HEALTH, MODEL_INFO, PING, READY
 from verl_server.adapter.sglang.server_arguments import SECRET_ARGUMENTS, complete_server_args
@@ -16,6 +17,7 @@ from verl_server.server.interpreter.report import InterpreterReport, interpreter
 from verl_server.server.interpreter.server_python import is_own_interpreter, read_environment, require_packages
 from verl_server.server.launch import LaunchedServer, launch_server
 from verl_server.server.supervisor import AbortCheck, never_abort
+from verl_server.types import Json
 
 #: SGLang's main node answers `/ready` with 200 only while it accepts requests (0.5.15 has no `/ready`, but `/health`).
 #: Nodes after the first serve only `/ping` and `/health`. The log phrases are those of uvicorn, ZeroMQ and SGLang.
@@ -64,3 +66,34 @@ def read_server_environment(server_python: Path | str) -> InterpreterReport | No
     report = read_environment(path, {}, SGLANG)
     require_packages(path, report, SGLANG)
     return report
+
+
+class SglangEngine:
+    """Starts SGLang servers. `server_args` are fields of SGLang's `ServerArgs`."""
+
+    profile = SGLANG
+
+    def launch(
+        self, server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], check_abort: AbortCheck
+    ) -> LaunchedServer:
+        return launch_sglang_server(server_args, config, env, check_abort)
+
+    def validate_server_args(self, server_args: Mapping[str, Any]) -> Json:
+        return server_arguments.validate_server_args(server_args)
+
+    def validate_fleet_args(self, server_args: Mapping[str, Any]) -> Json:
+        return server_arguments.validate_fleet_args(server_args)
+
+    def add_fleet_defaults(self, server_args: Mapping[str, Any], *, has_sglang_router: bool) -> Json:
+        return server_arguments.add_fleet_defaults(server_args, has_sglang_router=has_sglang_router)
+
+    def require_pushable(self, server_args: Mapping[str, Any]) -> None:
+        pushable.require_pushable(server_args)
+
+    def require_divisible_model(self, server_args: Mapping[str, Any]) -> None:
+        tensor_parallel.require_divisible_model(server_args)
+
+    def place_on_devices(
+        self, server_args: Mapping[str, Any], env: Mapping[str, str], first: int, count: int
+    ) -> tuple[Json, Mapping[str, str]]:
+        return {**server_args, "base_gpu_id": first}, env

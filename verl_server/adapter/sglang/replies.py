@@ -126,6 +126,8 @@ def error_from_reply(status: int, url: str, body: Any, is_optional: bool = False
                 **details,
             )
         return ServerError(f"{url} does not exist (404), but every SGLang server has it: {cure}", **details)
+    if status == 501:  # a server of another engine
+        return UnsupportedError(f"{url} is not supported (501): {message}", **details)
     if status == 409:
         return ServerBusyError(f"{url} refused for now ({status}): {message}", **details)
     if status == 503:

@@ -174,7 +174,8 @@ def require_known_fields(names: Collection[str], server_fields: Collection[str])
             raise BadInputError(f"{name!r} is a sampling parameter: pass it as sampling_params={{{name!r}: ...}}")
         similar = did_you_mean(name, {*server_fields, *ROUTER_FIELDS, *SAMPLING_PARAMS})
         raise BadInputError(
-            f"SGLang has no request field {name!r}{similar or '; its fields are those of its class GenerateReqInput'}"
+            f"the server has no request field {name!r}"
+            f"{similar or '; those of SGLang are the fields of its class GenerateReqInput'}"
         )
 
 
@@ -261,4 +262,4 @@ def explain_refusal(error: VerlServerError, sampling_params: Any) -> VerlServerE
     if not unknown:
         return error
     hints = ", ".join(f"{key!r}{did_you_mean(key, SAMPLING_PARAMS)}" for key in unknown)
-    return BadInputError(f"SGLang has no sampling parameter {hints} ({error.message})", **error.details)
+    return BadInputError(f"the server has no sampling parameter {hints} ({error.message})", **error.details)

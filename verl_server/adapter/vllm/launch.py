@@ -1,16 +1,22 @@
-"""Start one vLLM server under supervision."""
+"""Start one vLLM server under supervision, and vLLM as a `ServerEngine`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from verl_server.adapter.vllm.endpoints import HEALTH, MODELS
-from verl_server.adapter.vllm.server_arguments import SECRET_ARGUMENTS, complete_server_args
+from verl_server.adapter.sglang.endpoints import MODEL_INFO, READY
+from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
+from verl_server.adapter.vllm import server_arguments
+from verl_server.adapter.vllm.server_arguments import PLAIN_NAMES, SECRET_ARGUMENTS, complete_server_args
 from verl_server.config import AdapterConfig
+from verl_server.errors import BadInputError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.launch import LaunchedServer, launch_server
 from verl_server.server.supervisor import AbortCheck, never_abort
+from verl_server.server.visible_devices import VISIBLE_DEVICES, parse_devices
+from verl_server.types import Json
 
 #: The log phrases are those of uvicorn, ZeroMQ and Python's sockets. vLLM's processes are called `VLLM::EngineCore` and
 #: `VLLM::Worker` (with several workers, `VLLM::Worker_TP0` and so on).
@@ -18,9 +24,9 @@ VLLM = EngineProfile(
     name="vLLM",
     main_module="verl_server.vllm_server.server_main",
     secret_arguments=SECRET_ARGUMENTS,
-    ready_paths=(HEALTH.path,),
-    worker_node_ready_paths=(HEALTH.path,),
-    authenticated_path=MODELS.path,
+    ready_paths=(READY.path,),
+    worker_node_ready_paths=(READY.path,),
+    authenticated_path=MODEL_INFO.path,
     port_taken_phrases=("address already in use", "errno 98"),
     worker_prefix="VLLM::",
     distribution="vllm",
@@ -38,6 +44,51 @@ def launch_vllm_server(
 
     vLLM and SGLang cannot be installed together, so `config.server_python` is the interpreter of an environment with
     vLLM (`make setup-vllm`). Raises the errors of `verl_server.server.launch.launch_server`, and BadInputError for
-    invalid `server_args`.
+    invalid `server_args`. The `server_args` of the result have SGLang's names where both engines have the argument.
     """
-    return launch_server(complete_server_args(server_args), VLLM, config, env, check_abort)
+    server = launch_server(complete_server_args(server_args), VLLM, config, env, check_abort)
+    names = {theirs: ours for ours, theirs in PLAIN_NAMES.items()}
+    args = {names.get(name, name): value for name, value in server.server_args.items()}
+    return replace(server, server_args={"tp_size": 1, **args, "custom_weight_loader": [WEIGHT_LOADER]})
+
+
+class VllmEngine:
+    """Starts vLLM servers. `server_args`: see `server_arguments.py`."""
+
+    profile = VLLM
+
+    def launch(
+        self, server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], check_abort: AbortCheck
+    ) -> LaunchedServer:
+        return launch_vllm_server(server_args, config, env, check_abort)
+
+    def validate_server_args(self, server_args: Mapping[str, Any]) -> Json:
+        return server_arguments.validate_server_args(server_args)
+
+    def validate_fleet_args(self, server_args: Mapping[str, Any]) -> Json:
+        if server_args.get("port") is not None:
+            raise BadInputError(
+                "each replica chooses a free port: leave port out, and read the URLs from the `replicas` of the fleet",
+                argument="port",
+            )
+        return server_arguments.validate_server_args(server_args)
+
+    def add_fleet_defaults(self, server_args: Mapping[str, Any], *, has_sglang_router: bool) -> Json:
+        """vLLM's servers always send each token of a stream once, which an `sglang-router` does not expect."""
+        if has_sglang_router:
+            raise BadInputError("an sglang-router cannot serve vLLM servers: leave router_ip and router_port out")
+        return dict(server_args)
+
+    def require_pushable(self, server_args: Mapping[str, Any]) -> None:
+        server_arguments.require_pushable(server_args)
+
+    def require_divisible_model(self, server_args: Mapping[str, Any]) -> None:
+        server_arguments.require_divisible_model(server_args)
+
+    def place_on_devices(
+        self, server_args: Mapping[str, Any], env: Mapping[str, str], first: int, count: int
+    ) -> tuple[Json, Mapping[str, str]]:
+        """vLLM takes the first visible devices, so that only those of the server are visible."""
+        visible = parse_devices(env[VISIBLE_DEVICES]) if VISIBLE_DEVICES in env else None
+        chosen = [str(device) for device in range(first, first + count)] if visible is None else visible[first:][:count]
+        return dict(server_args), {**env, VISIBLE_DEVICES: ",".join(chosen)}

@@ -52,6 +52,10 @@ def generate_payload(
     }
     if fields.get("logprob_start_len") not in (None, -1):
         raise BadInputError("logprob_start_len must be -1: log probabilities of prompts are not supported with vLLM")
+    if (lora := fields.get("lora_path")) is not None:
+        if not (isinstance(lora, str) and lora):
+            raise BadInputError(f"lora_path must be the name of a loaded LoRA adapter, got {lora!r}")
+        body["model"] = lora
     if (salt := _salt(fields)) is not None:
         body["cache_salt"] = salt
     if fields.get("priority") is not None:

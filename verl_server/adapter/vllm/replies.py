@@ -12,6 +12,10 @@ from verl_server.types import Json, parse_weight_version
 MAX_MESSAGE_CHARACTERS = 2000
 #: vLLM's finish reason when the server ended a request because its text repeats itself.
 REPETITION = "repetition"
+#: SGLang's finish reason of an aborted request.
+ABORTED: Mapping[str, str] = {"type": "abort", "message": "the request was aborted"}
+#: What vLLM sends instead of a log probability that is NaN or minus infinity.
+NO_LOGPROB = -9999.0
 
 
 def parse_generation(reply: Json, *, return_logprob: bool = False, top_logprobs_num: int = 0) -> Json:
@@ -50,13 +54,28 @@ def _parse_choice(choice: Json, usage: Json, rid: str, return_logprob: bool, top
     if spans:
         meta["weight_version"] = spans[-1]["version"]
     if return_logprob:
-        content = (choice.get("logprobs") or {}).get("content") or []
-        if len(content) != len(output_ids):
-            raise ServerError(f"vLLM returned {len(content)} log probabilities for {len(output_ids)} tokens")
-        meta["output_token_logprobs"] = [[entry["logprob"], entry["token_id"], None] for entry in content]
-        if top_logprobs_num:
-            meta["output_top_logprobs"] = [_top(entry["top_logprobs"], top_logprobs_num) for entry in content]
-    return {"output_ids": output_ids, "meta_info": meta}
+        meta |= parse_logprobs(choice, output_ids, top_logprobs_num)
+    reply: Json = {"output_ids": output_ids, "meta_info": meta}
+    return {**reply, "text": choice["text"]} if "text" in choice else reply
+
+
+def parse_logprobs(choice: Json, output_ids: Sequence[int], top_logprobs_num: int) -> Json:
+    """The lists of `meta_info` with the log probabilities of these tokens.
+
+    The log probability of a sampled token is None where vLLM had no finite number: the model has computed NaN.
+    """
+    content = (choice.get("logprobs") or {}).get("content") or []
+    if len(content) != len(output_ids):
+        raise ServerError(f"vLLM returned {len(content)} log probabilities for {len(output_ids)} tokens")
+    logprobs = [entry["logprob"] if entry["logprob"] > NO_LOGPROB else None for entry in content]
+    meta: Json = {
+        "output_token_logprobs": [
+            [logprob, token_id, None] for logprob, token_id in zip(logprobs, output_ids, strict=True)
+        ]
+    }
+    if top_logprobs_num:
+        meta["output_top_logprobs"] = [_top(entry["top_logprobs"], top_logprobs_num) for entry in content]
+    return meta
 
 
 def _top(entries: Sequence[Json], count: int) -> list[Any]:
@@ -84,7 +103,7 @@ def parse_finish_reason(choice: Mapping[str, Any], num_tokens: int) -> Json | No
     if reason == "length":
         return {"type": "length", "length": num_tokens}
     if reason == "abort":
-        return {"type": "abort", "message": "the request was aborted"}
+        return dict(ABORTED)
     if reason in ("stop", REPETITION):
         last = choice["token_ids"][-1] if choice["token_ids"] else None
         return {"type": "stop", "matched": last if matched is None else matched}

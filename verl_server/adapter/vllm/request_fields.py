@@ -15,9 +15,12 @@ from verl_server.validation import did_you_mean, is_bool, is_finite_number, is_l
 
 #: `max_new_tokens` of SGLang for a request without it. vLLM would generate to the end of the context.
 DEFAULT_MAX_NEW_TOKENS = 128
+#: Request fields that have no meaning for vLLM and change no token: SGLang uses them for caches and logs.
+IGNORED_FIELDS = ("session_id", "conversation_id", "routing_key", "log_metrics", "no_logs", "return_text_in_logprobs")
 #: Request fields beside prompt, id and sampling parameters.
 REQUEST_FIELDS = frozenset({
-    "return_logprob", "top_logprobs_num", "logprob_start_len", "cache_salt", "priority", "extra_key",
+    "return_logprob", "top_logprobs_num", "logprob_start_len", "cache_salt", "priority", "extra_key", "lora_path",
+    *IGNORED_FIELDS,
 })  # fmt: skip
 #: SGLang's sampling parameters and vLLM's names of the same parameters.
 _SAMPLING_NAMES: Mapping[str, str] = {
@@ -26,7 +29,7 @@ _SAMPLING_NAMES: Mapping[str, str] = {
     "stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos", "n": "n", "logit_bias": "logit_bias",
     "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty",
     "repetition_penalty": "repetition_penalty", "skip_special_tokens": "skip_special_tokens",
-    "spaces_between_special_tokens": "spaces_between_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens", "stream_interval": "stream_interval",
 }  # fmt: skip
 #: Constraints of SGLang's output grammar, and vLLM's names in `structured_outputs`.
 _GRAMMARS: Mapping[str, str] = {
@@ -92,7 +95,11 @@ def _is_logit_bias(value: Any) -> bool:
 
 #: Parameters, the description of their values, and the function that accepts these values.
 _KINDS: Sequence[tuple[frozenset[str], str, Callable[[Any], bool]]] = (
-    (frozenset({"max_new_tokens", "min_new_tokens", "n", "top_k", "sampling_seed"}), "a whole number", is_whole_number),
+    (
+        frozenset({"max_new_tokens", "min_new_tokens", "n", "top_k", "sampling_seed", "stream_interval"}),
+        "a whole number",
+        is_whole_number,
+    ),
     (
         frozenset({
             "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",

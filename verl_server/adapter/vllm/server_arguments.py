@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_server.errors import BadInputError
+from verl_server.adapter.model_files import read_facts, read_model_config
+from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
 from verl_server.validation import did_you_mean, is_finite_number, require_whole_number, to_plain
@@ -34,8 +35,12 @@ VLLM_OPTIONS = frozenset({
     "override_generation_config",
     "disable_log_stats", "enable_log_requests", "max_log_len", "chat_template", "skip_tokenizer_init",
 })  # fmt: skip
-#: Arguments of ours: address, keys, and settings of the CPU backend that vLLM takes as environment variables.
-OWN_ARGUMENTS = frozenset({"host", "port", *SECRET_ARGUMENTS, "cpu_kv_cache_gib", "cpu_omp_threads_bind"})
+#: Arguments of ours: address, keys, version of the weights, and settings of the CPU backend that vLLM takes as
+#: environment variables.
+OWN_ARGUMENTS = frozenset({
+    "enable_memory_saver", "host", "port", "weight_version", *SECRET_ARGUMENTS, "cpu_kv_cache_gib",
+    "cpu_omp_threads_bind",
+})  # fmt: skip
 #: Options that this library sets or that do not fit one supervised server, and why.
 _SET_HERE = "this library sets it"
 _NOT_BUILT = "it is not supported yet"
@@ -49,8 +54,8 @@ REFUSED: Mapping[str, str] = {
     "node_rank": _NOT_BUILT,
 }  # fmt: skip
 WHOLE_NUMBERS = {
-    "tensor_parallel_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "block_size": 1,
-    "seed": 0, "port": 0, "cpu_kv_cache_gib": 1,
+    "tp_size": 1, "context_length": 1, "max_running_requests": 1, "max_prefill_tokens": 1, "block_size": 1,
+    "random_seed": 0, "port": 0, "cpu_kv_cache_gib": 1,
 }  # fmt: skip
 
 
@@ -60,26 +65,66 @@ def complete_server_args(server_args: Mapping[str, Any]) -> Json:
     Names are those of SGLang where both engines have the argument (`PLAIN_NAMES`), else those of vLLM. Raises
     BadInputError for an unknown name, before any process is started.
     """
-    args = _rename(to_plain(server_args))
-    args["model"] = _existing_model(args.get("model"))
+    args = _rename(validate_server_args(server_args), PLAIN_NAMES)
+    args["host"] = args.get("host") or DEFAULT_HOST
+    for name in SECRET_ARGUMENTS:
+        args[name] = args.get(name) or secrets.token_urlsafe(32)
+    return args
+
+
+def validate_server_args(server_args: Mapping[str, Any]) -> Json:
+    """A copy of `server_args` that can travel as JSON, with SGLang's names where both engines have the argument.
+
+    Paths are made absolute, and arguments of None are left out. Raises BadInputError for a name that is unknown or
+    refused, for an argument that is given twice, and for a value that no server can have.
+    """
+    args = _rename(to_plain(server_args), {theirs: ours for ours, theirs in PLAIN_NAMES.items()})
+    args["model_path"] = _existing_model(args.get("model_path"))
     for name, minimum in WHOLE_NUMBERS.items():
         if args.get(name) is not None:
             require_whole_number(f"server argument {name}", args[name], minimum)
     if (args.get("port") or 0) > MAX_PORT:
         raise BadInputError(f"server argument port must be at most {MAX_PORT}, got {args['port']}", argument="port")
-    fraction = args.get("gpu_memory_utilization")
+    fraction = args.get("mem_fraction_static")
     if fraction is not None and not (is_finite_number(fraction) and 0 < fraction < 1):
         raise BadInputError(f"server argument mem_fraction_static must be between 0 and 1, got {fraction!r}")
     for name, value in args.items():
         _require_json(name, value)
-    args["host"] = args.get("host") or DEFAULT_HOST
     for name in SECRET_ARGUMENTS:
-        args[name] = _key(name, args.get(name))
+        _require_key(name, args.get(name))
     return args
 
 
-def _rename(server_args: Json) -> Json:
-    """The arguments by vLLM's names. Raises BadInputError for unknown, refused and repeated names."""
+def require_pushable(server_args: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError if a server with these arguments cannot take pushed weights: a quantized model."""
+    if (quantization := server_args.get("quantization")) is not None:
+        raise UnsupportedError(
+            f"weights cannot be pushed into a server with quantization={quantization!r}: serve the model without it",
+            argument="quantization",
+        )
+    config = read_model_config(str(server_args["model_path"]))
+    if config.get("quantization_config") or config.get("compression_config"):
+        raise UnsupportedError(
+            "weights cannot be pushed into a server of a quantized checkpoint: serve an unquantized checkpoint"
+        )
+
+
+def require_divisible_model(server_args: Mapping[str, Any]) -> None:
+    """Raise BadInputError if `tp_size` does not divide the model's attention heads, which ends vLLM at its start."""
+    tp_size = int(server_args.get("tp_size") or 1)
+    try:
+        heads = read_facts(read_model_config(str(server_args["model_path"]))).heads
+    except (OSError, ValueError, TypeError, AttributeError):
+        return  # the server reports what is wrong with the file
+    if heads % tp_size:
+        raise BadInputError(
+            f"tp_size={tp_size} cannot divide {heads} attention heads of the model {server_args['model_path']}",
+            argument="tp_size",
+        )
+
+
+def _rename(server_args: Json, names: Mapping[str, str]) -> Json:
+    """The arguments by other names. Raises BadInputError for unknown, refused and repeated names."""
     args: Json = {}
     known = {*PLAIN_NAMES, *VLLM_OPTIONS, *OWN_ARGUMENTS}
     for name, value in server_args.items():
@@ -89,7 +134,7 @@ def _rename(server_args: Json) -> Json:
             raise BadInputError(
                 f"vLLM servers of this library have no argument {name!r}{did_you_mean(name, known)}", argument=name
             )
-        renamed = PLAIN_NAMES.get(name, name)
+        renamed = names.get(name, name)
         if args.get(renamed) is not None:
             raise BadInputError(f"{name!r} and {renamed!r} are the same argument; pass one of them", argument=name)
         if value is not None:
@@ -118,13 +163,10 @@ def _require_json(name: str, value: Any) -> None:
         ) from error
 
 
-def _key(name: str, key: Any) -> str:
-    """A key, random if none is given. Raises BadInputError for a key that the log of the server cannot hide."""
-    if key in (None, ""):
-        return secrets.token_urlsafe(32)
-    if not isinstance(key, str) or len(key) < MIN_SECRET_CHARACTERS:
+def _require_key(name: str, key: Any) -> None:
+    """Raise BadInputError for a key that the log of the server cannot hide. None and "" ask for a random key."""
+    if key not in (None, "") and (not isinstance(key, str) or len(key) < MIN_SECRET_CHARACTERS):
         raise BadInputError(
             f"{name} must be a string of at least {MIN_SECRET_CHARACTERS} characters; leave it out for a random key",
             argument=name,
         )
-    return key

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter.engine import get_engine
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError
 from verl_server.rollout.parallel_config import ParallelConfig, require_devices
@@ -52,7 +53,8 @@ class LocalLauncher:
     ) -> HttpServerEngineAdapter:
         args = dict(server_args)
         if count_accelerators(env) is not None:
-            args["base_gpu_id"] = self._slot(name) * self._devices
+            engine = get_engine(config.engine_kind)
+            args, env = engine.place_on_devices(args, env, self._slot(name) * self._devices, self._devices)
         return HttpServerEngineAdapter(config=config, env=env, check_abort=check_abort, **args)
 
     def _slot(self, name: str) -> int:

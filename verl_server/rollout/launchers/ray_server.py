@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from verl_server.adapter.sglang.launch import launch_sglang_server
+from verl_server.adapter.engine import get_engine
 from verl_server.config import AdapterConfig
 from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError, to_wire
 from verl_server.ranks.machine import machine_id
@@ -55,7 +55,7 @@ class ServerActor:
         try:
             # An actor starts one server: a forkserver of its own would be of no use.
             own_config = replace(config, use_forkserver=config.use_forkserver and shares_forkservers())
-            server = launch_sglang_server(server_args, own_config, env, check_abort)
+            server = get_engine(own_config.engine_kind).launch(server_args, own_config, env, check_abort)
         except Exception as error:  # noqa: BLE001 - the process that starts the replica raises it
             return {"error": to_wire(error)}
         with self._lock:

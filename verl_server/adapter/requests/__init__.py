@@ -1,0 +1,1 @@
+"""The requests to one server. Their functions become methods of `AsyncHttpServerEngineAdapter`."""

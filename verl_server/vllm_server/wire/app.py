@@ -1,0 +1,153 @@
+"""`ServerApp`: the ASGI class that vLLM puts in front of its own application (`--middleware`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from verl_server.adapter.sglang import endpoints as sglang
+from verl_server.adapter.sglang.endpoints import Endpoint
+from verl_server.adapter.vllm.endpoints import SET_WEIGHT_VERSION
+from verl_server.adapter.vllm.payloads import weight_version_payload
+from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
+from verl_server.types import Json, parse_weight_version
+from verl_server.vllm_server.keys import App, KeyMiddleware, Message, Receive, Send
+from verl_server.vllm_server.wire import abort, control, generation, information, memory, weights
+from verl_server.vllm_server.wire.inner_calls import Disconnected, InnerCalls
+from verl_server.vllm_server.wire.replies import error_reply, json_reply
+from verl_server.vllm_server.wire.state import ServerFacts, ServerState
+
+Handler = Callable[[ServerState, InnerCalls, Json], Awaitable[Any]]
+
+CLIENT_CLOSED = 499
+_HANDLERS: tuple[tuple[Endpoint, Handler], ...] = (
+    (sglang.GENERATE, generation.generate),
+    (sglang.ABORT, abort.abort_request),
+    (sglang.PAUSE, control.pause),
+    (sglang.CONTINUE, control.resume),
+    (sglang.FLUSH, control.flush),
+    (sglang.BEGIN_UPDATE, weights.begin),
+    (sglang.END_UPDATE, weights.end),
+    (sglang.UPDATE_FROM_TENSOR, weights.update),
+    (sglang.WEIGHT_VERSION, weights.set_version),
+    (sglang.RELEASE_MEMORY, memory.release),
+    (sglang.RESUME_MEMORY, memory.resume),
+    (sglang.ADMIN_STATUS, information.admin_status),
+    (sglang.OPENAPI, information.description),
+    (sglang.MODEL_INFO, information.model_info),
+    (sglang.SERVER_INFO, information.server_info),
+    (sglang.LOADS, information.loads),
+    (sglang.READY, information.ready),
+    (sglang.HEALTH, information.health),
+    (sglang.PING, information.ping),
+)
+#: Routes of SGLang that have no counterpart, and what to use instead.
+_UNSUPPORTED: dict[str, str] = {
+    sglang.UPDATE_FROM_DISTRIBUTED.path: "push weights with VerlEngine",
+    sglang.UPDATE_FROM_DISK.path: "push weights with VerlEngine, or start another server with model_path",
+    sglang.INIT_UPDATE_GROUP.path: "push weights with VerlEngine",
+    sglang.DESTROY_UPDATE_GROUP.path: "push weights with VerlEngine",
+    sglang.WEIGHTS_CHECKER.path: "on a CPU vLLM's own checker reads empty weights; VerlEngine verifies every update",
+}
+ROUTES: dict[str, tuple[str, Handler]] = {endpoint.path: (endpoint.method, handler) for endpoint, handler in _HANDLERS}
+#: Routes of this folder that need the API key or the admin key. The other routes need the admin key.
+API_PATHS = frozenset(endpoint.path for endpoint, _ in _HANDLERS if not endpoint.needs_admin_key)
+
+_NOT_ALLOWED = json_reply({"error": {"message": "Method Not Allowed", "code": 405}}, 405)
+_NOT_FOUND = json_reply({"error": {"message": "Not Found", "code": 404}}, 404)
+_facts: list[ServerFacts] = []
+
+
+def set_facts(facts: ServerFacts) -> None:
+    """Set the settings of this process's server."""
+    _facts[:] = [facts]
+
+
+class ServerApp:
+    """Answers the routes of this folder, and passes all other requests on to vLLM.
+
+    Raises RuntimeError without `set_facts`.
+    """
+
+    def __init__(self, app: App) -> None:
+        if not _facts:
+            raise RuntimeError("the server was not started with verl_server.vllm_server.server_main")
+        self._vllm, self._state = app, ServerState(_facts[0])
+        self._version_lock = asyncio.Lock()
+        self._keys = KeyMiddleware(self._dispatch, API_PATHS)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["type"] == "http" and scope["method"] == "OPTIONS" else ""
+        if path in ROUTES or path in _UNSUPPORTED:  # SGLang, too, tells without a key that a route exists
+            await (_NOT_ALLOWED if path in ROUTES else _NOT_FOUND)(scope, receive, send)
+        else:
+            await self._keys(scope, receive, send)
+
+    async def _dispatch(self, scope: Message, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path not in ROUTES and path not in _UNSUPPORTED:
+            await self._vllm(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        reply = await self._answer(request, *ROUTES.get(path, ("POST", _refuse)))
+        await reply(scope, request.receive, send)
+
+    async def _answer(self, request: Request, method: str, handler: Handler) -> Response:
+        if request.method not in (method, "HEAD" if method == "GET" else method):
+            return _NOT_ALLOWED
+        gone = asyncio.Event()
+        calls = InnerCalls(self._vllm, request.scope, gone)
+        watch: asyncio.Task[None] | None = None
+        try:
+            body = await _read_body(request)
+            if handler is _refuse:
+                body = {"path": request.scope["path"]}
+            watch = asyncio.create_task(_watch(request, gone))
+            await self._set_first_version(calls)
+            reply = await handler(self._state, calls, body)
+            return reply if isinstance(reply, Response) else json_reply(reply)
+        except VerlServerError as error:
+            return error_reply(error)
+        except Disconnected:
+            return json_reply({"error": {"message": "the client has gone", "code": CLIENT_CLOSED}}, CLIENT_CLOSED)
+        finally:
+            if watch is not None:
+                watch.cancel()  # Starlette watches the connection of a stream itself
+
+    async def _set_first_version(self, calls: InnerCalls) -> None:
+        """Give the weights of the checkpoint the version of the server arguments, before the first reply."""
+        if self._state.weight_version is None:
+            async with self._version_lock:
+                if self._state.weight_version is None:
+                    version = parse_weight_version(self._state.facts.weight_version)
+                    await calls.call(SET_WEIGHT_VERSION, weight_version_payload(version))
+                    self._state.weight_version = str(version)
+
+
+async def _read_body(request: Request) -> Json:
+    """The JSON object of the request. An empty body is an empty object."""
+    raw = await request.body()
+    try:
+        body = orjson.loads(raw) if raw else {}
+    except orjson.JSONDecodeError as error:
+        raise BadInputError(f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadInputError("the body must be a JSON object")
+    return body
+
+
+async def _watch(request: Request, gone: asyncio.Event) -> None:
+    """Set `gone` when the client closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    gone.set()
+
+
+async def _refuse(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    path = body["path"]
+    raise UnsupportedError(f"a vLLM server has no {path}: {_UNSUPPORTED[path]}")

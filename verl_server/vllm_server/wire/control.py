@@ -1,0 +1,59 @@
+"""Pause, continue and flush of the cache, with SGLang's meaning."""
+
+from __future__ import annotations
+
+from verl_server.adapter.sglang.payloads import pause_payload
+from verl_server.adapter.vllm.endpoints import PAUSE, RESET_CACHE, RESUME
+from verl_server.adapter.vllm.payloads import pause_query
+from verl_server.errors import BadInputError, ServerBusyError
+from verl_server.types import Json
+from verl_server.vllm_server.wire.inner_calls import InnerCalls
+from verl_server.vllm_server.wire.state import ServerState
+
+
+async def pause(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """Pause generation. Requests that arrive from now on wait here, running ones do what the mode says."""
+    mode = pause_payload(body.get("mode", "abort"))["mode"]
+    async with state.control:
+        await pause_vllm(state, calls, mode)
+    return {"status": "ok", "message": f"generation is paused, mode {mode}"}
+
+
+async def pause_vllm(state: ServerState, calls: InnerCalls, mode: str) -> None:
+    """Pause vLLM, behind the gate for new requests. The caller holds `state.control`."""
+    was_paused = state.is_paused
+    state.set_paused(True)
+    try:
+        await calls.call(PAUSE, query=pause_query(mode))
+    except BaseException:
+        state.set_paused(was_paused)
+        raise
+
+
+async def resume(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """Continue generation. Raises ServerBusyError while memory is released."""
+    async with state.control:
+        if state.released:
+            raise ServerBusyError(f"the memory of {sorted(state.released)} is released: resume it first")
+        await resume_vllm(state, calls)
+    return {"status": "ok", "message": "generation continues"}
+
+
+async def resume_vllm(state: ServerState, calls: InnerCalls) -> None:
+    """Continue vLLM, then let the waiting requests in. The caller holds `state.control`."""
+    await calls.call(RESUME)
+    state.set_paused(False)
+
+
+async def flush(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """Empty the prefix cache. Raises BadInputError, as SGLang does, while requests run that are not paused.
+
+    vLLM keeps the blocks of held requests; they are computed again.
+    """
+    async with state.control:
+        if state.num_in_vllm and not state.is_paused:
+            raise BadInputError(f"{state.num_in_vllm} requests are running")
+        query = "reset_running_requests=true" if state.is_paused else ""
+        if not (await calls.call(RESET_CACHE, query=query))["success"]:
+            raise BadInputError("blocks of the cache are in use")
+    return {"success": True, "message": "the cache is empty"}

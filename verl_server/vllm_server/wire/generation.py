@@ -1,0 +1,147 @@
+"""`/generate`: requests and replies have SGLang's shape, vLLM generates."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import orjson
+from starlette.responses import Response, StreamingResponse
+
+from verl_server.adapter.sglang.batch import split_batch
+from verl_server.adapter.vllm.endpoints import GENERATE, TOKENIZE
+from verl_server.adapter.vllm.payloads import generate_payload
+from verl_server.adapter.vllm.replies import ABORTED, parse_generations
+from verl_server.adapter.vllm.stream import StreamedGeneration
+from verl_server.errors import BadInputError, VerlServerError
+from verl_server.types import Json, parse_weight_version
+from verl_server.validation import is_list
+from verl_server.vllm_server.wire.inner_calls import InnerCalls
+from verl_server.vllm_server.wire.replies import error_body, json_reply, status_of
+from verl_server.vllm_server.wire.state import ServerState
+
+
+async def generate(state: ServerState, calls: InnerCalls, body: Json) -> Response:
+    """One prompt (the reply is an object, or a list with `n` above 1) or a list of prompts (the reply is a list)."""
+    request = {("prompt" if name == "text" else name): value for name, value in body.items()}
+    is_streamed = bool(request.pop("stream", False))
+    if is_list(request.get("prompt") or None) or _has_lists(request.get("input_ids")):
+        if is_streamed:
+            raise BadInputError("a stream takes one prompt, got a list: make one request for each prompt")
+        return json_reply(await _generate_batch(state, calls, request))
+    if is_streamed:
+        payload = await _payload(state, calls, request)
+        events = _stream(state, calls, payload, request)
+        first = await anext(events)  # an error of the request becomes the status of the reply
+        return StreamingResponse(_as_sent(first, events), media_type="text/event-stream")
+    replies = await _generate_one(state, calls, request)
+    return json_reply(replies[0] if len(replies) == 1 else replies)
+
+
+def _has_lists(input_ids: Any) -> bool:
+    return is_list(input_ids) and len(input_ids) > 0 and is_list(input_ids[0])
+
+
+async def _generate_batch(state: ServerState, calls: InnerCalls, request: Json) -> list[Json]:
+    """The generations of several prompts in the order of the prompts. The first error ends the others."""
+    if isinstance(rid := request.get("rid"), str):
+        num_prompts = len(request.get("input_ids") or request["prompt"])
+        request = {**request, "rid": [f"{rid}_{index}" for index in range(num_prompts)]}
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_generate_one(state, calls, each)) for each in split_batch(request) or ()]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [reply for task in tasks for reply in task.result()]
+
+
+async def _generate_one(state: ServerState, calls: InnerCalls, request: Json) -> list[Json]:
+    """The `n` generations of one prompt."""
+    payload = await _payload(state, calls, request)
+    with state.running(payload["request_id"]) as running:
+        if not await state.wait_until_running(running, calls.gone):
+            return [_aborted_reply(payload)]
+        state.require_weights()
+        _add_version_to_salt(state, payload)
+        reply = await calls.call(GENERATE, payload)
+    return parse_generations(
+        reply,
+        return_logprob=bool(request.get("return_logprob")),
+        top_logprobs_num=int(request.get("top_logprobs_num") or 0),
+    )
+
+
+async def _stream(state: ServerState, calls: InnerCalls, payload: Json, request: Json) -> AsyncIterator[Json]:
+    """The events of one generation. Each has the tokens since the event before."""
+    generation = StreamedGeneration(
+        payload["request_id"],
+        len(payload["token_ids"]),
+        return_logprob=bool(request.get("return_logprob")),
+        top_logprobs_num=int(request.get("top_logprobs_num") or 0),
+    )
+    with state.running(payload["request_id"]) as running:
+        if not await state.wait_until_running(running, calls.gone):
+            yield _aborted_reply(payload)
+            return
+        state.require_weights()
+        _add_version_to_salt(state, payload)
+        payload |= {"stream": True, "stream_options": {"include_usage": True}}
+        async for chunk in calls.stream(GENERATE, payload):
+            for event in generation.add(chunk, _version(state)):
+                yield event
+
+
+async def _as_sent(first: Json, events: AsyncIterator[Json]) -> AsyncIterator[bytes]:
+    """The stream of server-sent events. An error is an event, because the status was sent before."""
+    try:
+        yield _event(first)
+        async for event in events:
+            yield _event(event)
+    except VerlServerError as error:
+        yield _event(error_body(error, status_of(error)))
+    yield b"data: [DONE]\n\n"
+
+
+def _event(body: Json) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+async def _payload(state: ServerState, calls: InnerCalls, request: Mapping[str, Any]) -> Json:
+    """The body of vLLM's route. A prompt that is text becomes tokens first."""
+    fields = {name: value for name, value in request.items() if name not in ("prompt", "input_ids")}
+    prompt, input_ids = request.get("prompt"), request.get("input_ids")
+    if (prompt is None) == (input_ids is None):
+        raise BadInputError("give either `text` or `input_ids`, not both or none")
+    if is_text := input_ids is None:
+        if not isinstance(prompt, str) or not prompt:
+            raise BadInputError(f"text must be a non-empty string, got {prompt!r:.200}")
+        if fields.get("top_logprobs_num"):
+            raise BadInputError("top_logprobs_num needs a prompt of token ids: pass input_ids")
+        input_ids = (await calls.call(TOKENIZE, {"prompt": prompt}))["tokens"]
+    fields["rid"] = fields.get("rid") or uuid.uuid4().hex
+    payload = generate_payload(input_ids or (), **fields)
+    if is_text:
+        payload["output_mode"] = "text"
+    return payload
+
+
+def _add_version_to_salt(state: ServerState, payload: Json) -> None:
+    """Separate the prefix cache by the version of the weights: a pause in place keeps the cache of earlier weights."""
+    payload["cache_salt"] = f"{_version(state)}\n{payload.get('cache_salt', '')}"
+
+
+def _version(state: ServerState) -> int:
+    return parse_weight_version(state.weight_version)
+
+
+def _aborted_reply(payload: Json) -> Json:
+    """The reply for a request that was aborted before vLLM got it."""
+    meta: Json = {
+        "id": payload["request_id"], "finish_reason": dict(ABORTED), "prompt_tokens": len(payload["token_ids"]),
+        "completion_tokens": 0, "cached_tokens": 0, "weight_versions": [],
+    }  # fmt: skip
+    if "logprobs" in payload["sampling_params"]:
+        meta["output_token_logprobs"] = []
+    return {"output_ids": [], "meta_info": meta}

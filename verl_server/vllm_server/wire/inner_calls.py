@@ -1,0 +1,144 @@
+"""`InnerCalls`: calls of vLLM's own HTTP routes inside the process of the API server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, MutableMapping
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+
+from verl_server.adapter.vllm.endpoints import Endpoint
+from verl_server.adapter.vllm.replies import error_from_reply
+from verl_server.errors import ServerError
+from verl_server.vllm_server.keys import App, Message
+
+#: Parts of the scope of a request that its inner calls take over. `app` is vLLM's FastAPI application.
+_COPIED = ("type", "asgi", "http_version", "scheme", "client", "server", "root_path", "app")
+MAX_QUEUED_PARTS = 64
+"""Maximum number of parts of a streamed reply that wait to be read."""
+_END = b""
+
+
+class Disconnected(Exception):
+    """The client has closed its connection."""
+
+
+class InnerCalls:
+    """Calls of vLLM's routes on behalf of one request.
+
+    `gone` is set when the client of that request has closed its connection; vLLM then ends the generations of the
+    request, as it does for its own clients.
+    """
+
+    def __init__(self, app: App, scope: MutableMapping[str, Any], gone: asyncio.Event) -> None:
+        self._app, self._scope, self.gone = app, scope, gone
+
+    async def call(self, endpoint: Endpoint, body: Any = None, query: str = "") -> Any:
+        """The decoded reply of a route: JSON, or text.
+
+        Raises the error of `error_from_reply` for a status that is no success, and Disconnected.
+        """
+        status, parts = 0, bytearray()
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            parts.extend(message.get("body", b""))
+
+        await self._app(self._inner_scope(endpoint, query), self._receive(body), send)
+        if self.gone.is_set():
+            raise Disconnected
+        return _decode(endpoint, status, bytes(parts))
+
+    async def stream(self, endpoint: Endpoint, body: Any) -> AsyncIterator[Any]:
+        """The decoded events of a stream of server-sent events. Closing the iterator ends the generation.
+
+        Raises the error of `error_from_reply`.
+        """
+        parts: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue(MAX_QUEUED_PARTS)
+        status = 0
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            if message["type"] == "http.response.body" and message.get("body"):
+                await parts.put((status, message["body"]))
+
+        async def run() -> None:
+            try:
+                await self._app(self._inner_scope(endpoint, ""), self._receive(body), send)
+            finally:
+                await parts.put((status, _END))
+
+        task = asyncio.create_task(run())
+        try:
+            async for event in _events(endpoint, parts):
+                yield event
+            await task
+        finally:
+            task.cancel()
+            while not task.done():  # the last `put` of `run` may wait for room in the queue
+                with contextlib.suppress(asyncio.QueueEmpty):
+                    parts.get_nowait()
+                await asyncio.sleep(0)
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                task.result()
+
+    def _inner_scope(self, endpoint: Endpoint, query: str) -> MutableMapping[str, Any]:
+        return {name: self._scope[name] for name in _COPIED if name in self._scope} | {
+            "method": endpoint.method,
+            "path": endpoint.path,
+            "raw_path": quote(endpoint.path).encode(),
+            "query_string": query.encode(),
+            "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
+            "state": {},
+        }
+
+    def _receive(self, body: Any) -> Any:
+        """ASGI's `receive`: the body, then, when the client is gone, the end of the connection."""
+        is_sent = False
+
+        async def receive() -> Message:
+            nonlocal is_sent
+            if not is_sent:
+                is_sent = True
+                return {"type": "http.request", "body": b"" if body is None else orjson.dumps(body)}
+            await self.gone.wait()
+            return {"type": "http.disconnect"}
+
+        return receive
+
+
+async def _events(endpoint: Endpoint, parts: asyncio.Queue[tuple[int, bytes]]) -> AsyncIterator[Any]:
+    """The events of a reply that arrives in parts."""
+    partial = b""
+    while True:
+        status, part = await parts.get()
+        partial += part
+        if status >= 400 and part:
+            continue  # an error: its body is read to the end
+        if part is _END:
+            if status >= 400:
+                _decode(endpoint, status, partial)
+            return
+        *complete, partial = partial.split(b"\n\n")
+        for event in complete:
+            data = event.removeprefix(b"data: ")
+            if data == b"[DONE]":
+                continue
+            yield _decode(endpoint, status, data)
+
+
+def _decode(endpoint: Endpoint, status: int, raw: bytes) -> Any:
+    if not status:
+        raise ServerError(f"vLLM did not answer {endpoint.path}")
+    try:
+        reply = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        reply = raw.decode("utf-8", "replace")
+    if status >= 400:
+        raise error_from_reply(status, endpoint.path, reply)
+    return reply

@@ -1,0 +1,92 @@
+"""Updates of weights: the routes that a trainer calls, and vLLM's calls that they become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
+from verl_server.adapter.vllm.endpoints import (
+    FINISH_UPDATE,
+    SET_WEIGHT_VERSION,
+    START_UPDATE,
+    UPDATE_WEIGHTS,
+    WORKER_CALL,
+)
+from verl_server.adapter.vllm.payloads import update_payload, weight_version_payload
+from verl_server.errors import BadInputError, ServerBusyError
+from verl_server.types import Json, parse_weight_version
+from verl_server.vllm_server.wire.abort import abort_request
+from verl_server.vllm_server.wire.control import pause_vllm, resume_vllm
+from verl_server.vllm_server.wire.inner_calls import InnerCalls
+from verl_server.vllm_server.wire.state import ServerState
+from verl_server.weights.transports.message import parse_message
+
+
+async def begin(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """Nothing has to be opened: an update is one call of `update`."""
+    return {"success": True, "message": "an update can begin"}
+
+
+async def end(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """Nothing has to be closed."""
+    return {"success": True, "message": "the update has ended"}
+
+
+async def update(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """Load the tensors of one update of this library's trainer, and set the version of the weights.
+
+    The version is set when every worker has loaded the update. The trainer compares the checksums of all workers by
+    itself; as with SGLang, the reply is a success also when a worker reports an error. Generation is paused meanwhile,
+    and stays paused when the weights are torn: nothing is generated then until an update of all weights.
+    """
+    message = _message(body)
+    version = parse_weight_version(body["weight_version"]) if body.get("weight_version") is not None else None
+    async with state.control:
+        if "weights" in state.released:
+            raise ServerBusyError("the memory of the weights is released: resume it first")
+        was_paused = state.is_paused
+        if not was_paused:
+            await pause_vllm(state, calls, "retract")
+        await calls.call(START_UPDATE)
+        await calls.call(UPDATE_WEIGHTS, update_payload(message))
+        await calls.call(FINISH_UPDATE, {})
+        outcomes: list[Json] = (await calls.call(WORKER_CALL, {"method": "verl_server_update_outcome"}))["results"]
+        failed = [outcome for outcome in outcomes if outcome["error"] is not None]
+        if any(outcome["is_torn"] for outcome in outcomes):
+            state.undefined_weights = "an update has failed half-way"
+        elif all(outcome["is_whole"] for outcome in outcomes):
+            state.undefined_weights = None
+        if not failed and version is not None:
+            await _set_version(state, calls, version)
+        if not was_paused and state.undefined_weights is None:
+            await resume_vllm(state, calls)
+    return {"success": True, "message": "each worker has sent its report", "workers": outcomes}
+
+
+def _message(body: Json) -> Json:
+    """The message of the trainer. Raises BadInputError for other tensors, which would have to be unpickled."""
+    if body.get("load_format") != WEIGHT_LOADER:
+        raise BadInputError(
+            f"a vLLM server takes updates of VerlEngine only (load_format {WEIGHT_LOADER!r}), "
+            f"got load_format {body.get('load_format')!r}"
+        )
+    payloads: Any = body.get("serialized_named_tensors")
+    try:
+        return parse_message(payloads[0])
+    except (ValueError, TypeError, IndexError, KeyError) as error:
+        raise BadInputError(f"the payload is no message of VerlEngine: {error}") from error
+
+
+async def set_version(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """Set the version of the weights. `abort_all_requests`: abort all generations first."""
+    version = parse_weight_version(body.get("new_version"))
+    if body.get("abort_all_requests"):
+        await abort_request(state, calls, {"abort_all": True})
+    async with state.control:
+        await _set_version(state, calls, version)
+    return {"success": True, "new_version": str(version)}
+
+
+async def _set_version(state: ServerState, calls: InnerCalls, version: int) -> None:
+    await calls.call(SET_WEIGHT_VERSION, weight_version_payload(version))
+    state.weight_version = str(version)
