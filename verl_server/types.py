@@ -34,6 +34,9 @@ class ServerInfo:
     """Name of the server. It changes when a different server process takes over."""
     tp_size: int
     """Number of TP ranks of the server."""
+    fused_modules: tuple[tuple[str, ...], ...] | None = None
+    """For an engine that loads a module only with all of its tensors (vLLM): the modules of a checkpoint that are one
+    module of the engine, for example `("q_proj", "k_proj", "v_proj")`. None: every tensor can be loaded alone."""
 
 
 @dataclass(frozen=True)

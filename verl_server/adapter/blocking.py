@@ -111,6 +111,7 @@ class HttpServerEngineAdapter:
     health = _blocking(AsyncHttpServerEngineAdapter.health)
     check_keys = _blocking(AsyncHttpServerEngineAdapter.check_keys)
     capabilities = _blocking(AsyncHttpServerEngineAdapter.capabilities)
+    fused_modules = _blocking(AsyncHttpServerEngineAdapter.fused_modules)
 
     def generate_stream(
         self,

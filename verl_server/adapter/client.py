@@ -178,6 +178,7 @@ class AsyncHttpServerEngineAdapter:
     health = information.health
     check_keys = information.check_keys
     capabilities = information.capabilities
+    fused_modules = information.fused_modules
 
     generate = generation.generate
     generate_stream = generation.generate_stream

@@ -14,7 +14,7 @@ from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume, undefined_weights_reason
 from verl_server.adapter.sglang.pushable import require_pushable
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, require_generating_server
-from verl_server.config import AdapterConfig, PauseMode, RemoteServer
+from verl_server.config import AdapterConfig, EngineKind, PauseMode, RemoteServer
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.ranks.machine import is_loopback, own_address
 from verl_server.server.supervisor import AbortCheck
@@ -204,7 +204,13 @@ def launch_one_server(
     Raises StartupError, BadInputError, DeadlineError and the error that `check_abort` returns.
     """
     adapter = HttpServerEngineAdapter(config=config, env=env, check_abort=check_abort, **server_args)
-    member = ServerInfo("the server", int(server_args.get("tp_size") or 1))
+    try:
+        # SGLang servers of several nodes answer on their first node only, and fuse nothing.
+        fused = adapter.fused_modules() if config.engine_kind == EngineKind.VLLM else None
+    except BaseException:
+        adapter.shutdown()
+        raise
+    member = ServerInfo("the server", int(server_args.get("tp_size") or 1), fused)
     return HttpServers([adapter], [member], weight_version=parse_weight_version(server_args.get("weight_version")))
 
 
@@ -279,4 +285,4 @@ def _describe_server(adapter: HttpServerEngineAdapter) -> ServerInfo:
             f"the server at {adapter.base_url} spans several nodes: pass the URL with an address that the other nodes "
             "reach"
         )
-    return ServerInfo(adapter.base_url, int(info.get("tp_size") or 1))
+    return ServerInfo(adapter.base_url, int(info.get("tp_size") or 1), adapter.fused_modules())

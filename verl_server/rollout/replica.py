@@ -9,7 +9,7 @@ from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.sglang.capabilities import num_data_parallel_ranks
-from verl_server.config import AdapterConfig
+from verl_server.config import AdapterConfig, EngineKind
 from verl_server.errors import NotReadyError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.health import Observation, ReplicaState
 from verl_server.rollout.launchers.base import Launcher
@@ -60,6 +60,8 @@ class Replica:
         """Held while a server is being ended."""
         self._start_lock = threading.Lock()
         """Held while a server is being started."""
+        self._fused_modules: tuple[tuple[str, ...], ...] | None = None
+        """See `ServerInfo.fused_modules`."""
         self._signs: SignsOfLife | None = None
         """Signs of life of its server."""
         self._last_idle_at = 0.0
@@ -68,7 +70,8 @@ class Replica:
     @property
     def member(self) -> ServerInfo:
         """Its server as a member of weight updates. The name changes when a new server takes over."""
-        return ServerInfo(f"{self.name}/{self.num_servers}", int(self._server_args.get("tp_size") or 1))
+        tp_size = int(self._server_args.get("tp_size") or 1)
+        return ServerInfo(f"{self.name}/{self.num_servers}", tp_size, self._fused_modules)
 
     @property
     def dp_size(self) -> int:
@@ -88,6 +91,8 @@ class Replica:
             )
             try:
                 self._signs = SignsOfLife(adapter)
+                if self._config.engine_kind == EngineKind.VLLM:
+                    self._fused_modules = adapter.fused_modules()
                 on_ready(self, adapter)
             except BaseException:
                 adapter.shutdown()

@@ -51,8 +51,9 @@ class WorkerExtension:
         return {"rank": self.rank, **outcome}
 
     def verl_server_memory(self) -> dict[str, Any]:
-        """What is released, and the resident memory of the worker."""
-        return _report(self, lambda: None)
+        """What is released, the resident memory of the worker, and the modules of the checkpoint that vLLM fuses."""
+        mapping: dict[str, list[str]] = getattr(self.model_runner.model, "packed_modules_mapping", {})
+        return {**_report(self, lambda: None), "fused_modules": list(mapping.values())}
 
 
 def _report(worker: Any, action: Callable[[], None]) -> dict[str, Any]:

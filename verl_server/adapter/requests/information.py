@@ -56,6 +56,12 @@ async def check_keys(adapter: AsyncHttpServerEngineAdapter) -> None:
         await adapter.connection.call(endpoints.ADMIN_STATUS)
 
 
+async def fused_modules(adapter: AsyncHttpServerEngineAdapter) -> tuple[tuple[str, ...], ...] | None:
+    """Internal. The value of `ServerInfo.fused_modules` for this server."""
+    modules = (await adapter.connection.get_resolved_args()).get("fused_modules")
+    return None if modules is None else tuple(tuple(names) for names in modules)
+
+
 async def capabilities(adapter: AsyncHttpServerEngineAdapter) -> Capabilities:
     """Abilities of this version of SGLang. They are probed once."""
     return await adapter.connection.get_capabilities()

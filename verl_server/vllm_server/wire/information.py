@@ -86,6 +86,7 @@ async def server_info(state: ServerState, calls: InnerCalls, body: Json) -> Json
         "stream_interval": 1,
         "enable_memory_saver": on_cpu or bool(args.get("enable_sleep_mode")),
         "enable_lora": bool(args.get("enable_lora")),
+        "fused_modules": reports[0]["fused_modules"],
         "resident_bytes": [report["rss_bytes"] for report in reports],
         "internal_states": [
             {RELEASED_MEMORY: sorted(state.released), "effective_max_running_requests_per_dp": max_running}

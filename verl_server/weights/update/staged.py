@@ -49,6 +49,7 @@ from verl_server.weights.update.shard_writer import ShardWriter
 from verl_server.weights.update.staged_checksums import StagedChecksums
 from verl_server.weights.update.tensor_source import NamedTensors, TensorSource
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
+from verl_server.weights.update.whole_modules import complete_modules
 
 if TYPE_CHECKING:
     import torch
@@ -149,6 +150,9 @@ class StagedUpdater(WeightUpdater):
         servers, sender = self.ranks.servers, self._sender
         assert servers is not None
         assert sender is not None
+        names = complete_modules(
+            names, servers.members, self.manifest, self._published_checksums, StagedChecksums(self._arena.tensor).values
+        )
         ordered_names = self._layout.in_order(names)
 
         def publish(checksums: Sequence[int]) -> None:

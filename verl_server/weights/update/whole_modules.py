@@ -1,0 +1,72 @@
+"""Partial updates of engines that load a module only with all of its tensors.
+
+vLLM fuses some modules of a checkpoint into one, for example `q_proj`, `k_proj` and `v_proj`, and would fill the
+missing part with uninitialised memory. The missing tensors are taken from the arena, which has those of the last
+update.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from verl_server.errors import WeightManifestError
+from verl_server.types import ServerInfo
+from verl_server.weights.manifest import Manifest
+
+EXPERTS = ".experts."
+"""Part of the names of tensors of single experts. The experts of a layer are one module."""
+
+
+def complete_modules(
+    names: Sequence[str],
+    members: Iterable[ServerInfo],
+    manifest: Manifest,
+    published: Mapping[str, int],
+    compute_checksums: Callable[[Sequence[str]], Sequence[int]],
+) -> list[str]:
+    """`names`, and the tensors without which a server of `members` cannot load them, in the order of the manifest.
+
+    `published`: checksum of each tensor of the last updates. `compute_checksums` returns those of tensors as they are
+    staged now. Raises WeightManifestError if a tensor that must be added was not published or has changed since.
+    """
+    given = set(names)
+    added: set[str] = set()
+    for fused in {member.fused_modules for member in members if member.fused_modules is not None}:
+        added |= _missing_tensors(given, fused, manifest, published)
+    if not added:
+        return list(names)
+    missing = sorted(added)
+    changed = missing
+    if all(name in published for name in missing):
+        checksums = compute_checksums(missing)
+        changed = [name for name, value in zip(missing, checksums, strict=True) if published[name] != value]
+    if changed:
+        raise WeightManifestError(
+            f"the update has a part of a module that vLLM loads only as a whole, and lacks {', '.join(changed[:6])}"
+            f"{' and others' if len(changed) > 6 else ''}. Push these tensors as well, or push all tensors once with "
+            "verify=True: later updates take the missing tensors from it",
+            name=changed[0],
+        )
+    return [name for name in manifest.tensors if name in given or name in added]
+
+
+def _missing_tensors(
+    given: Collection[str], fused: Sequence[Sequence[str]], manifest: Manifest, published: Collection[str]
+) -> set[str]:
+    """The tensors of the modules of `given` that are not in `given`. Optional ones only if they were published."""
+    groups: defaultdict[str, set[str]] = defaultdict(set)
+    for name in manifest.tensors:
+        if name in manifest.required or name in published:
+            groups[_module_of(name, fused)].add(name)
+    return set[str]().union(*(groups[_module_of(name, fused)] for name in given)).difference(given)
+
+
+def _module_of(name: str, fused: Sequence[Sequence[str]]) -> str:
+    """A name for the module of the engine that loads this tensor."""
+    if EXPERTS in name:
+        return name[: name.index(EXPERTS)] + EXPERTS
+    path = name.rpartition(".")[0]
+    parent, _, part = path.rpartition(".")
+    whole = next(("+".join(parts) for parts in fused if part in parts), part)
+    return f"{parent}.{whole}"
