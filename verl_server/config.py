@@ -16,6 +16,8 @@ from verl_server.errors import BadInputError
 from verl_server.type_checks import check_fields
 from verl_server.validation import did_you_mean, require_http_url
 
+#: Environment variable with the value of `AdapterConfig.engine_kind` where the setting is None.
+ENGINE = "VERL_SERVER_ENGINE"
 #: Environment variable with the value of `AdapterConfig.server_python` where the setting is None.
 SERVER_PYTHON = "VERL_SERVER_PYTHON"
 #: Weight transports: the files of `verl_server/weights/transports/` that define a `Receiver`.
@@ -83,6 +85,16 @@ class EngineKind(enum.StrEnum):
     """vLLM 0.32 and later, in an environment of its own (`server_python`). See docs/vllm.md."""
 
 
+def parse_engine_kind(kind: EngineKind | str | None) -> EngineKind:
+    """The engine kind of a setting. None: that of the environment variable, see `AdapterConfig.engine_kind`."""
+    value, source = (kind, "engine_kind") if kind is not None else (os.environ.get(ENGINE) or "sglang", ENGINE)
+    try:
+        return EngineKind(value)
+    except ValueError:
+        known = [each.value for each in EngineKind]
+        raise BadInputError(f"{source} must be one of {known}, got {value!r}{did_you_mean(value, known)}") from None
+
+
 class RolloutMode(enum.StrEnum):
     """How a fleet shares devices and weights with the trainer. The names are verl's."""
 
@@ -117,8 +129,9 @@ class AdapterConfig:
     use_forkserver: bool = True
     """Whether servers may be forked by a forkserver that this process keeps, see `server/forkserver/`. The
     second server of a process then starts in about 2 s. False: every server is a new program and no forkserver runs."""
-    engine_kind: EngineKind | str = EngineKind.SGLANG
-    """Inference engine of the servers that are started, "sglang" or "vllm". A server that runs tells its own kind."""
+    engine_kind: EngineKind | str | None = None
+    """Inference engine of the servers that are started, "sglang" or "vllm". None: the value of the environment variable
+    `VERL_SERVER_ENGINE`; without it, "sglang". A server that runs needs no setting."""
     server_python: Path | str | None = None
     """Path of the Python interpreter of the server on the machine of the server, for example
     `/opt/sglang/bin/python`. Its environment has the engine and can have other versions of all packages than this
@@ -127,13 +140,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, may_be_zero=("max_retries",))
-        try:
-            object.__setattr__(self, "engine_kind", EngineKind(self.engine_kind))
-        except ValueError:
-            raise BadInputError(
-                f"engine_kind must be one of {[kind.value for kind in EngineKind]}, got {self.engine_kind!r}"
-                f"{did_you_mean(self.engine_kind, list(EngineKind))}"
-            ) from None
+        object.__setattr__(self, "engine_kind", parse_engine_kind(self.engine_kind))
         if self.log_dir is not None:
             object.__setattr__(self, "log_dir", Path(os.path.expanduser(self.log_dir)))
         if self.server_python is None:

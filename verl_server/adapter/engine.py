@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from verl_server.config import AdapterConfig, EngineKind
-from verl_server.errors import BadInputError
+from verl_server.config import AdapterConfig, EngineKind, parse_engine_kind
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.launch import LaunchedServer
 from verl_server.server.supervisor import AbortCheck
@@ -48,14 +47,15 @@ class ServerEngine(Protocol):
         """Arguments and environment of a server that uses `count` of the visible accelerators from `first`."""
 
 
-def get_engine(kind: EngineKind | str) -> ServerEngine:
-    """The engine of this kind. Its module is imported here, so that programs load the words of one engine only."""
-    if kind == EngineKind.SGLANG:
-        from verl_server.adapter.sglang.launch import SglangEngine
+def get_engine(kind: EngineKind | str | None) -> ServerEngine:
+    """The engine of this kind. Its module is imported here, so that programs load the words of one engine only.
 
-        return SglangEngine()
-    if kind == EngineKind.VLLM:
+    Raises BadInputError for another kind.
+    """
+    if parse_engine_kind(kind) == EngineKind.VLLM:
         from verl_server.adapter.vllm.launch import VllmEngine
 
         return VllmEngine()
-    raise BadInputError(f"engine_kind must be one of {[each.value for each in EngineKind]}, got {kind!r}")
+    from verl_server.adapter.sglang.launch import SglangEngine
+
+    return SglangEngine()

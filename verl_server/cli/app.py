@@ -17,12 +17,14 @@ from verl_server.cli.arguments import ADMIN_API_KEY, API_KEY, LOOPBACK, REPLICA_
 from verl_server.cli.common_options import EXIT_FAILED, Json, Verbose
 from verl_server.cli.doctor import doctor
 from verl_server.cli.gateway import gateway
+from verl_server.cli.launch_arguments import read_server_args
 from verl_server.cli.output import print_line, print_replicas, show_progress
 from verl_server.cli.server import run_server
 from verl_server.cli.signals import exit_after_cleanup
 from verl_server.cli.template import check_template
 from verl_server.cli.trajectory import trajectory_app
 from verl_server.cli.trajectory_export import export
+from verl_server.config import EngineKind
 from verl_server.errors import BadInputError, NotReadyError, VerlServerError
 from verl_server.validation import require_http_url
 
@@ -55,12 +57,14 @@ def launch(
     port: options.ServerPort = None,
     tp: options.TensorParallel = 1,
     log_dir: options.LogDir = None,
+    engine: options.Engine = EngineKind.SGLANG,
     server_python: options.ServerPython = None,
     verbose: Verbose = False,
 ) -> None:
-    """Start one SGLang server and supervise it until Ctrl-C.
+    """Start one SGLang or vLLM server and supervise it until Ctrl-C.
 
-    All other options are SGLang's server arguments, written as on SGLang's own command line.
+    All other options are SGLang's server arguments, written as on SGLang's own command line. With --engine vllm
+    they are the arguments of docs/vllm.md.
 
     Keys are read from the environment: VERL_SERVER_API_KEY for generation,
     VERL_SERVER_ADMIN_API_KEY for weight updates, memory and control.
@@ -71,17 +75,13 @@ def launch(
       verl-server launch ./model --port 30000 --tp 2 --mem-fraction-static 0.5
       verl-server launch ./model --dtype=bfloat16 --skip-tokenizer-init
       verl-server launch ./model --server-python /opt/sglang/bin/python
+      verl-server launch ./model --engine vllm --server-python .venv-vllm/bin/python
     """
-    sglang = options.find_sglang_of(server_python)
-    server_args = {
-        **options.parse_server_args([model, *context.args], sglang),
-        "host": host,
-        "tp_size": tp,
-        **({} if port is None else {"port": port}),
-    }
+    options.use_servers(engine, server_python)
+    own_options = {param.name: param.opts[0] for param in context.command.params if param.name}
     with show_progress("Checking the arguments"):
-        own_options = {param.name: param.opts[0] for param in context.command.params if param.name}
-        options.require_known_arguments(server_args, own_options, sglang)
+        server_args = read_server_args(engine, server_python, [model, *context.args], own_options)
+    server_args |= {"host": host, "tp_size": tp, **({} if port is None else {"port": port})}
     generated_keys = options.missing_keys([API_KEY, ADMIN_API_KEY], shown=sys.stdout.isatty())
     options.require_long_keys([API_KEY, ADMIN_API_KEY])
     server_args |= {"api_key": take_key(API_KEY), "admin_api_key": take_key(ADMIN_API_KEY)}
@@ -185,10 +185,11 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the weights, the prompts and the sampling.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Number of training steps.", metavar="N")] = 80,
     output: options.DemoOutput = Path("demo_output"),
+    engine: options.Engine = EngineKind.SGLANG,
     server_python: options.ServerPython = None,
     verbose: Verbose = False,
 ) -> None:
-    """Train a tiny model with GRPO on this machine: two trainer ranks, one SGLang server, no download.
+    """Train a tiny model with GRPO on this machine: two trainer ranks, one server, no download.
 
     Exit code 0 when the model has learned to sort, 1 otherwise.
 
@@ -198,7 +199,7 @@ def demo(
     """
     from verl_server.demo import run
 
-    options.use_server_python(server_python)
+    options.use_servers(engine, server_python)
     raise typer.Exit(run(seed=seed, steps=steps, output_dir=output))
 
 
@@ -224,7 +225,7 @@ def conformance(
     """
     from verl_server.conformance.command import run
 
-    options.use_server_python(server_python)
+    options.use_servers(EngineKind.SGLANG, server_python)
     keys = (os.environ.get(API_KEY), os.environ.get(ADMIN_API_KEY))
     key_hint = f"set {API_KEY} and {ADMIN_API_KEY} to the keys of the server"
     with exit_after_cleanup():

@@ -6,7 +6,7 @@ import ctypes
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,7 @@ from verl_server.adapter.sglang.argument_table import (
 )
 from verl_server.adapter.sglang.argument_values import convert, guess_value
 from verl_server.adapter.sglang.early_argument_check import SGLANG_NAMES, find_early_refusal
-from verl_server.config import SERVER_PYTHON
+from verl_server.config import ENGINE, SERVER_PYTHON, EngineKind
 from verl_server.errors import BadInputError
 from verl_server.server.server_main import REFUSAL
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
@@ -59,6 +59,10 @@ ServerPython = Annotated[
         help="Python interpreter of the server, for example that of another virtual environment.",
         metavar="PATH",
     ),
+]
+Engine = Annotated[
+    EngineKind,
+    typer.Option("--engine", envvar=ENGINE, help="Inference engine of the server.", show_default=True),
 ]
 LogDir = Annotated[Path | None, typer.Option(help="Folder in which to keep the server's log.", metavar="FOLDER")]
 Replicas = Annotated[
@@ -102,6 +106,19 @@ def parse_server_args(args: list[str], sglang: SglangInstallation | None = None)
     `sglang`: the SGLang of the server; None is that of this process's environment. Raises BadInputError for an argument
     that cannot be read. Keys are refused too, because other users of the machine can read a command line.
     """
+    model, values = split_options(args, lambda argument: _similar_option(argument, sglang))
+    server_args: dict[str, Any] = {"model_path": model}
+    for name, texts in values.items():
+        field, value = _parse_option(name, texts, sglang)
+        server_args[field] = value
+    return server_args
+
+
+def split_options(args: Sequence[str], find_similar: Callable[[str], str]) -> tuple[str, dict[str, list[str]]]:
+    """MODEL, and the texts behind each option of a command line. The last occurrence of an option counts.
+
+    `find_similar` returns the end of the error about an argument that does not follow an option: what was meant.
+    """
     model, *rest = args
     model = _find_model(model)
     values: dict[str, list[str]] = {}
@@ -109,20 +126,16 @@ def parse_server_args(args: list[str], sglang: SglangInstallation | None = None)
     for argument in rest:
         if argument.startswith("--"):
             name, has_value, value = argument.partition("=")
-            values.pop(name, None)  # the last occurrence of an option counts
+            values.pop(name, None)
             values[name] = [value] if has_value else []
         elif not name or (argument.startswith("-") and not NEGATIVE_NUMBER.match(argument)):
             raise BadInputError(
-                f"{argument!r} does not follow an option; write SGLang's arguments as --name value, "
-                f"for example --mem-fraction-static 0.5{_similar_option(argument, sglang)}"
+                f"{argument!r} does not follow an option; write the server's arguments as --name value, "
+                f"for example --mem-fraction-static 0.5{find_similar(argument)}"
             )
         else:
             values[name].append(argument)
-    server_args: dict[str, Any] = {"model_path": model}
-    for name, texts in values.items():
-        field, value = _parse_option(name, texts, sglang)
-        server_args[field] = value
-    return server_args
+    return model, values
 
 
 def find_sglang_of(server_python: Path | None) -> SglangInstallation | None:
@@ -136,8 +149,9 @@ def find_sglang_of(server_python: Path | None) -> SglangInstallation | None:
     return None if report is None else find_sglang_in(report)
 
 
-def use_server_python(server_python: Path | None) -> None:
-    """Let the servers of this command, which its processes start, run with another interpreter."""
+def use_servers(engine: EngineKind, server_python: Path | None) -> None:
+    """Set engine and interpreter of the servers that this command and its processes start."""
+    os.environ[ENGINE] = engine.value
     if server_python is not None:
         os.environ[SERVER_PYTHON] = str(server_python)
 
@@ -190,10 +204,7 @@ def _parse_option(written: str, texts: list[str], sglang: SglangInstallation | N
     name, option = find_option(option_name(written), sglang)
     field = option.field if option else name
     if field in KEY_ARGUMENTS:
-        raise BadInputError(
-            f"{written} is not accepted, because all users of this machine can read a command line; "
-            f"put the key into the environment variable {KEY_ARGUMENTS[field]}"
-        )
+        raise key_on_command_line(written, field)
     if field in RENAMED_ARGUMENTS:
         raise BadInputError(f"{written} is not an option of this command; use {RENAMED_ARGUMENTS[field]}")
     if option is None and name in SGLANG_NAMES:
@@ -206,6 +217,14 @@ def _parse_option(written: str, texts: list[str], sglang: SglangInstallation | N
         return name.removeprefix("no_"), False
     guesses = [guess_value(text) for text in texts]
     return name, guesses if len(guesses) > 1 else (guesses[0] if guesses else True)
+
+
+def key_on_command_line(written: str, field: str) -> BadInputError:
+    """The error for an option that holds a key."""
+    return BadInputError(
+        f"{written} is not accepted, because all users of this machine can read a command line; "
+        f"put the key into the environment variable {KEY_ARGUMENTS[field]}"
+    )
 
 
 def missing_keys(variables: Sequence[str], *, shown: bool, alternative: str = "") -> list[str]:

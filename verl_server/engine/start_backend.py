@@ -78,7 +78,9 @@ class BackendSource:
     fleet: RolloutFleet | None
     """Fleet to use, on rank 0."""
 
-    def validate(self, nnodes: int = 1, engine_kind: EngineKind | str = EngineKind.SGLANG) -> VerlServerError | None:
+    def validate(
+        self, nnodes: int = 1, engine_kind: EngineKind | str | None = EngineKind.SGLANG
+    ) -> VerlServerError | None:
         """The error of arguments of a wrong type, or of a choice that contradicts itself, `nnodes` or `engine_kind`.
         Otherwise None.
 

@@ -59,7 +59,7 @@ class VerlEngine:
         router_ip: str | None = None,
         router_port: int | None = None,
         use_forkserver: bool = True,
-        engine_kind: EngineKind | str = EngineKind.SGLANG,
+        engine_kind: EngineKind | str | None = None,
         server_python: Path | str | None = None,
         env: Mapping[str, str] | None = None,
         **server_args: Any,

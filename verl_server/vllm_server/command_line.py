@@ -26,6 +26,23 @@ OWN_OPTIONS: Mapping[str, Any] = {
 }
 
 
+CPU_BLOCK_TOKENS, BLOCK_TOKENS = 128, 16
+"""Tokens of a block of the KV cache: vLLM's defaults on a CPU and on an accelerator."""
+
+
+def translate(server_args: Mapping[str, Any], *, is_cpu: bool) -> dict[str, Any]:
+    """The arguments with those of SGLang replaced that vLLM has in another form."""
+    args = dict(server_args)
+    if args.pop("enable_memory_saver", False) and not is_cpu:  # on a CPU the workers release memory by themselves
+        args["enable_sleep_mode"] = True
+    if (tokens := args.pop("max_total_tokens", None)) is not None:
+        block = int(args.get("block_size") or (CPU_BLOCK_TOKENS if is_cpu else BLOCK_TOKENS))
+        args["num_gpu_blocks_override"] = -(-int(tokens) // block)
+    if (level := args.get("log_level")) is not None:
+        args["uvicorn_log_level"] = str(level).lower()
+    return args
+
+
 def to_command_line(server_args: Mapping[str, Any]) -> list[str]:
     """The options of `vllm serve` for `server_args` and `OWN_OPTIONS`. An argument of None is left out."""
     options: list[str] = []

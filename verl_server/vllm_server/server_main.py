@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT, read_arguments
-from verl_server.vllm_server.command_line import to_command_line
+from verl_server.vllm_server.command_line import to_command_line, translate
 from verl_server.vllm_server.start_checks import find_argument_refusal, find_version_refusal
 from verl_server.vllm_server.start_environment import server_variables
 
@@ -46,8 +46,7 @@ def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str, weight_
     set_keys(api_key, admin_api_key)
     set_facts(ServerFacts(dict(server_args), weight_version))
     register()
-    if server_args.pop("enable_memory_saver", False) and not current_platform.is_cpu():
-        server_args["enable_sleep_mode"] = True  # on a CPU the workers release memory by themselves
+    server_args = translate(server_args, is_cpu=current_platform.is_cpu())
     parser = make_arg_parser(FlexibleArgumentParser())
     parser.error = _refuse
     args = parser.parse_args(to_command_line(server_args))

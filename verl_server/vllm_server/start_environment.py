@@ -8,7 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 #: Server arguments that vLLM takes as environment variables.
-VARIABLES = {"cpu_kv_cache_gib": "VLLM_CPU_KVCACHE_SPACE", "cpu_omp_threads_bind": "VLLM_CPU_OMP_THREADS_BIND"}
+VARIABLES = {
+    "cpu_kv_cache_gib": "VLLM_CPU_KVCACHE_SPACE",
+    "cpu_omp_threads_bind": "VLLM_CPU_OMP_THREADS_BIND",
+    "log_level": "VLLM_LOGGING_LEVEL",
+}
 #: GiB of KV cache of each worker on a CPU without `cpu_kv_cache_gib`. vLLM's own default is a part of the machine's
 #: memory, which it makes resident at once.
 DEFAULT_CPU_KV_CACHE_GIB = 1
@@ -34,7 +38,9 @@ def server_variables(server_args: Mapping[str, Any], environment: Mapping[str, s
     if (workers := int(server_args.get("tensor_parallel_size") or 1)) > 1:
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = divide_cpus(sorted(os.sched_getaffinity(0)), workers)
     given = {
-        variable: str(server_args[name]) for name, variable in VARIABLES.items() if server_args.get(name) is not None
+        variable: str(server_args[name]).upper()
+        for name, variable in VARIABLES.items()
+        if server_args.get(name) is not None
     }
     missing = {name: value for name, value in defaults.items() if name not in environment}
     return {**missing, **given, "VLLM_SERVER_DEV_MODE": "1"}

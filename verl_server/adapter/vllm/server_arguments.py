@@ -35,11 +35,11 @@ VLLM_OPTIONS = frozenset({
     "override_generation_config",
     "disable_log_stats", "enable_log_requests", "max_log_len", "chat_template", "skip_tokenizer_init",
 })  # fmt: skip
-#: Arguments of ours: address, keys, version of the weights, and settings of the CPU backend that vLLM takes as
-#: environment variables.
+#: Arguments of ours: address, keys, version of the weights, arguments of SGLang that become other options of vLLM
+#: (`vllm_server/command_line.py`), and settings of the CPU backend that vLLM takes as environment variables.
 OWN_ARGUMENTS = frozenset({
-    "enable_memory_saver", "host", "port", "weight_version", *SECRET_ARGUMENTS, "cpu_kv_cache_gib",
-    "cpu_omp_threads_bind",
+    "enable_memory_saver", "max_total_tokens", "log_level", "host", "port", "weight_version", *SECRET_ARGUMENTS,
+    "cpu_kv_cache_gib", "cpu_omp_threads_bind",
 })  # fmt: skip
 #: Options that this library sets or that do not fit one supervised server, and why.
 _SET_HERE = "this library sets it"
@@ -55,7 +55,7 @@ REFUSED: Mapping[str, str] = {
 }  # fmt: skip
 WHOLE_NUMBERS = {
     "tp_size": 1, "context_length": 1, "max_running_requests": 1, "max_prefill_tokens": 1, "block_size": 1,
-    "random_seed": 0, "port": 0, "cpu_kv_cache_gib": 1,
+    "random_seed": 0, "max_total_tokens": 1, "port": 0, "cpu_kv_cache_gib": 1,
 }  # fmt: skip
 
 
