@@ -91,7 +91,8 @@ def make_config(
 ) -> Any:
     """A Hugging Face config of the given family.
 
-    Sizes are numbers of elements. `head_dim` of Qwen3 models is `hidden_size // heads`, at least 16.
+    Sizes are numbers of elements. `head_dim` of Qwen3 models is `hidden_size // heads`, at least 32: on a
+    CPU, vLLM computes no smaller heads.
     """
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -114,7 +115,7 @@ def make_config(
         return Qwen2Config(**common)
     if architecture is Architecture.LLAMA:
         return LlamaConfig(**common)
-    common["head_dim"] = max(hidden_size // heads, 16)
+    common["head_dim"] = max(hidden_size // heads, 32)
     if architecture is Architecture.QWEN3:
         return Qwen3Config(**common)
     experts = {

@@ -33,6 +33,8 @@ CPU_BLOCK_TOKENS, BLOCK_TOKENS = 128, 16
 def translate(server_args: Mapping[str, Any], *, is_cpu: bool) -> dict[str, Any]:
     """The arguments with those of SGLang replaced that vLLM has in another form."""
     args = dict(server_args)
+    if is_cpu:
+        args.setdefault("enforce_eager", True)  # to compile takes 10 to 30 s at each start
     if args.pop("enable_memory_saver", False) and not is_cpu:  # on a CPU the workers release memory by themselves
         args["enable_sleep_mode"] = True
     if (tokens := args.pop("max_total_tokens", None)) is not None:

@@ -16,6 +16,8 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"})
 """Paths that GET and HEAD requests reach without a key."""
 API_PREFIXES = ("/inference/v1/", "/v1/")
 """Paths below these need the API key or the admin key. All other paths need the admin key, except `api_paths`."""
+ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""Paths below `API_PREFIXES` that change the server, and so need the admin key."""
 UNAUTHORIZED = b'{"error":{"message":"a valid key is required","type":"Unauthorized","code":401}}'
 POLICY_VIOLATION = 1008
 """Close code of a refused websocket (RFC 6455)."""
@@ -61,7 +63,7 @@ class KeyMiddleware:
         path = scope["path"]
         if scope["type"] == "http" and path in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
             return True
-        is_api = path.startswith(API_PREFIXES) or path in self._api_paths
+        is_api = path in self._api_paths or (path.startswith(API_PREFIXES) and path not in ADMIN_PATHS)
         accepted = self._api if is_api else self._admin
         given = _digest(_bearer_token(scope["headers"]))
         # Every digest is compared, so the time of the answer does not tell which key was nearly right.

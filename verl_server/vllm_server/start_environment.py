@@ -27,6 +27,7 @@ def server_variables(server_args: Mapping[str, Any], environment: Mapping[str, s
     """
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": str(DEFAULT_CPU_KV_CACHE_GIB),
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if server_args.get("enable_lora") else "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_COLOR": "0",
@@ -38,10 +39,10 @@ def server_variables(server_args: Mapping[str, Any], environment: Mapping[str, s
     if (workers := int(server_args.get("tensor_parallel_size") or 1)) > 1:
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = divide_cpus(sorted(os.sched_getaffinity(0)), workers)
     given = {
-        variable: str(server_args[name]).upper()
-        for name, variable in VARIABLES.items()
-        if server_args.get(name) is not None
+        variable: str(server_args[name]) for name, variable in VARIABLES.items() if server_args.get(name) is not None
     }
+    if "VLLM_LOGGING_LEVEL" in given:
+        given["VLLM_LOGGING_LEVEL"] = given["VLLM_LOGGING_LEVEL"].upper()
     missing = {name: value for name, value in defaults.items() if name not in environment}
     return {**missing, **given, "VLLM_SERVER_DEV_MODE": "1"}
 

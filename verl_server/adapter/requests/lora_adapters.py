@@ -12,6 +12,8 @@ from verl_server.adapter.lora_config import plain_lora_config
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.payloads import load_lora_payload
 from verl_server.adapter.sglang.server_arguments import require_lora
+from verl_server.adapter.vllm.lora import vllm_lora_payload
+from verl_server.config import EngineKind
 from verl_server.errors import BadInputError
 from verl_server.validation import as_pairs
 
@@ -42,8 +44,12 @@ async def load_lora_adapter(
     if len(tensors) != len(pairs):
         raise BadInputError("a name occurs more than once in tensors: pass each tensor of a LoRA adapter once")
     plain_config = plain_lora_config(config, tensors)
-    require_lora(await adapter.connection.get_resolved_args())
-    body = load_lora_payload(name, tensors, plain_config, await adapter.connection.get_tp_size())
+    server_args = await adapter.connection.get_resolved_args()
+    require_lora(server_args)
+    if server_args.get("engine_kind") == EngineKind.VLLM:
+        body = vllm_lora_payload(name, tensors, plain_config)
+    else:
+        body = load_lora_payload(name, tensors, plain_config, await adapter.connection.get_tp_size())
     await adapter.connection.call_weights(endpoints.LOAD_LORA, body)
 
 

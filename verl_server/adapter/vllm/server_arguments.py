@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_server.adapter.model_files import read_facts, read_model_config
+from verl_server.adapter.vllm.lora import round_rank
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
@@ -23,6 +24,7 @@ MAX_PORT = 65535
 PLAIN_NAMES: Mapping[str, str] = {
     "model_path": "model", "tokenizer_path": "tokenizer", "tp_size": "tensor_parallel_size",
     "context_length": "max_model_len", "max_running_requests": "max_num_seqs", "random_seed": "seed",
+    "max_loras_per_batch": "max_loras", "max_loaded_loras": "max_cpu_loras",
     "mem_fraction_static": "gpu_memory_utilization", "max_prefill_tokens": "max_num_batched_tokens",
 }  # fmt: skip
 #: Options of vLLM's command line (0.32.0) that are passed on, by the names of `vllm serve` with underscores.
@@ -32,7 +34,8 @@ VLLM_OPTIONS = frozenset({
     "load_format", "quantization", "kv_cache_dtype", "block_size", "enforce_eager", "enable_prefix_caching",
     "enable_chunked_prefill", "scheduling_policy", "hf_overrides", "hf_config_path", "max_logprobs",
     "enable_sleep_mode", "structured_outputs_config", "compilation_config", "generation_config",
-    "override_generation_config",
+    "override_generation_config", "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_dtype",
+    "lora_target_modules", "fully_sharded_loras",
     "disable_log_stats", "enable_log_requests", "max_log_len", "chat_template", "skip_tokenizer_init",
 })  # fmt: skip
 #: Arguments of ours: address, keys, version of the weights, arguments of SGLang that become other options of vLLM
@@ -50,12 +53,13 @@ REFUSED: Mapping[str, str] = {
     "uds": "the server listens on a port of the loopback interface",
     "api_server_count": "the server has one process for HTTP, which holds the keys",
     "data_parallel_size": _NOT_BUILT, "dp_size": _NOT_BUILT, "pipeline_parallel_size": _NOT_BUILT,
-    "pp_size": _NOT_BUILT, "nnodes": _NOT_BUILT, "enable_lora": _NOT_BUILT, "speculative_config": _NOT_BUILT,
+    "pp_size": _NOT_BUILT, "nnodes": _NOT_BUILT, "speculative_config": _NOT_BUILT,
     "node_rank": _NOT_BUILT,
 }  # fmt: skip
 WHOLE_NUMBERS = {
     "tp_size": 1, "context_length": 1, "max_running_requests": 1, "max_prefill_tokens": 1, "block_size": 1,
-    "random_seed": 0, "max_total_tokens": 1, "port": 0, "cpu_kv_cache_gib": 1,
+    "random_seed": 0, "max_total_tokens": 1, "max_lora_rank": 1, "max_loras_per_batch": 1,
+    "max_loaded_loras": 1, "port": 0, "cpu_kv_cache_gib": 1,
 }  # fmt: skip
 
 
@@ -66,6 +70,9 @@ def complete_server_args(server_args: Mapping[str, Any]) -> Json:
     BadInputError for an unknown name, before any process is started.
     """
     args = _rename(validate_server_args(server_args), PLAIN_NAMES)
+    args.pop("lora_target_modules", None)  # vLLM names fused modules there, and takes all modules by default
+    if args.get("max_lora_rank") is not None:
+        args["max_lora_rank"] = round_rank(args["max_lora_rank"])
     args["host"] = args.get("host") or DEFAULT_HOST
     for name in SECRET_ARGUMENTS:
         args[name] = args.get(name) or secrets.token_urlsafe(32)

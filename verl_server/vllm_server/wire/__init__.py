@@ -12,6 +12,7 @@ generation.py     `/generate`, whole and as a stream
 abort.py          `/abort_request`
 control.py        pause, continue, flush of the cache
 memory.py         release and resume of memory
+lora.py           LoRA adapters
 weights.py        updates of weights and their version
 information.py    what the server says about itself
 """

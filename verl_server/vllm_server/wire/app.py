@@ -17,7 +17,7 @@ from verl_server.adapter.vllm.payloads import weight_version_payload
 from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
 from verl_server.types import Json, parse_weight_version
 from verl_server.vllm_server.keys import App, KeyMiddleware, Message, Receive, Send
-from verl_server.vllm_server.wire import abort, control, generation, information, memory, weights
+from verl_server.vllm_server.wire import abort, control, generation, information, lora, memory, weights
 from verl_server.vllm_server.wire.inner_calls import Disconnected, InnerCalls
 from verl_server.vllm_server.wire.replies import error_reply, json_reply
 from verl_server.vllm_server.wire.state import ServerFacts, ServerState
@@ -35,6 +35,8 @@ _HANDLERS: tuple[tuple[Endpoint, Handler], ...] = (
     (sglang.END_UPDATE, weights.end),
     (sglang.UPDATE_FROM_TENSOR, weights.update),
     (sglang.WEIGHT_VERSION, weights.set_version),
+    (sglang.LOAD_LORA, lora.load),
+    (sglang.UNLOAD_LORA, lora.unload),
     (sglang.RELEASE_MEMORY, memory.release),
     (sglang.RESUME_MEMORY, memory.resume),
     (sglang.ADMIN_STATUS, information.admin_status),

@@ -60,7 +60,7 @@ async def _generate_batch(state: ServerState, calls: InnerCalls, request: Json) 
 async def _generate_one(state: ServerState, calls: InnerCalls, request: Json) -> list[Json]:
     """The `n` generations of one prompt."""
     payload = await _payload(state, calls, request)
-    with state.running(payload["request_id"]) as running:
+    with state.running(payload["request_id"], payload.get("model")) as running:
         if not await state.wait_until_running(running, calls.gone):
             return [_aborted_reply(payload)]
         state.require_weights()
@@ -81,7 +81,7 @@ async def _stream(state: ServerState, calls: InnerCalls, payload: Json, request:
         return_logprob=bool(request.get("return_logprob")),
         top_logprobs_num=int(request.get("top_logprobs_num") or 0),
     )
-    with state.running(payload["request_id"]) as running:
+    with state.running(payload["request_id"], payload.get("model")) as running:
         if not await state.wait_until_running(running, calls.gone):
             yield _aborted_reply(payload)
             return

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from verl_server.errors import BadInputError, NotReadyError
@@ -26,6 +27,8 @@ class RunningRequest:
     """A generation that was requested and has not ended."""
 
     rid: str
+    lora: str | None = None
+    """Name of the LoRA adapter of the request."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by an abort. A request that waits for the end of a pause then ends at once."""
     is_held: bool = False
@@ -49,6 +52,8 @@ class ServerState:
         """Memory tags that are released."""
         self.undefined_weights: str | None = None
         """Why the weights are no version of the trainer's, so that nothing is generated. None: they are whole."""
+        self.lora_folders: dict[str, Path] = {}
+        """Folder of each loaded LoRA adapter."""
         self._running: dict[str, RunningRequest] = {}
 
     @property
@@ -68,11 +73,11 @@ class ServerState:
             raise NotReadyError(f"the weights are undefined, because {self.undefined_weights}: push all weights")
 
     @contextmanager
-    def running(self, rid: str) -> Iterator[RunningRequest]:
+    def running(self, rid: str, lora: str | None = None) -> Iterator[RunningRequest]:
         """Record a generation while it runs. Raises BadInputError for the id of a generation that runs."""
         if rid in self._running:
             raise BadInputError(f"a request with the rid {rid!r} is running: every request needs an id of its own")
-        request = self._running[rid] = RunningRequest(rid)
+        request = self._running[rid] = RunningRequest(rid, lora)
         try:
             yield request
         finally:

@@ -1,0 +1,77 @@
+"""LoRA adapters: they arrive as a safetensors file in the request, and vLLM reads them from a folder of the server.
+
+vLLM can read an adapter again when it has dropped it from memory, so the folder stays until the adapter is unloaded.
+The path of the folder is new for each load: vLLM's prefix cache tells adapters of one name apart by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from verl_server.adapter.vllm.endpoints import LOAD_LORA, UNLOAD_LORA
+from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
+from verl_server.types import Json
+from verl_server.vllm_server.wire.inner_calls import InnerCalls
+from verl_server.vllm_server.wire.state import ServerState
+
+POLL_S = 0.05
+
+
+async def load(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """Load an adapter. The reply tells a refusal of vLLM with `success: false`, as SGLang's does."""
+    name, tensors = _parse(state, body)
+    folder = await asyncio.to_thread(_write, body["config_dict"], tensors)
+    try:
+        await calls.call(LOAD_LORA, {"lora_name": name, "lora_path": str(folder)})
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, VerlServerError):
+            return {"success": False, "error_message": error.message}
+        raise
+    state.lora_folders[name] = folder
+    return {"success": True}
+
+
+async def unload(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """Unload an adapter. New requests for it are refused at once; returns when its running requests have ended."""
+    name = body.get("lora_name")
+    try:
+        await calls.call(UNLOAD_LORA, {"lora_name": name})
+    except VerlServerError as error:
+        return {"success": False, "error_message": error.message}
+    while any(request.lora == name and not request.is_held for request in state.requests()) and not calls.gone.is_set():
+        await asyncio.sleep(POLL_S)
+    if (folder := state.lora_folders.pop(str(name), None)) is not None:
+        await asyncio.to_thread(shutil.rmtree, folder, True)
+    return {"success": True}
+
+
+def _parse(state: ServerState, body: Json) -> tuple[str, bytes]:
+    """The name and the file of an adapter. Raises BadInputError for a body that is none of this library."""
+    if not state.facts.server_args.get("enable_lora"):
+        raise UnsupportedError("the server was started without enable_lora")
+    name, encoded, config = (body.get(field) for field in ("lora_name", "safetensors", "config_dict"))
+    if not (isinstance(name, str) and name) or not isinstance(encoded, str) or not isinstance(config, dict):
+        raise BadInputError("an adapter needs lora_name, config_dict, safetensors (base64) and sha256")
+    try:
+        tensors = base64.b64decode(encoded, validate=True)
+    except ValueError as error:
+        raise BadInputError(f"safetensors is no base64: {error}") from error
+    if hashlib.sha256(tensors).hexdigest() != body.get("sha256"):
+        raise BadInputError("the tensors of the adapter do not have the SHA-256 sum of the request")
+    return name, tensors
+
+
+def _write(config: Any, tensors: bytes) -> Path:
+    """A new folder with the adapter, in the server's folder for temporary files, which its warden removes."""
+    folder = Path(tempfile.mkdtemp(prefix="verl-server-lora-"))
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "adapter_model.safetensors").write_bytes(tensors)
+    return folder
