@@ -60,6 +60,12 @@ ServerPython = Annotated[
         metavar="PATH",
     ),
 ]
+EngineKind = Annotated[
+    str | None,
+    typer.Option(
+        help="Engine of the server: sglang or vllm. Default: the engine that its environment has.", metavar="ENGINE"
+    ),
+]
 LogDir = Annotated[Path | None, typer.Option(help="Folder in which to keep the server's log.", metavar="FOLDER")]
 Replicas = Annotated[
     list[str] | None, typer.Option(help="URL of a running server. Repeat the option for each server.", metavar="URL")
