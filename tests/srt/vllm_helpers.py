@@ -197,7 +197,7 @@ class VllmServer:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        wait_until(lambda: self.generated_tokens() > tokens + 5, 20.0, "the request does not run")
+        wait_until(lambda: self.generated_tokens() > tokens + 5, 60.0, "the request does not run")
         return thread, results
 
     def close(self) -> None:
