@@ -8,8 +8,14 @@ UV_VERSION := 0.13.8
 CLIENTS := .venv-clients
 CLIENTS_LOCK := tests/srt/agent_clients/requirements.lock
 VLLM_VENV := .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+	--compile
+VLLM_TORCH := $(shell grep ^torch== requirements-vllm.lock)
+NO_TORCH := $(VLLM_VENV)/.no-torch
+NO_TORCH_CURE := "vLLM is not set up, and its tests are skipped: pip finds no $(VLLM_TORCH), the build of torch for CPUs," \
+	"which is not on PyPI. Set PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL to a place that has it, then run make setup-vllm"
 
-.PHONY: setup setup-vllm clients demo test test-quick check format docs doctor bench gpu-proof clean
+.PHONY: setup setup-vllm setup-vllm-if-found clients demo test test-quick check format docs doctor bench gpu-proof clean
 
 setup: $(READY)
 
@@ -31,10 +37,17 @@ setup-vllm: $(VLLM_VENV)/.ready
 $(VLLM_VENV)/.ready: requirements-vllm.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "verl_server needs Python 3.11 or newer")'
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --compile \
-		--requirement requirements-vllm.lock
+	rm -f $(NO_TORCH)
+	$(VLLM_PIP) $(VLLM_TORCH) 2>$(VLLM_VENV)/torch.log || { cat $(VLLM_VENV)/torch.log; \
+		! grep -q "No matching distribution" $(VLLM_VENV)/torch.log || echo $(NO_TORCH_CURE) | tee $(NO_TORCH); exit 1; }
+	$(VLLM_PIP) --requirement requirements-vllm.lock
 	$(VLLM_VENV)/bin/python -c 'import torch, vllm; print("torch", torch.__version__, "vllm", vllm.__version__)'
 	touch $@
+
+# For the tests: where no wheel of torch is found, the tests of vLLM are skipped with the cure as their reason. Every
+# other failure of `setup-vllm` is an error.
+setup-vllm-if-found: setup
+	@$(MAKE) --no-print-directory setup-vllm || test -e $(NO_TORCH)
 
 # Agent programs and LiteLLM's proxy need other versions of packages than SGLang does. Tests and `bench_gateway.py` run
 # them as processes of this environment.
@@ -48,10 +61,10 @@ $(CLIENTS)/.ready: $(CLIENTS_LOCK) | $(READY)
 demo: setup
 	$(BIN)/verl-server demo
 
-test: setup clients
+test: setup clients setup-vllm-if-found
 	$(BIN)/pytest
 
-test-quick: setup clients
+test-quick: setup clients setup-vllm-if-found
 	$(BIN)/pytest -m "not soak"
 
 check: setup

@@ -67,10 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
 #: The tests of the documentation come first: most of them need no server while the forkserver imports SGLang.
 LONG_FILES = (
     "test_docs.py", "test_examples.py", "test_faults.py", "test_platform_server.py", "test_ray.py",
-    "test_weight_updates.py", "test_forkserver.py", "test_ranks.py", "test_transports.py", "test_cli.py",
-    "test_fleet.py", "test_in_process.py", "test_lifecycle.py", "test_verl_engine_server.py", "test_demo.py",
-    "test_benchmarks.py", "test_every_case.py", "test_long_prefill.py", "test_fleet_engine.py", "test_server_python.py",
-    "test_random_sessions.py", "test_vllm_server.py",
+    "test_weight_updates.py", "test_vllm_server.py", "test_forkserver.py", "test_ranks.py", "test_transports.py",
+    "test_cli.py", "test_fleet.py", "test_in_process.py", "test_lifecycle.py", "test_verl_engine_server.py",
+    "test_demo.py", "test_benchmarks.py", "test_every_case.py", "test_long_prefill.py", "test_fleet_engine.py",
+    "test_server_python.py", "test_random_sessions.py", "test_vllm_doctor.py",
 )  # fmt: skip
 
 

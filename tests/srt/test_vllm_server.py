@@ -20,13 +20,12 @@ import pytest
 import torch
 from helpers import reference_model, wait_until
 from vllm_helpers import (
-    MISSING,
     SIZES,
     TINY_SERVER,
-    VLLM_PYTHON,
     VllmServer,
     expected_of,
     leaves_nothing,
+    needs_vllm,
     start_config,
     weights_of,
 )
@@ -38,7 +37,7 @@ from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.tiny import make_model
 
-pytestmark = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason=MISSING)
+pytestmark = needs_vllm
 
 TOLERANCE = 1e-5
 NOTICE_S = 2.0
@@ -130,7 +129,7 @@ def test_a_request_that_runs_across_an_update_names_both_versions(server: VllmSe
     server.push(tied.weights[0], 4)
     server.push(tied.weights[0], 5, before_pause=start_request)
     tokens = server.generated_tokens()
-    wait_until(lambda: server.generated_tokens() > tokens + 5, 20.0, "the request does not go on")
+    wait_until(lambda: server.generated_tokens() > tokens + 5, 60.0, "the request does not go on")
     server.call(ABORT, abort_payload(["long"]))
     ((thread, results),) = running
     thread.join(60)

@@ -250,10 +250,13 @@ def test_the_command_line_has_no_key_and_our_options() -> None:
 
 
 def test_environment_variables_of_a_server() -> None:
-    variables = server_variables({"tensor_parallel_size": 2, "cpu_kv_cache_gib": 3}, {"DO_NOT_TRACK": "0"})
+    inherited = {"DO_NOT_TRACK": "0", "VLLM_API_KEY": "of another server", "VLLM_PROCESS_NAME_PREFIX": "other"}
+    variables = server_variables({"tensor_parallel_size": 2, "cpu_kv_cache_gib": 3}, inherited)
     assert variables["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert variables["VLLM_SERVER_DEV_MODE"] == "1"
     assert "DO_NOT_TRACK" not in variables, "the user's value stays"
+    assert variables["VLLM_API_KEY"] == "", "vLLM would refuse our keys"
+    assert variables["VLLM_PROCESS_NAME_PREFIX"] == "VLLM", "the warden finds the processes by it"
     assert "|" in variables["VLLM_CPU_OMP_THREADS_BIND"]
     assert divide_cpus([0, 1, 4, 5], 2) == "0,1|4,5"
     assert divide_cpus([3], 2) == "3|3"

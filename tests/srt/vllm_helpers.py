@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import requests
 import torch
 from helpers import MARK, PROMPTS, greedy_with_logprobs, marked_processes, no_new_shared_memory, wait_until
@@ -50,9 +51,19 @@ from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 from verl_server.weights.transports.shared_memory import Sender
 from verl_server.weights.update.report_checks import verify_reports
 
-VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
-MISSING = "there is no .venv-vllm; `make setup-vllm` makes it"
+VLLM_VENV = Path(__file__).parents[2] / ".venv-vllm"
+VLLM_PYTHON = VLLM_VENV / "bin" / "python"
 CALL_TIMEOUT_S = 60.0
+
+
+def _why_missing() -> str:
+    """Why there is no environment with vLLM. `make setup-vllm` writes the file if it finds no wheel of torch."""
+    reason = VLLM_VENV / ".no-torch"
+    return reason.read_text().strip() if reason.exists() else "there is no .venv-vllm; `make setup-vllm` makes it"
+
+
+#: For all tests that need vLLM.
+needs_vllm = pytest.mark.skipif(not (VLLM_VENV / ".ready").exists(), reason=_why_missing())
 #: Sizes of tiny models whose heads vLLM computes on a CPU.
 SIZES: dict[str, Any] = {"hidden_size": 64, "heads": 2, "kv_heads": 1, "context_length": 32768}
 #: Arguments of tiny servers. `max_running_requests` limits the memory that vLLM plans for.
@@ -186,7 +197,7 @@ class VllmServer:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        wait_until(lambda: self.generated_tokens() > tokens + 5, 20.0, "the request does not run")
+        wait_until(lambda: self.generated_tokens() > tokens + 5, 60.0, "the request does not run")
         return thread, results
 
     def close(self) -> None:

@@ -64,6 +64,12 @@ Engine = Annotated[
     EngineKind,
     typer.Option("--engine", envvar=ENGINE, help="Inference engine of the server.", show_default=True),
 ]
+OptionalEngine = Annotated[
+    EngineKind | None,
+    typer.Option(
+        "--engine", help="Engine of the server: sglang or vllm. Default: the engine that its environment has."
+    ),
+]
 LogDir = Annotated[Path | None, typer.Option(help="Folder in which to keep the server's log.", metavar="FOLDER")]
 Replicas = Annotated[
     list[str] | None, typer.Option(help="URL of a running server. Repeat the option for each server.", metavar="URL")

@@ -20,6 +20,7 @@ def doctor(
     as_json: Json = False,
     gateway_url: options.GatewayUrl = None,
     server_python: options.ServerPython = None,
+    engine: options.OptionalEngine = None,
     verbose: Verbose = False,
 ) -> None:
     """Check this machine, and whether a model can be served on it; or the chain behind a gateway.
@@ -30,11 +31,13 @@ def doctor(
     URLs and the name of the model are those of the agent's environment (ANTHROPIC_AUTH_TOKEN, OPENAI_API_KEY,
     ANTHROPIC_BASE_URL and so on). With VERL_SERVER_GATEWAY_ADMIN_KEY, one token is generated, which is not recorded.
 
-    With --server-python, the environment of this interpreter is checked, in which servers would run.
+    With --server-python, the environment of this interpreter is checked, in which servers would run. It has SGLang or
+    vLLM; --engine says which engine is wanted.
 
     Examples:
       verl-server doctor
       verl-server doctor --server-python /opt/sglang/bin/python
+      verl-server doctor --server-python .venv-vllm/bin/python --engine vllm
       verl-server doctor --gateway http://127.0.0.1:9000
       verl-server doctor ./model --tp 2 --dtype bfloat16
     """
@@ -47,7 +50,7 @@ def doctor(
     else:
         with show_progress("Checking this machine"):
             options.require_known_arguments({"dtype": dtype})
-            sections = examine(model, tp=tp, dtype=dtype, server_python=server_python)
+            sections = examine(model, tp=tp, dtype=dtype, server_python=server_python, engine_kind=engine)
     if as_json:
         print(report.as_json(sections))
     else:

@@ -6,6 +6,8 @@ and `examine` read the machine. No function starts a server or changes the machi
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,32 +17,48 @@ __all__ = ["Finding", "Level", "examine", "examine_gateway"]
 
 
 def examine(
-    model: str | None = None, *, tp: int = 1, dtype: str = "auto", server_python: Path | str | None = None
+    model: str | None = None,
+    *,
+    tp: int = 1,
+    dtype: str = "auto",
+    server_python: Path | str | None = None,
+    engine_kind: str | None = None,
 ) -> dict[str, list[Finding]]:
     """Run all checks and return the findings by section of the report. Imports torch.
 
     `model` is a folder or a name on the Hugging Face Hub; without it only the machine is checked. `tp` is the number
     of tensor parallel ranks, `dtype` the --dtype of the server, `server_python` the interpreter of the server if it is
-    not that of this process.
+    not that of this process, and `engine_kind` the engine of the server, "sglang" or "vllm"; None is the engine that
+    the environment of the server has. Raises BadInputError for another `engine_kind`.
     """
     from verl_server.doctor import accelerator, checkpoint, hardware, leftovers, limits, memory, network, packages
     from verl_server.doctor import server_environment as environment
+    from verl_server.doctor.vllm import variables
+    from verl_server.platforms.available_memory import available_memory
 
+    if engine_kind is not None:
+        environment.require_engine_kind(engine_kind)
     facts = hardware.probe()
-    nvidia = facts.accelerator == "cuda"
-    sections = {
-        "Packages": packages.examine(nvidia=nvidia) if server_python is None else packages.examine_trainer(),
-        **(
-            {}
-            if server_python is None
-            else {f"Server {server_python}": environment.examine(server_python, nvidia=nvidia)}
-        ),
-        "Compute": accelerator.examine(facts, runs_servers=server_python is None),
-        "Memory": [*memory.examine(), *leftovers.examine()],
-        "System": [*limits.examine(), *network.examine()],
-    }
+    is_own = server_python is None
+    own_kind = engine_kind or environment.find_own_engine_kind()
+    if is_own and own_kind == "sglang":
+        engine = environment.InstalledEngine("sglang")
+        sections = {"Packages": packages.examine(nvidia=facts.accelerator == "cuda")}
+    else:
+        found, engine = environment.examine(
+            server_python or sys.executable, facts, engine_kind=own_kind if is_own else engine_kind
+        )
+        sections = {"Packages": found} if is_own else {
+            "Packages": packages.examine_trainer(), f"Server {server_python}": found
+        }  # fmt: skip
+    sections["Compute"] = accelerator.examine(facts, runs_servers=is_own and engine.kind == "sglang")
+    sections["Memory"] = [*memory.examine(), *leftovers.examine()]
+    sections["System"] = [*limits.examine(), *network.examine()]
+    if engine.kind == "vllm":
+        on_cpu = facts.accelerator is None
+        sections["System"] += variables.examine(os.environ, tp=tp, free=available_memory(), on_cpu=on_cpu)
     if model is not None:
-        sections[f"Model {model}"] = checkpoint.examine(model, facts, tp=tp, dtype=dtype)
+        sections[f"Model {model}"] = checkpoint.examine(model, facts, tp=tp, dtype=dtype, engine=engine)
     return sections
 
 

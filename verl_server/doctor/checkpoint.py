@@ -10,6 +10,8 @@ from verl_server.doctor.finding import Finding, fail, ok, warn
 from verl_server.doctor.hardware import Hardware
 from verl_server.doctor.model import check_architecture, check_tokenizer, known_to_sglang, known_to_transformers
 from verl_server.doctor.ranks import check_devices, check_ranks
+from verl_server.doctor.server_environment import InstalledEngine
+from verl_server.doctor.vllm import model as vllm_model
 from verl_server.doctor.weights import (
     check_files,
     check_fit,
@@ -88,24 +90,30 @@ def check_memory_of(folder: Path, facts: ModelFacts, hardware: Hardware, *, tp: 
     return [*found, check_fit(total, kv_token, tp=tp, free=free, on_cpu=on_cpu, context=facts.context)]
 
 
-def examine(model: str, hardware: Hardware, *, tp: int, dtype: str) -> list[Finding]:
-    """Check a model against this machine. Starts no server and downloads nothing."""
+def examine(
+    model: str, hardware: Hardware, *, tp: int, dtype: str, engine: InstalledEngine | None = None
+) -> list[Finding]:
+    """Check a model against this machine and an engine, by default SGLang. Starts no server and downloads nothing."""
     folder = find_folder(model)
     if folder is None:
         return [check_missing(model)]
     facts, readable = read_config(folder)
     if facts is None:
         return [readable]
-    architecture = check_architecture(
-        facts,
-        in_sglang=known_to_sglang(facts.architecture),
-        in_transformers=known_to_transformers(facts.model_type),
-    )
+    on_cpu = hardware.accelerator is None
     devices = check_devices(tp, accelerator=hardware.accelerator, devices=hardware.devices, cores=hardware.cores)
+    if engine is not None and engine.kind == "vllm":
+        of_engine = vllm_model.examine(facts, engine.folder, tp=tp, on_cpu=on_cpu)
+    else:
+        architecture = check_architecture(
+            facts,
+            in_sglang=known_to_sglang(facts.architecture),
+            in_transformers=known_to_transformers(facts.model_type),
+        )
+        of_engine = [architecture, *check_ranks(facts, tp, on_cpu=on_cpu)]
     return [
         readable,
-        architecture,
-        *check_ranks(facts, tp, on_cpu=hardware.accelerator is None),
+        *of_engine,
         *([devices] if devices else []),
         check_tokenizer({file.name for file in folder.iterdir()}),
         *check_memory_of(folder, facts, hardware, tp=tp, dtype=dtype),

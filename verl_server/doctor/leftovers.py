@@ -26,7 +26,9 @@ INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 #: Programs that become the parent of orphaned processes, at any depth of the process tree.
 INIT_PROGRAMS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "s6-svscan")
 #: Programs that start servers. As PID 1 of a container they are the launcher, so their children are not orphans.
-LAUNCHERS = ("python", "sglang", "verl", "ray", "torchrun")
+LAUNCHERS = ("python", "sglang", "vllm", "VLLM::", "verl", "ray", "torchrun")
+#: How the titles of the processes begin that SGLang's and vLLM's launchers start. The launchers have other titles.
+SGLANG_TITLES, VLLM_TITLES = ("sglang::",), ("VLLM::EngineCore", "VLLM::Worker", "VLLM::DPCoordinator")
 
 
 @dataclass(frozen=True)
@@ -41,33 +43,49 @@ class Process:
 
 
 def check_orphans(processes: list[Process]) -> Finding:
-    """Check for SGLang processes whose launcher has ended. Such processes hold memory until a user ends them.
+    """Check for processes of SGLang and vLLM whose launcher has ended. They hold memory until a user ends them.
 
-    SGLang's launcher starts these processes as its children. The kernel makes them children of an init program when the
-    launcher has ended; from then on no process sends them requests.
+    The launcher starts these processes as its children. The kernel makes them children of an init program when the
+    launcher has ended; from then on no process sends them requests. vLLM's workers are children of its engine.
     """
     names = {process.pid: process.name for process in processes}
     orphans = _orphans(processes)
     if not orphans:
         return ok("Orphaned servers", "none")
     pids = " ".join(str(process.pid) for process in orphans)
-    parents = sorted({f"{names.get(process.parent, '')} (PID {process.parent})" for process in orphans})
+    parents = sorted({_describe_parent(process, names) for process in orphans} - {""})
+    engines = " and ".join(sorted({process.name.partition("::")[0] + "::" for process in orphans}))
+    # vLLM's processes end at SIGTERM, and their resource tracker then removes their files in shared memory.
+    only_vllm = all(process.name.startswith(VLLM_TITLES) for process in orphans)
     return warn(
         "Orphaned servers",
-        f"{len(orphans)} sglang:: processes whose launcher has ended, because their parent is now "
+        f"{len(orphans)} {engines} processes whose launcher has ended, because their parent is now "
         f"{', '.join(parents)}: {pids}",
         symptom="memory stays in use although no server runs; the next start ends with CUDA out of memory",
-        fix=f"kill -9 {pids}",
+        fix=f"kill {pids}; if they live after 10 s, kill -9 {pids}" if only_vllm else f"kill -9 {pids}",
     )
 
 
+def _describe_parent(process: Process, names: dict[int, str]) -> str:
+    """Name and PID of the parent. Empty if the parent is a process of the same server."""
+    name = names.get(process.parent, "")
+    return "" if _is_of_server(name) else f"{name} (PID {process.parent})"
+
+
 def _orphans(processes: list[Process]) -> list[Process]:
-    names = {process.pid: process.name for process in processes}
-    return [
-        process
-        for process in processes
-        if process.name.startswith("sglang::") and _is_init(process.parent, names.get(process.parent, ""))
-    ]
+    by_pid = {process.pid: process for process in processes}
+    return [process for process in processes if _is_of_server(process.name) and _has_no_launcher(process, by_pid)]
+
+
+def _is_of_server(name: str) -> bool:
+    return name.startswith((*SGLANG_TITLES, *VLLM_TITLES))
+
+
+def _has_no_launcher(process: Process, by_pid: dict[int, Process]) -> bool:
+    """Whether an init program is the parent of the topmost process of a server."""
+    while (parent := by_pid.get(process.parent)) is not None and _is_of_server(parent.name):
+        process = parent
+    return _is_init(process.parent, "" if parent is None else parent.name)
 
 
 def _is_init(pid: int, name: str) -> bool:

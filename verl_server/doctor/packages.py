@@ -54,8 +54,10 @@ def check_sglang(installed: str | None, *, pip: str = "pip") -> Finding:
     )
 
 
-def check_package(name: str, installed: str | None, wanted: str, *, needed: bool = True, pip: str = "pip") -> Finding:
-    """Check one package against the requirement of SGLang's metadata.
+def check_package(
+    name: str, installed: str | None, wanted: str, *, needed: bool = True, pip: str = "pip", engine: str = "SGLang"
+) -> Finding:
+    """Check one package against the requirement in the metadata of the engine.
 
     `wanted` is a version specifier such as "==2.14.1", or "" for any version. `needed` is False for a package that
     this machine can do without. `pip`: the command that installs packages there.
@@ -70,7 +72,7 @@ def check_package(name: str, installed: str | None, wanted: str, *, needed: bool
     if wanted and not SpecifierSet(wanted).contains(installed, prereleases=True):
         return warn(
             name,
-            f"{installed}, but the installed SGLang requires {wanted}",
+            f"{installed}, but the installed {engine} requires {wanted}",
             symptom="the server ends with an ImportError or an undefined symbol, or its results are wrong",
             fix=fix,
         )

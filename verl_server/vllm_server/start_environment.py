@@ -16,14 +16,22 @@ VARIABLES = {
 #: GiB of KV cache of each worker on a CPU without `cpu_kv_cache_gib`. vLLM's own default is a part of the machine's
 #: memory, which it makes resident at once.
 DEFAULT_CPU_KV_CACHE_GIB = 1
+#: Variables that have this value in every server. Routes for weights, pauses and memory need VLLM_SERVER_DEV_MODE, and
+#: `keys.py` protects them. With VLLM_API_KEY, vLLM would refuse the keys of this library. The warden finds vLLM's
+#: processes by the prefix of their names.
+FIXED_VARIABLES: Mapping[str, str] = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_API_KEY": "",
+    "VLLM_PROCESS_NAME_PREFIX": "VLLM",
+}
 #: Maximum number of characters of the path of a socket (`sun_path`), and of the names that vLLM gives to its sockets.
 MAX_SOCKET_PATH, SOCKET_NAME_CHARACTERS = 107, 48
 
 
 def server_variables(server_args: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are added to the `environment` of a server. Values of the user are kept, if there are any.
+    """The variables that are added to the `environment` of a server.
 
-    Routes for weights, pauses and memory need VLLM_SERVER_DEV_MODE; `keys.py` protects them.
+    Values of the user are kept, if there are any, except for `FIXED_VARIABLES`.
     """
     defaults = {
         "VLLM_CPU_KVCACHE_SPACE": str(DEFAULT_CPU_KV_CACHE_GIB),
@@ -44,7 +52,7 @@ def server_variables(server_args: Mapping[str, Any], environment: Mapping[str, s
     if "VLLM_LOGGING_LEVEL" in given:
         given["VLLM_LOGGING_LEVEL"] = given["VLLM_LOGGING_LEVEL"].upper()
     missing = {name: value for name, value in defaults.items() if name not in environment}
-    return {**missing, **given, "VLLM_SERVER_DEV_MODE": "1"}
+    return {**missing, **given, **FIXED_VARIABLES}
 
 
 def divide_cpus(cpus: list[int], workers: int) -> str:
