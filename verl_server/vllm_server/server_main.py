@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT, read_arguments
+from verl_server.vllm_server import start_method
 from verl_server.vllm_server.command_line import to_command_line
 from verl_server.vllm_server.start_checks import find_argument_refusal, find_version_refusal
 from verl_server.vllm_server.start_environment import server_variables
@@ -39,6 +40,8 @@ def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str) -> None
     from verl_server.vllm_server import register
     from verl_server.vllm_server.keys import set_keys
 
+    if start_method.is_forking():
+        server_args = {**server_args, "worker_cls": start_method.WORKER_CLASS}
     set_keys(api_key, admin_api_key)
     register()
     parser = make_arg_parser(FlexibleArgumentParser())

@@ -12,6 +12,8 @@ VARIABLES = {"cpu_kv_cache_gib": "VLLM_CPU_KVCACHE_SPACE", "cpu_omp_threads_bind
 #: GiB of KV cache of each worker on a CPU without `cpu_kv_cache_gib`. vLLM's own default is a part of the machine's
 #: memory, which it makes resident at once.
 DEFAULT_CPU_KV_CACHE_GIB = 1
+#: Variables that vLLM reads when it is imported.
+IMPORT_VARIABLES: Mapping[str, str] = {"VLLM_LOGGING_COLOR": "0"}
 #: Maximum number of characters of the path of a socket (`sun_path`), and of the names that vLLM gives to its sockets.
 MAX_SOCKET_PATH, SOCKET_NAME_CHARACTERS = 107, 48
 
@@ -25,7 +27,7 @@ def server_variables(server_args: Mapping[str, Any], environment: Mapping[str, s
         "VLLM_CPU_KVCACHE_SPACE": str(DEFAULT_CPU_KV_CACHE_GIB),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_COLOR": "0",
+        **IMPORT_VARIABLES,
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # as `vllm serve` does
     }
     folder = tempfile.gettempdir()  # the warden removes it

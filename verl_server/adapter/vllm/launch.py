@@ -17,6 +17,7 @@ from verl_server.server.supervisor import AbortCheck, never_abort
 VLLM = EngineProfile(
     name="vLLM",
     main_module="verl_server.vllm_server.server_main",
+    forked_module="verl_server.vllm_server.forked_server",
     secret_arguments=SECRET_ARGUMENTS,
     ready_paths=(HEALTH.path,),
     worker_node_ready_paths=(HEALTH.path,),
