@@ -17,8 +17,8 @@ VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 WORKER_CLASS = "verl_server.vllm_server.forked_worker.ForkedCPUWorker"
 #: Begin of the names of ZeroMQ's threads. They hold locks of ZeroMQ's own contexts only, which a fork does not use.
 ZMQ_THREADS = "ZMQbg"
-#: Seconds that a new thread may need until it has its name.
-NAMING_TIMEOUT_S, NAMING_POLL_S = 0.5, 0.002
+#: Seconds that a new thread may need on a busy machine until it has its name.
+NAMING_TIMEOUT_S, NAMING_POLL_S = 3.0, 0.002
 #: Runtimes of OpenMP whose settings cannot be changed after they were loaded, in LD_PRELOAD.
 OTHER_OPENMP = ("libiomp", "libomp")
 
