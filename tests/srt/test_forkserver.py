@@ -27,7 +27,7 @@ from verl_server.errors import BadInputError, ServerDiedError
 from verl_server.server.environment import inherited_environment
 from verl_server.server.forkserver import forkserver as forkserver_module
 from verl_server.server.forkserver import sglang_server, socket_folder
-from verl_server.server.forkserver.forkserver import ForkedWarden, Forkserver, OwnForkserver
+from verl_server.server.forkserver.forkserver import SGLANG_SERVER, ForkedWarden, Forkserver, OwnForkserver
 from verl_server.server.forkserver.forkserver_main import Requests
 from verl_server.server.forkserver.inherited_state import LATE_VARIABLES, InheritedState
 from verl_server.server.forkserver.shared_forkserver import SharedForkserver, forkserver_pid
@@ -349,7 +349,7 @@ def test_a_process_that_cannot_find_the_shared_forkserver_in_time_spawns(
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr(socket_folder, "LOCK_TIMEOUT_S", 0.2)  # to make the test short
     shared, environment = SharedForkserver(), inherited_environment()
-    name = InheritedState.of_server(environment).fingerprint()
+    name = InheritedState.of_server(environment).fingerprint(engine=SGLANG_SERVER)
     with socket_folder.lock(tmp_path / name):
         assert shared.prepare(environment) is None
     assert "the forkserver cannot be started" in caplog.text
