@@ -26,8 +26,8 @@ from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, ServerDiedError
 from verl_server.server.environment import inherited_environment
 from verl_server.server.forkserver import forkserver as forkserver_module
-from verl_server.server.forkserver import socket_folder
-from verl_server.server.forkserver.forkserver import ForkedWarden, Forkserver, OwnForkserver
+from verl_server.server.forkserver import sglang_server, socket_folder
+from verl_server.server.forkserver.forkserver import SGLANG_SERVER, ForkedWarden, Forkserver, OwnForkserver
 from verl_server.server.forkserver.forkserver_main import Requests
 from verl_server.server.forkserver.inherited_state import LATE_VARIABLES, InheritedState
 from verl_server.server.forkserver.shared_forkserver import SharedForkserver, forkserver_pid
@@ -231,7 +231,7 @@ def test_a_forkserver_with_many_connections_answers() -> None:
     pidfd = os.pidfd_open(os.getpid())
     try:
         theirs.close()
-        serving = threading.Thread(target=Requests(owner, pidfd, None, {}).serve, daemon=True)
+        serving = threading.Thread(target=Requests(owner, pidfd, None, sglang_server, {}).serve, daemon=True)
         serving.start()
         assert ours.recv(64) == b"ready %d" % os.getpid()
         time.sleep(0.2)
@@ -248,11 +248,12 @@ def test_a_forkserver_with_many_connections_answers() -> None:
 #: A forkserver without the imports of SGLang, to which a system call is forbidden.
 LIMITED_FORKSERVER = """
 import os, signal, socket
+from verl_server.server.forkserver import sglang_server
 from verl_server.server.forkserver.forkserver_main import Requests
 owner, pidfd = socket.socket(fileno=0), os.pidfd_open(os.getppid())
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 {forbid}
-Requests(owner, pidfd, None, {{}}).serve()
+Requests(owner, pidfd, None, sglang_server, {{}}).serve()
 """
 
 
@@ -348,7 +349,7 @@ def test_a_process_that_cannot_find_the_shared_forkserver_in_time_spawns(
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr(socket_folder, "LOCK_TIMEOUT_S", 0.2)  # to make the test short
     shared, environment = SharedForkserver(), inherited_environment()
-    name = InheritedState.of_server(environment).fingerprint()
+    name = InheritedState.of_server(environment).fingerprint(engine=SGLANG_SERVER)
     with socket_folder.lock(tmp_path / name):
         assert shared.prepare(environment) is None
     assert "the forkserver cannot be started" in caplog.text

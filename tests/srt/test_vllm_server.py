@@ -74,9 +74,9 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp("experts"), "qwen3_moe")
 
 
-def serve(model: Path) -> Iterator[VllmServer]:
+def serve(model: Path, use_forkserver: bool = True) -> Iterator[VllmServer]:
     with leaves_nothing() as env:  # each server is killed by its last test
-        server = VllmServer(model, env)
+        server = VllmServer(model, env, use_forkserver)
         try:
             yield server
         finally:
@@ -90,7 +90,7 @@ def server(tied: Checkpoints) -> Iterator[VllmServer]:
 
 @pytest.fixture(scope="module")
 def moe_server(experts: Checkpoints) -> Iterator[VllmServer]:
-    yield from serve(experts.folders[0])
+    yield from serve(experts.folders[0], use_forkserver=False)
 
 
 # -- a model with tied embeddings --------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -90,13 +91,15 @@ def start_config(**settings: Any) -> AdapterConfig:
 
 
 class VllmServer:
-    """A started server of a model, and an arena for its weights."""
+    """A started server of a model, and an arena for its weights. `arguments`: further arguments of the server."""
 
-    def __init__(self, model: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, model: Path, env: Mapping[str, str], use_forkserver: bool = True, **arguments: Any) -> None:
         # A server has its own folder for temporary files in that of this process.
         variables = {name: value for name, value in env.items() if name != "TMPDIR"}
-        args = {"model_path": model, **TINY_SERVER}
-        self.launched: LaunchedServer = launch_vllm_server(args, start_config(), variables)
+        args = {"model_path": model, **TINY_SERVER, **arguments}
+        config = start_config(use_forkserver=use_forkserver)
+        self.launched: LaunchedServer = launch_vllm_server(args, config, variables)
+        self._server_info = ServerInfo("vLLM", arguments.get("tp_size", 1))
         self.process = self.launched.process
         self._layout = plan_arena(read_manifest({"model_path": str(model), "dtype": "float32"}).tensors)
         self._arena = Arena.create(self._layout)
@@ -143,7 +146,7 @@ class VllmServer:
         names = self._layout.in_order(list(tensors))
         for name in names:
             self._arena.tensor(name).copy_(tensors[name])
-        attempt = UpdateAttempt(uuid.uuid4().hex, names, True, [ServerInfo("vLLM", 1)])
+        attempt = UpdateAttempt(uuid.uuid4().hex, names, True, [self._server_info])
         self._arena.write_table(names)
         self._sender.prepare(attempt)
         common = {"transport": self._sender.name, "update_id": attempt.id, "verify": True, "checksum": "xxh3"}
@@ -208,6 +211,19 @@ class VllmServer:
 
 #: Names of folders that all servers of a user share, so that they stay.
 SHARED_FOLDERS = ("verl_server_packages_", "torchinductor_")
+#: Value of the variable `MARK` in all servers of this process. Their forkserver has it, too.
+PROCESS_MARK = uuid.uuid4().hex
+
+
+@functools.cache
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for temporary files of all servers of this process. A forkserver imports this package from there."""
+    return tempfile.TemporaryDirectory(prefix="vt-")
+
+
+def server_processes() -> dict[int, str]:
+    """Living processes of the servers of this process, with their command lines."""
+    return {pid: text for pid, text in marked_processes(PROCESS_MARK).items() if "forkserver_main" not in text}
 
 
 @contextlib.contextmanager
@@ -216,14 +232,14 @@ def leaves_nothing() -> Iterator[dict[str, str]]:
 
     The log of a server that has ended by itself, or whose trainer has, stays in a folder of its own.
     """
-    mark, before = uuid.uuid4().hex, tempfile.tempdir
-    with tempfile.TemporaryDirectory(prefix="vt-") as folder:
-        tempfile.tempdir = folder
-        try:
-            with no_new_shared_memory():
-                yield {MARK: mark, "TMPDIR": folder}
-                wait_until(lambda: not marked_processes(mark), 15.0, "processes of the server live")
-        finally:
-            tempfile.tempdir = before
-        left = [path for path in Path(folder).iterdir() if not path.name.startswith(SHARED_FOLDERS)]
-        assert [os.listdir(path) for path in left] in ([], [["server.log"]])
+    before, folder = tempfile.tempdir, _temporary_folder().name
+    tempfile.tempdir = folder
+    files = set(Path(folder).iterdir())
+    try:
+        with no_new_shared_memory():
+            yield {MARK: PROCESS_MARK, "TMPDIR": folder}
+            wait_until(lambda: not server_processes(), 15.0, "processes of the server live")
+    finally:
+        tempfile.tempdir = before
+    left = [path for path in Path(folder).iterdir() if path not in files and not path.name.startswith(SHARED_FOLDERS)]
+    assert all(os.listdir(path) == ["server.log"] for path in left), left

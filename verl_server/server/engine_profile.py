@@ -30,6 +30,9 @@ class EngineProfile:
     """Lower-case phrases in the server's log that mean that another program listens on the server's port."""
     worker_prefix: str
     """Begin of the titles of the engine's worker processes. The server ends when one of them ends."""
+    forked_module: str | None = None
+    """Python module through which a forkserver imports the engine and runs its servers (`ForkedEngine` in
+    `forkserver/forkserver_main.py`). None: servers of the engine are never forked."""
     distribution: str = ""
     """Name of the engine's package for pip."""
     modules: Mapping[str, str] = field(default_factory=dict)

@@ -8,6 +8,10 @@ start_environment.py  environment variables of vLLM that the server needs
 command_line.py       server arguments as options of vLLM's command line
 keys.py               ASGI class that closes all routes of the server to requests without a key
 worker_extension.py   methods that vLLM adds to its workers: release and resume of memory on a CPU
+start_method.py       vLLM's processes are forked in a server that a forkserver has forked
+forked_server.py      what a forkserver imports and runs for a vLLM server
+forked_worker.py      the worker of such a server
+openmp_threads.py     OpenMP threads of a forked worker, like those of a spawned worker
 weight_engine.py      the weight transfer engine of each worker
 weight_session.py     what happened in one update on one worker
 reloaded_modules.py   the modules of a vLLM model during an update

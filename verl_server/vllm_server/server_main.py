@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT, read_arguments
+from verl_server.vllm_server import start_method
 from verl_server.vllm_server.command_line import to_command_line, translate
 from verl_server.vllm_server.start_checks import find_argument_refusal, find_version_refusal
 from verl_server.vllm_server.start_environment import server_variables
@@ -43,6 +44,8 @@ def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str, weight_
     from verl_server.vllm_server.wire.app import set_facts
     from verl_server.vllm_server.wire.state import ServerFacts
 
+    if start_method.is_forking():
+        server_args = {**server_args, "worker_cls": start_method.WORKER_CLASS}
     set_keys(api_key, admin_api_key)
     set_facts(ServerFacts(dict(server_args), weight_version))
     register()

@@ -25,6 +25,20 @@ def find_version_refusal() -> str | None:
     return f"this environment has neither of the distributions {' and '.join(DISTRIBUTIONS)}: install one of them"
 
 
+def find_fork_refusal() -> str | None:
+    """Why servers of the installed vLLM are not forked. None if they are: `start_method.py` uses an inner table."""
+    for name in DISTRIBUTIONS:
+        try:
+            installed = version(name)
+        except PackageNotFoundError:
+            continue
+        tested = TESTED_VERSION.rpartition(".")[0]
+        if installed.startswith(f"{tested}."):
+            return None
+        return f"{name} {installed} has not been tried: only {tested} is forked"
+    return find_version_refusal()
+
+
 def explain_version(distribution: str, installed: str) -> str | None:
     """Why this version of vLLM is not supported, with the version to install. None if it is supported."""
     numbers = re.match(r"(\d+)\.(\d+)", installed)

@@ -24,6 +24,8 @@ FIXED_VARIABLES: Mapping[str, str] = {
     "VLLM_API_KEY": "",
     "VLLM_PROCESS_NAME_PREFIX": "VLLM",
 }
+#: Variables that vLLM reads when it is imported.
+IMPORT_VARIABLES: Mapping[str, str] = {"VLLM_LOGGING_COLOR": "0"}
 #: Maximum number of characters of the path of a socket (`sun_path`), and of the names that vLLM gives to its sockets.
 MAX_SOCKET_PATH, SOCKET_NAME_CHARACTERS = 107, 48
 
@@ -38,7 +40,7 @@ def server_variables(server_args: Mapping[str, Any], environment: Mapping[str, s
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if server_args.get("enable_lora") else "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_COLOR": "0",
+        **IMPORT_VARIABLES,
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # as `vllm serve` does
     }
     folder = tempfile.gettempdir()  # the warden removes it

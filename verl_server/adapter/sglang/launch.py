@@ -24,6 +24,7 @@ from verl_server.types import Json
 SGLANG = EngineProfile(
     name="SGLang",
     main_module="verl_server.server.server_main",
+    forked_module="verl_server.server.forkserver.sglang_server",
     secret_arguments=SECRET_ARGUMENTS,
     ready_paths=(READY.path, HEALTH.path),
     worker_node_ready_paths=(PING.path, HEALTH.path),

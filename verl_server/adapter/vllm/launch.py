@@ -23,6 +23,7 @@ from verl_server.types import Json
 VLLM = EngineProfile(
     name="vLLM",
     main_module="verl_server.vllm_server.server_main",
+    forked_module="verl_server.vllm_server.forked_server",
     secret_arguments=SECRET_ARGUMENTS,
     ready_paths=(READY.path,),
     worker_node_ready_paths=(READY.path,),

@@ -1,1 +1,1 @@
-"""The forkserver: a process that has imported SGLang and forks servers."""
+"""The forkserver: a process that has imported an engine and forks servers."""

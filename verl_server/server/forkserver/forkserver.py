@@ -1,7 +1,8 @@
 """The trainer's side of a forkserver process (`forkserver_main.py`).
 
-A forkserver has imported SGLang. A server that it forks starts in about 2 s; a server that is started as a new program
-takes 15 s and more on two cores, most of it for imports. `shared_forkserver.py` decides when a server is forked.
+A forkserver has imported an engine. A server that it forks starts in a few seconds; a server that is started as a new
+program takes 15 s and more on two cores, most of it for imports. `shared_forkserver.py` decides when a server is
+forked.
 
 `Forkserver` is a connection to a forkserver that another process owns. `OwnForkserver` starts and ends its process.
 """
@@ -31,6 +32,7 @@ from verl_server.server.warden_process import WardenProcess, spawn_warden
 logger = logging.getLogger(__name__)
 
 FORKSERVER_MODULE = "verl_server.server.forkserver.forkserver_main"
+SGLANG_SERVER = "verl_server.server.forkserver.sglang_server"
 POLL_S = 0.05
 FORK_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 5.0
@@ -169,10 +171,15 @@ class OwnForkserver(Forkserver):
     `environment` is the complete environment of the process. The process is started in the folder `/`. Relative entries
     of `PYTHONPATH` are left out: a spawned server would resolve them in its own empty folder. `listener`: a socket at
     which the forkserver accepts the connections of other processes. `python`: path of its interpreter.
+    `engine`: module that it imports and runs, a `ForkedEngine`.
     """
 
     def __init__(
-        self, environment: Mapping[str, str], listener: socket.socket | None = None, python: str = sys.executable
+        self,
+        environment: Mapping[str, str],
+        listener: socket.socket | None = None,
+        python: str = sys.executable,
+        engine: str = SGLANG_SERVER,
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         commands, remote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -180,7 +187,7 @@ class OwnForkserver(Forkserver):
         listener_fds = () if listener is None else (listener.fileno(),)
         try:
             self._process = subprocess.Popen(
-                [python, "-P", "-m", FORKSERVER_MODULE, str(os.getpid()), *map(str, listener_fds)],
+                [python, "-P", "-m", FORKSERVER_MODULE, engine, str(os.getpid()), *map(str, listener_fds)],
                 stdin=remote_end.fileno(),
                 stdout=self._log,
                 stderr=self._log,

@@ -1,14 +1,16 @@
-"""Main program of a forkserver: a process that imports SGLang and then forks servers, which need not import it again.
+"""Main program of a forkserver: a process that imports an engine and then forks servers, which need not import it.
 
     trainer --socket--> forkserver --forks--> warden --forks--> SGLang main --forks--> scheduler, detokenizer
 
+The first command line argument names the module of the engine, a `ForkedEngine`.
+
 Each server has a warden of its own, which outlives the forkserver. Standard input is a socket of packets. A request
 brings three descriptors: the warden's standard input, output and error. The answer is the warden's pid with a pidfd, or
-an error message. The forkserver ends when the socket is closed, when the trainer ends, whose pid is the first command
+an error message. The forkserver ends when the socket is closed, when the trainer ends, whose pid is the second command
 line argument, and when for `IDLE_TIMEOUT_S` it has had no server and no connection of another process: the memory of
 the imports, 1.1 GB, is then its own.
 
-The second command line argument, if there is one, is the descriptor of a listening socket. Other processes of the same
+The third command line argument, if there is one, is the descriptor of a listening socket. Other processes of the same
 user connect to it (`socket_folder.py`) and send the same requests.
 """
 
@@ -30,25 +32,30 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, Protocol, cast
 
-from verl_server.server import server_main
 from verl_server.server.warden import warden
 
 READY, FORK = b"ready", b"fork"
 MAX_ANSWER_BYTES = 256  # of an answer to FORK
 #: `struct ucred` of unix(7): process id, user id and group id of the other end of a socket.
 CREDENTIALS = struct.Struct("3i")
-#: Modules that a server imports after it has forked its workers. A version of SGLang may not have all of them.
-LATE_MODULES = (
-    "sglang.srt.entrypoints.http_server",
-    "sglang.srt.entrypoints.openai.serving_responses",
-    "sglang.srt.models.registry",
-    "sglang.srt.constrained.xgrammar_backend",
-)
 WAIT_POLL_S = 0.01
 IDLE_TIMEOUT_S = 300.0
 """Seconds without a server and without a connection of another process after which the forkserver ends."""
+
+
+class ForkedEngine(Protocol):
+    """The module of an engine whose servers are forked, for example `sglang_server.py`."""
+
+    PROGRAM: str
+    """File of the main module of a server that is started as a new program."""
+
+    def load(self) -> None:
+        """Import what a server imports. Exits with the reason when this process cannot fork servers."""
+
+    def serve(self) -> None:
+        """Run the server whose arguments are on standard input."""
 
 
 class ForkedServer:
@@ -77,13 +84,13 @@ class ForkedServer:
         return exit_code
 
 
-def fork_server(spec: dict[str, Any], initial_env: Mapping[str, str]) -> ForkedServer:
+def fork_server(spec: dict[str, Any], engine: ForkedEngine, initial_env: Mapping[str, str]) -> ForkedServer:
     """Fork a server from its warden. `warden.spawn_server` starts a new program instead."""
     arguments_fd, arguments_end = os.pipe()
     output_end, output_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _run_and_exit(lambda: _run_server(spec, initial_env, arguments_fd, output_fd))
+        _run_and_exit(lambda: _run_server(spec, engine, initial_env, arguments_fd, output_fd))
     for fd in (arguments_fd, output_fd):
         os.close(fd)
     with contextlib.suppress(BrokenPipeError), os.fdopen(arguments_end, "wb") as pipe:
@@ -91,26 +98,28 @@ def fork_server(spec: dict[str, Any], initial_env: Mapping[str, str]) -> ForkedS
     return ForkedServer(pid, os.fdopen(output_end, "rb"))
 
 
-def _run_server(spec: dict[str, Any], initial_env: Mapping[str, str], arguments_fd: int, output_fd: int) -> None:
+def _run_server(
+    spec: dict[str, Any], engine: ForkedEngine, initial_env: Mapping[str, str], arguments_fd: int, output_fd: int
+) -> None:
     _set_standard_descriptors(arguments_fd, output_fd, output_fd)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _set_environment(spec["env"], initial_env)
     _set_working_folder(spec["scratch"])
-    _set_process_title("python -m verl_server.server.server_main")
-    sys.argv = [server_main.__file__]
+    _set_process_title(" ".join(["python", *spec["argv"][1:]]))
+    sys.argv = [engine.PROGRAM]
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # all forks begin with the same state; the module `random` seeds itself after a fork
     gc.enable()
-    server_main.serve(server_main.read_arguments())
+    engine.serve()
 
 
-def _run_warden(descriptors: list[int], initial_env: Mapping[str, str]) -> None:
+def _run_warden(descriptors: list[int], engine: ForkedEngine, initial_env: Mapping[str, str]) -> None:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _set_standard_descriptors(*descriptors)
     _set_process_title("python -m verl_server.server.warden.warden")
     gc.disable()  # a collection would write to the memory that is shared with the forkserver, and so copy it
-    warden.main(lambda spec: fork_server(spec, initial_env))
+    warden.main(lambda spec: fork_server(spec, engine, initial_env))
 
 
 def _set_environment(environment: Mapping[str, str], initial: Mapping[str, str]) -> None:
@@ -173,34 +182,19 @@ def _end_when_socket_closes(commands: socket.socket, enabled: bool) -> None:
     fcntl.fcntl(commands, fcntl.F_SETFL, flags | os.O_ASYNC if enabled else flags & ~os.O_ASYNC)
 
 
-def _import_sglang() -> None:
-    """Import what a server imports, and check that this process can fork. Exits with an error when it cannot."""
-    server_main.load()
-    gc.disable()  # as in `load`
-    for name in LATE_MODULES:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    gc.enable()
-
-    from sglang.srt.platforms import current_platform
-
-    from verl_server.platforms import workers
-    from verl_server.platforms.cpu import TorchNativeCpuPlatform
-
-    if not isinstance(current_platform, TorchNativeCpuPlatform):
-        sys.exit("another SGLang platform than the one for machines without an accelerator is active")
-    if not workers.can_fork():
-        sys.exit(f"this process has {len(os.listdir('/proc/self/task'))} threads: it cannot fork servers")
-    workers.allow_forks_to_fork()
-    gc.collect()
-    gc.freeze()
-
-
 class Requests:
     """The sockets and pidfds that a forkserver watches, from the end of the imports on."""
 
-    def __init__(self, owner: socket.socket, owner_pidfd: int, listener: socket.socket | None, env: Mapping[str, str]):
-        self._owner, self._owner_pidfd, self._listener, self._initial_env = owner, owner_pidfd, listener, env
+    def __init__(
+        self,
+        owner: socket.socket,
+        owner_pidfd: int,
+        listener: socket.socket | None,
+        engine: ForkedEngine,
+        initial_env: Mapping[str, str],
+    ) -> None:
+        self._owner, self._owner_pidfd, self._listener = owner, owner_pidfd, listener
+        self._engine, self._initial_env = engine, initial_env
         self._connections: set[socket.socket] = {owner}
         self._wardens: set[int] = set()
         """Pidfds of the wardens that live."""
@@ -269,7 +263,7 @@ class Requests:
         try:
             pid = os.fork()
             if pid == 0:
-                _run_and_exit(lambda: _run_warden(descriptors, self._initial_env))
+                _run_and_exit(lambda: _run_warden(descriptors, self._engine, self._initial_env))
             pidfd = os.pidfd_open(pid)
         except OSError as error:
             return str(error).encode()[:MAX_ANSWER_BYTES], []
@@ -283,15 +277,18 @@ class Requests:
 def main() -> None:
     initial_env = dict(os.environ)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread that started this process may block SIGIO
-    owner, owner_pidfd = socket.socket(fileno=0), os.pidfd_open(int(sys.argv[1]))
-    listener = socket.socket(fileno=int(sys.argv[2])) if len(sys.argv) > 2 else None
+    owner, owner_pidfd = socket.socket(fileno=0), os.pidfd_open(int(sys.argv[2]))
+    listener = socket.socket(fileno=int(sys.argv[3])) if len(sys.argv) > 3 else None
     _end_when_socket_closes(owner, True)
     if select.select([0, owner_pidfd], [], [], 0)[0]:
         return  # the socket was closed, or the owner ended, before the kernel was asked to watch the socket
-    _import_sglang()
+    engine = cast("ForkedEngine", importlib.import_module(sys.argv[1]))
+    engine.load()
+    gc.collect()
+    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the wardens
     _end_when_socket_closes(owner, False)
-    Requests(owner, owner_pidfd, listener, initial_env).serve()
+    Requests(owner, owner_pidfd, listener, engine, initial_env).serve()
     os._exit(0)
 
 

@@ -58,9 +58,9 @@ class InheritedState:
             ),
         )
 
-    def fingerprint(self, python: str = sys.executable) -> str:
-        """A hash of the state, of the path of the interpreter and of this package's folder."""
-        code = (python, str(Path(__file__).parents[2]))
+    def fingerprint(self, python: str = sys.executable, engine: str = "") -> str:
+        """A hash of the state, of the path of the interpreter, of the engine's module and of this package's folder."""
+        code = (python, engine, str(Path(__file__).parents[2]))
         text = json.dumps([sorted(self.environment.items()), self.attributes, code])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

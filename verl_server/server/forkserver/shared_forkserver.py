@@ -1,7 +1,9 @@
-"""The forkservers that the servers of this process share, one for each interpreter, and whether a server is forked.
+"""The forkservers that the servers of this process share, and whether a server is forked.
+
+There is one forkserver for each engine and interpreter.
 
 The first server of a process starts the forkserver and waits for its imports, which costs as much as importing in the
-server. Every later server is forked in about 2 s. The forkserver costs about 79 MB of memory of its own while
+server. Every later server is forked, in about 2 s (SGLang). The forkserver costs about 79 MB of memory of its own while
 servers run: the memory of the imports, 1.1 GB, is shared with them. It ends with this process, and after five minutes
 without a server. `AdapterConfig(use_forkserver=False)` starts no forkserver. Processes with the same
 `VERL_SERVER_FORKSERVER_DIR` share their forkservers (`socket_folder.py`).
@@ -34,7 +36,7 @@ from verl_server.errors import DeadlineError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import server_environment
 from verl_server.server.forkserver import socket_folder
-from verl_server.server.forkserver.forkserver import Forkserver, OwnForkserver
+from verl_server.server.forkserver.forkserver import SGLANG_SERVER, Forkserver, OwnForkserver
 from verl_server.server.forkserver.inherited_state import LATE_SUFFIX, InheritedState
 from verl_server.server.interpreter.server_python import ServerPython
 from verl_server.server.open_files import raise_open_file_limit
@@ -44,7 +46,6 @@ from verl_server.server.warden_process import WardenFactory, spawn_warden
 
 logger = logging.getLogger(__name__)
 
-FORKABLE_MAIN_MODULE = "verl_server.server.server_main"
 #: Variables that select another SGLang platform or other SGLang plugins. Their code may not survive a fork.
 PLATFORM_VARIABLES = ("SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_USE_CPU_ENGINE")
 #: Device files of NVIDIA, AMD, Intel, Ascend, Moore Threads and other accelerators. Without any of them, torch need not
@@ -55,11 +56,11 @@ ACCELERATOR_FILES = ("nvidia*", "kfd", "dri/render*", "davinci*", "mtgpu*", "acc
 class SharedForkserver:
     """Owns at most one `Forkserver` at a time: starts it, replaces it, ends it. Thread-safe.
 
-    `python`: path of the interpreter of the forkserver and of its servers.
+    `python`: path of the interpreter of the forkserver and of its servers. `engine`: see `OwnForkserver`.
     """
 
-    def __init__(self, python: str = sys.executable) -> None:
-        self._python = python
+    def __init__(self, python: str = sys.executable, engine: str = SGLANG_SERVER) -> None:
+        self._python, self._engine = python, engine
         self._lock = threading.Lock()
         self._forkserver: Forkserver | None = None
         self._state: InheritedState | None = None
@@ -72,7 +73,7 @@ class SharedForkserver:
     def prepare(self, environment: Mapping[str, str]) -> Forkserver | None:
         """The forkserver for servers with this `environment`. None when such a server must be spawned.
 
-        Starts a forkserver, which then imports SGLang in the background, when there is none that fits.
+        Starts a forkserver, which then imports its engine in the background, when there is none that fits.
         """
         if not _can_be_forked(environment):
             return None
@@ -96,8 +97,18 @@ class SharedForkserver:
             logger.info("the forkserver is replaced: %s", state.describe_difference(self._state))
             self._forget(forkserver)
         if self._forkserver is None and state != self._failed_state:
-            self._forkserver, self._state = _connect_or_start(environment, state, self._python), state
+            self._forkserver, self._state = self._connect_or_start(environment, state), state
         return self._forkserver
+
+    def _connect_or_start(self, environment: Mapping[str, str], state: InheritedState) -> Forkserver:
+        path = socket_folder.socket_path(state.fingerprint(self._python, self._engine))
+        if path is None:
+            return OwnForkserver(environment, None, self._python, self._engine)
+        with socket_folder.lock(path):
+            if (connection := socket_folder.connect(path)) is not None:
+                return Forkserver(connection)
+            with socket_folder.listen(path) as listener:
+                return OwnForkserver(environment, listener, self._python, self._engine)
 
     def _forget(self, forkserver: Forkserver) -> None:
         forkserver.close()
@@ -145,24 +156,13 @@ class SharedForkserver:
         self._forkserver, self._waiting_starts = None, 0
 
 
-def _connect_or_start(environment: Mapping[str, str], state: InheritedState, python: str) -> Forkserver:
-    path = socket_folder.socket_path(state.fingerprint(python))
-    if path is None:
-        return OwnForkserver(environment, python=python)
-    with socket_folder.lock(path):
-        if (connection := socket_folder.connect(path)) is not None:
-            return Forkserver(connection)
-        with socket_folder.listen(path) as listener:
-            return OwnForkserver(environment, listener, python)
+_shared: dict[tuple[str, str], SharedForkserver] = {}
+"""The forkservers of this process by their interpreters and engines."""
 
 
-_shared: dict[str, SharedForkserver] = {sys.executable: SharedForkserver()}
-"""The forkservers of this process by their interpreters."""
-
-
-def _shared_forkserver(python: ServerPython | None) -> SharedForkserver:
+def _shared_forkserver(python: ServerPython | None, engine: str) -> SharedForkserver:
     path = sys.executable if python is None else python.path
-    return _shared.setdefault(path, SharedForkserver(path))
+    return _shared.setdefault((path, engine), SharedForkserver(path, engine))
 
 
 def _close_all() -> None:
@@ -191,14 +191,15 @@ def warden_factory(
     `env` are the variables that the caller adds for this server. `python`: its interpreter; None: this process's.
     Raises the error that `check_abort` returns.
     """
-    if profile.main_module != FORKABLE_MAIN_MODULE:
+    if profile.forked_module is None:
         return spawn_warden
     raise_open_file_limit()  # the client of the server would raise it, and then the next server needs a new forkserver
-    return _shared_forkserver(python).warden_factory(server_environment(env, python), timeout_s, check_abort)
+    shared = _shared_forkserver(python, profile.forked_module)
+    return shared.warden_factory(server_environment(env, python), timeout_s, check_abort)
 
 
 def prepare_forkserver(env: Mapping[str, str] | None = None, python: ServerPython | None = None) -> None:
-    """Start a forkserver of this process in the background, so that its imports overlap with other work.
+    """Start a forkserver of this process for SGLang in the background, so that its imports overlap with other work.
 
     `env`: the variables that will be added for the server. `python`: the interpreter of the server, if it is not this
     process's. Does nothing where servers are not forked, and where `VERL_SERVER_PYTHON` names another interpreter,
@@ -207,12 +208,12 @@ def prepare_forkserver(env: Mapping[str, str] | None = None, python: ServerPytho
     if python is None and os.environ.get(SERVER_PYTHON):
         return
     raise_open_file_limit()  # as `warden_factory`
-    _shared_forkserver(python).prepare(server_environment(env or {}, python))
+    _shared_forkserver(python, SGLANG_SERVER).prepare(server_environment(env or {}, python))
 
 
-def forkserver_pid(python: ServerPython | None = None) -> int | None:
-    """Process id of this process's forkserver for an interpreter, or None when there is none."""
-    return _shared_forkserver(python).pid
+def forkserver_pid(python: ServerPython | None = None, engine: str = SGLANG_SERVER) -> int | None:
+    """Process id of this process's forkserver for an interpreter and an engine, or None when there is none."""
+    return _shared_forkserver(python, engine).pid
 
 
 def _can_be_forked(environment: Mapping[str, str]) -> bool:

@@ -150,10 +150,7 @@ class StagedUpdater(WeightUpdater):
         servers, sender = self.ranks.servers, self._sender
         assert servers is not None
         assert sender is not None
-        names = complete_modules(
-            names, servers.members, self.manifest, self._published_checksums, StagedChecksums(self._arena.tensor).values
-        )
-        ordered_names = self._layout.in_order(names)
+        ordered_names = self._layout.in_order(names := self._complete_modules(names, servers))
 
         def publish(checksums: Sequence[int]) -> None:
             self.weight_version = validated.weight_version  # also when an interrupt comes before the outcome
@@ -195,6 +192,10 @@ class StagedUpdater(WeightUpdater):
         return outcome_message(
             validated, resume_error=resume_error, result=result, update_id=attempt.id, verify=validated.verify
         )
+
+    def _complete_modules(self, names: list[str], servers: UpdatableServers) -> list[str]:
+        checksums = StagedChecksums(self._arena.tensor)
+        return complete_modules(names, servers.members, self.manifest, self._published_checksums, checksums.values)
 
     def _publish(
         self,

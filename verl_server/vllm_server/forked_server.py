@@ -1,0 +1,64 @@
+"""A vLLM server that is forked by a forkserver (`verl_server/server/forkserver/forkserver_main.py`), on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+
+from verl_server.vllm_server import server_main, start_method
+from verl_server.vllm_server.start_checks import find_fork_refusal
+from verl_server.vllm_server.start_environment import IMPORT_VARIABLES
+
+PROGRAM = server_main.__file__
+#: Modules that the processes of a server import. Another version of vLLM may not have all of them.
+MODULES = (
+    "uvloop", "orjson", "xxhash",
+    "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.launchers.cli_args", "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker",
+    "verl_server.vllm_server.forked_worker", "verl_server.vllm_server.worker_extension",
+    "verl_server.vllm_server.weight_engine", "verl_server.vllm_server.wire.app",
+)  # fmt: skip
+
+
+def load() -> None:
+    """Import what a server imports, and check that this process can fork. Exits with the reason when it cannot."""
+    if (refusal := find_fork_refusal()) is not None:
+        sys.exit(refusal)
+    for name, value in IMPORT_VARIABLES.items():
+        os.environ.setdefault(name, value)
+    gc.disable()  # collections during the imports find no garbage
+    with _one_thread():
+        for name in MODULES:
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(name)
+    gc.enable()
+    from vllm.platforms import current_platform
+
+    if type(current_platform).__qualname__ != "CpuPlatform":
+        sys.exit(f"vLLM's platform here is {type(current_platform).__qualname__}, not the one for CPUs")
+    if (threads := len(os.listdir("/proc/self/task"))) != 1:
+        sys.exit(f"this process has {threads} threads: it cannot fork servers")
+
+
+def serve() -> None:
+    """Run the server whose arguments are on standard input."""
+    start_method.fork_processes()
+    server_main.main()
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Import libraries with one thread. The workers start the threads that they need (`forked_worker.py`)."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's BLAS would start threads; torch has its own
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before

@@ -1,0 +1,21 @@
+"""The worker of a vLLM server that was forked."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from verl_server.vllm_server import start_method
+from verl_server.vllm_server.openmp_threads import start_threads, wanted_threads
+
+
+class ForkedCPUWorker(CPUWorker):  # type: ignore[misc]
+    """vLLM's worker on a CPU, with the OpenMP threads of a spawned worker. It changes nothing if it was spawned."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if start_method.is_forking():
+            start_method.stop_forking()  # this process is about to start threads
+            start_threads(*wanted_threads(os.environ, sorted(os.sched_getaffinity(0))))
+        super().__init__(*args, **kwargs)
