@@ -10,7 +10,7 @@ keys.py               ASGI class that closes all routes of the server to request
 worker_extension.py   methods that vLLM adds to its workers: release and resume of memory on a CPU
 weight_engine.py      the weight transfer engine of each worker
 weight_session.py     what happened in one update on one worker
-reloaded_modules.py   the modules of a vLLM model during an update
+loading/              how an update gets into the model of one worker
 """
 
 from __future__ import annotations
