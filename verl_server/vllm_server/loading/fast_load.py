@@ -38,32 +38,35 @@ class FastLoad:
             if kind not in (ModuleKind.EMPTY, ModuleKind.EMBEDDING)
         }
         embeddings = {name: modules[name] for name, kind in kinds.items() if kind is ModuleKind.EMBEDDING}
-        self._embeddings: list[LoadedEmbedding] = group_embeddings(embeddings)
+        self._embeddings = group_embeddings(embeddings)
+        self._parts: list[LoadedEmbedding | StagedModule] = [*self._embeddings, *self._staged.values()]
         self._names = [name for name, kind in kinds.items() if kind is not ModuleKind.EMPTY]
-        self._memory = contextlib.ExitStack()
+        self._unwritten = Unwritten(self._names, [])
 
     def start(self) -> None:
-        """Prepare the modules for `load`. They keep their weights, and the model can still generate."""
-        self._memory.enter_context(freed_memory_is_kept())
-        for module in self._staged.values():
-            module.start()
-        for embedding in self._embeddings:
-            embedding.start()
+        """The model keeps its weights until `load`, and can generate."""
+        self._unwritten = Unwritten(self._names, [])
 
     def load(self, tensors: NamedTensors, read: ReadTensors) -> None:
-        """Load the tensors. Those of one module come together, so that one block of scratch memory is enough."""
-        self._model.load_weights(read(in_module_order(self._model, tensors)))
+        """Load the tensors. Those of one module come together, so that one block of scratch memory is enough.
 
-    def finish(self, *, is_loaded: bool) -> Unwritten:
-        """Give all modules their own parameters back, and pack embeddings. All are finished, also if one raises."""
+        When it returns or raises, all modules have their own parameters, and embeddings that were loaded are packed.
+        """
+        with contextlib.ExitStack() as last_steps:
+            last_steps.callback(self._find_unwritten)
+            last_steps.enter_context(freed_memory_is_kept())
+            last_steps.callback(self._scratch.shrink)
+            for part in self._parts:
+                last_steps.callback(part.finish)
+                part.start()
+            self._model.load_weights(read(in_module_order(self._model, tensors)))
+
+    def _find_unwritten(self) -> None:
         incomplete = [name for name, module in self._staged.items() if module.is_incomplete]
         written = {name for name, module in self._staged.items() if module.is_loaded}
-        with contextlib.ExitStack() as last_steps:
-            last_steps.push(self._memory.pop_all())
-            last_steps.callback(self._scratch.shrink)
-            for embedding in self._embeddings:
-                written.update(embedding.names if embedding.is_loaded else ())
-                last_steps.callback(embedding.finish)
-            for module in self._staged.values():
-                last_steps.callback(module.finish)
-        return Unwritten([name for name in self._names if name not in {*written, *incomplete}], incomplete)
+        written.update(name for embedding in self._embeddings if embedding.is_loaded for name in embedding.names)
+        self._unwritten = Unwritten([name for name in self._names if name not in {*written, *incomplete}], incomplete)
+
+    def finish(self, *, is_loaded: bool) -> Unwritten:
+        """The modules that have their old weights."""
+        return self._unwritten

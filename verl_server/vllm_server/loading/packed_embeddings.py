@@ -61,7 +61,12 @@ class LoadedEmbedding:
         heads = [module for module in self._modules if isinstance(module, ParallelLMHead)]
         if not heads:
             return
-        heads[0].quant_method.process_weights_after_loading(heads[0])
+        try:
+            heads[0].quant_method.process_weights_after_loading(heads[0])
+        except BaseException:
+            for module in self._modules:
+                module.cpu_linear = torch.nn.functional.linear  # slower, but right
+            raise
         for module in self._modules:
             module.cpu_linear = heads[0].cpu_linear
 
