@@ -20,14 +20,13 @@ import pytest
 import torch
 from helpers import reference_model, wait_until
 from vllm_helpers import (
-    SIZES,
     TINY_SERVER,
+    Checkpoints,
     VllmServer,
     expected_of,
     leaves_nothing,
     needs_vllm,
     start_config,
-    weights_of,
 )
 
 from verl_server.adapter.vllm.endpoints import ABORT, IS_PAUSED, OPENAPI, PAUSE, RESUME, VERSION
@@ -35,7 +34,6 @@ from verl_server.adapter.vllm.launch import launch_vllm_server
 from verl_server.adapter.vllm.payloads import abort_payload, pause_query
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, VerlServerError
-from verl_server.tiny import make_model
 
 pytestmark = needs_vllm
 
@@ -51,15 +49,6 @@ OTHER_REQUESTS = [
     ("OPTIONS", "/collective_rpc"),
 ]  # fmt: skip
 OPEN = {"GET /health", "GET /ping", "GET /metrics"}
-
-
-class Checkpoints:
-    """Two checkpoints of one architecture, with Hugging Face's answers."""
-
-    def __init__(self, root: Path, architecture: str, **sizes: Any) -> None:
-        self.folders = [make_model(root / str(seed), architecture, seed=seed, **SIZES, **sizes) for seed in (0, 1)]
-        self.weights = [weights_of(folder) for folder in self.folders]
-        self.expected = [expected_of(reference_model(folder)) for folder in self.folders]
 
 
 @pytest.fixture(scope="module")

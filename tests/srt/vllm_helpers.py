@@ -10,14 +10,22 @@ import re
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 import torch
-from helpers import MARK, PROMPTS, greedy_with_logprobs, marked_processes, no_new_shared_memory, wait_until
+from helpers import (
+    MARK,
+    PROMPTS,
+    greedy_with_logprobs,
+    marked_processes,
+    no_new_shared_memory,
+    reference_model,
+    wait_until,
+)
 from safetensors.torch import load_file
 
 from verl_server.adapter.vllm.endpoints import (
@@ -43,7 +51,8 @@ from verl_server.adapter.vllm.payloads import (
 from verl_server.adapter.vllm.replies import error_from_reply, parse_generation
 from verl_server.config import AdapterConfig, PauseMode, Timeouts
 from verl_server.server.launch import LaunchedServer
-from verl_server.types import Json, ServerInfo
+from verl_server.tiny import make_model
+from verl_server.types import Json, ServerInfo, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.checksum import compute_checksum
 from verl_server.weights.layout import plan_arena
@@ -75,6 +84,22 @@ TINY_SERVER = {"dtype": "float32", "context_length": 32768, "max_running_request
 Expected = tuple[list[int], list[float]]
 
 
+class Checkpoints:
+    """Two checkpoints of one architecture, with Hugging Face's answers."""
+
+    def __init__(self, root: Path, architecture: str, **sizes: Any) -> None:
+        sizes = {**SIZES, **sizes}
+        self.folders = [make_model(root / str(seed), architecture, seed=seed, **sizes) for seed in (0, 1)]
+        self.weights = [weights_of(folder) for folder in self.folders]
+        self.expected = [expected_of(reference_model(folder)) for folder in self.folders]
+
+    def mixed(self, names: Iterable[str]) -> list[Expected]:
+        """The answers of the first checkpoint with some tensors of the second one."""
+        model = reference_model(self.folders[0])
+        model.load_state_dict({name: self.weights[1][name] for name in names}, strict=False)
+        return expected_of(model)
+
+
 def expected_of(model: Any) -> list[Expected]:
     """Hugging Face's answer to each of `PROMPTS`."""
     return [greedy_with_logprobs(model, prompt) for prompt in PROMPTS]
@@ -101,11 +126,26 @@ class VllmServer:
         self.launched: LaunchedServer = launch_vllm_server(args, config, variables)
         self._server_info = ServerInfo("vLLM", arguments.get("tp_size", 1))
         self.process = self.launched.process
-        self._layout = plan_arena(read_manifest({"model_path": str(model), "dtype": "float32"}).tensors)
-        self._arena = Arena.create(self._layout)
-        self._sender = Sender(SenderSettings(self._arena, self._layout, CALL_TIMEOUT_S))
+        self._specs = read_manifest({"model_path": str(model), "dtype": "float32"}).tensors
+        self._stage(self._specs)
         self._session = requests.Session()
         self._session.trust_env = False
+
+    def _stage(self, specs: Mapping[str, TensorSpec]) -> None:
+        self._layout = plan_arena(specs)
+        self._arena = Arena.create(self._layout)
+        self._sender = Sender(SenderSettings(self._arena, self._layout, CALL_TIMEOUT_S))
+
+    @contextlib.contextmanager
+    def wrong_shapes(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """In the body, these tensors can be pushed, although the model has other shapes."""
+        self._arena.close()
+        self._stage({**self._specs, **{name: TensorSpec.of(tensor) for name, tensor in tensors.items()}})
+        try:
+            yield
+        finally:
+            self._arena.close()
+            self._stage(self._specs)
 
     def send(self, method: str, path: str, body: Any = None, key: str = "") -> requests.Response:
         """One request with any key. A broken JSON body, which no route reads to its end, for `body="{"`."""

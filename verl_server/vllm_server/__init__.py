@@ -14,7 +14,7 @@ forked_worker.py      the worker of such a server
 openmp_threads.py     OpenMP threads of a forked worker, like those of a spawned worker
 weight_engine.py      the weight transfer engine of each worker
 weight_session.py     what happened in one update on one worker
-reloaded_modules.py   the modules of a vLLM model during an update
+loading/              how an update gets into the model of one worker
 """
 
 from __future__ import annotations

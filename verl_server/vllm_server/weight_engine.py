@@ -20,12 +20,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.logger import init_logger
-from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
 from verl_server.types import Json
-from verl_server.vllm_server import reloaded_modules
+from verl_server.vllm_server.loading.reloaded_modules import PartialModuleError, require_whole_modules
+from verl_server.vllm_server.loading.weight_load import NamedTensors, WeightLoad, choose_weight_load
 from verl_server.vllm_server.weight_session import WeightSession
-from verl_server.weights.checksum import XXH3, Checksums
+from verl_server.weights.checksum import XXH3, compute_checksum
 from verl_server.weights.loader import MAX_COPIED_BYTES
 from verl_server.weights.transports import receiver_class
 from verl_server.weights.transports.base import Receiver
@@ -58,8 +58,7 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._session = WeightSession()
         self._receiver: Receiver | None = None
-        self._kernels: dict[str, tuple[Any, Any]] = {}
-        self._in_place: reloaded_modules.InPlaceTensors | None = None
+        self._load: WeightLoad = choose_weight_load(self.model, self.model_config)
 
     def parse_init_info(self, init_dict: Json) -> InitInfo:
         return InitInfo()
@@ -68,13 +67,11 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
         """Nothing has to be prepared."""
 
     def start_weight_update(self) -> None:
-        """Move all modules to the meta device. Generation must be paused."""
+        """Prepare the model. Generation must be paused."""
         self._close_receiver()
         self._session = WeightSession()
         with self._step("start"):
-            self._kernels = reloaded_modules.forget_expert_kernels(self.model)
-            initialize_layerwise_reload(self.model)
-            self._in_place = reloaded_modules.InPlaceTensors(self.model)
+            self._load.start()
 
     def update_weights(self, update_info: Json) -> None:
         """Load the tensors of the update."""
@@ -92,39 +89,29 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
         """Load the tensors of the receiver. Raises what the model's loader raises."""
         assert self._receiver is not None
         tensors = list(self._receiver.tensors())
-        reloaded_modules.require_whole_modules(self.model, [name for name, _ in tensors])
-        checksums = Checksums(update_info.message.get("checksum", XXH3))
-        verify = bool(update_info.message["verify"])
-        self.model.load_weights(self._taken(tensors, checksums if verify else None))
-        self._session.checksums = checksums.values()
+        names = [name for name, _ in tensors]
+        require_whole_modules(self.model, names)
+        algorithm = update_info.message.get("checksum", XXH3) if update_info.message["verify"] else None
+        checksums: dict[str, int] = {}
 
-    def _taken(self, tensors: list[tuple[str, torch.Tensor]], checksums: Checksums | None) -> Iterator[Any]:
-        """The tensors. Small ones are copied, because some models change them in place while they load them."""
-        for name, tensor in tensors:
-            if checksums is not None:
-                checksums.add(tensor)
-            self._session.num_tensors += 1
-            yield name, tensor.clone() if tensor.nbytes <= MAX_COPIED_BYTES else tensor
+        def read(ordered: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+            """Small tensors are copied, because some models change them in place while they load them."""
+            for name, tensor in ordered:
+                if algorithm is not None:
+                    checksums[name] = compute_checksum(tensor, algorithm)
+                self._session.num_tensors += 1
+                yield name, tensor.clone() if tensor.nbytes <= MAX_COPIED_BYTES else tensor
+
+        self._load.load(tensors, read)
+        self._session.checksums = [checksums[name] for name in names] if checksums else []
 
     def finish_weight_update(self) -> None:
-        """Give all modules memory again, and send the report."""
-        untouched: dict[str, Any] = {}
-        incomplete: list[str] = []
+        """Make the model usable again, and send the report."""
         with self._step("finish"):
-            in_place, self._in_place = self._in_place, None
-            if in_place is None:
-                raise RuntimeError("the session was not started")
-            incomplete = reloaded_modules.drop_unfinished(self.model, in_place, keep_padded=self._session.ok)
-            untouched = reloaded_modules.untouched_modules(self.model)
-            if incomplete and self._session.ok:
-                raise reloaded_modules.PartialModuleError(f"only a part of the tensors came for {incomplete[:5]}")
-        with self._step("finalize"):
-            finalize_layerwise_reload(self.model, self.model_config)
-        with self._step("repack"):
-            reloaded_modules.put_back_expert_kernels(self._kernels)
-            reloaded_modules.repack_tied(self.model, untouched)
-        self._kernels = {}
-        self._session.unwritten = [*untouched, *incomplete]
+            untouched, incomplete = self._load.finish(is_loaded=self._session.ok)
+            self._session.unwritten = [*untouched, *incomplete]
+            if incomplete:
+                raise PartialModuleError(f"only a part of the tensors came for {incomplete[:5]}")
         self._send_report()
 
     def _send_report(self) -> None:

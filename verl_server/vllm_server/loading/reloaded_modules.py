@@ -1,12 +1,12 @@
-"""The modules of a vLLM model during an update: which are loaded, which must be dropped, which must be packed again.
+"""The modules of a vLLM model during vLLM's reload: which are loaded, must be dropped, or must be packed again.
 
 On a CPU two kinds of modules keep packed copies of their weights that vLLM 0.32 does not make again when it reloads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +16,15 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 EXPERTS = ".experts."
 """Part of the names of tensors of single experts."""
+
+
+class Unwritten(NamedTuple):
+    """Names of modules that have their old weights after an update."""
+
+    untouched: list[str]
+    """Modules that got no tensor."""
+    incomplete: list[str]
+    """Modules that got only a part of their tensors, which were dropped."""
 
 
 class PartialModuleError(Exception):
@@ -131,6 +140,18 @@ def require_whole_modules(model: nn.Module, names: Iterable[str]) -> None:
         needed = {f"{start}{sibling}.{leaf}" for sibling in fused.get(part, [part]) for leaf in tensors}
         if missing := sorted(needed - given):
             raise PartialModuleError(f"the update has {name!r} without {missing}, which vLLM loads together")
+
+
+def in_module_order(model: nn.Module, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """The same named tensors, those of each module of vLLM together."""
+    wholes = {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    groups: dict[tuple[str, str], list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in tensors:
+        before, experts, _ = name.partition(EXPERTS)
+        parent, _, part = name.rpartition(".")[0].rpartition(".")
+        module = (before, experts) if experts else (parent, wholes.get(part, part))
+        groups.setdefault(module, []).append((name, tensor))
+    return [named for group in groups.values() for named in group]
 
 
 def _own_tensors(module: nn.Module) -> list[str]:
