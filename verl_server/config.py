@@ -84,6 +84,11 @@ class EngineKind(enum.StrEnum):
     VLLM = "vllm"
     """vLLM 0.32 and later, in an environment of its own (`server_python`). See docs/vllm.md."""
 
+    @property
+    def label(self) -> str:
+        """The engine's name as its project writes it."""
+        return {EngineKind.SGLANG: "SGLang", EngineKind.VLLM: "vLLM"}[self]
+
 
 def parse_engine_kind(kind: EngineKind | str | None) -> EngineKind:
     """The engine kind of a setting. None: that of the environment variable, see `AdapterConfig.engine_kind`."""

@@ -363,7 +363,7 @@ def test_values_that_are_none_of_the_choices(server_args: dict[str, Any], expect
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help_of_a_command(option: str) -> None:
-    assert "Start one SGLang server" in CliRunner().invoke(app, ["launch", option]).output
+    assert "Start one SGLang or vLLM server" in CliRunner().invoke(app, ["launch", option]).output
 
 
 @pytest.mark.parametrize(

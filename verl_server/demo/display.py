@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from verl_server.config import parse_engine_kind
 from verl_server.demo.settings import Ready, Settings, StepMetrics
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -40,7 +41,7 @@ class Display:
         if self._console.is_terminal:
             self._live.start()
         else:
-            self._console.print("Starting two trainer ranks and one SGLang server.")
+            self._console.print(f"Starting two trainer ranks and one {parse_engine_kind(None).label} server.")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,7 +97,8 @@ class Display:
         if self._steps:
             parts += [Text(), _metrics_table(self._steps)]
         width = min(WIDTH, self._console.width)
-        subtitle = f"seed {self._settings.seed}, GRPO, {self._settings.ranks} FSDP2 ranks, one SGLang server"
+        engine, settings = parse_engine_kind(None).label, self._settings
+        subtitle = f"seed {settings.seed}, GRPO, {settings.ranks} FSDP2 ranks, one {engine} server"
         return Panel(
             Group(*parts), title="Learning to sort five digits", subtitle=subtitle, width=width, padding=(1, 2)
         )

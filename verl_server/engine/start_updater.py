@@ -35,6 +35,9 @@ M = TypeVar("M", Arena, DoubleBuffer)
 
 logger = logging.getLogger(__name__)
 
+WHOLE_MODULE_TRANSPORTS = ("shared_memory", "disk")
+"""Transports of engines that load a module only with all of its tensors (`ServerInfo.fused_modules`)."""
+
 
 def start_weight_updater(
     ranks: EngineRanks, backend: Backend | None, server_args: Mapping[str, Any], config: WeightsConfig
@@ -73,6 +76,13 @@ def _choose_transport(backend: Backend, nnodes: int, config: WeightsConfig, mode
         exceeds = model_bytes > available or (limit is not None and model_bytes > limit)
         if transport == "shared_memory" and exceeds and nnodes == 1:
             transport = "buckets"
+    if transport not in WHOLE_MODULE_TRANSPORTS and any(m.fused_modules is not None for m in backend.members):
+        raise BadInputError(
+            f"vLLM servers do not take the weight transport {transport!r}: they need all tensors of a module at once. "
+            f"They take {' and '.join(WHOLE_MODULE_TRANSPORTS)}, with a model that fits into the memory of this machine "
+            "a second time, and servers on this machine or with a folder that both machines have",
+            argument="transport",
+        )
     if nnodes > 1 and transport != "shared_memory":
         raise BadInputError(
             f"weight transport {transport!r} does not support nnodes={nnodes}: do not set `transport` in WeightsConfig"

@@ -31,7 +31,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from verl_server.config import SERVER_PYTHON
+from verl_server.config import ENGINE, SERVER_PYTHON
 from verl_server.errors import DeadlineError
 from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import server_environment
@@ -202,10 +202,10 @@ def prepare_forkserver(env: Mapping[str, str] | None = None, python: ServerPytho
     """Start a forkserver of this process for SGLang in the background, so that its imports overlap with other work.
 
     `env`: the variables that will be added for the server. `python`: the interpreter of the server, if it is not this
-    process's. Does nothing where servers are not forked, and where `VERL_SERVER_PYTHON` names another interpreter,
-    which is checked first when a server starts.
+    process's. Does nothing where servers are not forked, where `VERL_SERVER_ENGINE` names another engine, and where
+    `VERL_SERVER_PYTHON` names another interpreter, which is checked first when a server starts.
     """
-    if python is None and os.environ.get(SERVER_PYTHON):
+    if python is None and (os.environ.get(SERVER_PYTHON) or os.environ.get(ENGINE) not in (None, "", "sglang")):
         return
     raise_open_file_limit()  # as `warden_factory`
     _shared_forkserver(python, SGLANG_SERVER).prepare(server_environment(env or {}, python))
