@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -321,14 +322,13 @@ def server_without_warden(folder: Path, env: Mapping[str, str]) -> Iterator[subp
 
 
 @needs_vllm
-def test_a_killed_vllm_server_leaves_orphans_that_the_named_command_ends(
-    tmp_path: Path, tiny: Callable[..., Path]
-) -> None:
+def test_a_killed_vllm_server_leaves_orphans_that_the_named_command_ends(tiny: Callable[..., Path]) -> None:
     """After `kill -9` of a server without a warden. The command also makes vLLM remove its files in shared memory."""
     mark = uuid.uuid4().hex
-    with no_new_shared_memory():
+    # The path of a socket has at most 107 characters, so the folder is not that of pytest.
+    with tempfile.TemporaryDirectory(prefix="vt-") as folder, no_new_shared_memory():
         try:
-            env = {**KEEP_VARIABLES, MARK: mark, "TMPDIR": str(tmp_path), "PYTHONPATH": ""}
+            env = {**KEEP_VARIABLES, MARK: mark, "TMPDIR": folder, "PYTHONPATH": ""}
             with server_without_warden(tiny("qwen3", **SIZES), env) as server:
                 assert orphans_of(mark) == set(), "the server lives"
                 server.kill()
