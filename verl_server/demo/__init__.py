@@ -1,7 +1,7 @@
 """A complete RL training run in minutes on any machine: `run` trains a tiny random transformer to sort digits.
 
-All parts are real: a trainer of two FSDP2 ranks, an SGLang or vLLM server, GRPO, and a weight update in every step. The policy
-starts from random weights and learns from rewards alone.
+All parts are real: a trainer of two FSDP2 ranks, an SGLang or vLLM server, GRPO, and a weight update in every step. The
+policy starts from random weights and learns from rewards alone.
 
     settings.py  settings of a run, and the reports of the trainer ranks
     task.py      prompts and rewards

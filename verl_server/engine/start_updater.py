@@ -79,8 +79,8 @@ def _choose_transport(backend: Backend, nnodes: int, config: WeightsConfig, mode
     if transport not in WHOLE_MODULE_TRANSPORTS and any(m.fused_modules is not None for m in backend.members):
         raise BadInputError(
             f"vLLM servers do not take the weight transport {transport!r}: they need all tensors of a module at once. "
-            f"They take {' and '.join(WHOLE_MODULE_TRANSPORTS)}, with a model that fits into the memory of this machine "
-            "a second time, and servers on this machine or with a folder that both machines have",
+            f"They take {' and '.join(WHOLE_MODULE_TRANSPORTS)}, with a model that fits into this machine's memory a "
+            "second time, and servers on this machine or with a folder that both machines have",
             argument="transport",
         )
     if nnodes > 1 and transport != "shared_memory":
