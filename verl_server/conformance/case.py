@@ -78,7 +78,7 @@ class Case:
     run: Callable[[Trial], str]
     """Checks the claim and returns what was measured, in a few words. Raises CheckFailedError or NotOfferedError; any
     other exception is a failure as well. A function that can be pickled."""
-    deadline_s: float = 90.0
+    deadline_s: float = 180.0
     """Seconds after which the case counts as hung."""
     deadline_per_update_s: float = 0.0
     """Further seconds for each weight update of the case that repeats updates."""
