@@ -57,7 +57,7 @@ def as_reply(reply: Json) -> Reply:
         output_ids=list(reply["output_ids"]),
         logprobs=[math.nan if logprob is None else logprob for logprob, *_ in meta["output_token_logprobs"]],
         finish_reason=str((meta["finish_reason"] or {}).get("type")),
-        cached_tokens=int(meta["cached_tokens"]),
+        cached_tokens=int(meta.get("cached_tokens") or 0),  # missing if a request was aborted before it began
         weight_version=None if version in (None, "default") else str(version),
     )
 
