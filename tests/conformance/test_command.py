@@ -24,7 +24,7 @@ from verl_server.cli.app import app
 from verl_server.conformance.case import Case, CaseResult, ModelKind, Outcome
 from verl_server.conformance.cases import CASES
 from verl_server.conformance.command import run
-from verl_server.conformance.engines import named_engine, number_engines, running_server
+from verl_server.conformance.engines import ENGINE_NAMES, named_engine, number_engines, running_server
 from verl_server.conformance.reference import Reference
 from verl_server.conformance.report import SystemReport, as_markdown, as_table
 from verl_server.conformance.suite import small_models
@@ -179,7 +179,7 @@ def test_the_page_shows_the_committed_results() -> None:
     content = json.loads(RESULT.read_text())
     assert as_markdown(content) in PAGE.read_text(), "run `python benchmarks/conformance_page.py`"
     assert content["updates"] == 1000
-    assert [system["name"] for system in content["systems"]] == ["verl_server", "sglang"]
+    assert [system["name"] for system in content["systems"]] == list(ENGINE_NAMES)
     for system in content["systems"]:
         assert len(system["results"]) == len(content["cases"])
     ours = {result["name"]: result for result in content["systems"][0]["results"]}
