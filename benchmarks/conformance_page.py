@@ -5,31 +5,50 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from common import RESULTS, hardware_slug
 
 from verl_server.conformance.report import as_markdown
+from verl_server.conformance.suite import as_text
+from verl_server.types import Json
 
 PAGE = Path(__file__).parents[1] / "docs" / "conformance.md"
 BLOCK = re.compile(r"(?<=<!-- results -->\n).*(?=\n<!-- end of results -->)", re.DOTALL)
+
+
+def merge(reports: Sequence[Json]) -> Json:
+    """One report with the engines of all runs, and with the conditions of the first run and all versions.
+
+    Raises ValueError for runs with other cases or another number of updates.
+    """
+    first = reports[0]
+    for report in reports:
+        if (report["cases"], report["updates"]) != (first["cases"], first["updates"]):
+            raise ValueError("the runs have other cases or another number of updates")
+    versions = {name: value for report in reports for name, value in report["environment"]["versions"].items()}
+    systems = [system for report in reports for system in report["systems"]]
+    return {**first, "environment": {**first["environment"], "versions": versions}, "systems": systems}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "results",
-        nargs="?",
+        nargs="*",
         type=Path,
-        help="the conformance.json of a run (default: write the page again from the committed results)",
+        help="the conformance.json of a run, or of one run for each engine with the same cases and number of updates "
+        "(default: write the page again from the committed results)",
     )
     results = parser.parse_args().results
     committed = RESULTS / f"conformance-{hardware_slug()}.json"
-    if results is not None:
-        if not results.is_file():
-            parser.error(f"there is no file {results}; write the path of the conformance.json of a run")
-        shutil.copyfile(results, committed)
+    for file in results:
+        if not file.is_file():
+            parser.error(f"there is no file {file}; write the path of the conformance.json of a run")
+    if results:
+        merged = merge([json.loads(file.read_text(encoding="utf-8")) for file in results])
+        committed.write_text(as_text(merged), encoding="utf-8")
     report = json.loads(committed.read_text(encoding="utf-8"))
     machine = report["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())

@@ -21,13 +21,13 @@ from typer.testing import CliRunner
 
 from verl_server import HttpServerEngineAdapter
 from verl_server.cli.app import app
-from verl_server.conformance.case import Case, CaseResult, Outcome
+from verl_server.conformance.case import Case, CaseResult, ModelKind, Outcome
 from verl_server.conformance.cases import CASES
 from verl_server.conformance.command import run
-from verl_server.conformance.engines import named_engine, number_engines, running_server
+from verl_server.conformance.engines import ENGINE_NAMES, named_engine, number_engines, running_server
 from verl_server.conformance.reference import Reference
 from verl_server.conformance.report import SystemReport, as_markdown, as_table
-from verl_server.conformance.suite import small_model
+from verl_server.conformance.suite import small_models
 from verl_server.conformance.systems.verl_engine import VerlEngineSystem
 from verl_server.errors import BadInputError, ServerError
 
@@ -114,8 +114,8 @@ def test_a_model_that_is_no_folder_of_this_machine_is_named() -> None:
 
 
 def test_the_model_of_the_suite_is_written_without_a_progress_bar(capfd: pytest.CaptureFixture[str]) -> None:
-    with small_model() as model:
-        assert (model / "config.json").is_file()
+    with small_models() as models:
+        assert all((folder / "config.json").is_file() for folder in models.values())
     assert capfd.readouterr() == ("", "")
 
 
@@ -138,6 +138,7 @@ def test_help_of_the_program_that_writes_the_page() -> None:
         (["--case", "readback"], "unknown case 'readback'; the cases are read-back, .*did you mean 'read-back'"),
         (["--engine", "http://[::1"], "is not an HTTP URL"),
         (["--output", __file__], "output: no file can be created"),
+        (["--engine", "vllm", "--vllm-python", "/no/python"], "server_python /no/python does not exist"),
         (["--engine", "sglang", "--engine", "sglang"], "--engine sglang is given more than once"),
     ],
 )
@@ -150,9 +151,9 @@ def test_wrong_arguments_are_refused(arguments: list[str], expected: str, tmp_pa
 
 
 def test_the_results_of_two_running_servers_have_different_names(tmp_path: Path) -> None:
-    one = replace(named_engine("verl_server", tmp_path), name="running server")
+    one = replace(named_engine("verl_server", {ModelKind.DENSE: tmp_path}), name="running server")
     other = replace(one, description="another")
-    engines = number_engines([one, named_engine("sglang", tmp_path), other])
+    engines = number_engines([one, named_engine("sglang", {ModelKind.DENSE: tmp_path}), other])
     assert [engine.name for engine in engines] == ["running server 1", "sglang", "running server 2"]
     assert number_engines(engines) == engines
 
@@ -178,7 +179,7 @@ def test_the_page_shows_the_committed_results() -> None:
     content = json.loads(RESULT.read_text())
     assert as_markdown(content) in PAGE.read_text(), "run `python benchmarks/conformance_page.py`"
     assert content["updates"] == 1000
-    assert [system["name"] for system in content["systems"]] == ["verl_server", "sglang"]
+    assert [system["name"] for system in content["systems"]] == list(ENGINE_NAMES)
     for system in content["systems"]:
         assert len(system["results"]) == len(content["cases"])
     ours = {result["name"]: result for result in content["systems"][0]["results"]}

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 from helpers import no_new_shared_memory
@@ -16,18 +15,21 @@ from verl_server.conformance.case import CaseResult, Outcome
 from verl_server.conformance.cases import CASES
 from verl_server.conformance.engines import named_engine
 from verl_server.conformance.report import as_markdown, as_table
-from verl_server.conformance.suite import run_suite
+from verl_server.conformance.suite import run_suite, small_models
 
 UPDATES = 6
 
 
-def test_our_engine_passes_every_case(tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_our_engine_passes_every_case(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     seen: list[CaseResult] = []
-    engine = named_engine("verl_server", tiny("llama", weight_std=0.07))
-    with no_new_shared_memory():
+    with small_models() as models, no_new_shared_memory():
         (report,) = run_suite(
-            [engine], CASES, updates=UPDATES, output=tmp_path, on_result=lambda _, result: seen.append(result)
+            [named_engine("verl_server", models)],
+            CASES,
+            updates=UPDATES,
+            output=tmp_path,
+            on_result=lambda _, result: seen.append(result),
         )
     problems = {result.name: result.detail for result in report.results if result.outcome is not Outcome.PASSED}
     assert not problems

@@ -12,7 +12,7 @@ from typing import Any
 
 from helpers import processes, wait_until
 
-from verl_server.conformance.case import Case, CheckFailedError, Outcome, Trial
+from verl_server.conformance.case import Case, CheckFailedError, ModelKind, Outcome, Trial
 from verl_server.conformance.other_processes import is_running
 from verl_server.conformance.runner import run_cases
 from verl_server.conformance.systems.base import NotOfferedError
@@ -25,7 +25,7 @@ class NoServer:
 
     name, url, owns_server, weight_version = "nothing", "", True, "0"
 
-    def __init__(self, **server_args: Any) -> None:
+    def __init__(self, model: Path, **server_args: Any) -> None:
         if server_args:
             raise OSError("no port is free")
         self.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
@@ -64,7 +64,7 @@ def case(run: Callable[[Trial], str], **changes: Any) -> Case:
 
 def hanging_runner(model: Path, log: Path) -> None:
     start: Any = NoServer
-    list(run_cases(start, [case(hang)], model=model, updates=2, log=log))
+    list(run_cases(start, [case(hang)], models={ModelKind.DENSE: model}, updates=2, log=log))
 
 
 def test_a_killed_runner_leaves_no_process(tiny: Callable[..., Path], tmp_path: Path) -> None:
@@ -96,7 +96,8 @@ def test_every_case_has_a_result(tiny: Callable[..., Path], tmp_path: Path) -> N
     ]
     log = tmp_path / "log"
     start: Any = NoServer
-    results = list(run_cases(start, cases, model=tiny("llama", weight_std=0.07), updates=2, log=log))
+    models = {ModelKind.DENSE: tiny("llama", weight_std=0.07)}
+    results = list(run_cases(start, cases, models=models, updates=2, log=log))
     passed, other = results[::2], results[1::2]
     assert [result.outcome for result in other] == [
         Outcome.HUNG, Outcome.NOT_OFFERED, Outcome.FAILED, Outcome.FAILED, Outcome.PASSED,

@@ -210,13 +210,15 @@ def conformance(
     updates: options.Updates = 1000,
     output: options.ConformanceOutput = Path("conformance_output"),
     server_python: options.ServerPython = None,
+    vllm_python: options.VllmPython = None,
     verbose: Verbose = False,
 ) -> None:
     """Check weight updates and generation of an engine against Hugging Face, and compare engines.
 
-    An engine is verl_server, sglang (SGLang's own adapter), or the URL of a running server. The keys of a
-    running server are read from VERL_SERVER_API_KEY and VERL_SERVER_ADMIN_API_KEY. Its weights are changed.
-    At the end of a complete run, the weights of its model's folder are pushed.
+    An engine is verl_server, sglang (SGLang's own adapter), verl_server_vllm (verl_server with a vLLM server),
+    vllm (vLLM's own reload), or the URL of a running server. The keys of a running server are read from
+    VERL_SERVER_API_KEY and VERL_SERVER_ADMIN_API_KEY. Its weights are changed. At the end of a complete run,
+    the weights of its model's folder are pushed.
 
     Exit code 1 when a case failed or hung.
 
@@ -229,7 +231,7 @@ def conformance(
     keys = (os.environ.get(API_KEY), os.environ.get(ADMIN_API_KEY))
     key_hint = f"set {API_KEY} and {ADMIN_API_KEY} to the keys of the server"
     with exit_after_cleanup():
-        has_problems = run(engine or ["verl_server"], case or [], updates, output, keys, key_hint)
+        has_problems = run(engine or ["verl_server"], case or [], updates, output, keys, key_hint, vllm_python)
     raise typer.Exit(EXIT_FAILED if has_problems else 0)
 
 

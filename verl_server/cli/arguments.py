@@ -79,11 +79,19 @@ Dtype = Annotated[str, typer.Option(help="The --dtype with which the server will
 Engines = Annotated[
     list[str] | None,
     typer.Option(
-        help="Engine to check: verl_server, sglang, or a URL. Repeat the option to compare.", metavar="ENGINE"
+        help="Engine to check: verl_server, sglang, verl_server_vllm, vllm, or a URL. Repeat the option to compare.",
+        metavar="ENGINE",
     ),
 ]
 Cases = Annotated[
     list[str] | None, typer.Option(help="Run only this case. Repeat the option for more cases.", metavar="NAME")
+]
+VllmPython = Annotated[
+    Path | None,
+    typer.Option(
+        help="Python interpreter of servers with vLLM. Default: .venv-vllm/bin/python of the current folder.",
+        metavar="PATH",
+    ),
 ]
 Updates = Annotated[int, typer.Option(min=2, help="Number of updates of the case `repeated`.", metavar="N")]
 ConformanceOutput = Annotated[Path, typer.Option(help="Folder for the results and the logs.", metavar="FOLDER")]

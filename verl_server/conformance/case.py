@@ -11,7 +11,7 @@ from verl_server.types import Json
 
 if TYPE_CHECKING:
     from verl_server.conformance.reference import Reference
-    from verl_server.conformance.systems.base import System, SystemFactory
+    from verl_server.conformance.systems.base import System
 
 
 class Outcome(enum.StrEnum):
@@ -23,6 +23,17 @@ class Outcome(enum.StrEnum):
     """The case had no result at its deadline."""
     NOT_OFFERED = "not offered"
     """The system has no operation for what the case needs."""
+
+
+class ModelKind(enum.StrEnum):
+    """A model that a case needs. The suite makes a small random model of each kind."""
+
+    DENSE = "dense"
+    """A Llama whose output head has weights of its own."""
+    TIED = "tied"
+    """A Qwen3 whose output head has the weights of the embedding."""
+    EXPERTS = "experts"
+    """A Qwen3 whose layers are mixtures of experts."""
 
 
 class CheckFailedError(Exception):
@@ -37,14 +48,16 @@ class Trial:
     """The system under test. A case may replace it with `restart`."""
     reference: Reference
     """Hugging Face's model, the weights to push, and the comparison of log probabilities."""
-    start: SystemFactory
-    """Starts another system of the same kind."""
+    start: Callable[..., System]
+    """Starts another system of the same kind with the same model. Takes further server arguments, can be pickled."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """Further server arguments that the case needs."""
     updates: int = 10
     """Number of weight updates of the case that repeats updates."""
     figures: Json = field(default_factory=dict)
     """What the case has measured."""
+    model: ModelKind = ModelKind.DENSE
+    """The model that the system serves."""
 
     def restart(self) -> System:
         """End the system and start another."""
@@ -65,12 +78,14 @@ class Case:
     run: Callable[[Trial], str]
     """Checks the claim and returns what was measured, in a few words. Raises CheckFailedError or NotOfferedError; any
     other exception is a failure as well. A function that can be pickled."""
-    deadline_s: float = 90.0
+    deadline_s: float = 180.0
     """Seconds after which the case counts as hung."""
     deadline_per_update_s: float = 0.0
     """Further seconds for each weight update of the case that repeats updates."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """Further server arguments that the case needs. The server is started again when they differ."""
+    model: ModelKind = ModelKind.DENSE
+    """The model that the server serves. The server is started again when it differs."""
 
     def seconds_until_hung(self, updates: int) -> float:
         """Seconds after which the case counts as hung, if it repeats `updates` updates."""

@@ -5,22 +5,29 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import RemoteServer
+from verl_server.conformance.case import ModelKind
 from verl_server.conformance.systems.base import SystemFactory
 from verl_server.conformance.systems.sglang_adapter import SglangSystem
 from verl_server.conformance.systems.verl_engine import VerlEngineSystem
+from verl_server.conformance.systems.vllm_reload import VllmSystem
+from verl_server.conformance.vllm_python import VllmPython
+from verl_server.conformance.worker import Models
 from verl_server.errors import BadInputError, ServerError
 from verl_server.validation import did_you_mean, require_http_url
 
 #: Names of the engines that the suite can start.
-ENGINE_NAMES = ("verl_server", "sglang")
-#: Arguments of all servers that the suite starts.
+ENGINE_NAMES = ("verl_server", "sglang", "verl_server_vllm", "vllm")
+#: Names of the engines that need an interpreter with vLLM.
+VLLM_ENGINES = ("verl_server_vllm", "vllm")
+#: Arguments of all SGLang servers and of all vLLM servers that the suite starts.
 SERVER_ARGS: Mapping[str, Any] = {"max_total_tokens": 16384}
+VLLM_SERVER_ARGS: Mapping[str, Any] = {"max_running_requests": 16, "enforce_eager": True}
 
 
 @dataclass(frozen=True)
@@ -30,8 +37,10 @@ class Engine:
     name: str
     description: str
     start: SystemFactory
-    model: Path
-    """Folder of the model that the system serves."""
+    models: Models
+    """Folders of the models that the system can serve."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of packages in the environment of the server, if it is another one than that of this process."""
 
 
 def require_known_engine(name: str) -> None:
@@ -43,14 +52,26 @@ def require_known_engine(name: str) -> None:
         )
 
 
-def named_engine(name: str, model: Path) -> Engine:
-    """An engine that starts a server for the model in the folder `model`. Raises BadInputError for an unknown name."""
+def named_engine(name: str, models: Models, vllm: VllmPython | None = None) -> Engine:
+    """An engine that starts servers for `models`. `vllm`: the interpreter of the engines in `VLLM_ENGINES`.
+
+    Raises BadInputError for an unknown name.
+    """
     require_known_engine(name)
     if name == "sglang":
-        start: SystemFactory = functools.partial(SglangSystem, model, **SERVER_ARGS)
-        return Engine(name, "SGLang's HttpServerEngineAdapter with the server that it starts", start, model)
-    start = functools.partial(VerlEngineSystem, model, **SERVER_ARGS)
-    return Engine(name, "VerlEngine with a server of its own", start, model)
+        start: SystemFactory = functools.partial(SglangSystem, **SERVER_ARGS)
+        return Engine(name, "SGLang's HttpServerEngineAdapter with the server that it starts", start, models)
+    if name not in VLLM_ENGINES:
+        start = functools.partial(VerlEngineSystem, **SERVER_ARGS)
+        return Engine(name, "VerlEngine with a server of its own", start, models)
+    if vllm is None:
+        raise BadInputError(f"the engine {name} needs an interpreter with vLLM")
+    versions = {"vllm": vllm.version}
+    if name == "vllm":
+        start = functools.partial(VllmSystem, python=vllm.path)
+        return Engine(name, "vLLM's own reload through its HTTP routes", start, models, versions)
+    start = functools.partial(VerlEngineSystem, vllm_python=vllm.path, **VLLM_SERVER_ARGS)
+    return Engine(name, "VerlEngine with a vLLM server of its own", start, models, versions)
 
 
 def number_engines(engines: Sequence[Engine]) -> list[Engine]:
@@ -98,5 +119,6 @@ def running_server(
             f"the server at {url} computes in {dtype}, and log probabilities are compared up to 1e-5; "
             "start it with --dtype float32"
         )
-    start = functools.partial(VerlEngineSystem, model, RemoteServer(url, api_key, admin_api_key))
-    return Engine("running server", "VerlEngine connected to a running server", start, model)
+    start = functools.partial(VerlEngineSystem, remote=RemoteServer(url, api_key, admin_api_key))
+    models = {ModelKind.DENSE: model}
+    return Engine("running server", "VerlEngine connected to a running server", start, models)

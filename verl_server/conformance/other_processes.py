@@ -19,7 +19,7 @@ from verl_server.server.warden.process_watch import start_time
 from verl_server.server.warden.shared_memory_files import SHM_DIR, find_shared_memory, remove_shared_memory
 
 if TYPE_CHECKING:
-    from verl_server.conformance.systems.base import System, SystemFactory
+    from verl_server.conformance.systems.base import System
 
 #: Imported once by the process from which trainers are forked.
 TRAINER_IMPORTS = [
@@ -69,7 +69,7 @@ def push_from_file(connection: Connection, connect: Callable[[], System], weight
     connection.send("updated")
 
 
-def start_and_wait(connection: Connection, start: SystemFactory, server_args: Mapping[str, Any]) -> None:
+def start_and_wait(connection: Connection, start: Callable[..., System], server_args: Mapping[str, Any]) -> None:
     """Body of a trainer: start a server, report its process ids, and wait."""
     import torch
 

@@ -13,7 +13,7 @@ import psutil
 from verl_server.conformance.case import Case, CaseResult, Outcome
 from verl_server.conformance.other_processes import kill_processes, process_context
 from verl_server.conformance.systems.base import SystemFactory
-from verl_server.conformance.worker import READY, worker_main
+from verl_server.conformance.worker import READY, Models, worker_main
 from verl_server.server.warden.shared_memory_files import find_shared_memory, remove_shared_memory
 
 logger = logging.getLogger(__name__)
@@ -25,18 +25,18 @@ END_TIMEOUT_S = 60.0
 
 
 def run_cases(
-    start: SystemFactory, cases: Sequence[Case], *, model: Path, updates: int, log: Path
+    start: SystemFactory, cases: Sequence[Case], *, models: Models, updates: int, log: Path
 ) -> Generator[CaseResult]:
     """Run the cases with one system and yield their results.
 
-    `start` starts the system, `model` is the model that it serves, `updates` the number of updates of the case that
-    repeats updates, `log` the file for the output of the system.
+    `start` starts the system, `models` has the folder of each model that it can serve. `updates` is the number of
+    updates of the case that repeats updates, `log` the file for the output of the system.
     """
     worker: _Worker | None = None
     try:
         for case in cases:
             if worker is None:
-                worker = _Worker(start, model, updates, log)
+                worker = _Worker(start, models, updates, log)
             result, is_alive = worker.run(case, case.seconds_until_hung(updates))
             if not is_alive:
                 worker.kill()
@@ -52,11 +52,11 @@ def run_cases(
 class _Worker:
     """A worker process as the runner sees it."""
 
-    def __init__(self, start: SystemFactory, model: Path, updates: int, log: Path) -> None:
+    def __init__(self, start: SystemFactory, models: Models, updates: int, log: Path) -> None:
         context = process_context()
         self._connection: Connection
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=worker_main, args=(theirs, start, model, updates, log))
+        self._process = context.Process(target=worker_main, args=(theirs, start, models, updates, log))
         self._process.start()
         theirs.close()
         self._tree: set[psutil.Process] = set()

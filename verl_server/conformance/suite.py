@@ -7,10 +7,11 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from verl_server.conformance.case import Case, CaseResult
+from verl_server.conformance.case import Case, CaseResult, ModelKind
 from verl_server.conformance.cases import CASES
 from verl_server.conformance.engines import Engine
 from verl_server.conformance.environment import describe_environment
@@ -22,6 +23,14 @@ from verl_server.server.forkserver.socket_folder import FOLDER_VARIABLE, shares_
 from verl_server.tiny import Architecture, make_model
 from verl_server.validation import did_you_mean
 
+#: Arguments of `make_model` for each model.
+MODELS: Mapping[ModelKind, Mapping[str, Any]] = {
+    ModelKind.DENSE: {"architecture": Architecture.LLAMA},
+    ModelKind.TIED: {"architecture": Architecture.QWEN3, "tie_word_embeddings": True},
+    ModelKind.EXPERTS: {"architecture": Architecture.QWEN3_MOE},
+}
+#: Attention heads of 32 elements: the smallest that vLLM computes on a CPU.
+HEAD_SIZES: Mapping[str, Any] = {"hidden_size": 64, "heads": 2, "kv_heads": 1}
 OnResult = Callable[[str, CaseResult], None]
 """Called with the name of the engine and the result of a case."""
 
@@ -45,13 +54,13 @@ def run_suite(
 
     The files are written after each engine, so that they exist when a later engine is interrupted.
     """
-    environment = describe_environment()
+    environment = describe_environment({n: v for engine in engines for n, v in engine.versions.items()})
     reports: list[SystemReport] = []
     with shared_forkserver():
         for engine in engines:
             results = []
             log = output / "logs" / f"{re.sub(r'[^a-z0-9_]+', '-', engine.name)}.log"
-            running = run_cases(engine.start, cases, model=engine.model, updates=updates, log=log)
+            running = run_cases(engine.start, cases, models=engine.models, updates=updates, log=log)
             with contextlib.closing(running):
                 for result in running:
                     results.append(result)
@@ -70,15 +79,18 @@ def as_text(content: object) -> str:
 
 
 @contextlib.contextmanager
-def small_model() -> Iterator[Path]:
-    """A temporary folder with a random float32 Llama, whose tensors SGLang returns by name.
+def small_models(kinds: Iterable[ModelKind] = tuple(ModelKind)) -> Iterator[dict[ModelKind, Path]]:
+    """Folders with random float32 models in one temporary folder. SGLang returns tensors of the Llama by name.
 
-    Its weights are small: rounding in float32 changes its log probabilities by about 1e-6, a tenth of what is accepted.
+    The weights are small: rounding in float32 changes log probabilities by about 1e-6, a tenth of what is accepted.
     """
     with tempfile.TemporaryDirectory(prefix="verl-conformance-") as folder:
         with without_progress_bars():
-            model = make_model(Path(folder) / "model", Architecture.LLAMA, weight_std=0.07)
-        yield model
+            models = {
+                kind: make_model(Path(folder) / kind, weight_std=0.07, **HEAD_SIZES, **MODELS[kind])
+                for kind in dict.fromkeys(kinds)
+            }
+        yield models
 
 
 @contextlib.contextmanager

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import psutil
 
-from verl_server.conformance.case import Case, CaseResult, CheckFailedError, Outcome, Trial
+from verl_server.conformance.case import Case, CaseResult, CheckFailedError, ModelKind, Outcome, Trial
 from verl_server.conformance.messages import describe, without_paths
 from verl_server.conformance.other_processes import kill_processes
 from verl_server.conformance.reference import Reference
 from verl_server.conformance.systems.base import NotOfferedError, SystemFactory
 
+Models = Mapping[ModelKind, Path]
+"""Folders of the models that the system can serve."""
 READY = "ready"
 """Message of the worker when the system runs and the case begins."""
 STACKS_BEFORE_DEADLINE_S = 0.5
 """Seconds before the deadline of a case at which the stacks of all threads are written to the log."""
 
 
-def worker_main(connection: Connection, start: SystemFactory, model: Path, updates: int, log: Path) -> None:
+def worker_main(connection: Connection, start: SystemFactory, models: Models, updates: int, log: Path) -> None:
     """Main function of the process. Receives cases, sends `READY` and a `CaseResult` for each; None ends it."""
     _log_to(log)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's
@@ -37,11 +40,15 @@ def worker_main(connection: Connection, start: SystemFactory, model: Path, updat
     import torch
 
     torch.set_num_threads(1)
-    reference = Reference(model)
+    references: dict[ModelKind, Reference] = {}
     trial: Trial | None = None
     while (case := connection.recv()) is not None:
         try:
-            trial = _trial_for(case, trial, start, reference, updates)
+            trial = _trial_for(case, trial, start, references, models, updates)
+        except NotOfferedError as error:
+            trial = None
+            connection.send(CaseResult(case.name, Outcome.NOT_OFFERED, str(error), 0.0))
+            continue
         except Exception as error:  # noqa: BLE001 - boundary to the system under test
             traceback.print_exc()
             trial = None
@@ -77,15 +84,25 @@ def run_case(case: Case, trial: Trial) -> CaseResult:
     return CaseResult(case.name, outcome, without_paths(detail), seconds, trial.figures)
 
 
-def _trial_for(case: Case, before: Trial | None, start: SystemFactory, reference: Reference, updates: int) -> Trial:
-    """A trial with the system of the trial before, or with another one if the server arguments differ."""
-    if before is not None and before.server_args == case.server_args:
-        system = before.system
-    else:
-        if before is not None:
-            _close_failed(before)
-        system = start(**case.server_args)
-    return Trial(system, reference, start, case.server_args, updates)
+def _trial_for(
+    case: Case,
+    before: Trial | None,
+    start: SystemFactory,
+    references: dict[ModelKind, Reference],
+    models: Models,
+    updates: int,
+) -> Trial:
+    """A trial with the system of the trial before, or with another one if the model or the server arguments differ."""
+    is_same = before is not None and (before.model, before.server_args) == (case.model, case.server_args)
+    if before is not None and not is_same:
+        _close_failed(before)
+    if case.model not in models:
+        raise NotOfferedError("the suite tests a running server with the model that it serves only")
+    if case.model not in references:
+        references[case.model] = Reference(models[case.model])
+    start_again = functools.partial(start, models[case.model])
+    system = before.system if before is not None and is_same else start_again(**case.server_args)
+    return Trial(system, references[case.model], start_again, case.server_args, updates, model=case.model)
 
 
 def _close(trial: Trial) -> None:

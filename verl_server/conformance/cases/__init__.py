@@ -7,6 +7,7 @@ from verl_server.conformance.cases import (
     killed,
     lora,
     memory,
+    models,
     prefix_cache,
     refused,
     repeated,
@@ -17,6 +18,7 @@ from verl_server.conformance.cases import (
 #: All cases in the order in which they run. The server is started again for a case with other server arguments.
 CASES: tuple[Case, ...] = (
     *update.CASES,
+    *models.CASES,
     *running.CASES,
     *prefix_cache.CASES,
     *memory.CASES,

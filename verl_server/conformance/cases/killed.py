@@ -10,7 +10,7 @@ from contextlib import closing
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors.torch import save_file
 
@@ -29,19 +29,21 @@ from verl_server.conformance.other_processes import (
 from verl_server.conformance.reference import Weights, describe_gap
 from verl_server.conformance.served import ServedWeights
 
-TRAINER_S = 120.0
-"""Seconds for a trainer to start and to reach the step at which it is killed."""
+Step = Literal["loading", "finishing"]
+TRAINER_S = 240.0
+"""Seconds for a trainer to start, with a server of its own in one case, and to reach the step at which it is killed."""
 END_S = 15.0
 """Seconds for the processes of a server to end."""
 ERROR_S = 10.0
 """Seconds for a request to fail after its server was killed."""
 
 
-def trainer_killed(step: str, trial: Trial) -> str:
-    """Kill a second trainer when its request `step` reaches the server, then push with a third trainer."""
+def trainer_killed(step: Step, trial: Trial) -> str:
+    """Kill a second trainer when its request of `step` reaches the server, then push with a third trainer."""
+    path = trial.system.load_path if step == "loading" else trial.system.finish_path
     old, new, last = (trial.reference.weights(seed) for seed in (91, 92, 93))
     trial.system.update(old)
-    pid = _push_and_die(trial, step, new)
+    pid = _push_and_die(trial, path, new)
     request = ServedWeights(trial)
     served = request.describe({"the old weights": old, "the new weights": new})
     with closing(trial.system.connect(trial.system.url)()) as next_trainer:
@@ -56,12 +58,12 @@ def trainer_killed(step: str, trial: Trial) -> str:
     return f"served afterwards: {served}; after the next trainer's update {describe_gap(gap)}"
 
 
-def _push_and_die(trial: Trial, step: str, weights: Weights) -> int:
-    """Push in another process, and kill the process when the request `step` begins. Returns its process id."""
+def _push_and_die(trial: Trial, step_path: str, weights: Weights) -> int:
+    """Push in another process, and kill the process when the request `step_path` begins. Returns its process id."""
     to_kill: list[BaseProcess] = []
 
     def before(path: str) -> None:
-        if path == step and to_kill:
+        if path == step_path and to_kill:
             to_kill.pop().kill()
 
     with (
@@ -75,7 +77,7 @@ def _push_and_die(trial: Trial, step: str, weights: Weights) -> int:
             process.join(TRAINER_S)
             if to_kill:
                 reached = _receive(connection) if connection.poll() else "not connected"
-                raise CheckFailedError(f"the trainer to be killed did not send {step}: {reached}")
+                raise CheckFailedError(f"the trainer to be killed did not send {step_path}: {reached}")
     assert process.pid is not None
     return process.pid
 
@@ -132,20 +134,20 @@ def owner_killed(trial: Trial) -> str:
     return f"{len(pids)} processes ended after {time.monotonic() - killed_at:.1f} s"
 
 
-def _killed_at(step: str, claim: str, *issues: str) -> Case:
-    name = f"trainer-killed-{'loading' if step.startswith('/update') else 'finishing'}"
-    return Case(name, claim, issues, functools.partial(trainer_killed, step), deadline_s=180.0)
+def _killed_at(step: Step, claim: str, *issues: str) -> Case:
+    run = functools.partial(trainer_killed, step)
+    return Case(f"trainer-killed-{step}", claim, issues, run, deadline_s=300.0)
 
 
 CASES = (
     _killed_at(
-        "/update_weights_from_tensor",
+        "loading",
         "A trainer is killed as the server loads: old or new weights or none are served; the next can push.",
         "https://github.com/PrimeIntellect-ai/prime-rl/issues/3599",
         "https://github.com/vllm-project/vllm/pull/57854",
     ),
     _killed_at(
-        "/end_weight_update",
+        "finishing",
         "A trainer is killed as the server ends the update: old or new weights or none are served; the next can push.",
         "https://github.com/vllm-project/vllm/pull/57854",
         "https://github.com/huggingface/trl/pull/5937",
@@ -155,13 +157,13 @@ CASES = (
         "Requests of a killed server fail within 10 s, none of its processes is left, and another server can start.",
         ("https://github.com/sgl-project/sglang/issues/23627", "https://github.com/NVIDIA-NeMo/RL/pull/3592"),
         server_killed,
-        deadline_s=180.0,
+        deadline_s=400.0,
     ),
     Case(
         "owner-killed",
         "The processes of a server end within 15 s after the trainer that started the server was killed.",
         ("https://github.com/ai-dynamo/dynamo/issues/1889", "https://github.com/sgl-project/sglang/pull/16756"),
         owner_killed,
-        deadline_s=180.0,
+        deadline_s=400.0,
     ),
 )

@@ -15,19 +15,24 @@ from verl_server.conformance.systems.base import Reply, System
 RUNNING_TOKENS = 600
 """Number of tokens of a request that is to run during an update."""
 START_S = 0.3
-"""Seconds from the start of the requests to the update."""
+"""Minimum number of seconds from the start of the requests to the update."""
+WARM_UP_TOKENS = 8
+"""Number of tokens of a generation that shows how busy the machine is. The update begins after twice its time."""
 
 
 @contextmanager
 def running_requests(system: System) -> Iterator[list[Future[Reply]]]:
     """Generations of `PROMPTS` that run at the beginning of the body."""
+    started = time.monotonic()
+    system.generate(PROMPTS[0], WARM_UP_TOKENS)
+    start_s = max(START_S, 2 * (time.monotonic() - started))
     pool = ThreadPoolExecutor(len(PROMPTS))
     try:
         futures = [pool.submit(system.generate, prompt, RUNNING_TOKENS) for prompt in PROMPTS]
-        time.sleep(START_S)
+        time.sleep(start_s)
         if any(future.done() for future in futures):
             ended = next(future for future in futures if future.done())
-            raise CheckFailedError(f"a generation of {RUNNING_TOKENS} tokens ended after {START_S} s: {ended}")
+            raise CheckFailedError(f"a generation of {RUNNING_TOKENS} tokens ended after {start_s:.1f} s: {ended}")
         yield futures
     finally:
         pool.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""Cases of one and of a few weight updates: read back, several in a row, a part of the tensors, the version."""
+"""Cases of one and of a few weight updates: read back, several in a row, parts of the model, the version."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from verl_server.conformance.case import Case, CheckFailedError, Trial
 from verl_server.conformance.reference import PROMPTS, Weights, describe_gap, require_gap
 
 _SEEDS_IN_A_ROW = (11, 12, 13)
+#: Parts of the names of modules that no engine fuses with another: an attention, a norm, an MLP, the embedding.
+_WHOLE_MODULES = ("layers.0.self_attn.", "layers.0.post_attention_layernorm.", "layers.1.mlp.", "embed_tokens.")
 
 
 def read_back(trial: Trial) -> str:
@@ -34,7 +36,7 @@ def several_in_a_row(trial: Trial) -> str:
 
 
 def some_tensors(trial: Trial) -> str:
-    """Push all tensors, then every second tensor with other values. This separates parts that SGLang fuses."""
+    """Push all tensors, then every second tensor with other values. This separates parts that engines fuse."""
     before, after = trial.reference.weights(21), trial.reference.weights(22)
     pushed = {name: after[name] for name in list(after)[::2]}
     trial.system.update(before)
@@ -42,6 +44,16 @@ def some_tensors(trial: Trial) -> str:
     expected = {**before, **pushed}
     gap = trial.reference.require(trial.system, expected, "after an update of every second tensor")
     _require_served(trial, expected)
+    return f"{len(pushed)} of {len(before)} tensors pushed, {describe_gap(gap)}"
+
+
+def whole_modules(trial: Trial) -> str:
+    """Push all tensors, then some modules. Parts that engines fuse are pushed together."""
+    before, after = trial.reference.weights(23), trial.reference.weights(24)
+    pushed = {name: after[name] for name in after if any(part in name for part in _WHOLE_MODULES)}
+    trial.system.update(before)
+    trial.system.update(pushed)
+    gap = trial.reference.require(trial.system, {**before, **pushed}, "after an update of whole modules")
     return f"{len(pushed)} of {len(before)} tensors pushed, {describe_gap(gap)}"
 
 
@@ -88,6 +100,15 @@ CASES = (
         "An update of every second tensor changes these tensors and no other.",
         ("https://github.com/sgl-project/sglang/pull/38298", "https://github.com/pytorch/torchtitan/pull/3867"),
         some_tensors,
+    ),
+    Case(
+        "whole-modules",
+        "An update of some modules, each of them whole, changes these modules and no other.",
+        (
+            "https://github.com/PrimeIntellect-ai/prime-rl/pull/2714",
+            "https://github.com/vllm-project/vllm/issues/48312",
+        ),
+        whole_modules,
     ),
     Case(
         "weight-version",

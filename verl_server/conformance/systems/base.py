@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class System(Protocol):
     """Name of the system in the results."""
     url: str
     """Base URL of the server."""
+    load_path: str
+    """Path of the HTTP request of an update with which the server loads tensors."""
+    finish_path: str
+    """Path of the last HTTP request of an update after the tensors were loaded."""
     owns_server: bool
     """Whether this object has started the server and ends the server in `close`."""
 
@@ -93,5 +98,9 @@ class System(Protocol):
 class SystemFactory(Protocol):
     """Starts a system: a function that can be pickled."""
 
-    def __call__(self, **server_args: Any) -> System:
-        """Start a server with further server arguments, or connect to a running server."""
+    def __call__(self, model: Path, **server_args: Any) -> System:
+        """Start a server for the model in the folder `model`, or connect to a running server that serves this model.
+
+        `server_args`: further server arguments, with SGLang's names. Raises NotOfferedError for an argument that no
+        server of the system has.
+        """

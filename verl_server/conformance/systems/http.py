@@ -1,8 +1,10 @@
-"""SGLang's HTTP endpoints that neither of the adapters has as a method."""
+"""SGLang's HTTP endpoints that neither of the adapters has as a method, and requests to any server."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 import torch
@@ -19,15 +21,18 @@ class RefusedRequestError(Exception):
     """The server answered a request with an error."""
 
 
-def post(url: str, body: Json, key: str | None = None) -> Any:
-    """Send one request and return the decoded reply. Raises RefusedRequestError for any status but 200."""
+def post(url: str, body: Json, key: str | None = None, *, is_json: bool = True) -> Any:
+    """Send one request and return the decoded reply. `is_json`: False for a reply of plain text.
+
+    Raises RefusedRequestError for any status but 200.
+    """
     with requests.Session() as session:
         session.trust_env = False
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         reply = session.post(url, json=body, headers=headers, timeout=TIMEOUT_S)
     if reply.status_code != 200:
-        raise RefusedRequestError(f"/{url.rpartition('/')[2]} answered {reply.status_code}: {reply.text[:300]}")
-    return reply.json()
+        raise RefusedRequestError(f"{urlsplit(url).path} answered {reply.status_code}: {reply.text[:300]}")
+    return reply.json() if is_json else reply.text
 
 
 def read_tensor(base_url: str, name: str, key: str | None = None) -> torch.Tensor:
@@ -35,7 +40,7 @@ def read_tensor(base_url: str, name: str, key: str | None = None) -> torch.Tenso
     try:
         rows = post(f"{base_url}/get_weights_by_name", {"name": name, "truncate_size": ALL_ROWS}, key)
     except RefusedRequestError as error:
-        raise NotOfferedError(f"SGLang does not return the weights of this model ({error})") from error
+        raise NotOfferedError(f"the server does not return the weights of this model ({error})") from error
     return torch.tensor(rows, dtype=torch.float64).float()
 
 
@@ -45,13 +50,17 @@ def sampling(max_new_tokens: int) -> Json:
 
 
 def as_reply(reply: Json) -> Reply:
-    """SGLang's reply to `/generate`."""
+    """SGLang's reply to `/generate`. A log probability that is no finite number is NaN."""
     meta = reply["meta_info"]
     version = meta.get("weight_version")
     return Reply(
         output_ids=list(reply["output_ids"]),
-        logprobs=[logprob for logprob, *_ in meta["output_token_logprobs"]],
+        logprobs=[math.nan if logprob is None else logprob for logprob, *_ in meta["output_token_logprobs"]],
         finish_reason=str((meta["finish_reason"] or {}).get("type")),
-        cached_tokens=int(meta["cached_tokens"]),
+        cached_tokens=int(meta.get("cached_tokens") or 0),  # missing if a request was aborted before it began
         weight_version=None if version in (None, "default") else str(version),
     )
+
+
+#: Paths of SGLang's requests with which a server loads tensors and ends the update.
+LOAD_PATH, FINISH_PATH = "/update_weights_from_tensor", "/end_weight_update"

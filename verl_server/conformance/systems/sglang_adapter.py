@@ -20,7 +20,7 @@ import torch.multiprocessing
 
 from verl_server.conformance.other_processes import kill_processes
 from verl_server.conformance.systems.base import NotOfferedError, Reply
-from verl_server.conformance.systems.http import as_reply, post, read_tensor, sampling
+from verl_server.conformance.systems.http import FINISH_PATH, LOAD_PATH, as_reply, post, read_tensor, sampling
 from verl_server.server.ports import PortReservation
 from verl_server.server.warden.shared_memory_files import find_shared_memory, remove_shared_memory
 
@@ -29,6 +29,7 @@ class SglangSystem:
     """SGLang's adapter for `model`. Starts a server, or uses the running server at the port `port` of this machine."""
 
     name = "sglang"
+    load_path, finish_path = LOAD_PATH, FINISH_PATH
     owns_server = True
 
     def __init__(self, model: Path, port: int | None = None, **server_args: Any) -> None:

@@ -1,4 +1,4 @@
-"""The system `verl_server`: a `VerlEngine` with its own server, or connected to a running server."""
+"""The systems `verl_server` and `verl_server_vllm`: a `VerlEngine` with its own server or with a running server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.config import PauseMode, RemoteServer
+from verl_server.adapter.vllm.server_arguments import REFUSED
+from verl_server.config import EngineKind, PauseMode, RemoteServer
 from verl_server.conformance.systems.base import NotOfferedError, Reply
-from verl_server.conformance.systems.http import as_reply, read_tensor, sampling
+from verl_server.conformance.systems.http import FINISH_PATH, LOAD_PATH, as_reply, read_tensor, sampling
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.server.warden.process_tree import list_descendants
 
@@ -25,13 +26,30 @@ class VerlEngineSystem:
     """A `VerlEngine` of one trainer rank. Starts a server for `model`, or connects to the running server `remote`."""
 
     name = "verl_server"
+    load_path, finish_path = LOAD_PATH, FINISH_PATH
 
-    def __init__(self, model: Path, remote: RemoteServer | None = None, **server_args: Any) -> None:
-        """`server_args` are ignored for a running server."""
+    def __init__(
+        self,
+        model: Path,
+        remote: RemoteServer | None = None,
+        *,
+        vllm_python: Path | None = None,
+        **server_args: Any,
+    ) -> None:
+        """`vllm_python`: interpreter of a vLLM server; None: an SGLang server.
+
+        `server_args` are ignored for a running server. Raises NotOfferedError for an argument that vLLM servers of this
+        library refuse.
+        """
+        engine: dict[str, Any] = {}
+        if vllm_python is not None:
+            for name in server_args.keys() & REFUSED.keys():
+                raise NotOfferedError(f"vLLM servers of this library have no server argument {name}: {REFUSED[name]}")
+            engine = {"engine_kind": EngineKind.VLLM, "server_python": vllm_python}
         self._model, self.owns_server = model, remote is None
         common: dict[str, Any] = {"model_path": str(model), "dtype": "float32"}
         if remote is None:
-            self._engine = VerlEngine(one_rank_mesh(), **common, **server_args)
+            self._engine = VerlEngine(one_rank_mesh(), **common, **engine, **server_args)
         else:
             self._engine = VerlEngine(one_rank_mesh(), servers=[remote], **common)
         self.url = self._adapter.base_url

@@ -1,0 +1,129 @@
+"""The system `vllm`: a bare vLLM server and vLLM's own HTTP routes, used as vLLM's documentation says.
+
+The trainer writes the tensors of an update into a safetensors file, which the server reads through a minimal weight
+transfer backend (`vllm_backend.py`). Around each update the trainer pauses and resumes generation.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from verl_server.adapter.vllm.replies import parse_generation
+from verl_server.conformance.systems.base import NotOfferedError, Reply
+from verl_server.conformance.systems.http import as_reply, post
+from verl_server.conformance.systems.vllm_process import VllmProcess
+
+#: Values of `mode` of `/pause` for SGLang's pause modes. `keep` holds running requests.
+PAUSE_MODES = {"retract": "keep", "in_place": "keep", "abort": "abort"}
+#: Options of all servers. The maximum number of running requests limits the memory that vLLM plans for.
+OPTIONS: Mapping[str, Any] = {"max_num_seqs": 16}
+#: Server arguments of cases that vLLM has, too. It needs no list of the modules that have LoRA adapters.
+SAME_OPTIONS, UNUSED_ARGUMENTS = ("enable_lora", "max_lora_rank"), ("lora_target_modules",)
+
+
+class VllmSystem:
+    """vLLM's own reload for `model`. Starts a server with the interpreter `python`, or uses the server at `url`."""
+
+    name = "vllm"
+    load_path, finish_path = "/update_weights", "/finish_weight_update"
+
+    def __init__(self, model: Path, python: Path, url: str | None = None, **server_args: Any) -> None:
+        self._model, self._python, self._server_args, self._version = model, python, server_args, 0
+        self.owns_server = url is None
+        self._process = None if url is not None else VllmProcess(python, model, {**OPTIONS, **as_options(server_args)})
+        self.url = url or self._server.url
+        if url is None:
+            self._post("/init_weight_transfer_engine", {"init_info": {}})
+
+    @property
+    def _server(self) -> VllmProcess:
+        assert self._process is not None
+        return self._process
+
+    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        return post(self.url + path, dict(body or {}))
+
+    def update(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        pause_mode: str | None = None,
+        flush_cache: bool = True,
+        check_finite: bool = False,
+    ) -> None:
+        """One update with all tensors in one file. Without a pause mode, vLLM's default, which aborts requests."""
+        if check_finite:
+            raise NotOfferedError("vLLM's reload has no check for NaN and infinity")
+        query = "" if pause_mode is None else f"&mode={PAUSE_MODES[pause_mode]}"
+        file = self._model.parent / f"update-{uuid.uuid4().hex}.safetensors"
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+            self._post(f"/pause?clear_cache={json.dumps(flush_cache)}{query}")
+            try:
+                self._post("/start_weight_update")
+                self._post("/update_weights", {"update_info": {"path": str(file)}})
+                self._version += 1
+                self._post("/finish_weight_update", {"weight_version": str(self._version)})
+            finally:
+                self._post("/resume")
+        finally:
+            file.unlink(missing_ok=True)
+
+    def generate(self, prompt: list[int], max_new_tokens: int, *, lora: str | None = None) -> Reply:
+        """`/inference/v1/generate`. An id of its own for each request: vLLM does not refuse an id that is in use."""
+        params = {"temperature": 0.0, "max_tokens": max_new_tokens, "ignore_eos": True, "logprobs": 0}
+        body = {"token_ids": prompt, "request_id": uuid.uuid4().hex, "sampling_params": params}
+        reply = self._post("/inference/v1/generate", {**body, **({} if lora is None else {"model": lora})})
+        return as_reply(parse_generation(reply, return_logprob=True))
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        raise NotOfferedError("vLLM has no request that returns weights")
+
+    @property
+    def weight_version(self) -> str:
+        return str(self._version)
+
+    def load_lora(self, name: str, tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> None:
+        """Write PEFT's files into a folder and let the server load it, in the place of an adapter of that name."""
+        folder = self._server.folder / f"lora-{uuid.uuid4().hex}"
+        folder.mkdir()
+        save_file(dict(tensors), folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
+        post(f"{self.url}/v1/load_lora_adapter", body, is_json=False)
+
+    def release_memory(self) -> None:
+        self._post("/sleep?level=2")
+
+    def resume_memory(self) -> None:
+        self._post("/wake_up")
+
+    def connect(self, url: str) -> Callable[[], VllmSystem]:
+        return functools.partial(VllmSystem, self._model, self._python, url, **self._server_args)
+
+    def server_pids(self) -> list[int]:
+        return self._server.pids if self.owns_server else []
+
+    def kill_server(self) -> None:
+        self._server.kill()
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
+
+def as_options(server_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Server arguments of a case as options of vLLM. Raises NotOfferedError for an argument that vLLM lacks."""
+    unknown = server_args.keys() - {*SAME_OPTIONS, *UNUSED_ARGUMENTS, "enable_memory_saver"}
+    if unknown:
+        raise NotOfferedError(f"vLLM has no server argument {', '.join(sorted(unknown))}")
+    options = {name: server_args[name] for name in SAME_OPTIONS if name in server_args}
+    return options | ({"enable_sleep_mode": True} if server_args.get("enable_memory_saver") else {})
