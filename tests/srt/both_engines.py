@@ -92,8 +92,8 @@ class RunningStream:
 
     def _read(self) -> None:
         try:
-            for self.reply in self._events:
-                pass
+            for event in self._events:
+                self.reply = event
         except Exception as error:  # noqa: BLE001 - the test looks at it
             self.error = error
 

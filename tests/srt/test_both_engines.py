@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from both_engines import KINDS, RUN_S, RunningStream, SharedEngines, load_of, serving_as_before, until_idle
-from helpers import GREEDY, PROMPTS, adapter_of, greedy_with_logprobs, reference_model, wait_until
+from both_engines import KINDS, RunningStream, SharedEngines, load_of, until_idle
+from helpers import GREEDY, PROMPTS, adapter_of, greedy_with_logprobs, reference_model
 from transformers import AutoTokenizer
 
 from verl_server import HttpServerEngineAdapter, VerlEngine
@@ -74,9 +73,7 @@ def test_lists_of_prompts(adapter: HttpServerEngineAdapter, model: Any, tokenize
     lengths = [3, 12, 7]
     params = [{**GREEDY, "max_new_tokens": length} for length in lengths]
     rids = ["first", "second", "third"]
-    replies = adapter.generate(
-        input_ids=PROMPTS, sampling_params=params, rid=rids, return_logprob=[True, False, True]
-    )
+    replies = adapter.generate(input_ids=PROMPTS, sampling_params=params, rid=rids, return_logprob=[True, False, True])
     for prompt, reply, length in zip(PROMPTS, replies, lengths, strict=True):
         assert reply["output_ids"] == greedy_with_logprobs(model, prompt, length)[0]
     assert [reply["meta_info"]["id"] for reply in replies] == rids
@@ -97,9 +94,12 @@ def test_several_samples_of_a_prompt(adapter: HttpServerEngineAdapter) -> None:
 
 
 def test_log_probabilities_of_the_most_probable_tokens(adapter: HttpServerEngineAdapter, model: Any) -> None:
-    """Log probabilities are those of the distribution from which tokens are sampled, behind the temperature."""
-    temperature, prompt = 0.5, PROMPTS[1]
-    params = {"temperature": temperature, "max_new_tokens": 8, "ignore_eos": True}
+    """Log probabilities are those of the distribution from which tokens are sampled, behind the temperature.
+
+    Some of the sampled tokens are not among the most probable ones.
+    """
+    temperature, prompt = 1.5, PROMPTS[1]
+    params = {"temperature": temperature, "max_new_tokens": 16, "ignore_eos": True}
     reply = adapter.generate(input_ids=prompt, sampling_params=params, return_logprob=True, top_logprobs_num=5)
     tokens, meta = reply["output_ids"], reply["meta_info"]
     with torch.no_grad():
@@ -108,6 +108,7 @@ def test_log_probabilities_of_the_most_probable_tokens(adapter: HttpServerEngine
     logprobs = torch.log_softmax(logits / temperature, -1)
     sampled = [entry[0] for entry in meta["output_token_logprobs"]]
     assert sampled == pytest.approx([float(row[token]) for row, token in zip(logprobs, tokens, strict=True)], abs=2e-5)
+    assert not all(token in row.topk(5).indices for row, token in zip(logprobs, tokens, strict=True))
     for row, entries in zip(logprobs, meta["output_top_logprobs"], strict=True):
         best = row.topk(5)
         assert [entry[1] for entry in entries] == best.indices.tolist()
@@ -120,7 +121,8 @@ def test_log_probabilities_of_the_most_probable_tokens(adapter: HttpServerEngine
 def test_stop_tokens(adapter: HttpServerEngineAdapter, model: Any) -> None:
     tokens, _ = greedy_with_logprobs(model, PROMPTS[2])
     stop = next(token for index, token in enumerate(tokens) if index >= 4 and token not in tokens[:index])
-    reply = adapter.generate(input_ids=PROMPTS[2], sampling_params={**GREEDY, "stop_token_ids": [stop, 319]})
+    params = {"temperature": 0.0, "stop_token_ids": [stop, 319]}  # with `ignore_eos`, SGLang ignores them
+    reply = adapter.generate(input_ids=PROMPTS[2], sampling_params=params)
     assert reply["output_ids"] == tokens[: tokens.index(stop) + 1]
     assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
@@ -153,11 +155,18 @@ def test_end_tokens_and_the_smallest_number_of_tokens(adapter: HttpServerEngineA
 
 
 def test_the_default_number_of_tokens_is_128(adapter: HttpServerEngineAdapter) -> None:
-    for params in ({"ignore_eos": True}, {"ignore_eos": True, "max_new_tokens": 0}):
-        reply = adapter.generate(input_ids=[1, 2, 3], sampling_params=params)
-        length = params.get("max_new_tokens", 128)
-        assert len(reply["output_ids"]) == length
-        assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": length}
+    reply = adapter.generate(input_ids=[1, 2, 3], sampling_params={"ignore_eos": True})
+    assert len(reply["output_ids"]) == 128
+    assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": 128}
+
+
+def test_a_limit_of_no_tokens(adapter: HttpServerEngineAdapter) -> None:
+    request: Any = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    for reply in (adapter.generate(**request), list(adapter.generate_stream(**request))[-1]):
+        meta = reply["meta_info"]
+        assert reply["output_ids"] == [] == (meta.get("output_token_logprobs") or [])
+        assert (meta["completion_tokens"], meta["prompt_tokens"]) == (0, 3)
+        assert meta["finish_reason"] == {"type": "length", "length": 0}
 
 
 def test_seeds(adapter: HttpServerEngineAdapter) -> None:
@@ -221,13 +230,13 @@ def test_closing_a_stream_ends_its_request(adapter: HttpServerEngineAdapter) -> 
 
 def test_aborts_by_the_beginning_of_the_id(adapter: HttpServerEngineAdapter, model: Any) -> None:
     until_idle(adapter)
-    streams = {rid: RunningStream(adapter, input_ids=[1, 2, 3], rid=rid) for rid in ("group-1", "group-2", "other")}
+    streams = {rid: RunningStream(adapter, input_ids=[1, 2, 3], rid=rid) for rid in ("group", "group-2", "other")}
     for stream in streams.values():
         stream.until_tokens(3)
     adapter.abort_request("nobody")
-    adapter.abort_request("group-")
+    adapter.abort_request("group")
     expected = greedy_with_logprobs(model, [1, 2, 3], 300)[0]
-    for rid in ("group-1", "group-2"):
+    for rid in ("group", "group-2"):
         reply = streams[rid].result()
         tokens, meta = reply["output_ids"], reply["meta_info"]
         assert meta["finish_reason"]["type"] == "abort"
