@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import adapter_of, wait_until
 from torch.distributed.device_mesh import DeviceMesh
 from vllm_helpers import MISSING, SIZES, TINY_SERVER, VLLM_PYTHON
@@ -132,6 +134,24 @@ def in_background(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, results
+
+
+def assert_computed_by(models: Mapping[int, Any], prompt: list[int], reply: Any, tolerance: float = 1e-5) -> None:
+    """Each greedy token of the reply, and its log probability, is that of the model whose version its span names.
+
+    Hugging Face computes the log probabilities in float64, of the whole sequence at once.
+    """
+    tokens, meta = reply["output_ids"], reply["meta_info"]
+    assert meta["weight_versions"][0]["start"] == 0
+    assert meta["weight_versions"][-1]["end"] == len(tokens) == len(meta["output_token_logprobs"])
+    for span in meta["weight_versions"]:
+        model = copy.deepcopy(models[span["version"]]).double()
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        logprobs = torch.log_softmax(logits, -1)[span["start"] : span["end"]]
+        assert logprobs.argmax(-1).tolist() == tokens[span["start"] : span["end"]]
+        got = torch.tensor([entry[0] for entry in meta["output_token_logprobs"][span["start"] : span["end"]]])
+        assert float((logprobs.max(-1).values - got).abs().max()) < tolerance
 
 
 @contextlib.contextmanager

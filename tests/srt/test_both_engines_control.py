@@ -18,9 +18,9 @@ from verl_server.errors import NotReadyError, ServerBusyError, ServerError
 
 pytestmark = pytest.mark.timeout(600)
 
-MEDIUM = {**LONG, "max_new_tokens": 1500}
+MEDIUM = {**LONG, "max_new_tokens": 300}
 OPEN = {"/health", "/ping", "/ready"}
-"""Paths that need no key."""
+"""Paths that may answer without a key: they tell only whether the server works."""
 ENDPOINTS = {each.path: each for each in vars(endpoints).values() if isinstance(each, Endpoint)}
 
 
@@ -200,7 +200,7 @@ def test_every_route_needs_its_key(adapter: HttpServerEngineAdapter) -> None:
 
         for endpoint in ENDPOINTS.values():
             if endpoint.path in OPEN:
-                assert status(endpoint.method, endpoint.path, None) in (200, 404)
+                assert status(endpoint.method, endpoint.path, None) in (200, 401), endpoint.path
                 continue
             assert status(endpoint.method, endpoint.path, None) == 401, endpoint.path
             assert status(endpoint.method, endpoint.path, "wrong") == 401, endpoint.path
