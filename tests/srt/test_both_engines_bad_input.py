@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from both_engines import KINDS, SharedEngines, serving_as_before, until_idle
@@ -121,7 +121,7 @@ def test_control_requests_refuse(adapter: HttpServerEngineAdapter) -> None:
         (lambda: adapter.release_memory_occupation(["weights", "weights"]), "twice"),
         (lambda: adapter.resume_memory_occupation(["weights"]), "weights"),
         (lambda: adapter.resume_memory_occupation(), "nothing"),
-        (lambda: adapter.update_weight_version("new"), "new"),
+        (lambda: adapter.update_weight_version(cast(Any, "new")), "new"),
         (lambda: adapter.update_weights_from_tensor([]), "0 payloads"),
         (lambda: adapter.update_weights_from_tensor(["bm90IGEgcGlja2xl"]), "pickle|load_format"),
     ]
