@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from both_engines import SharedEngines, model_of
 from fleet_helpers import RECOVERY, RESTART_S, ROUTER, healthy, states
 from gpu_proof.settings import device
 from helpers import (
@@ -151,6 +152,14 @@ def shared_engine(one_rank: DeviceMesh, tiny: Callable[..., Path]) -> Iterator[V
 def adapter(shared_engine: VerlEngine) -> HttpServerEngineAdapter:
     """The blocking adapter of the shared engine's server."""
     return adapter_of(shared_engine)
+
+
+@pytest.fixture(scope="session")
+def shared_engines(one_rank: DeviceMesh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]:
+    """Engines of both kinds, with servers of the same model. Leave them as you found them."""
+    engines = SharedEngines(one_rank, model_of(tmp_path_factory.mktemp("both")))
+    yield engines
+    engines.shutdown()
 
 
 @pytest.fixture(scope="session")

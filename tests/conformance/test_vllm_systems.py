@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers import no_new_shared_memory
-from vllm_helpers import MISSING, VLLM_PYTHON
+from vllm_helpers import VLLM_PYTHON, needs_vllm
 
 from verl_server.conformance.case import CaseResult, ModelKind, Outcome
 from verl_server.conformance.cases import CASES
@@ -29,7 +29,7 @@ def run(name: str, case_names: tuple[str, ...], output: Path) -> dict[str, CaseR
     return {result.name: result for result in report.results}
 
 
-@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason=MISSING)
+@needs_vllm
 def test_our_vllm_server_updates_tied_embeddings(tmp_path: Path) -> None:
     results = run("verl_server_vllm", ("tied-embeddings", "lora"), tmp_path)
     assert results["tied-embeddings"].outcome is Outcome.PASSED, results
@@ -38,7 +38,7 @@ def test_our_vllm_server_updates_tied_embeddings(tmp_path: Path) -> None:
     assert '"vllm": "0.' in (tmp_path / "conformance.json").read_text()
 
 
-@pytest.mark.skipif(not VLLM_PYTHON.exists(), reason=MISSING)
+@needs_vllm
 def test_the_reload_of_vllm_leaves_a_tied_head_behind(tmp_path: Path) -> None:
     """If this test fails, vLLM has repaired its reload: run the suite again, and look at `reloaded_modules.py`."""
     result = run("vllm", ("tied-embeddings",), tmp_path)["tied-embeddings"]

@@ -61,7 +61,7 @@ def test_all_names_of_sampling_parameters() -> None:
         "token_ids": [1],
         "sampling_params": {
             "max_tokens": 5, "min_tokens": 1, "seed": 3, "top_k": -1, "top_p": 0.9, "stop_token_ids": [7, 9],
-            "ignore_eos": True, "structured_outputs": {"json": "{}"}, "logit_bias": {"3": -1.5}, "logprobs": 2,
+            "ignore_eos": True, "structured_outputs": {"json": "{}"}, "logit_bias": {"3": -1.5}, "logprobs": 3,
         },
         "cache_salt": "a\nb",
         "priority": 2,
@@ -247,6 +247,8 @@ def test_the_command_line_has_no_key_and_our_options() -> None:
     assert '--weight-transfer-config={"backend": "verl_server"}' in options
     assert "--logprobs-mode=processed_logprobs" in options
     assert not any("cpu" in option or "seed" in option for option in options)
+    assert "--max-logprobs=21" in options
+    assert "--max-logprobs=50" in to_command_line({"max_logprobs": 50})
 
 
 def test_environment_variables_of_a_server() -> None:

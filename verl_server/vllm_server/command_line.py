@@ -45,10 +45,15 @@ def translate(server_args: Mapping[str, Any], *, is_cpu: bool) -> dict[str, Any]
     return args
 
 
+#: Defaults of arguments, where vLLM's are others. A request for the 20 most probable tokens asks vLLM for one more.
+DEFAULTS: Mapping[str, Any] = {"max_logprobs": 21}
+
+
 def to_command_line(server_args: Mapping[str, Any]) -> list[str]:
     """The options of `vllm serve` for `server_args` and `OWN_OPTIONS`. An argument of None is left out."""
     options: list[str] = []
-    for name, value in {**server_args, **OWN_OPTIONS}.items():
+    missing = {name: value for name, value in DEFAULTS.items() if server_args.get(name) is None}
+    for name, value in {**server_args, **missing, **OWN_OPTIONS}.items():
         if name not in VARIABLES and value is not None:
             options += _option(name.replace("_", "-"), value)
     return options

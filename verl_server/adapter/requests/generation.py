@@ -169,7 +169,10 @@ async def _require_memory(connection: ServerConnection) -> None:
 
 
 async def abort_request(adapter: AsyncHttpServerEngineAdapter, rid: str | None = None, abort_all: bool = False) -> None:
-    """Abort the requests whose id starts with `rid` (SGLang matches prefixes), or all requests."""
+    """Abort the request with the id `rid` and all requests whose id starts with `rid`, or all requests.
+
+    SGLang does nothing if there is no request with the id `rid` itself. vLLM aborts the others in this case, too.
+    """
     await adapter.connection.call(endpoints.ABORT, abort_payload(rid, abort_all))
 
 

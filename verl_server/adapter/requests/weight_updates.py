@@ -16,6 +16,7 @@ from verl_server.adapter.sglang.payloads import (
     update_from_disk_payload,
     update_from_distributed_payload,
     update_from_tensor_payload,
+    weight_version_label,
 )
 from verl_server.adapter.sglang.pushable import require_unpacked_experts
 from verl_server.errors import VerlServerError
@@ -145,8 +146,11 @@ async def update_weights_from_disk(
 async def update_weight_version(
     adapter: AsyncHttpServerEngineAdapter, weight_version: int, abort_all_requests: bool = False
 ) -> None:
-    """Set the version of the weights that the server has now. The weights do not change."""
-    body = {"new_version": str(weight_version), "abort_all_requests": abort_all_requests}
+    """Set the version of the weights that the server has now. The weights do not change.
+
+    Raises BadInputError for a version that is not a whole number of at least 0.
+    """
+    body = {"new_version": weight_version_label(weight_version), "abort_all_requests": abort_all_requests}
     await adapter.connection.call(endpoints.WEIGHT_VERSION, body)
 
 

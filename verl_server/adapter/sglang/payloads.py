@@ -14,7 +14,7 @@ from verl_server.adapter.sglang.requests import require
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.validation import to_plain
+from verl_server.validation import is_whole_number, to_plain
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ CHECKER_ACTIONS = ("checksum", "snapshot", "compare", "reset_tensors")
 
 
 def abort_payload(rid: str | None, abort_all: bool) -> Json:
-    """SGLang aborts every request whose id starts with `rid`. An empty `rid` would abort all requests."""
+    """SGLang aborts the request `rid` and those whose id starts with `rid`. An empty `rid` would abort all requests."""
     require(abort_all or bool(rid), "abort_request needs a non-empty rid, or abort_all=True")
     return {"rid": rid or "", "abort_all": abort_all}
 
@@ -113,8 +113,17 @@ def _update_payload(body: Json, load_format: str | None, flush_cache: bool, weig
     if load_format is not None:
         body["load_format"] = load_format
     if weight_version is not None:
-        body["weight_version"] = str(weight_version)
+        body["weight_version"] = weight_version_label(weight_version)
     return body
+
+
+def weight_version_label(weight_version: int) -> str:
+    """The server's label of a weight version. No client could read the replies of a server with another label."""
+    require(
+        is_whole_number(weight_version) and weight_version >= 0,
+        f"weight_version must be a whole number of at least 0, got {weight_version!r}",
+    )
+    return str(int(weight_version))
 
 
 def checker_payload(action: str) -> Json:

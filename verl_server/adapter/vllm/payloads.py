@@ -16,7 +16,7 @@ from verl_server.validation import is_bool, is_list, is_whole_number
 RETURNED_ID_PREFIX = "generate-tokens-"
 """vLLM puts this before the id of a generation, and aborts generations by this longer id only."""
 MAX_LOGPROBS = 20
-"""vLLM's default of the maximum of `top_logprobs_num`."""
+"""Maximum of `top_logprobs_num`. Servers of this library accept one more (`vllm_server/command_line.py`)."""
 #: Pause modes of this library (SGLang's) and vLLM's: requests are held and computed again, held with their KV cache, or
 #: ended.
 _PAUSE_QUERIES = {
@@ -78,7 +78,11 @@ def _require_prompt(input_ids: Any) -> None:
 
 
 def _num_logprobs(fields: Mapping[str, Any]) -> int | None:
-    """vLLM's `logprobs`: None without log probabilities, 0 for those of the sampled tokens only."""
+    """vLLM's `logprobs`: None without log probabilities, 0 for those of the sampled tokens only.
+
+    vLLM counts a sampled token that is not among the most probable tokens as one of them. With one more, all of the
+    most probable tokens are in the reply.
+    """
     wanted, top = fields.get("return_logprob"), fields.get("top_logprobs_num")
     if wanted is not None and not is_bool(wanted):
         raise BadInputError(f"return_logprob must be True or False, got {wanted!r}")
@@ -88,7 +92,7 @@ def _num_logprobs(fields: Mapping[str, Any]) -> int | None:
         if top:
             raise BadInputError("top_logprobs_num needs return_logprob=True")
         return None
-    return int(top or 0)
+    return int(top) + 1 if top else 0
 
 
 def _salt(fields: Mapping[str, Any]) -> str | None:

@@ -40,6 +40,22 @@ def parse_generations(reply: Json, *, return_logprob: bool = False, top_logprobs
         raise ServerError(f"the reply is none of vLLM's: {type(error).__name__}: {error}") from error
 
 
+def without_tokens(reply: Json) -> Json:
+    """A copy of vLLM's reply whose generations have no tokens. Their weight versions are kept, for zero tokens."""
+    choices = [
+        {
+            **choice,
+            "token_ids": [],
+            "finish_reason": choice["finish_reason"] if choice["finish_reason"] == "abort" else "length",
+            "logprobs": None,
+            "weight_versions": [{**span, "start": 0, "end": 0} for span in (choice.get("weight_versions") or ())[:1]],
+            **({"text": ""} if "text" in choice else {}),
+        }
+        for choice in reply["choices"]
+    ]
+    return {**reply, "choices": choices}
+
+
 def _parse_choice(choice: Json, usage: Json, rid: str, return_logprob: bool, top_logprobs_num: int) -> Json:
     output_ids = list(choice["token_ids"])
     spans = parse_spans(choice.get("weight_versions") or ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from verl_server.adapter.sglang.batch import split_batch
 from verl_server.adapter.vllm.endpoints import GENERATE, TOKENIZE
 from verl_server.adapter.vllm.payloads import generate_payload
-from verl_server.adapter.vllm.replies import ABORTED, parse_generations
+from verl_server.adapter.vllm.replies import ABORTED, parse_generations, without_tokens
 from verl_server.adapter.vllm.stream import StreamedGeneration
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.types import Json, parse_weight_version
@@ -31,12 +31,15 @@ async def generate(state: ServerState, calls: InnerCalls, body: Json) -> Respons
         if is_streamed:
             raise BadInputError("a stream takes one prompt, got a list: make one request for each prompt")
         return json_reply(await _generate_batch(state, calls, request))
-    if is_streamed:
-        payload = await _payload(state, calls, request)
+    payload = await _payload(state, calls, request)
+    if is_streamed and payload["sampling_params"].get("max_tokens") != 0:
         events = _stream(state, calls, payload, request)
         first = await anext(events)  # an error of the request becomes the status of the reply
         return StreamingResponse(_as_sent(first, events), media_type="text/event-stream")
-    replies = await _generate_one(state, calls, request)
+    replies = await _generate_one(state, calls, payload, request)
+    if is_streamed:
+        events = _each({"index": index, **reply} for index, reply in enumerate(replies))
+        return StreamingResponse(_as_sent(await anext(events), events), media_type="text/event-stream")
     return json_reply(replies[0] if len(replies) == 1 else replies)
 
 
@@ -51,15 +54,25 @@ async def _generate_batch(state: ServerState, calls: InnerCalls, request: Json) 
         request = {**request, "rid": [f"{rid}_{index}" for index in range(num_prompts)]}
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_generate_one(state, calls, each)) for each in split_batch(request) or ()]
+            tasks = [group.create_task(_generate_item(state, calls, each)) for each in split_batch(request) or ()]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [reply for task in tasks for reply in task.result()]
 
 
-async def _generate_one(state: ServerState, calls: InnerCalls, request: Json) -> list[Json]:
-    """The `n` generations of one prompt."""
-    payload = await _payload(state, calls, request)
+async def _generate_item(state: ServerState, calls: InnerCalls, request: Json) -> list[Json]:
+    """The `n` generations of one prompt of a batch."""
+    return await _generate_one(state, calls, await _payload(state, calls, request), request)
+
+
+async def _generate_one(state: ServerState, calls: InnerCalls, payload: Json, request: Json) -> list[Json]:
+    """The `n` generations of one prompt.
+
+    vLLM refuses a limit of no tokens, which SGLang accepts. It generates one token, which is removed.
+    """
+    params = payload["sampling_params"]
+    if is_empty := params.get("max_tokens") == 0:
+        params["max_tokens"] = 1
     with state.running(payload["request_id"], payload.get("model")) as running:
         if not await state.wait_until_running(running, calls.gone):
             return [_aborted_reply(payload)]
@@ -67,10 +80,15 @@ async def _generate_one(state: ServerState, calls: InnerCalls, request: Json) ->
         _add_version_to_salt(state, payload)
         reply = await calls.call(GENERATE, payload)
     return parse_generations(
-        reply,
+        without_tokens(reply) if is_empty else reply,
         return_logprob=bool(request.get("return_logprob")),
         top_logprobs_num=int(request.get("top_logprobs_num") or 0),
     )
+
+
+async def _each(events: Iterable[Json]) -> AsyncIterator[Json]:
+    for event in events:
+        yield event
 
 
 async def _stream(state: ServerState, calls: InnerCalls, payload: Json, request: Json) -> AsyncIterator[Json]:
