@@ -60,10 +60,7 @@ ServerPython = Annotated[
         metavar="PATH",
     ),
 ]
-Engine = Annotated[
-    EngineKind,
-    typer.Option("--engine", envvar=ENGINE, help="Inference engine of the server.", show_default=True),
-]
+Engine = Annotated[EngineKind, typer.Option("--engine", envvar=ENGINE, help="Inference engine of the server.")]
 OptionalEngine = Annotated[
     EngineKind | None,
     typer.Option(
