@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+import vllm_weight_sync
 from common import (
     CONSOLE,
     cores,
@@ -179,6 +180,7 @@ def _fsdp2_rank(rank: int, folder: str, store: str, rounds: int, results: Any) -
 
 def _more_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds (default 9, with --quick 2)")
+    parser.add_argument("--engine", choices=("sglang", "vllm"), default="sglang", help="engine of the server")
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), help="measure only these models")
 
 
@@ -190,6 +192,9 @@ def main() -> None:
     rounds = options.extra.rounds or (2 if options.quick else 9)
     models = QUICK_MODELS if options.quick else {name: MODELS[name] for name in options.extra.models or MODELS}
     machine = environment()
+    if options.extra.engine == "vllm":
+        vllm_weight_sync.run(options, machine, model_folder, models, rounds, run_rounds)
+        return
     configurations = []
     for model, sizes in models.items():
         with model_folder(sizes) as folder:

@@ -53,17 +53,7 @@ class Configuration:
 def report(options: Options, machine: Json, configurations: list[Configuration], rounds: int) -> None:
     """Print tables and targets, and write the result files."""
     for configuration in configurations:
-        rows = []
-        for method, seconds in configuration.samples.items():
-            summary, ratio = summarize(seconds), configuration.ratio(method)
-            rows.append([
-                method,
-                f"{summary.median * 1e3:.1f} ({summary.q1 * 1e3:.1f} to {summary.q3 * 1e3:.1f})",
-                f"{configuration.bytes / summary.median / 1e9:.2f}",
-                f"{ratio.median:.2f} ({ratio.q1:.2f} to {ratio.q3:.2f})",
-            ])  # fmt: skip
-        title = f"{configuration.name}: {configuration.bytes / 1e6:.0f} MB"
-        show_table(title, ["method", "ms (quartiles)", "GB/s", "ratio to one memcpy"], rows)
+        show_samples(configuration)
     targets = targets_of(configurations)
     show_targets(targets)
     write_result(
@@ -84,6 +74,21 @@ def report(options: Options, machine: Json, configurations: list[Configuration],
         ],
     )
     plot(options, machine, configurations)
+
+
+def show_samples(configuration: Configuration) -> None:
+    """Print the times of all methods of one configuration."""
+    rows = []
+    for method, seconds in configuration.samples.items():
+        summary, ratio = summarize(seconds), configuration.ratio(method)
+        rows.append([
+            method,
+            f"{summary.median * 1e3:.1f} ({summary.q1 * 1e3:.1f} to {summary.q3 * 1e3:.1f})",
+            f"{configuration.bytes / summary.median / 1e9:.2f}",
+            f"{ratio.median:.2f} ({ratio.q1:.2f} to {ratio.q3:.2f})",
+        ])  # fmt: skip
+    title = f"{configuration.name}: {configuration.bytes / 1e6:.0f} MB"
+    show_table(title, ["method", "ms (quartiles)", "GB/s", "ratio to one memcpy"], rows)
 
 
 def _rounded(samples: Samples) -> Samples:

@@ -35,10 +35,19 @@ class VllmSystem:
     name = "vllm"
     load_path, finish_path = "/update_weights", "/finish_weight_update"
 
-    def __init__(self, model: Path, python: Path, url: str | None = None, **server_args: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        python: Path,
+        url: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        **server_args: Any,
+    ) -> None:
+        """`options`: further options of vLLM's command line. `server_args`: arguments of a case."""
+        all_options = {**OPTIONS, **(options or {}), **as_options(server_args)}
         self._model, self._python, self._server_args, self._version = model, python, server_args, 0
         self.owns_server = url is None
-        self._process = None if url is not None else VllmProcess(python, model, {**OPTIONS, **as_options(server_args)})
+        self._process = None if url is not None else VllmProcess(python, model, all_options)
         self.url = url or self._server.url
         if url is None:
             self._post("/init_weight_transfer_engine", {"init_info": {}})
@@ -66,16 +75,20 @@ class VllmSystem:
         file = self._model.parent / f"update-{uuid.uuid4().hex}.safetensors"
         try:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-            self._post(f"/pause?clear_cache={json.dumps(flush_cache)}{query}")
-            try:
-                self._post("/start_weight_update")
-                self._post("/update_weights", {"update_info": {"path": str(file)}})
-                self._version += 1
-                self._post("/finish_weight_update", {"weight_version": str(self._version)})
-            finally:
-                self._post("/resume")
+            self.update_from_file(file, f"?clear_cache={json.dumps(flush_cache)}{query}")
         finally:
             file.unlink(missing_ok=True)
+
+    def update_from_file(self, file: Path, pause_query: str) -> None:
+        """The requests of one update with the tensors of a safetensors file."""
+        self._post(f"/pause{pause_query}")
+        try:
+            self._post("/start_weight_update")
+            self._post("/update_weights", {"update_info": {"path": str(file)}})
+            self._version += 1
+            self._post("/finish_weight_update", {"weight_version": str(self._version)})
+        finally:
+            self._post("/resume")
 
     def generate(self, prompt: list[int], max_new_tokens: int, *, lora: str | None = None) -> Reply:
         """`/inference/v1/generate`. An id of its own for each request: vLLM does not refuse an id that is in use."""
