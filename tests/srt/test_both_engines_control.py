@@ -251,3 +251,11 @@ def test_facts_of_a_server(adapter: HttpServerEngineAdapter, shared_engines: Sha
     assert args["max_running_requests"] is None or args["max_running_requests"] >= 1
     assert not {"api_key", "admin_api_key"} & {name for name, value in args.items() if value}
     wait_until(lambda: adapter.health() and adapter.ping(), RUN_S, "the server does not answer")
+
+
+def test_the_cpu_time_of_a_server_is_a_sign_of_life(adapter: HttpServerEngineAdapter) -> None:
+    """A replica that computes without a new token, for example while a kernel is compiled, is not stalled."""
+    assert adapter.process is not None
+    before = adapter.process.scheduler_cpu().own_s
+    adapter.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 200, "ignore_eos": True})
+    assert adapter.process.scheduler_cpu().own_s > before > 0.0

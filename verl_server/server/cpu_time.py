@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from verl_server.server.warden.process_tree import read_command_line, read_tree
 
+#: Parts of the command lines of the processes that compute: SGLang's schedulers and vLLM's workers.
+SCHEDULERS = (b"scheduler", b"VLLM::Worker")
 #: Seconds between two searches for the schedulers while none is known.
 SEARCH_INTERVAL_S = 5.0
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -49,7 +51,7 @@ class SchedulerCpuReader:
         if now >= self._next_search:
             self._next_search = now + SEARCH_INTERVAL_S
             below = read_tree(self._main_pid)
-            self._schedulers = [pid for pid in below if b"scheduler" in read_command_line(pid)]
+            self._schedulers = [pid for pid in below if any(name in read_command_line(pid) for name in SCHEDULERS)]
 
 
 def read_cpu_times(pid: int) -> tuple[float, float] | None:
