@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from verl_server.server.forkserver.shared_forkserver import forkserver_pid
+from verl_server.server.forkserver.shared_forkserver import forkserver_pids
 from verl_server.server.ports import PortReservation
 from verl_server.server.warden.shared_memory_files import find_shared_memory, remove_shared_memory
 
@@ -86,9 +86,9 @@ class ProcessLeakCheck:
         self._seen: set[psutil.Process] = set()
 
     def record(self) -> None:
-        """Record all child processes that were started after this object was created, except the forkserver."""
+        """Record all child processes that were started after this object was created, except the forkservers."""
         started = set(psutil.Process().children(recursive=True)) - self._before
-        self._seen.update(process for process in started if process.pid != forkserver_pid())
+        self._seen.update(process for process in started if process.pid not in forkserver_pids())
 
     def check(self) -> None:
         """Wait until the recorded processes have ended. Kills processes that remain, and then raises RuntimeError."""

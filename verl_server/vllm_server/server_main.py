@@ -50,6 +50,9 @@ def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str, weight_
     set_facts(ServerFacts(dict(server_args), weight_version))
     register()
     server_args = translate(server_args, is_cpu=current_platform.is_cpu())
+    if current_platform.is_cpu() and server_args["enforce_eager"]:
+        # vLLM compiles a function for log probabilities even so, which takes up to 30 s at the first request for them.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     parser = make_arg_parser(FlexibleArgumentParser())
     parser.error = _refuse
     args = parser.parse_args(to_command_line(server_args))

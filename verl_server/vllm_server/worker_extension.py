@@ -26,6 +26,8 @@ MADV_DONTNEED = 4
 MAX_ERROR_CHARACTERS = 1500
 _libc = ctypes.CDLL(None, use_errno=True)
 
+if os.environ.get("TORCH_COMPILE_DISABLE") == "1":  # torch reads it when it is imported; a forked worker has done so
+    torch._dynamo.config.disable = True
 register()  # vLLM imports this module in each worker before it creates the weight transfer engine
 
 

@@ -216,6 +216,11 @@ def forkserver_pid(python: ServerPython | None = None, engine: str = SGLANG_SERV
     return _shared_forkserver(python, engine).pid
 
 
+def forkserver_pids() -> frozenset[int]:
+    """Process ids of all forkservers of this process."""
+    return frozenset(pid for shared in _shared.values() if (pid := shared.pid) is not None)
+
+
 def _can_be_forked(environment: Mapping[str, str]) -> bool:
     if not sys.platform.startswith("linux") or any(environment.get(name) for name in PLATFORM_VARIABLES):
         return False
