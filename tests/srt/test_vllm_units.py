@@ -51,7 +51,7 @@ def test_all_names_of_sampling_parameters() -> None:
     body = generate_payload(
         [1],
         {
-            "max_new_tokens": 5, "min_new_tokens": 1, "sampling_seed": 3, "top_k": -1, "top_p": 0.9, "min_p": None,
+            "max_new_tokens": 5, "min_new_tokens": 1, "sampling_seed": 3, "top_k": -1, "top_p": 1.0, "min_p": None,
             "stop_token_ids": {9, 7}, "ignore_eos": True, "json_schema": "{}", "logit_bias": {3: -1.5},
         },
         return_logprob=True, top_logprobs_num=2, cache_salt="a", extra_key="b", priority=2,
@@ -60,12 +60,20 @@ def test_all_names_of_sampling_parameters() -> None:
     assert body == {
         "token_ids": [1],
         "sampling_params": {
-            "max_tokens": 5, "min_tokens": 1, "seed": 3, "top_k": -1, "top_p": 0.9, "stop_token_ids": [7, 9],
+            "max_tokens": 5, "min_tokens": 1, "seed": 3, "top_k": -1, "top_p": 1.0, "stop_token_ids": [7, 9],
             "ignore_eos": True, "structured_outputs": {"json": "{}"}, "logit_bias": {"3": -1.5}, "logprobs": 3,
         },
         "cache_salt": "a\nb",
         "priority": 2,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1, "temperature": 0.7}])
+def test_log_probabilities_of_truncated_sampling_are_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(BadInputError, match="truncated distribution"):
+        generate_payload([1], params, return_logprob=True)
+    assert generate_payload([1], params)["sampling_params"].items() >= params.items()
+    assert generate_payload([1], {**params, "temperature": 0}, return_logprob=True)
 
 
 def test_the_length_has_sglangs_default() -> None:

@@ -26,6 +26,9 @@ class ServerEngine(Protocol):
     ) -> LaunchedServer:
         """Start a server and wait until it is ready. Raises the errors of `verl_server.server.launch.launch_server`."""
 
+    def with_common_names(self, server_args: Mapping[str, Any]) -> Json:
+        """A copy with SGLang's names where both engines have the argument. Checks nothing."""
+
     def validate_server_args(self, server_args: Mapping[str, Any]) -> Json:
         """A copy with absolute paths that can travel as JSON. Raises BadInputError for arguments that it refuses."""
 
@@ -45,6 +48,11 @@ class ServerEngine(Protocol):
         self, server_args: Mapping[str, Any], env: Mapping[str, str], first: int, count: int
     ) -> tuple[Json, Mapping[str, str]]:
         """Arguments and environment of a server that uses `count` of the visible accelerators from `first`."""
+
+
+def with_common_names(config: AdapterConfig, server_args: Mapping[str, Any]) -> Json:
+    """A copy of the arguments of the engine's server with SGLang's names where both engines have the argument."""
+    return get_engine(config.engine_kind).with_common_names(server_args)
 
 
 def get_engine(kind: EngineKind | str | None) -> ServerEngine:

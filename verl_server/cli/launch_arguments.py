@@ -46,4 +46,7 @@ def _read_vllm_args(args: Sequence[str]) -> dict[str, Any]:
             server_args[name.removeprefix("no_")] = False
         else:
             server_args[name] = guesses if len(guesses) > 1 else (guesses[0] if guesses else True)
-    return validate_server_args(server_args)
+    validated = validate_server_args(server_args)
+    if "tp_size" in validated:
+        raise BadInputError(f"the number of workers is an option of this command: use {RENAMED_ARGUMENTS['tp_size']}")
+    return validated

@@ -12,6 +12,7 @@ from verl_server.config import WeightsConfig
 from verl_server.engine.backend import Backend
 from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
 from verl_server.platforms.available_memory import available_memory
+from verl_server.ranks.machine import is_loopback
 from verl_server.types import Json, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
@@ -76,7 +77,10 @@ def _choose_transport(backend: Backend, nnodes: int, config: WeightsConfig, mode
         exceeds = model_bytes > available or (limit is not None and model_bytes > limit)
         if transport == "shared_memory" and exceeds and nnodes == 1:
             transport = "buckets"
-    if transport not in WHOLE_MODULE_TRANSPORTS and any(m.fused_modules is not None for m in backend.members):
+    needs_modules = any(member.fused_modules is not None for member in backend.members)
+    if needs_modules and config.transport == "auto" and is_loopback(backend.trainer_host):
+        transport = "shared_memory"  # all servers are on this machine, whatever the mode of a fleet prefers
+    if needs_modules and transport not in WHOLE_MODULE_TRANSPORTS:
         raise BadInputError(
             f"vLLM servers do not take the weight transport {transport!r}: they need all tensors of a module at once. "
             f"They take {' and '.join(WHOLE_MODULE_TRANSPORTS)}, with a model that fits into this machine's memory a "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter.engine import with_common_names
 from verl_server.config import AdapterConfig, EngineKind, PauseMode, RemoteServer, Timeouts, WeightsConfig
 from verl_server.engine.backend import Backend, RolloutFleet
 from verl_server.engine.control import RankControl
@@ -65,20 +66,19 @@ class VerlEngine:
         **server_args: Any,
     ) -> None:
         require_mesh(device_mesh_cpu)
-        self._timeouts = timeouts = timeouts or Timeouts()
+        timeouts = self._timeouts = timeouts or Timeouts()
         config = AdapterConfig(
             timeouts, log_dir, router_ip=router_ip, router_port=router_port, use_forkserver=use_forkserver,
             engine_kind=engine_kind, server_python=server_python)  # fmt: skip
-        self._tp_rank, size = device_mesh_cpu.get_local_rank(), device_mesh_cpu.size()
-        placement = compute_placement(self._tp_rank, size, nnodes, server_args)
+        server_args, self._tp_rank = with_common_names(config, server_args), device_mesh_cpu.get_local_rank()
+        placement = compute_placement(self._tp_rank, device_mesh_cpu.size(), nnodes, server_args)
         source = BackendSource(launch_server, () if servers is None else servers, fleet)
         self._backend: Backend | None = None
         self._weights: WeightUpdater | None = None
         self._loras = LoraAdapters(server_args)
         self._group = group = connect_coordinator(device_mesh_cpu, nnodes, timeouts.ranks_s)
         self._control = RankControl(
-            group, self._require_backend, self._require_updater, self._get_refusal, 4 * timeouts.control_s
-        )
+            group, self._require_backend, self._require_updater, self._get_refusal, 4 * timeouts.control_s)  # fmt: skip
         self._generation = RankGeneration(group, self._backend_for, self._get_refusal, timeouts.generation_s)
         try:
             self._backend = start_backend(group, placement, source, server_args, config, env or {}, group.fail_all)

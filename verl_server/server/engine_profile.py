@@ -33,6 +33,8 @@ class EngineProfile:
     forked_module: str | None = None
     """Python module through which a forkserver imports the engine and runs its servers (`ForkedEngine` in
     `forkserver/forkserver_main.py`). None: servers of the engine are never forked."""
+    installation: str = ""
+    """What to do where the environment of this process does not have the engine, for an error."""
     distribution: str = ""
     """Name of the engine's package for pip."""
     modules: Mapping[str, str] = field(default_factory=dict)

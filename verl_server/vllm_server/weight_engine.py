@@ -133,12 +133,12 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
                 receiver.close()
 
     def outcome(self) -> Json:
-        """The error of the last update, whether it has left a part of the new weights, and whether it wrote all."""
-        error, session = self._session.error, self._session
+        """The error of the last update, whether it has loaded tensors, and whether it has written all weights."""
+        error, has_loaded = self._session.error, self._session.num_tensors > 0
         return {
             "error": error,
-            "is_torn": error is not None and session.num_tensors > 0,
-            "is_whole": error is None and session.num_tensors > 0 and not session.unwritten,
+            "has_loaded": has_loaded,
+            "is_whole": error is None and has_loaded and not self._session.unwritten,
         }
 
     def shutdown(self) -> None:

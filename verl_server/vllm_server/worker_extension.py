@@ -48,7 +48,7 @@ class WorkerExtension:
         return _report(self, lambda: _resume(self, set(json.loads(tags))))
 
     def verl_server_update_outcome(self) -> dict[str, Any]:
-        """Whether the last update of this worker has failed, and whether its weights are torn."""
+        """The outcome of the last update of this worker, see `WeightEngine.outcome`."""
         outcome: dict[str, Any] = self.weight_transfer_engine.outcome()
         return {"rank": self.rank, **outcome}
 

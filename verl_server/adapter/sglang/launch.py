@@ -31,6 +31,7 @@ SGLANG = EngineProfile(
     authenticated_path=MODEL_INFO.path,
     port_taken_phrases=("address already in use", "port is already in use", "is not available", "errno 98"),
     worker_prefix="sglang::",
+    installation="run `pip install 'verl-server[sglang]'`",
     distribution="sglang",
     modules={"sglang": "sglang>={},<={}".format(*SUPPORTED_VERSIONS), "xxhash": "xxhash"},
 )
@@ -78,6 +79,9 @@ class SglangEngine:
         self, server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], check_abort: AbortCheck
     ) -> LaunchedServer:
         return launch_sglang_server(server_args, config, env, check_abort)
+
+    def with_common_names(self, server_args: Mapping[str, Any]) -> Json:
+        return dict(server_args)
 
     def validate_server_args(self, server_args: Mapping[str, Any]) -> Json:
         return server_arguments.validate_server_args(server_args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,9 +31,13 @@ VLLM = EngineProfile(
     authenticated_path=MODEL_INFO.path,
     port_taken_phrases=("address already in use", "errno 98"),
     worker_prefix="VLLM::",
+    installation="make an environment for vLLM, which cannot share one with SGLang (`make setup-vllm`, docs/vllm.md)",
     distribution="vllm",
     modules={"vllm": "vllm>=0.32", "orjson": "orjson", "xxhash": "xxhash"},
 )
+
+
+NO_SGLANG_ROUTER = "an sglang-router cannot serve vLLM servers: leave router_ip and router_port out"
 
 
 def launch_vllm_server(
@@ -47,6 +52,9 @@ def launch_vllm_server(
     vLLM (`make setup-vllm`). Raises the errors of `verl_server.server.launch.launch_server`, and BadInputError for
     invalid `server_args`. The `server_args` of the result have SGLang's names where both engines have the argument.
     """
+    if config.router_ip is not None:
+        raise BadInputError(NO_SGLANG_ROUTER)
+    server_arguments.require_divisible_model(server_arguments.validate_server_args(server_args))
     server = launch_server(complete_server_args(server_args), VLLM, config, env, check_abort)
     names = {theirs: ours for ours, theirs in PLAIN_NAMES.items()}
     args = {names.get(name, name): value for name, value in server.server_args.items()}
@@ -63,6 +71,9 @@ class VllmEngine:
     ) -> LaunchedServer:
         return launch_vllm_server(server_args, config, env, check_abort)
 
+    def with_common_names(self, server_args: Mapping[str, Any]) -> Json:
+        return server_arguments.with_common_names(server_args)
+
     def validate_server_args(self, server_args: Mapping[str, Any]) -> Json:
         return server_arguments.validate_server_args(server_args)
 
@@ -77,7 +88,7 @@ class VllmEngine:
     def add_fleet_defaults(self, server_args: Mapping[str, Any], *, has_sglang_router: bool) -> Json:
         """vLLM's servers always send each token of a stream once, which an `sglang-router` does not expect."""
         if has_sglang_router:
-            raise BadInputError("an sglang-router cannot serve vLLM servers: leave router_ip and router_port out")
+            raise BadInputError(NO_SGLANG_ROUTER)
         return dict(server_args)
 
     def require_pushable(self, server_args: Mapping[str, Any]) -> None:
@@ -90,6 +101,7 @@ class VllmEngine:
         self, server_args: Mapping[str, Any], env: Mapping[str, str], first: int, count: int
     ) -> tuple[Json, Mapping[str, str]]:
         """vLLM takes the first visible devices, so that only those of the server are visible."""
-        visible = parse_devices(env[VISIBLE_DEVICES]) if VISIBLE_DEVICES in env else None
+        setting = env.get(VISIBLE_DEVICES, os.environ.get(VISIBLE_DEVICES))
+        visible = None if setting is None else parse_devices(setting)
         chosen = [str(device) for device in range(first, first + count)] if visible is None else visible[first:][:count]
         return dict(server_args), {**env, VISIBLE_DEVICES: ",".join(chosen)}

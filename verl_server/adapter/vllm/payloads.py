@@ -44,6 +44,7 @@ def generate_payload(
         raise BadInputError(f"rid must be a non-empty string, got {rid!r}")
     params = to_sampling_params(sampling_params)
     if (count := _num_logprobs(fields)) is not None:
+        _require_no_truncation(params)
         params["logprobs"] = count
     body: Json = {
         "token_ids": [int(token_id) for token_id in input_ids],
@@ -75,6 +76,24 @@ def _require_prompt(input_ids: Any) -> None:
             raise BadInputError("a request to vLLM has one prompt: make one request for each prompt")
         if not is_whole_number(value) or value < 0:
             raise BadInputError(f"input_ids must hold token ids, which are whole numbers from 0, got {value!r}")
+
+
+def _require_no_truncation(params: Mapping[str, Any]) -> None:
+    """Raise BadInputError for log probabilities of truncated sampling.
+
+    SGLang returns those of the whole distribution behind temperature. vLLM can return them before temperature, or
+    behind all of temperature, `top_p`, `top_k` and `min_p`: a trainer would compute wrong importance ratios from both.
+    """
+    if params.get("temperature", 1.0) == 0:
+        return  # greedy: nothing is truncated
+    is_truncating = {
+        "top_p": params.get("top_p", 1.0) < 1, "top_k": params.get("top_k", -1) > 0, "min_p": params.get("min_p", 0) > 0
+    }  # fmt: skip
+    if names := [name for name, truncates in is_truncating.items() if truncates]:
+        raise BadInputError(
+            f"vLLM's log probabilities with {' and '.join(names)} are those of the truncated distribution, and not "
+            "those of the policy that a trainer computes: leave out the parameters or return_logprob"
+        )
 
 
 def _num_logprobs(fields: Mapping[str, Any]) -> int | None:

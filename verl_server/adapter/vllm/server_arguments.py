@@ -102,6 +102,12 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     return args
 
 
+def with_common_names(server_args: Mapping[str, Any]) -> Json:
+    """A copy with SGLang's names where both engines have the argument. An argument that is given twice is kept."""
+    names = {theirs: ours for ours, theirs in PLAIN_NAMES.items() if ours not in server_args}
+    return {names.get(name, name): value for name, value in server_args.items()}
+
+
 def require_pushable(server_args: Mapping[str, Any]) -> None:
     """Raise UnsupportedError if a server with these arguments cannot take pushed weights: a quantized model."""
     if (quantization := server_args.get("quantization")) is not None:

@@ -124,7 +124,7 @@ def _require_engine_here(env: Mapping[str, str], profile: EngineProfile) -> None
     if missing and "PYTHONPATH" not in env:
         raise StartupError(
             f"{profile.name} is not installed in the environment of {sys.executable} (no package "
-            f"{', '.join(missing)}): run `pip install 'verl-server[{profile.distribution}]'`, or pass "
+            f"{', '.join(missing)}): {profile.installation}, or pass "
             "server_python=PATH (VERL_SERVER_PYTHON, --server-python) with the Python interpreter of an environment "
             f"that has {profile.name}"
         )

@@ -18,9 +18,9 @@ from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
 from verl_server.types import Json, parse_weight_version
 from verl_server.vllm_server.keys import App, KeyMiddleware, Message, Receive, Send
 from verl_server.vllm_server.wire import abort, control, generation, information, lora, memory, weights
-from verl_server.vllm_server.wire.inner_calls import Disconnected, InnerCalls
+from verl_server.vllm_server.wire.inner_calls import InnerCalls
 from verl_server.vllm_server.wire.replies import error_reply, json_reply
-from verl_server.vllm_server.wire.state import ServerFacts, ServerState
+from verl_server.vllm_server.wire.state import Disconnected, ServerFacts, ServerState
 
 Handler = Callable[[ServerState, InnerCalls, Json], Awaitable[Any]]
 
@@ -60,6 +60,8 @@ ROUTES: dict[str, tuple[str, Handler]] = {endpoint.path: (endpoint.method, handl
 #: Routes of this folder that need the API key or the admin key. The other routes need the admin key.
 API_PATHS = frozenset(endpoint.path for endpoint, _ in _HANDLERS if not endpoint.needs_admin_key)
 
+#: Handlers whose work is of no use when the client has gone.
+_ENDS_WITH_CLIENT = (generation.generate, information.health)
 _NOT_ALLOWED = json_reply({"error": {"message": "Method Not Allowed", "code": 405}}, 405)
 _NOT_FOUND = json_reply({"error": {"message": "Not Found", "code": 404}}, 404)
 _facts: list[ServerFacts] = []
@@ -103,7 +105,8 @@ class ServerApp:
         if request.method not in (method, "HEAD" if method == "GET" else method):
             return _NOT_ALLOWED
         gone = asyncio.Event()
-        calls = InnerCalls(self._vllm, request.scope, gone)
+        ends_with_client = handler in _ENDS_WITH_CLIENT
+        calls = InnerCalls(self._vllm, request.scope, gone, ends_with_client=ends_with_client)
         watch: asyncio.Task[None] | None = None
         try:
             body = await _read_body(request)

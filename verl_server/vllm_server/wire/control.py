@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl_server.adapter.sglang.payloads import pause_payload
-from verl_server.adapter.vllm.endpoints import PAUSE, RESET_CACHE, RESUME
+from verl_server.adapter.vllm.endpoints import ABORT_ALL, PAUSE, RESET_CACHE, RESUME
 from verl_server.adapter.vllm.payloads import pause_query
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.types import Json
@@ -14,13 +14,13 @@ from verl_server.vllm_server.wire.state import ServerState
 async def pause(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     """Pause generation. Requests that arrive from now on wait here, running ones do what the mode says."""
     mode = pause_payload(body.get("mode", "abort"))["mode"]
-    async with state.control:
+    async with state.exclusive(calls.gone):
         await pause_vllm(state, calls, mode)
     return {"status": "ok", "message": f"generation is paused, mode {mode}"}
 
 
 async def pause_vllm(state: ServerState, calls: InnerCalls, mode: str) -> None:
-    """Pause vLLM, behind the gate for new requests. The caller holds `state.control`."""
+    """Pause vLLM, behind the gate for new requests. The caller is in `state.exclusive`."""
     was_paused = state.is_paused
     state.set_paused(True)
     try:
@@ -31,16 +31,21 @@ async def pause_vllm(state: ServerState, calls: InnerCalls, mode: str) -> None:
 
 
 async def resume(state: ServerState, calls: InnerCalls, body: Json) -> Json:
-    """Continue generation. Raises ServerBusyError while memory is released."""
-    async with state.control:
+    """Continue generation. Raises ServerBusyError while memory is released.
+
+    While the weights are undefined, the requests that were held end as aborted, and new requests are refused.
+    """
+    async with state.exclusive(calls.gone):
         if state.released:
             raise ServerBusyError(f"the memory of {sorted(state.released)} is released: resume it first")
+        if state.undefined_weights is not None:  # requests that vLLM holds would go on with these weights
+            await calls.call(ABORT_ALL, {})
         await resume_vllm(state, calls)
     return {"status": "ok", "message": "generation continues"}
 
 
 async def resume_vllm(state: ServerState, calls: InnerCalls) -> None:
-    """Continue vLLM, then let the waiting requests in. The caller holds `state.control`."""
+    """Continue vLLM, then let the waiting requests in. The caller is in `state.exclusive`."""
     await calls.call(RESUME)
     state.set_paused(False)
 
@@ -50,7 +55,7 @@ async def flush(state: ServerState, calls: InnerCalls, body: Json) -> Json:
 
     vLLM keeps the blocks of held requests; they are computed again.
     """
-    async with state.control:
+    async with state.exclusive(calls.gone):
         if state.num_in_vllm and not state.is_paused:
             raise BadInputError(f"{state.num_in_vllm} requests are running")
         query = "reset_running_requests=true" if state.is_paused else ""

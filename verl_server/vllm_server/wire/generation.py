@@ -15,7 +15,7 @@ from verl_server.adapter.vllm.endpoints import GENERATE, TOKENIZE
 from verl_server.adapter.vllm.payloads import generate_payload
 from verl_server.adapter.vllm.replies import ABORTED, parse_generations, without_tokens
 from verl_server.adapter.vllm.stream import StreamedGeneration
-from verl_server.errors import BadInputError, VerlServerError
+from verl_server.errors import BadInputError, ServerError, VerlServerError
 from verl_server.types import Json, parse_weight_version
 from verl_server.validation import is_list
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
@@ -34,7 +34,9 @@ async def generate(state: ServerState, calls: InnerCalls, body: Json) -> Respons
     payload = await _payload(state, calls, request)
     if is_streamed and payload["sampling_params"].get("max_tokens") != 0:
         events = _stream(state, calls, payload, request)
-        first = await anext(events)  # an error of the request becomes the status of the reply
+        first = await anext(events, None)  # an error of the request becomes the status of the reply
+        if first is None:
+            raise ServerError("vLLM's stream ended without an event")
         return StreamingResponse(_as_sent(first, events), media_type="text/event-stream")
     replies = await _generate_one(state, calls, payload, request)
     if is_streamed:
@@ -52,11 +54,16 @@ async def _generate_batch(state: ServerState, calls: InnerCalls, request: Json) 
     if isinstance(rid := request.get("rid"), str):
         num_prompts = len(request.get("input_ids") or request["prompt"])
         request = {**request, "rid": [f"{rid}_{index}" for index in range(num_prompts)]}
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_generate_item(state, calls, each)) for each in split_batch(request) or ()]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    requests = split_batch(request) or []
+    async with calls.ended_together() as together:
+        tasks = [asyncio.create_task(_generate_item(state, together, each)) for each in requests]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        error = next((found for task in done if (found := task.exception()) is not None), None)
+    await asyncio.wait(tasks)  # after an error, vLLM ends the others at once
+    if error is not None:
+        for task in tasks:
+            task.exception()  # the errors of the others follow from the first one
+        raise error
     return [reply for task in tasks for reply in task.result()]
 
 
@@ -138,6 +145,8 @@ async def _payload(state: ServerState, calls: InnerCalls, request: Mapping[str, 
         if fields.get("top_logprobs_num"):
             raise BadInputError("top_logprobs_num needs a prompt of token ids: pass input_ids")
         input_ids = (await calls.call(TOKENIZE, {"prompt": prompt}))["tokens"]
+    if fields.get("lora_path") == state.facts.server_args["model"]:
+        raise BadInputError(f"lora_path={fields['lora_path']!r} is the base model: leave it out, or name an adapter")
     fields["rid"] = fields.get("rid") or uuid.uuid4().hex
     payload = generate_payload(input_ids or (), **fields)
     if is_text:

@@ -9,7 +9,7 @@ from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.adapter.vllm.endpoints import GENERATE, HEALTH, MODELS, SERVER_INFO, WEIGHT_INFO, WORKER_CALL
 from verl_server.adapter.vllm.payloads import generate_payload
 from verl_server.adapter.vllm.request_fields import REQUEST_FIELDS
-from verl_server.errors import NotReadyError, ServerError, VerlServerError
+from verl_server.errors import NotReadyError, ServerError
 from verl_server.platforms.http_hooks import RELEASED_MEMORY
 from verl_server.types import Json
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
@@ -38,13 +38,17 @@ async def health(state: ServerState, calls: InnerCalls, body: Json) -> Json:
 
     While generation is paused, only vLLM's own answer is asked, which does not compute.
     """
-    try:
-        async with asyncio.timeout(HEALTH_TIMEOUT_S):
-            await calls.call(HEALTH)
-            if not state.is_paused and state.undefined_weights is None:
-                await calls.call(GENERATE, generate_payload([1], {"max_new_tokens": 1, "temperature": 0.0}))
-    except (VerlServerError, TimeoutError) as error:
-        raise NotReadyError(f"the engine does not generate: {error or 'no token came in time'}") from error
+    await calls.call(HEALTH)
+    if state.is_paused or state.undefined_weights is not None:
+        return {"status": "healthy"}
+    async with calls.ended_together() as together:
+        probe = generate_payload([1], {"max_new_tokens": 1, "temperature": 0.0})
+        generation = asyncio.create_task(together.call(GENERATE, probe))
+        done, _ = await asyncio.wait([generation], timeout=HEALTH_TIMEOUT_S)
+    error = generation.exception() if done else None
+    if not done or error is not None:
+        generation.add_done_callback(lambda task: task.exception())
+        raise NotReadyError(f"the engine does not generate: {error or f'no token came in {HEALTH_TIMEOUT_S:g} s'}")
     return {"status": "healthy"}
 
 
@@ -84,7 +88,9 @@ async def server_info(state: ServerState, calls: InnerCalls, body: Json) -> Json
         "custom_weight_loader": [WEIGHT_LOADER],
         "incremental_streaming_output": True,
         "stream_interval": 1,
-        "enable_memory_saver": on_cpu or bool(args.get("enable_sleep_mode")),
+        "enable_memory_saver": on_cpu or bool(args.get("enable_memory_saver") or args.get("enable_sleep_mode")),
+        "quantization": args.get("quantization"),
+        "load_format": args.get("load_format"),
         "enable_lora": bool(args.get("enable_lora")),
         "fused_modules": reports[0]["fused_modules"],
         "resident_bytes": [report["rss_bytes"] for report in reports],

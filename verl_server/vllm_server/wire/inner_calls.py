@@ -14,6 +14,7 @@ from verl_server.adapter.vllm.endpoints import Endpoint
 from verl_server.adapter.vllm.replies import error_from_reply
 from verl_server.errors import ServerError
 from verl_server.vllm_server.keys import App, Message
+from verl_server.vllm_server.wire.state import Disconnected
 
 #: Parts of the scope of a request that its inner calls take over. `app` is vLLM's FastAPI application.
 _COPIED = ("type", "asgi", "http_version", "scheme", "client", "server", "root_path", "app")
@@ -22,19 +23,38 @@ MAX_QUEUED_PARTS = 64
 _END = b""
 
 
-class Disconnected(Exception):
-    """The client has closed its connection."""
-
-
 class InnerCalls:
     """Calls of vLLM's routes on behalf of one request.
 
-    `gone` is set when the client of that request has closed its connection; vLLM then ends the generations of the
-    request, as it does for its own clients.
+    `gone` is set when the client of that request has closed its connection. With `ends_with_client`, vLLM then ends the
+    generations of the request, as it does for its own clients. Other calls are made to their end: a half-made update or
+    pause would leave the server in a state that no client knows.
     """
 
-    def __init__(self, app: App, scope: MutableMapping[str, Any], gone: asyncio.Event) -> None:
+    def __init__(
+        self, app: App, scope: MutableMapping[str, Any], gone: asyncio.Event, *, ends_with_client: bool
+    ) -> None:
         self._app, self._scope, self.gone = app, scope, gone
+        self._disconnects = gone if ends_with_client else asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def ended_together(self) -> AsyncIterator[InnerCalls]:
+        """Calls that vLLM ends when the client has gone, and when the body is left.
+
+        vLLM ends a generation only when it sees that the client has gone. It does not see that a task was cancelled.
+        """
+        ended = asyncio.Event()
+
+        async def follow() -> None:
+            await self._disconnects.wait()
+            ended.set()
+
+        following = asyncio.create_task(follow())
+        try:
+            yield InnerCalls(self._app, self._scope, ended, ends_with_client=True)
+        finally:
+            ended.set()
+            following.cancel()
 
     async def call(self, endpoint: Endpoint, body: Any = None, query: str = "") -> Any:
         """The decoded reply of a route: JSON, or text.
@@ -49,7 +69,7 @@ class InnerCalls:
             parts.extend(message.get("body", b""))
 
         await self._app(self._inner_scope(endpoint, query), self._receive(body), send)
-        if self.gone.is_set():
+        if self._disconnects.is_set():
             raise Disconnected
         return _decode(endpoint, status, bytes(parts))
 
@@ -106,7 +126,7 @@ class InnerCalls:
             if not is_sent:
                 is_sent = True
                 return {"type": "http.request", "body": b"" if body is None else orjson.dumps(body)}
-            await self.gone.wait()
+            await self._disconnects.wait()
             return {"type": "http.disconnect"}
 
         return receive

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import shutil
@@ -21,36 +22,48 @@ from verl_server.types import Json
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
 from verl_server.vllm_server.wire.state import ServerState
 
-POLL_S = 0.05
+POLL_S, UNLOAD_TIMEOUT_S = 0.05, 600.0
 
 
 async def load(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     """Load an adapter. The reply tells a refusal of vLLM with `success: false`, as SGLang's does."""
     name, tensors = _parse(state, body)
-    folder = await asyncio.to_thread(_write, body["config_dict"], tensors)
+    folder = Path(tempfile.mkdtemp(prefix="verl-server-lora-"))  # in the server's folder, which its warden removes
     try:
+        await asyncio.to_thread(_write, folder, body["config_dict"], tensors)
         await calls.call(LOAD_LORA, {"lora_name": name, "lora_path": str(folder)})
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, VerlServerError):
-            return {"success": False, "error_message": error.message}
+        if isinstance(error, (VerlServerError, OSError)):
+            return {"success": False, "error_message": str(error)}
         raise
     state.lora_folders[name] = folder
     return {"success": True}
 
 
 async def unload(state: ServerState, calls: InnerCalls, body: Json) -> Json:
-    """Unload an adapter. New requests for it are refused at once; returns when its running requests have ended."""
+    """Unload an adapter. New requests for it are refused at once; returns when its running requests have ended.
+
+    The folder stays until the server ends if requests with the adapter are left: vLLM may read it again for them.
+    """
     name = body.get("lora_name")
     try:
         await calls.call(UNLOAD_LORA, {"lora_name": name})
     except VerlServerError as error:
         return {"success": False, "error_message": error.message}
-    while any(request.lora == name and not request.is_held for request in state.requests()) and not calls.gone.is_set():
-        await asyncio.sleep(POLL_S)
-    if (folder := state.lora_folders.pop(str(name), None)) is not None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(UNLOAD_TIMEOUT_S):
+            while _is_used(state, name) and not calls.gone.is_set():
+                await asyncio.sleep(POLL_S)
+    folder = state.lora_folders.pop(str(name), None)
+    if folder is not None and not any(request.lora == name for request in state.requests()):
         await asyncio.to_thread(shutil.rmtree, folder, True)
     return {"success": True}
+
+
+def _is_used(state: ServerState, name: Any) -> bool:
+    """Whether vLLM computes or holds a request with this adapter."""
+    return any(request.lora == name and not request.is_held for request in state.requests())
 
 
 def _parse(state: ServerState, body: Json) -> tuple[str, bytes]:
@@ -69,9 +82,7 @@ def _parse(state: ServerState, body: Json) -> tuple[str, bytes]:
     return name, tensors
 
 
-def _write(config: Any, tensors: bytes) -> Path:
-    """A new folder with the adapter, in the server's folder for temporary files, which its warden removes."""
-    folder = Path(tempfile.mkdtemp(prefix="verl-server-lora-"))
+def _write(folder: Path, config: Any, tensors: bytes) -> None:
+    """Write an adapter's files, as PEFT does."""
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "adapter_model.safetensors").write_bytes(tensors)
-    return folder

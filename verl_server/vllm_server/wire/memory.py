@@ -6,7 +6,7 @@ from collections.abc import Collection
 from urllib.parse import urlencode
 
 from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume
-from verl_server.adapter.vllm.endpoints import SLEEP, WAKE_UP, WORKER_CALL
+from verl_server.adapter.vllm.endpoints import RESET_CACHE, SLEEP, WAKE_UP, WORKER_CALL
 from verl_server.adapter.vllm.payloads import memory_payload
 from verl_server.config import MemoryTag
 from verl_server.errors import ServerBusyError, ServerError, UnsupportedError
@@ -21,28 +21,34 @@ _WORKER_TAGS = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
 
 async def release(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     """Release the memory of `tags`. Generation is paused. Raises ServerBusyError while requests run or are held."""
-    async with state.control:
+    async with state.exclusive(calls.gone):
         tags = tags_to_release(body.get("tags"), state.released)
+        if not is_cpu(state) and not set(_WORKER_TAGS) <= set(tags):
+            raise UnsupportedError("on an accelerator, vLLM releases weights and kv_cache only together")
         if state.num_in_vllm:
             raise ServerBusyError(f"{state.num_in_vllm} requests are running")
         if not state.is_paused:
             await pause_vllm(state, calls, "retract")
-        if is_cpu(state):
-            await _call_workers(calls, "release", tags)
-        else:
-            await _sleep(state, calls, tags)
+        try:
+            await (_call_workers(calls, "release", tags) if is_cpu(state) else _sleep(calls))
+        except ServerError:
+            if MemoryTag.WEIGHTS in tags:
+                state.undefined_weights = "a release of their memory has failed"
+            raise
         state.released |= set(tags)
     return {}
 
 
 async def resume(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     """Take the memory of `tags` back. Generation stays paused until it is continued."""
-    async with state.control:
+    async with state.exclusive(calls.gone):
         tags = tags_to_resume(body.get("tags"), state.released)
         if is_cpu(state):
             await _call_workers(calls, "resume", tags)
         else:
             await calls.call(WAKE_UP, query=urlencode([("tags", tag) for tag in tags if tag in _WORKER_TAGS]))
+        if MemoryTag.KV_CACHE in tags:
+            await calls.call(RESET_CACHE, query="reset_running_requests=true")  # the memory has come back empty
         state.released -= set(tags)
         if MemoryTag.WEIGHTS in tags:
             state.undefined_weights = "their memory was released"
@@ -67,8 +73,6 @@ async def _call_workers(calls: InnerCalls, method: str, tags: Collection[str]) -
             raise ServerError(f"the {method} of {in_workers} failed on rank {report['rank']}: {report['error']}")
 
 
-async def _sleep(state: ServerState, calls: InnerCalls, tags: Collection[str]) -> None:
+async def _sleep(calls: InnerCalls) -> None:
     """vLLM's sleep, level 2: the weights are discarded. Its level 1 would keep them in host memory."""
-    if not set(_WORKER_TAGS) <= set(tags):
-        raise UnsupportedError("on an accelerator, vLLM releases weights and kv_cache only together")
     await calls.call(SLEEP, query="level=2&mode=keep")

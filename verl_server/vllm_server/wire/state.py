@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl_server.errors import BadInputError, NotReadyError
+
+
+class Disconnected(Exception):
+    """The client has closed its connection."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class ServerState:
         self.facts = facts
         self._may_run = asyncio.Event()
         self._may_run.set()
-        self.control = asyncio.Lock()
+        self._control = asyncio.Lock()
         """Held by calls that change the server: pauses, weights, memory."""
         self.resolved: dict[str, Any] | None = None
         """Values of server arguments that vLLM has chosen. None until they were asked for."""
@@ -60,6 +64,17 @@ class ServerState:
     def is_paused(self) -> bool:
         """Whether generation is paused by a route of this folder. New requests then wait."""
         return not self._may_run.is_set()
+
+    @asynccontextmanager
+    async def exclusive(self, gone: asyncio.Event) -> AsyncIterator[None]:
+        """Change the server alone. Raises Disconnected for a client that has gone while other calls changed the server.
+
+        `gone`: set when the client of the call has closed its connection.
+        """
+        async with self._control:
+            if gone.is_set():
+                raise Disconnected
+            yield
 
     def set_paused(self, is_paused: bool) -> None:
         if is_paused:

@@ -7,13 +7,14 @@ from typing import Any
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.adapter.vllm.endpoints import (
     FINISH_UPDATE,
+    RESET_CACHE,
     SET_WEIGHT_VERSION,
     START_UPDATE,
     UPDATE_WEIGHTS,
     WORKER_CALL,
 )
 from verl_server.adapter.vllm.payloads import update_payload, weight_version_payload
-from verl_server.errors import BadInputError, ServerBusyError, UnsupportedError
+from verl_server.errors import BadInputError, ServerBusyError, ServerError, UnsupportedError
 from verl_server.types import Json, parse_weight_version
 from verl_server.vllm_server.wire.abort import abort_request
 from verl_server.vllm_server.wire.control import pause_vllm, resume_vllm
@@ -49,26 +50,45 @@ async def update(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     """
     message = _message(body)
     version = parse_weight_version(body["weight_version"]) if body.get("weight_version") is not None else None
-    async with state.control:
+    async with state.exclusive(calls.gone):
         if "weights" in state.released:
             raise ServerBusyError("the memory of the weights is released: resume it first")
         was_paused = state.is_paused
         if not was_paused:
             await pause_vllm(state, calls, "retract")
-        await calls.call(START_UPDATE)
-        await calls.call(UPDATE_WEIGHTS, update_payload(message))
-        await calls.call(FINISH_UPDATE, {})
-        outcomes: list[Json] = (await calls.call(WORKER_CALL, {"method": "verl_server_update_outcome"}))["results"]
-        failed = [outcome for outcome in outcomes if outcome["error"] is not None]
-        if any(outcome["is_torn"] for outcome in outcomes):
-            state.undefined_weights = "an update has failed half-way"
-        elif all(outcome["is_whole"] for outcome in outcomes):
-            state.undefined_weights = None
-        if not failed and version is not None:
-            await _set_version(state, calls, version)
-        if not was_paused and state.undefined_weights is None:
-            await resume_vllm(state, calls)
+        try:
+            outcomes = await _load(calls, message)
+            has_failed = any(outcome["error"] is not None for outcome in outcomes)
+            if has_failed and any(outcome["has_loaded"] for outcome in outcomes):
+                state.undefined_weights = "an update has failed half-way"
+            elif all(outcome["is_whole"] for outcome in outcomes):
+                state.undefined_weights = None
+            if body.get("flush_cache", True):  # a pause in place has kept the cache
+                await calls.call(RESET_CACHE, query="reset_running_requests=true")
+            if version is not None and not has_failed:
+                await _set_version(state, calls, version)
+        finally:
+            if not was_paused and state.undefined_weights is None:
+                await resume_vllm(state, calls)
     return {"success": True, "message": "each worker has sent its report", "workers": outcomes}
+
+
+async def _load(calls: InnerCalls, message: Json) -> list[Json]:
+    """The calls of one update. Returns the outcome of each worker.
+
+    A session that another client of vLLM's own routes has left open is closed first.
+    """
+    try:
+        await calls.call(START_UPDATE)
+    except ServerError:
+        await calls.call(FINISH_UPDATE, {})
+        await calls.call(START_UPDATE)
+    try:
+        await calls.call(UPDATE_WEIGHTS, update_payload(message))
+    finally:
+        await calls.call(FINISH_UPDATE, {})
+    outcomes: list[Json] = (await calls.call(WORKER_CALL, {"method": "verl_server_update_outcome"}))["results"]
+    return outcomes
 
 
 def _message(body: Json) -> Json:
@@ -90,7 +110,7 @@ async def set_version(state: ServerState, calls: InnerCalls, body: Json) -> Json
     version = parse_weight_version(body.get("new_version"))
     if body.get("abort_all_requests"):
         await abort_request(state, calls, {"abort_all": True})
-    async with state.control:
+    async with state.exclusive(calls.gone):
         await _set_version(state, calls, version)
     return {"success": True, "new_version": str(version)}
 

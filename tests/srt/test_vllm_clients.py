@@ -1,0 +1,108 @@
+"""Clients of a vLLM server that go away, fail or act at the same time: the server stays in a known state."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from helpers import wait_until
+from vllm_helpers import SIZES, TINY_SERVER, needs_vllm, start_config
+
+from verl_server import HttpServerEngineAdapter
+from verl_server.config import EngineKind
+from verl_server.errors import BadInputError, VerlServerError
+
+pytestmark = needs_vllm
+
+PROMPT = [5, 6, 7]
+LONG = {"max_new_tokens": 30_000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny: Callable[..., Path]) -> Iterator[HttpServerEngineAdapter]:
+    config = start_config(engine_kind=EngineKind.VLLM)
+    with HttpServerEngineAdapter(tiny("qwen3", **SIZES), config=config, **TINY_SERVER) as adapter:
+        yield adapter
+
+
+def leave(adapter: HttpServerEngineAdapter, path: str, body: Any, after_s: float) -> None:
+    """Send a request with the admin key, and close the connection after a time, without reading an answer."""
+
+    async def send() -> None:
+        url = urlsplit(adapter.base_url)
+        _, writer = await asyncio.open_connection(url.hostname, url.port)
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {adapter.admin_api_key}\r\n"
+        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        await writer.drain()
+        await asyncio.sleep(after_s)
+        writer.close()
+
+    asyncio.run(send())
+
+
+def running(adapter: HttpServerEngineAdapter) -> int:
+    load = adapter.get_loads()["loads"][0]
+    return int(load["num_running_reqs"]) + int(load["num_waiting_reqs"])
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.02])
+def test_a_pause_whose_client_goes_is_made_or_not_made(adapter: HttpServerEngineAdapter, after_s: float) -> None:
+    leave(adapter, "/pause_generation", {"mode": "retract"}, after_s)
+    time.sleep(0.3)
+    if adapter.is_ready():  # then vLLM runs, too
+        assert len(adapter.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 3})["output_ids"]) > 0
+    adapter.continue_generation()
+    assert len(adapter.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 3})["output_ids"]) > 0
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.05])
+def test_a_release_whose_client_goes_is_known(adapter: HttpServerEngineAdapter, after_s: float) -> None:
+    leave(adapter, "/release_memory_occupation", {"tags": ["kv_cache"]}, after_s)
+    time.sleep(0.5)
+    adapter.update_released_memory()
+    if adapter.released_memory:
+        adapter.resume_memory_occupation()
+    adapter.continue_generation()
+    assert len(adapter.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 3})["output_ids"]) > 0
+
+
+def test_a_batch_with_an_error_leaves_nothing_running(adapter: HttpServerEngineAdapter) -> None:
+    """The second prompt is longer than the context, which the server finds out itself."""
+    body = {"input_ids": [PROMPT, [1] * 40_000], "sampling_params": LONG, "rid": ["a", "b"]}
+    with pytest.raises(VerlServerError):
+        asyncio.run(_post(adapter, body))
+    wait_until(lambda: running(adapter) == 0, 30)
+    before = _generated_tokens(adapter)
+    time.sleep(1.0)
+    assert _generated_tokens(adapter) == before, "vLLM goes on with a request of the batch"
+
+
+async def _post(adapter: HttpServerEngineAdapter, body: Any) -> Any:
+    from verl_server.adapter.sglang.endpoints import GENERATE
+
+    try:
+        return await adapter.asynchronous.connection.http.call(GENERATE, body)
+    finally:
+        await adapter.asynchronous.close_connections()
+
+
+def _generated_tokens(adapter: HttpServerEngineAdapter) -> float:
+    import requests
+
+    session = requests.Session()
+    session.trust_env = False
+    text = session.get(f"{adapter.base_url}/metrics", timeout=10).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_total"))
+
+
+def test_the_base_model_is_no_adapter(adapter: HttpServerEngineAdapter) -> None:
+    model = adapter.get_model_info()["model_path"]
+    with pytest.raises(BadInputError, match="base model"):
+        adapter.generate(input_ids=PROMPT, lora_path=model)
