@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,8 @@ MANIFEST = Manifest({name: TensorSpec((1,), "float32") for name in NAMES}, froze
 PUBLISHED = {name: number for number, name in enumerate(NAMES)}
 
 
-def complete(names: Sequence[str], published: dict[str, int] = PUBLISHED, fused: object = FUSED) -> list[str]:
-    members = [ServerInfo("a", 1), ServerInfo("b", 1, fused)]  # type: ignore[arg-type]
+def complete(names: Sequence[str], published: dict[str, int] = PUBLISHED, fused: Any = FUSED) -> list[str]:
+    members = [ServerInfo("a", 1), ServerInfo("b", 1, fused)]
     return complete_modules(names, members, MANIFEST, published, lambda missing: [PUBLISHED[name] for name in missing])
 
 

@@ -78,7 +78,7 @@ def test_a_batch_with_an_error_leaves_nothing_running(adapter: HttpServerEngineA
     body = {"input_ids": [PROMPT, [1] * 40_000], "sampling_params": LONG, "rid": ["a", "b"]}
     with pytest.raises(VerlServerError):
         asyncio.run(_post(adapter, body))
-    wait_until(lambda: running(adapter) == 0, 30)
+    wait_until(lambda: running(adapter) == 0, 30.0, "a request of the batch runs")
     before = _generated_tokens(adapter)
     time.sleep(1.0)
     assert _generated_tokens(adapter) == before, "vLLM goes on with a request of the batch"
