@@ -26,8 +26,8 @@ LONG = {"max_new_tokens": 30_000, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def adapter(tiny: Callable[..., Path]) -> Iterator[HttpServerEngineAdapter]:
-    config = start_config(engine_kind=EngineKind.VLLM)
-    with HttpServerEngineAdapter(tiny("qwen3", **SIZES), config=config, **TINY_SERVER) as adapter:
+    arguments: dict[str, Any] = {"config": start_config(engine_kind=EngineKind.VLLM), **TINY_SERVER}
+    with HttpServerEngineAdapter(tiny("qwen3", **SIZES), **arguments) as adapter:
         yield adapter
 
 
