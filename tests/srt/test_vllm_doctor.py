@@ -209,7 +209,7 @@ def test_variables_that_disturb_no_server() -> None:
 
 @needs_vllm
 def test_a_model_whose_heads_vllm_does_not_compute_on_a_cpu(tiny: Callable[..., Path]) -> None:
-    code, findings = run_doctor(tiny("qwen3"), "--server-python", VLLM_PYTHON, "--tp", "3")
+    code, findings = run_doctor(tiny("llama"), "--server-python", VLLM_PYTHON, "--tp", "3")
     found = by_title(findings, "Model ")
     assert code == 1
     assert "heads of 16 elements" in found["Head size"]["detail"]

@@ -115,6 +115,11 @@ class ServerApp:
             watch = asyncio.create_task(_watch(request, gone))
             await self._set_first_version(calls)
             reply = await handler(self._state, calls, body)
+            if handler is information.description:
+                reply["paths"] = {
+                    **reply["paths"],
+                    **{path: {method.lower(): {}} for path, (method, _) in ROUTES.items()},
+                }
             return reply if isinstance(reply, Response) else json_reply(reply)
         except VerlServerError as error:
             return error_reply(error)

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
-from verl_server.adapter.vllm.endpoints import GENERATE, HEALTH, MODELS, SERVER_INFO, WEIGHT_INFO, WORKER_CALL
+from verl_server.adapter.vllm.endpoints import GENERATE, HEALTH, MODELS, OPENAPI, SERVER_INFO, WEIGHT_INFO, WORKER_CALL
 from verl_server.adapter.vllm.payloads import generate_payload
 from verl_server.adapter.vllm.request_fields import REQUEST_FIELDS
 from verl_server.errors import NotReadyError, ServerError
@@ -132,6 +132,10 @@ async def admin_status(state: ServerState, calls: InnerCalls, body: Json) -> Jso
 
 
 async def description(state: ServerState, calls: InnerCalls, body: Json) -> Json:
-    """The fields of `/generate` in the place where SGLang's OpenAPI document has them."""
+    """vLLM's OpenAPI document, and the fields of `/generate` in the place where SGLang's document has them."""
+    document: Json = dict(await calls.call(OPENAPI))
+    components = dict(document.get("components") or {})
     fields = ("text", "input_ids", "sampling_params", "rid", "stream", *sorted(REQUEST_FIELDS))
-    return {"components": {"schemas": {"GenerateReqInput": {"properties": {name: {} for name in fields}}}}}
+    schema = {"type": "object", "properties": {name: {} for name in fields}}
+    components["schemas"] = {**(components.get("schemas") or {}), "GenerateReqInput": schema}
+    return {**document, "components": components}
