@@ -17,15 +17,20 @@ RUNNING_TOKENS = 600
 START_S = 0.3
 """Minimum number of seconds from the start of the requests to the update."""
 WARM_UP_TOKENS = 8
-"""Number of tokens of a generation that shows how busy the machine is. The update begins after twice its time."""
+"""Number of tokens of generations that show how busy the machine is. The update begins after twice the shortest time:
+the first generation of a server takes seconds."""
+
+
+def _seconds_of_a_generation(system: System) -> float:
+    started = time.monotonic()
+    system.generate(PROMPTS[0], WARM_UP_TOKENS)
+    return time.monotonic() - started
 
 
 @contextmanager
 def running_requests(system: System) -> Iterator[list[Future[Reply]]]:
     """Generations of `PROMPTS` that run at the beginning of the body."""
-    started = time.monotonic()
-    system.generate(PROMPTS[0], WARM_UP_TOKENS)
-    start_s = max(START_S, 2 * (time.monotonic() - started))
+    start_s = max(START_S, 2 * min(_seconds_of_a_generation(system) for _ in range(3)))
     pool = ThreadPoolExecutor(len(PROMPTS))
     try:
         futures = [pool.submit(system.generate, prompt, RUNNING_TOKENS) for prompt in PROMPTS]
