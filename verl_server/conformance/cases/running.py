@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ RUNNING_TOKENS = 600
 """Number of tokens of a request that is to run during an update."""
 START_S = 0.3
 """Minimum number of seconds from the start of the requests to the update."""
+MAX_ATTEMPTS = 4
+"""Maximum number of attempts to update while all requests run."""
 WARM_UP_TOKENS = 8
 """Number of tokens of generations that show how busy the machine is. The update begins after twice the shortest time:
 the first generation of a server takes seconds."""
@@ -37,13 +40,25 @@ def running_requests(system: System) -> Iterator[list[Future[Reply]]]:
         time.sleep(start_s)
         if any(future.done() for future in futures):
             ended = next(future for future in futures if future.done())
-            raise CheckFailedError(f"a generation of {RUNNING_TOKENS} tokens ended after {start_s:.1f} s: {ended}")
+            raise EndedEarlyError(f"a generation of {RUNNING_TOKENS} tokens ended after {start_s:.1f} s: {ended}")
         yield futures
     finally:
         pool.shutdown(wait=False)
 
 
+class EndedEarlyError(CheckFailedError):
+    """A running request has no token of the new weights: the system is wrong, or the request ended too early."""
+
+
 def update_while_running(pause_mode: str, trial: Trial) -> str:
+    """Push weights while three requests run. Once more if a request has ended early, as on a busy machine."""
+    for _ in range(MAX_ATTEMPTS - 1):
+        with contextlib.suppress(EndedEarlyError):
+            return _update_while_running(pause_mode, trial)
+    return _update_while_running(pause_mode, trial)
+
+
+def _update_while_running(pause_mode: str, trial: Trial) -> str:
     """Push weights while three requests run, then check their tokens and those of new requests."""
     old, new = trial.reference.weights(41), trial.reference.weights(42)
     trial.system.update(old)
@@ -78,7 +93,7 @@ def _check_end(pause_mode: str, reply: Reply, switch: int) -> None:
     elif reply.finish_reason != "length" or tokens != RUNNING_TOKENS:
         raise CheckFailedError(f"a running request ended with {reply.finish_reason!r} and {tokens} tokens")
     elif switch == tokens:
-        raise CheckFailedError("a running request generated no token with the new weights")
+        raise EndedEarlyError("a running request generated no token with the new weights")
 
 
 def _case(pause_mode: str, claim: str, *issues: str) -> Case:
