@@ -13,9 +13,9 @@ from verl_server.conformance.case import Case, CheckFailedError, Trial
 from verl_server.conformance.reference import LOGPROB_LIMIT, PROMPTS, describe_gap
 from verl_server.conformance.systems.base import Reply, System
 
-RUNNING_TOKENS = 600
+RUNNING_TOKENS = 1800
 """Number of tokens of a request that is to run during an update."""
-START_S = 0.3
+START_S = 0.2
 """Minimum number of seconds from the start of the requests to the update."""
 MAX_ATTEMPTS = 4
 """Maximum number of attempts to update while all requests run."""
@@ -85,6 +85,8 @@ def _check_end(pause_mode: str, reply: Reply, switch: int) -> None:
     tokens = len(reply.output_ids)
     if switch == 0:
         raise CheckFailedError("a running request has no token that the old weights generate")
+    if reply.finish_reason == "length" and switch == tokens == RUNNING_TOKENS:
+        raise EndedEarlyError("a running request generated all its tokens with the old weights")
     if pause_mode == "abort":
         if reply.finish_reason != "abort" or not 0 < tokens < RUNNING_TOKENS or switch != tokens:
             raise CheckFailedError(
@@ -92,8 +94,6 @@ def _check_end(pause_mode: str, reply: Reply, switch: int) -> None:
             )
     elif reply.finish_reason != "length" or tokens != RUNNING_TOKENS:
         raise CheckFailedError(f"a running request ended with {reply.finish_reason!r} and {tokens} tokens")
-    elif switch == tokens:
-        raise EndedEarlyError("a running request generated no token with the new weights")
 
 
 def _case(pause_mode: str, claim: str, *issues: str) -> Case:
