@@ -19,17 +19,18 @@ BLOCK = re.compile(r"(?<=<!-- results -->\n).*(?=\n<!-- end of results -->)", re
 
 
 def merge(reports: Sequence[Json]) -> Json:
-    """One report with the engines of all runs, and with the conditions of the first run and all versions.
+    """One report with the engines and cases of all runs, with the conditions of the first run and all versions.
 
-    Raises ValueError for runs with other cases or another number of updates.
+    Results of a case in a later run replace those of an earlier run. The first run has all cases.
     """
     first = reports[0]
-    for report in reports:
-        if (report["cases"], report["updates"]) != (first["cases"], first["updates"]):
-            raise ValueError("the runs have other cases or another number of updates")
     versions = {name: value for report in reports for name, value in report["environment"]["versions"].items()}
-    systems = [system for report in reports for system in report["systems"]]
-    return {**first, "environment": {**first["environment"], "versions": versions}, "systems": systems}
+    systems: dict[str, Json] = {}
+    for system in (system for report in reports for system in report["systems"]):
+        results = {result["name"]: result for result in systems.get(system["name"], system)["results"]}
+        results |= {result["name"]: result for result in system["results"]}
+        systems[system["name"]] = {**system, "results": list(results.values())}
+    return {**first, "environment": {**first["environment"], "versions": versions}, "systems": list(systems.values())}
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
         "results",
         nargs="*",
         type=Path,
-        help="the conformance.json of a run, or of one run for each engine with the same cases and number of updates "
+        help="the conformance.json of a run, or of several runs: of other engines, or of cases that ran again "
         "(default: write the page again from the committed results)",
     )
     results = parser.parse_args().results

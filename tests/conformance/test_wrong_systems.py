@@ -188,7 +188,7 @@ WRONG: dict[str, tuple[type[Wrapper], str]] = {
     "weight-version": (NamesOneVersion, "not 1"),
     "running-retract": (AlwaysAborts, "ended with 'abort'"),
     "running-in-place": (AlwaysAborts, "ended with 'abort'"),
-    "running-abort": (AlwaysRetracts, "an aborted request ended with 'length' and 600 tokens"),
+    "running-abort": (AlwaysRetracts, "an aborted request ended with 'length' and 1800 tokens"),
     "prefix-cache-flushed": (AnswersFromMemory, "log probabilities differ"),
     "prefix-cache-kept": (AnswersFromMemory, "log probabilities differ"),
     "sleep-and-update": (ForgetsUpdatesAfterSleep, "after sleep and update 2, log probabilities differ"),

@@ -10,9 +10,10 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from verl_server.conformance.case import CaseResult
-from verl_server.conformance.report import STYLES, as_table
+from verl_server.conformance.report import PROBLEMS, STYLES, as_table
 from verl_server.errors import BadInputError
 
 PIPE_WIDTH = 200
@@ -57,7 +58,8 @@ def run(
 
     def show(engine: str, result: CaseResult) -> None:
         style = STYLES[result.outcome]
-        console.print(f"{engine}: {result.name} [{style}]{result.outcome}[/{style}] ({result.seconds:.1f} s)")
+        reason = f": {escape(result.detail)}" if result.outcome in PROBLEMS else ""
+        console.print(f"{engine}: {result.name} [{style}]{result.outcome}[/{style}] ({result.seconds:.1f} s){reason}")
 
     urls = [name for name in engine_names if "://" in name]
     for name in engine_names:

@@ -52,23 +52,24 @@ def run_suite(
 ) -> list[SystemReport]:
     """Run the cases with each engine, and write `conformance.json`, `conformance.md` and the logs into `output`.
 
-    The files are written after each engine, so that they exist when a later engine is interrupted.
+    The files are written after each case, so that they exist when a later case is interrupted.
     """
     environment = describe_environment({n: v for engine in engines for n, v in engine.versions.items()})
     reports: list[SystemReport] = []
     with shared_forkserver():
         for engine in engines:
-            results = []
+            results: list[CaseResult] = []
             log = output / "logs" / f"{re.sub(r'[^a-z0-9_]+', '-', engine.name)}.log"
             running = run_cases(engine.start, cases, models=engine.models, updates=updates, log=log)
             with contextlib.closing(running):
                 for result in running:
                     results.append(result)
+                    report = SystemReport(engine.name, engine.description, tuple(results))
+                    content = as_json(environment, updates, cases, [*reports, report])
+                    (output / "conformance.json").write_text(as_text(content), encoding="utf-8")
+                    (output / "conformance.md").write_text(as_markdown(content) + "\n", encoding="utf-8")
                     on_result(engine.name, result)
-            reports.append(SystemReport(engine.name, engine.description, tuple(results)))
-            content = as_json(environment, updates, cases, reports)
-            (output / "conformance.json").write_text(as_text(content), encoding="utf-8")
-            (output / "conformance.md").write_text(as_markdown(content) + "\n", encoding="utf-8")
+            reports.append(report)
     return reports
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,9 @@ from verl_server.conformance.reference import describe_gap
 from verl_server.conformance.served import ServedWeights
 from verl_server.conformance.systems.base import NotOfferedError
 
+END_S = 10.0
+"""Maximum number of seconds to wait for the end of a server that does not take a whole update any more."""
+POLL_S = 0.1
 NamedTensors = dict[str, torch.Tensor]
 
 
@@ -59,14 +63,22 @@ def bad_update(spoil: Callable[[NamedTensors], NamedTensors], check_finite: bool
     try:
         trial.system.update(repaired)
     except Exception as error:
-        ended = sum(not is_running(pid) for pid in pids)
+        ended = _count_ended(pids)
         raise CheckFailedError(
-            f"{refusal}; {ended} of {len(pids)} processes of the server have ended, and a whole update raises "
-            f"{type(error).__name__}"
+            f"{refusal}; served afterwards: {served}; {ended} of {len(pids)} processes of the server have ended, and a "
+            f"whole update raises {type(error).__name__}"
         ) from error
     request.require_answer()
     gap = trial.reference.require(trial.system, repaired, "after a whole update")
     return f"{refusal}; served afterwards: {served}; after a whole update {describe_gap(gap)}"
+
+
+def _count_ended(pids: list[int]) -> int:
+    """Number of processes of a server that have ended. A server that dies of a request needs seconds for that."""
+    deadline = time.monotonic() + END_S
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return sum(not is_running(pid) for pid in pids)
 
 
 _CLAIM = (
