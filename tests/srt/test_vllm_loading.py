@@ -76,7 +76,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         if way is LAYERWISE:
             (folder / "sitecustomize.py").write_text(NO_FAST_LOAD)
             env = {**env, "PYTHONPATH": str(folder)}
-        server = VllmServer(checkpoints.folders[0], env, tp_size)
+        server = VllmServer(checkpoints.folders[0], env, use_forkserver=way is not LAYERWISE, tp_size=tp_size)
         try:
             assert Path(server.process.log_path).read_text().count(way) == tp_size
             yield Served(server, checkpoints)
