@@ -61,11 +61,11 @@ def test_a_fleet(kind: str, one_rank: DeviceMesh, tied_model: Path) -> None:
         engine.update_weights_from_tensor(some.items())
         for replica in fleet.replicas:
             assert_equals_reference(replica.adapter, model)
-        expected, _ = greedy_with_logprobs(model, PROMPTS[0], 400)
+        expected, _ = greedy_with_logprobs(model, PROMPTS[0], 1600)
         reply = asyncio.run(_survive(fleet))
         assert reply["output_ids"] == expected
         assert reply["meta_info"]["attempts"] == 2
-        assert reply["meta_info"]["weight_versions"] == [{"version": engine.weight_version, "start": 0, "end": 400}]
+        assert reply["meta_info"]["weight_versions"] == [{"version": engine.weight_version, "start": 0, "end": 1600}]
         assert_computed_by({engine.weight_version: model}, PROMPTS[0], reply, tolerance=1e-4)
         wait_until(lambda: healthy(fleet) == 2, RESTART_S, f"not healthy: {states(fleet)}")
         assert {replica.weight_version for replica in fleet.replicas} == {engine.weight_version}
@@ -160,9 +160,9 @@ def test_a_generation_continues_on_a_server_of_the_other_engine(one_rank: Device
                 await dispatcher.close()
                 await servers.close()
 
-        expected, _ = greedy_with_logprobs(model, PROMPTS[0], 400)
+        expected, _ = greedy_with_logprobs(model, PROMPTS[0], 1600)
         for reply in asyncio.run(run()):
             assert reply["output_ids"] == expected
             assert reply["meta_info"]["attempts"] == 2
-            assert reply["meta_info"]["weight_versions"] == [{"version": 7, "start": 0, "end": 400}]
+            assert reply["meta_info"]["weight_versions"] == [{"version": 7, "start": 0, "end": 1600}]
             assert_computed_by({7: model}, PROMPTS[0], reply, tolerance=1e-4)
