@@ -43,7 +43,7 @@ app.add_typer(trajectory_app)
 
 @app.callback()
 def _root(verbose: Verbose = False) -> None:
-    """Rollout engine for RL post-training: supervised SGLang servers, a router, and weight updates.
+    """Rollout engine for RL post-training: supervised SGLang and vLLM servers, a router, and weight updates.
 
     Exit codes: 0 success, 1 the command failed, 2 wrong arguments. The reason is printed to standard error.
     """

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from verl_server.adapter.engine import ServerEngine, get_engine
+from verl_server.adapter.engine import get_engine
+from verl_server.adapter.server_engine import ServerEngine
 from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_launch_args
 from verl_server.config import AdapterConfig, EngineKind, RemoteServer
 from verl_server.engine.backend import Backend, RolloutFleet

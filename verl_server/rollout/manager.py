@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from verl_server.adapter.engine import ServerEngine, get_engine
+from verl_server.adapter.engine import get_engine
 from verl_server.adapter.event_loop_thread import EventLoopThread
+from verl_server.adapter.server_engine import ServerEngine
 from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode, RouterConfig
 from verl_server.errors import BadInputError, NotReadyError
 from verl_server.rollout.backend import ManagedBackend
@@ -88,7 +89,7 @@ class RolloutManager:
         engine = get_engine(config.engine_kind)
         args = _server_args(self.mode, engine, server_args)
         parallel_config = parse_parallel_config(args)
-        args = engine.add_fleet_defaults(args, has_sglang_router=config.router_ip is not None)
+        args = engine.add_fleet_defaults(args, config.router_ip is not None)
         if capabilities_of(self.mode).takes_weights:
             engine.require_pushable(args)
         self._launcher = launcher = launcher or LocalLauncher()

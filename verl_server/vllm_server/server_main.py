@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT, read_arguments
+from verl_server.types import parse_weight_version
 from verl_server.vllm_server import start_method
 from verl_server.vllm_server.command_line import to_command_line, translate
 from verl_server.vllm_server.start_checks import find_argument_refusal, find_version_refusal
@@ -24,14 +25,14 @@ REFUSAL = "vLLM refuses the server arguments: "
 def main() -> None:
     server_args = read_arguments()
     keys = (server_args.pop("api_key"), server_args.pop("admin_api_key"))
-    weight_version = str(server_args.pop("weight_version", None) or 0)
+    weight_version = parse_weight_version(server_args.pop("weight_version", None))
     os.environ.update(server_variables(server_args, os.environ))
     if (refusal := find_version_refusal()) is not None:
         _refuse(refusal)
     serve(server_args, *keys, weight_version)
 
 
-def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str, weight_version: str) -> None:
+def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str, weight_version: int) -> None:
     """Run vLLM's API server until the process is killed. `server_args`: options of vLLM's command line by name."""
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server

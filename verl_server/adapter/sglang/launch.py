@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_server.adapter.server_engine import ServerEngine
 from verl_server.adapter.sglang import pushable, server_arguments, tensor_parallel
 from verl_server.adapter.sglang.capabilities import SUPPORTED_VERSIONS
 from verl_server.adapter.sglang.endpoints import HEALTH, MODEL_INFO, PING, READY
@@ -70,35 +71,19 @@ def read_server_environment(server_python: Path | str) -> InterpreterReport | No
     return report
 
 
-class SglangEngine:
-    """Starts SGLang servers. `server_args` are fields of SGLang's `ServerArgs`."""
+def _place_on_devices(
+    server_args: Mapping[str, Any], env: Mapping[str, str], first: int, count: int
+) -> tuple[Json, Mapping[str, str]]:
+    return {**server_args, "base_gpu_id": first}, env
 
-    profile = SGLANG
 
-    def launch(
-        self, server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], check_abort: AbortCheck
-    ) -> LaunchedServer:
-        return launch_sglang_server(server_args, config, env, check_abort)
-
-    def with_common_names(self, server_args: Mapping[str, Any]) -> Json:
-        return dict(server_args)
-
-    def validate_server_args(self, server_args: Mapping[str, Any]) -> Json:
-        return server_arguments.validate_server_args(server_args)
-
-    def validate_fleet_args(self, server_args: Mapping[str, Any]) -> Json:
-        return server_arguments.validate_fleet_args(server_args)
-
-    def add_fleet_defaults(self, server_args: Mapping[str, Any], *, has_sglang_router: bool) -> Json:
-        return server_arguments.add_fleet_defaults(server_args, has_sglang_router=has_sglang_router)
-
-    def require_pushable(self, server_args: Mapping[str, Any]) -> None:
-        pushable.require_pushable(server_args)
-
-    def require_divisible_model(self, server_args: Mapping[str, Any]) -> None:
-        tensor_parallel.require_divisible_model(server_args)
-
-    def place_on_devices(
-        self, server_args: Mapping[str, Any], env: Mapping[str, str], first: int, count: int
-    ) -> tuple[Json, Mapping[str, str]]:
-        return {**server_args, "base_gpu_id": first}, env
+SGLANG_ENGINE = ServerEngine(
+    launch=launch_sglang_server,
+    with_common_names=dict,
+    validate_server_args=server_arguments.validate_server_args,
+    validate_fleet_args=server_arguments.validate_fleet_args,
+    add_fleet_defaults=server_arguments.add_fleet_defaults,
+    require_pushable=pushable.require_pushable,
+    require_divisible_model=tensor_parallel.require_divisible_model,
+    place_on_devices=_place_on_devices,
+)

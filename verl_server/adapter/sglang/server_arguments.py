@@ -75,7 +75,7 @@ def complete_server_args(server_args: Mapping[str, Any]) -> Json:
     return args
 
 
-def add_fleet_defaults(server_args: Mapping[str, Any], *, has_sglang_router: bool) -> Json:
+def add_fleet_defaults(server_args: Mapping[str, Any], has_sglang_router: bool) -> Json:
     """`server_args` with the values that suit servers behind a router of this library.
 
     With `incremental_streaming_output`, a stream sends each token once. Otherwise each event repeats all tokens so far.
@@ -205,7 +205,7 @@ def require_memory_saver(server_args: Mapping[str, Any]) -> None:
     """
     if server_args.get("device") != "cpu" and not server_args.get("enable_memory_saver"):
         raise BadInputError(
-            "the server was started without enable_memory_saver, so SGLang cannot release its memory; nothing was "
+            "the server was started without enable_memory_saver, so it cannot release its memory; nothing was "
             "released. Start the server with enable_memory_saver=True",
             argument="enable_memory_saver",
         )

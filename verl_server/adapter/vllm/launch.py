@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from verl_server.adapter.server_engine import ServerEngine
 from verl_server.adapter.sglang.endpoints import MODEL_INFO, READY
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.adapter.vllm import server_arguments
@@ -61,47 +62,30 @@ def launch_vllm_server(
     return replace(server, server_args={"tp_size": 1, **args, "custom_weight_loader": [WEIGHT_LOADER]})
 
 
-class VllmEngine:
-    """Starts vLLM servers. `server_args`: see `server_arguments.py`."""
+def _add_fleet_defaults(server_args: Mapping[str, Any], has_sglang_router: bool) -> Json:
+    """vLLM's servers always send each token of a stream once, which an `sglang-router` does not expect."""
+    if has_sglang_router:
+        raise BadInputError(NO_SGLANG_ROUTER)
+    return dict(server_args)
 
-    profile = VLLM
 
-    def launch(
-        self, server_args: Mapping[str, Any], config: AdapterConfig, env: Mapping[str, str], check_abort: AbortCheck
-    ) -> LaunchedServer:
-        return launch_vllm_server(server_args, config, env, check_abort)
+def _place_on_devices(
+    server_args: Mapping[str, Any], env: Mapping[str, str], first: int, count: int
+) -> tuple[Json, Mapping[str, str]]:
+    """vLLM takes the first visible devices, so that only those of the server are visible."""
+    setting = env.get(VISIBLE_DEVICES, os.environ.get(VISIBLE_DEVICES))
+    visible = None if setting is None else parse_devices(setting)
+    chosen = [str(device) for device in range(first, first + count)] if visible is None else visible[first:][:count]
+    return dict(server_args), {**env, VISIBLE_DEVICES: ",".join(chosen)}
 
-    def with_common_names(self, server_args: Mapping[str, Any]) -> Json:
-        return server_arguments.with_common_names(server_args)
 
-    def validate_server_args(self, server_args: Mapping[str, Any]) -> Json:
-        return server_arguments.validate_server_args(server_args)
-
-    def validate_fleet_args(self, server_args: Mapping[str, Any]) -> Json:
-        if server_args.get("port") is not None:
-            raise BadInputError(
-                "each replica chooses a free port: leave port out, and read the URLs from the `replicas` of the fleet",
-                argument="port",
-            )
-        return server_arguments.validate_server_args(server_args)
-
-    def add_fleet_defaults(self, server_args: Mapping[str, Any], *, has_sglang_router: bool) -> Json:
-        """vLLM's servers always send each token of a stream once, which an `sglang-router` does not expect."""
-        if has_sglang_router:
-            raise BadInputError(NO_SGLANG_ROUTER)
-        return dict(server_args)
-
-    def require_pushable(self, server_args: Mapping[str, Any]) -> None:
-        server_arguments.require_pushable(server_args)
-
-    def require_divisible_model(self, server_args: Mapping[str, Any]) -> None:
-        server_arguments.require_divisible_model(server_args)
-
-    def place_on_devices(
-        self, server_args: Mapping[str, Any], env: Mapping[str, str], first: int, count: int
-    ) -> tuple[Json, Mapping[str, str]]:
-        """vLLM takes the first visible devices, so that only those of the server are visible."""
-        setting = env.get(VISIBLE_DEVICES, os.environ.get(VISIBLE_DEVICES))
-        visible = None if setting is None else parse_devices(setting)
-        chosen = [str(device) for device in range(first, first + count)] if visible is None else visible[first:][:count]
-        return dict(server_args), {**env, VISIBLE_DEVICES: ",".join(chosen)}
+VLLM_ENGINE = ServerEngine(
+    launch=launch_vllm_server,
+    with_common_names=server_arguments.with_common_names,
+    validate_server_args=server_arguments.validate_server_args,
+    validate_fleet_args=server_arguments.validate_fleet_args,
+    add_fleet_defaults=_add_fleet_defaults,
+    require_pushable=server_arguments.require_pushable,
+    require_divisible_model=server_arguments.require_divisible_model,
+    place_on_devices=_place_on_devices,
+)

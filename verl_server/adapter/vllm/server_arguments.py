@@ -102,6 +102,16 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     return args
 
 
+def validate_fleet_args(server_args: Mapping[str, Any]) -> Json:
+    """`validate_server_args` for the replicas of a fleet, which chooses the port of each replica."""
+    if server_args.get("port") is not None:
+        raise BadInputError(
+            "each replica chooses a free port: leave port out, and read the URLs from the `replicas` of the fleet",
+            argument="port",
+        )
+    return validate_server_args(server_args)
+
+
 def with_common_names(server_args: Mapping[str, Any]) -> Json:
     """A copy with SGLang's names where both engines have the argument. An argument that is given twice is kept."""
     names = {theirs: ours for ours, theirs in PLAIN_NAMES.items() if ours not in server_args}

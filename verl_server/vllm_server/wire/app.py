@@ -12,10 +12,11 @@ from starlette.responses import Response
 
 from verl_server.adapter.sglang import endpoints as sglang
 from verl_server.adapter.sglang.endpoints import Endpoint
-from verl_server.adapter.vllm.endpoints import SET_WEIGHT_VERSION
+from verl_server.adapter.vllm import endpoints as vllm
 from verl_server.adapter.vllm.payloads import weight_version_payload
+from verl_server.adapter.vllm.request_fields import REQUEST_FIELDS
 from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
-from verl_server.types import Json, parse_weight_version
+from verl_server.types import Json
 from verl_server.vllm_server.keys import App, KeyMiddleware, Message, Receive, Send
 from verl_server.vllm_server.wire import abort, control, generation, information, lora, memory, weights
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
@@ -40,7 +41,6 @@ _HANDLERS: tuple[tuple[Endpoint, Handler], ...] = (
     (sglang.RELEASE_MEMORY, memory.release),
     (sglang.RESUME_MEMORY, memory.resume),
     (sglang.ADMIN_STATUS, information.admin_status),
-    (sglang.OPENAPI, information.description),
     (sglang.MODEL_INFO, information.model_info),
     (sglang.SERVER_INFO, information.server_info),
     (sglang.LOADS, information.loads),
@@ -49,17 +49,13 @@ _HANDLERS: tuple[tuple[Endpoint, Handler], ...] = (
     (sglang.PING, information.ping),
 )
 #: Routes of SGLang that have no counterpart, and what to use instead.
-_UNSUPPORTED: dict[str, str] = {
+UNSUPPORTED: dict[str, str] = {
     sglang.UPDATE_FROM_DISTRIBUTED.path: "push weights with VerlEngine",
     sglang.UPDATE_FROM_DISK.path: "push weights with VerlEngine, or start another server with model_path",
     sglang.INIT_UPDATE_GROUP.path: "push weights with VerlEngine",
     sglang.DESTROY_UPDATE_GROUP.path: "push weights with VerlEngine",
     sglang.WEIGHTS_CHECKER.path: "on a CPU vLLM's own checker reads empty weights; VerlEngine verifies every update",
 }
-ROUTES: dict[str, tuple[str, Handler]] = {endpoint.path: (endpoint.method, handler) for endpoint, handler in _HANDLERS}
-#: Routes of this folder that need the API key or the admin key. The other routes need the admin key.
-API_PATHS = frozenset(endpoint.path for endpoint, _ in _HANDLERS if not endpoint.needs_admin_key)
-
 #: Handlers whose work is of no use when the client has gone.
 _ENDS_WITH_CLIENT = (generation.generate, information.health)
 _NOT_ALLOWED = json_reply({"error": {"message": "Method Not Allowed", "code": 405}}, 405)
@@ -87,18 +83,18 @@ class ServerApp:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" and scope["method"] == "OPTIONS" else ""
-        if path in ROUTES or path in _UNSUPPORTED:  # SGLang, too, tells without a key that a route exists
-            await (_NOT_ALLOWED if path in ROUTES else _NOT_FOUND)(scope, receive, send)
+        if path in ROUTES:  # SGLang, too, tells without a key whether a route exists
+            await (_NOT_FOUND if path in UNSUPPORTED else _NOT_ALLOWED)(scope, receive, send)
         else:
             await self._keys(scope, receive, send)
 
     async def _dispatch(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" else ""
-        if path not in ROUTES and path not in _UNSUPPORTED:
+        if path not in ROUTES:
             await self._vllm(scope, receive, send)
             return
         request = Request(scope, receive)
-        reply = await self._answer(request, *ROUTES.get(path, ("POST", _refuse)))
+        reply = await self._answer(request, *ROUTES[path])
         await reply(scope, request.receive, send)
 
     async def _answer(self, request: Request, method: str, handler: Handler) -> Response:
@@ -110,16 +106,9 @@ class ServerApp:
         watch: asyncio.Task[None] | None = None
         try:
             body = await _read_body(request)
-            if handler is _refuse:
-                body = {"path": request.scope["path"]}
             watch = asyncio.create_task(_watch(request, gone))
             await self._set_first_version(calls)
             reply = await handler(self._state, calls, body)
-            if handler is information.description:
-                reply["paths"] = {
-                    **reply["paths"],
-                    **{path: {method.lower(): {}} for path, (method, _) in ROUTES.items()},
-                }
             return reply if isinstance(reply, Response) else json_reply(reply)
         except VerlServerError as error:
             return error_reply(error)
@@ -131,12 +120,12 @@ class ServerApp:
 
     async def _set_first_version(self, calls: InnerCalls) -> None:
         """Give the weights of the checkpoint the version of the server arguments, before the first reply."""
-        if self._state.weight_version is None:
+        if not self._state.is_version_set:
             async with self._version_lock:
-                if self._state.weight_version is None:
-                    version = parse_weight_version(self._state.facts.weight_version)
-                    await calls.call(SET_WEIGHT_VERSION, weight_version_payload(version))
-                    self._state.weight_version = str(version)
+                if not self._state.is_version_set:
+                    version = self._state.facts.weight_version
+                    await calls.call(vllm.SET_WEIGHT_VERSION, weight_version_payload(version))
+                    self._state.is_version_set = True
 
 
 async def _read_body(request: Request) -> Json:
@@ -158,6 +147,34 @@ async def _watch(request: Request, gone: asyncio.Event) -> None:
     gone.set()
 
 
-async def _refuse(state: ServerState, calls: InnerCalls, body: Json) -> Json:
-    path = body["path"]
-    raise UnsupportedError(f"a vLLM server has no {path}: {_UNSUPPORTED[path]}")
+async def _describe(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """vLLM's OpenAPI document with the routes of this folder.
+
+    The fields of `/generate` stand where SGLang's document has them.
+    """
+    document: Json = dict(await calls.call(vllm.OPENAPI))
+    fields = ("text", "input_ids", "sampling_params", "rid", "stream", *sorted(REQUEST_FIELDS))
+    components = dict(document.get("components") or {})
+    schema = {"type": "object", "properties": {name: {} for name in fields}}
+    components["schemas"] = {**(components.get("schemas") or {}), "GenerateReqInput": schema}
+    paths: Json = {path: {method.lower(): {}} for path, (method, _) in ROUTES.items() if path not in UNSUPPORTED}
+    return {**document, "components": components, "paths": {**document["paths"], **paths}}
+
+
+def _refuse(path: str) -> Handler:
+    """A handler for a route that vLLM servers do not have."""
+
+    async def refuse(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+        raise UnsupportedError(f"a vLLM server has no {path}: {UNSUPPORTED[path]}")
+
+    return refuse
+
+
+_OWN = (*_HANDLERS, (sglang.OPENAPI, _describe))
+#: Method and handler of each path that this folder answers.
+ROUTES: dict[str, tuple[str, Handler]] = {
+    **{endpoint.path: (endpoint.method, handler) for endpoint, handler in _OWN},
+    **{path: ("POST", _refuse(path)) for path in UNSUPPORTED},
+}
+#: Paths of this folder for which the API key suffices. The other paths need the admin key.
+API_PATHS = frozenset(endpoint.path for endpoint, _ in _OWN if not endpoint.needs_admin_key)

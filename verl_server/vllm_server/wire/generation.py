@@ -16,7 +16,7 @@ from verl_server.adapter.vllm.payloads import generate_payload
 from verl_server.adapter.vllm.replies import ABORTED, parse_generations, without_tokens
 from verl_server.adapter.vllm.stream import StreamedGeneration
 from verl_server.errors import BadInputError, ServerError, VerlServerError
-from verl_server.types import Json, parse_weight_version
+from verl_server.types import Json
 from verl_server.validation import is_list
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
 from verl_server.vllm_server.wire.replies import error_body, json_reply, status_of
@@ -114,7 +114,7 @@ async def _stream(state: ServerState, calls: InnerCalls, payload: Json, request:
         _add_version_to_salt(state, payload)
         payload |= {"stream": True, "stream_options": {"include_usage": True}}
         async for chunk in calls.stream(GENERATE, payload):
-            for event in generation.add(chunk, _version(state)):
+            for event in generation.add(chunk, state.weight_version):
                 yield event
 
 
@@ -156,11 +156,7 @@ async def _payload(state: ServerState, calls: InnerCalls, request: Mapping[str, 
 
 def _add_version_to_salt(state: ServerState, payload: Json) -> None:
     """Separate the prefix cache by the version of the weights: a pause in place keeps the cache of earlier weights."""
-    payload["cache_salt"] = f"{_version(state)}\n{payload.get('cache_salt', '')}"
-
-
-def _version(state: ServerState) -> int:
-    return parse_weight_version(state.weight_version)
+    payload["cache_salt"] = f"{state.weight_version}\n{payload.get('cache_salt', '')}"
 
 
 def _aborted_reply(payload: Json) -> Json:

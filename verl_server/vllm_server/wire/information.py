@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
-from verl_server.adapter.vllm.endpoints import GENERATE, HEALTH, MODELS, OPENAPI, SERVER_INFO, WEIGHT_INFO, WORKER_CALL
+from verl_server.adapter.vllm.endpoints import GENERATE, HEALTH, SERVER_INFO, WEIGHT_INFO, WORKER_CALL
 from verl_server.adapter.vllm.payloads import generate_payload
-from verl_server.adapter.vllm.request_fields import REQUEST_FIELDS
 from verl_server.errors import NotReadyError, ServerError
 from verl_server.platforms.http_hooks import RELEASED_MEMORY
 from verl_server.types import Json
@@ -73,7 +71,7 @@ async def server_info(state: ServerState, calls: InnerCalls, body: Json) -> Json
     reports = (await calls.call(WORKER_CALL, {"method": "verl_server_memory"}))["results"]
     if state.resolved is None:
         state.resolved = await _resolve(calls)
-    on_cpu, resolved = is_cpu(state), state.resolved
+    on_cpu, resolved = is_cpu(), state.resolved
     max_running = resolved["max_running_requests"]
     return {
         **resolved,
@@ -121,21 +119,6 @@ async def loads(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     return {"loads": [load]}
 
 
-async def models(state: ServerState, calls: InnerCalls, body: Json) -> Any:
-    """vLLM's own list: the served model, and LoRA adapters with their `parent`."""
-    return await calls.call(MODELS)
-
-
 async def admin_status(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     """Nothing: the route tells whether the admin key is right."""
     return {}
-
-
-async def description(state: ServerState, calls: InnerCalls, body: Json) -> Json:
-    """vLLM's OpenAPI document, and the fields of `/generate` in the place where SGLang's document has them."""
-    document: Json = dict(await calls.call(OPENAPI))
-    components = dict(document.get("components") or {})
-    fields = ("text", "input_ids", "sampling_params", "rid", "stream", *sorted(REQUEST_FIELDS))
-    schema = {"type": "object", "properties": {name: {} for name in fields}}
-    components["schemas"] = {**(components.get("schemas") or {}), "GenerateReqInput": schema}
-    return {**document, "components": components}

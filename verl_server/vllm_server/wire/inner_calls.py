@@ -18,8 +18,8 @@ from verl_server.vllm_server.wire.state import Disconnected
 
 #: Parts of the scope of a request that its inner calls take over. `app` is vLLM's FastAPI application.
 _COPIED = ("type", "asgi", "http_version", "scheme", "client", "server", "root_path", "app")
-MAX_QUEUED_PARTS = 64
-"""Maximum number of parts of a streamed reply that wait to be read."""
+CANCEL_TIMEOUT_S = 10.0
+"""Seconds that vLLM's route may take to end after its stream was closed."""
 _END = b""
 
 
@@ -78,20 +78,20 @@ class InnerCalls:
 
         Raises the error of `error_from_reply`.
         """
-        parts: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue(MAX_QUEUED_PARTS)
+        parts: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
         status = 0
 
         async def send(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             if message["type"] == "http.response.body" and message.get("body"):
-                await parts.put((status, message["body"]))
+                parts.put_nowait((status, message["body"]))
 
         async def run() -> None:
             try:
                 await self._app(self._inner_scope(endpoint, ""), self._receive(body), send)
             finally:
-                await parts.put((status, _END))
+                parts.put_nowait((status, _END))
 
         task = asyncio.create_task(run())
         try:
@@ -100,12 +100,9 @@ class InnerCalls:
             await task
         finally:
             task.cancel()
-            while not task.done():  # the last `put` of `run` may wait for room in the queue
-                with contextlib.suppress(asyncio.QueueEmpty):
-                    parts.get_nowait()
-                await asyncio.sleep(0)
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                task.result()
+            await asyncio.wait([task], timeout=CANCEL_TIMEOUT_S)
+            if task.done() and not task.cancelled():
+                task.exception()  # the reader has left, or has got the same error
 
     def _inner_scope(self, endpoint: Endpoint, query: str) -> MutableMapping[str, Any]:
         return {name: self._scope[name] for name in _COPIED if name in self._scope} | {

@@ -23,14 +23,14 @@ async def release(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     """Release the memory of `tags`. Generation is paused. Raises ServerBusyError while requests run or are held."""
     async with state.exclusive(calls.gone):
         tags = tags_to_release(body.get("tags"), state.released)
-        if not is_cpu(state) and not set(_WORKER_TAGS) <= set(tags):
+        if not is_cpu() and not set(_WORKER_TAGS) <= set(tags):
             raise UnsupportedError("on an accelerator, vLLM releases weights and kv_cache only together")
         if state.num_in_vllm:
             raise ServerBusyError(f"{state.num_in_vllm} requests are running")
         if not state.is_paused:
             await pause_vllm(state, calls, "retract")
         try:
-            await (_call_workers(calls, "release", tags) if is_cpu(state) else _sleep(calls))
+            await (_call_workers(calls, "release", tags) if is_cpu() else _sleep(calls))
         except ServerError:
             if MemoryTag.WEIGHTS in tags:
                 state.undefined_weights = "a release of their memory has failed"
@@ -43,7 +43,7 @@ async def resume(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     """Take the memory of `tags` back. Generation stays paused until it is continued."""
     async with state.exclusive(calls.gone):
         tags = tags_to_resume(body.get("tags"), state.released)
-        if is_cpu(state):
+        if is_cpu():
             await _call_workers(calls, "resume", tags)
         else:
             await calls.call(WAKE_UP, query=urlencode([("tags", tag) for tag in tags if tag in _WORKER_TAGS]))
@@ -55,7 +55,7 @@ async def resume(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     return {}
 
 
-def is_cpu(state: ServerState) -> bool:
+def is_cpu() -> bool:
     """Whether the server computes on a CPU."""
     from vllm.platforms import current_platform
 

@@ -22,7 +22,7 @@ class ServerFacts:
 
     server_args: dict[str, Any]
     """Arguments of the server by the names of vLLM's command line, without keys."""
-    weight_version: str
+    weight_version: int
     """Version of the weights at the start."""
 
 
@@ -50,8 +50,10 @@ class ServerState:
         """Held by calls that change the server: pauses, weights, memory."""
         self.resolved: dict[str, Any] | None = None
         """Values of server arguments that vLLM has chosen. None until they were asked for."""
-        self.weight_version: str | None = None
-        """Version of the weights. None until the first request has set it."""
+        self.weight_version = facts.weight_version
+        """Version of the weights."""
+        self.is_version_set = False
+        """Whether vLLM knows the version of the start."""
         self.released: frozenset[str] = frozenset()
         """Memory tags that are released."""
         self.undefined_weights: str | None = None
@@ -71,10 +73,16 @@ class ServerState:
 
         `gone`: set when the client of the call has closed its connection.
         """
-        async with self._control:
+        acquiring, leaving = asyncio.ensure_future(self._control.acquire()), asyncio.ensure_future(gone.wait())
+        try:
+            await asyncio.wait((acquiring, leaving), return_when=asyncio.FIRST_COMPLETED)
             if gone.is_set():
                 raise Disconnected
             yield
+        finally:
+            leaving.cancel()
+            if not acquiring.cancel() and not acquiring.cancelled():
+                self._control.release()
 
     def set_paused(self, is_paused: bool) -> None:
         if is_paused:

@@ -56,13 +56,14 @@ async def update(state: ServerState, calls: InnerCalls, body: Json) -> Json:
         was_paused = state.is_paused
         if not was_paused:
             await pause_vllm(state, calls, "retract")
+        before, state.undefined_weights = state.undefined_weights, "an update has not come to its end"
         try:
             outcomes = await _load(calls, message)
             has_failed = any(outcome["error"] is not None for outcome in outcomes)
             if has_failed and any(outcome["has_loaded"] for outcome in outcomes):
                 state.undefined_weights = "an update has failed half-way"
-            elif all(outcome["is_whole"] for outcome in outcomes):
-                state.undefined_weights = None
+            else:
+                state.undefined_weights = None if all(outcome["is_whole"] for outcome in outcomes) else before
             if body.get("flush_cache", True):  # a pause in place has kept the cache
                 await calls.call(RESET_CACHE, query="reset_running_requests=true")
             if version is not None and not has_failed:
@@ -117,4 +118,4 @@ async def set_version(state: ServerState, calls: InnerCalls, body: Json) -> Json
 
 async def _set_version(state: ServerState, calls: InnerCalls, version: int) -> None:
     await calls.call(SET_WEIGHT_VERSION, weight_version_payload(version))
-    state.weight_version = str(version)
+    state.weight_version = version
