@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from verl_server.adapter.model_files import EXPERT_KEYS
+
 #: First version with the interface of weight transfer engines that `weight_engine.py` implements.
 MINIMUM_ENGINE_API = (0, 26)
 #: First version with all routes that the adapter uses, and the version that the tests run.
@@ -73,7 +75,23 @@ def find_argument_refusal(server_args: Mapping[str, Any]) -> str | None:
         revision=server_args.get("revision"),
         trust_remote_code=bool(server_args.get("trust_remote_code")),
     )
-    return explain_head_size(config.get_text_config().to_dict(), CPUAttentionBackend.get_supported_head_sizes())
+    text_config = config.get_text_config().to_dict()
+    if server_args.get("enable_lora") and (refusal := explain_lora_experts(text_config)) is not None:
+        return refusal
+    return explain_head_size(text_config, CPUAttentionBackend.get_supported_head_sizes())
+
+
+def explain_lora_experts(config: Mapping[str, Any]) -> str | None:
+    """Why vLLM on a CPU cannot compute a mixture of experts with LoRA layers. None if the model has no experts.
+
+    The layers need Triton. vLLM does not check it: the server starts, and its first token ends the engine.
+    """
+    if not any(config.get(name) for name in EXPERT_KEYS):
+        return None
+    return (
+        "on a CPU, vLLM cannot compute a mixture of experts with enable_lora, because its LoRA layers of experts need "
+        "Triton: leave enable_lora out, or use a machine with an accelerator"
+    )
 
 
 def explain_head_size(config: Mapping[str, Any], supported: list[int]) -> str | None:

@@ -14,7 +14,7 @@ from verl_server.adapter.vllm.endpoints import (
     WORKER_CALL,
 )
 from verl_server.adapter.vllm.payloads import update_payload, weight_version_payload
-from verl_server.errors import BadInputError, ServerBusyError, ServerError, UnsupportedError
+from verl_server.errors import BadInputError, ServerBusyError, ServerError
 from verl_server.types import Json, parse_weight_version
 from verl_server.vllm_server.wire.abort import abort_request
 from verl_server.vllm_server.wire.control import pause_vllm, resume_vllm
@@ -24,15 +24,7 @@ from verl_server.weights.transports.message import parse_message
 
 
 async def begin(state: ServerState, calls: InnerCalls, body: Json) -> Json:
-    """Nothing has to be opened: an update is one call of `update`. Raises UnsupportedError for a server with LoRA.
-
-    vLLM renames the parameters of a model with LoRA layers, so that its loaders do not find them.
-    """
-    if state.facts.server_args.get("enable_lora"):
-        raise UnsupportedError(
-            "a vLLM server with enable_lora takes LoRA adapters, and no updates of the base model: push the adapter "
-            "with load_lora_adapter, or start the server without enable_lora"
-        )
+    """Nothing has to be opened: an update is one call of `update`."""
     return {"success": True, "message": "an update can begin"}
 
 

@@ -1,0 +1,82 @@
+"""LoRA adapters and updates of the base model on one vLLM server: both are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import PROMPTS, reference_model
+from test_lora import CONFIG, TARGETS, adapter_for, merged
+from torch.distributed.device_mesh import DeviceMesh
+from vllm_helpers import SIZES, TINY_SERVER, Checkpoints, Expected, expected_of, needs_vllm, start_config
+
+from verl_server import VerlEngine
+from verl_server.adapter.vllm.launch import launch_vllm_server
+from verl_server.errors import BadInputError
+
+pytestmark = needs_vllm
+
+TOLERANCE = 1e-5
+#: Sizes that two workers can divide, with weights that keep rounding errors of float32 below `TOLERANCE`.
+DIVISIBLE = {"hidden_size": 128, "heads": 4, "kv_heads": 2, "vocab_size": 330, "weight_std": 0.1}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Qwen2 models: tied embeddings and biases."""
+    return Checkpoints(tmp_path_factory.mktemp("lora"), "qwen2", tie_word_embeddings=True, **DIVISIBLE)
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def engine(request: pytest.FixtureRequest, one_rank: DeviceMesh, checkpoints: Checkpoints) -> Iterator[VerlEngine]:
+    config = start_config()
+    arguments: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": TARGETS, **TINY_SERVER}
+    with VerlEngine(
+        one_rank,
+        engine_kind="vllm",
+        server_python=config.server_python,
+        timeouts=config.timeouts,
+        model_path=str(checkpoints.folders[0]),
+        tp_size=request.param,
+        **arguments,
+    ) as engine:
+        yield engine
+
+
+def require(engine: VerlEngine, expected: list[Expected], lora: str | None = None) -> None:
+    for prompt, (tokens, logprobs) in zip(PROMPTS, expected, strict=True):
+        sampling = {"temperature": 0.0, "max_new_tokens": len(tokens), "ignore_eos": True}
+        reply = engine.generate(input_ids=prompt, sampling_params=sampling, return_logprob=True, lora_path=lora)
+        assert reply["output_ids"] == tokens
+        found = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+        assert found == pytest.approx(logprobs, abs=TOLERANCE)
+
+
+def test_adapters_and_updates_of_the_base_model_are_exact(engine: VerlEngine, checkpoints: Checkpoints) -> None:
+    bases = [reference_model(folder) for folder in checkpoints.folders]
+    for seed in (1, 2):  # the second one replaces the first one
+        adapter = adapter_for(bases[0], seed)
+        engine.load_lora_adapter("policy", adapter, CONFIG)
+        require(engine, expected_of(merged(bases[0], adapter)), "policy")
+        require(engine, checkpoints.expected[0])
+    engine.update_weights_from_tensor(checkpoints.weights[1])
+    require(engine, checkpoints.expected[1])
+    require(engine, expected_of(merged(bases[1], adapter)), "policy")
+    part = {
+        name: tensor for name, tensor in checkpoints.weights[0].items() if name.endswith("1.self_attn.q_proj.weight")
+    }
+    engine.update_weights_from_tensor(part)
+    mixed = reference_model(checkpoints.folders[1])
+    mixed.load_state_dict(part, strict=False)
+    require(engine, expected_of(mixed))
+    engine.unload_lora_adapter("policy")
+    with pytest.raises(BadInputError, match="no LoRA adapter 'policy'"):
+        engine.generate(input_ids=PROMPTS[0], lora_path="policy")
+
+
+def test_experts_with_lora_are_refused_on_a_cpu(tiny: Callable[..., Path]) -> None:
+    arguments = {"model_path": tiny("qwen3_moe", **SIZES), "enable_lora": True, **TINY_SERVER}
+    with pytest.raises(BadInputError, match="mixture of experts with enable_lora"):
+        launch_vllm_server(arguments, start_config(), {})
