@@ -37,7 +37,7 @@ def parse_generations(reply: Json, *, return_logprob: bool = False, top_logprobs
             raise ServerError("vLLM's reply has no generation")
         return [_parse_choice(choice, usage, rid, return_logprob, top_logprobs_num) for choice in choices]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ServerError(f"the reply is none of vLLM's: {type(error).__name__}: {error}") from error
+        raise ServerError(f"the reply does not have vLLM's form: {type(error).__name__}: {error}") from error
 
 
 def without_tokens(reply: Json) -> Json:

@@ -27,7 +27,7 @@ class StreamedGeneration:
     def add(self, chunk: Any, weight_version: int) -> Iterator[Json]:
         """The events of one chunk. `weight_version`: the version of the server's weights now.
 
-        Raises the error that the chunk reports, and ServerError for a chunk that is none of vLLM's.
+        Raises the error that the chunk reports, and ServerError for a chunk with another form than vLLM's.
         """
         try:
             if "error" in chunk:
@@ -41,7 +41,7 @@ class StreamedGeneration:
             if not chunk["choices"]:
                 yield from self._finished(chunk["usage"])
         except (KeyError, TypeError, AttributeError) as error:
-            raise ServerError(f"the stream is none of vLLM's: {type(error).__name__}: {error}") from error
+            raise ServerError(f"the stream does not have vLLM's form: {type(error).__name__}: {error}") from error
 
     def _event(self, choice: Json, weight_version: int) -> Json:
         index, new_ids = int(choice["index"]), list(choice["token_ids"])

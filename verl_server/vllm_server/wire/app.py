@@ -134,7 +134,7 @@ async def _read_body(request: Request) -> Json:
     try:
         body = orjson.loads(raw) if raw else {}
     except orjson.JSONDecodeError as error:
-        raise BadInputError(f"the body is no JSON: {error}") from error
+        raise BadInputError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadInputError("the body must be a JSON object")
     return body

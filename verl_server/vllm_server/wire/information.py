@@ -110,7 +110,7 @@ async def _resolve(calls: InnerCalls) -> Json:
             "max_running_requests": int(config["scheduler_config"]["max_num_seqs"]),
         }
     except (KeyError, TypeError, ValueError) as error:
-        raise ServerError(f"vLLM's /server_info is another one: {type(error).__name__}: {error}") from error
+        raise ServerError(f"vLLM's /server_info has an unknown form: {type(error).__name__}: {error}") from error
 
 
 async def loads(state: ServerState, calls: InnerCalls, body: Json) -> Json:

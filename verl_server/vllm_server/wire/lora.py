@@ -67,7 +67,7 @@ def _is_used(state: ServerState, name: Any) -> bool:
 
 
 def _parse(state: ServerState, body: Json) -> tuple[str, bytes]:
-    """The name and the file of an adapter. Raises BadInputError for a body that is none of this library."""
+    """The name and the file of an adapter. Raises BadInputError for a body with another form."""
     if not state.facts.server_args.get("enable_lora"):
         raise UnsupportedError("the server was started without enable_lora")
     name, encoded, config = (body.get(field) for field in ("lora_name", "safetensors", "config_dict"))
@@ -76,7 +76,7 @@ def _parse(state: ServerState, body: Json) -> tuple[str, bytes]:
     try:
         tensors = base64.b64decode(encoded, validate=True)
     except ValueError as error:
-        raise BadInputError(f"safetensors is no base64: {error}") from error
+        raise BadInputError(f"the field safetensors is not base64: {error}") from error
     if hashlib.sha256(tensors).hexdigest() != body.get("sha256"):
         raise BadInputError("the tensors of the adapter do not have the SHA-256 sum of the request")
     return name, tensors

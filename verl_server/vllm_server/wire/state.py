@@ -57,7 +57,7 @@ class ServerState:
         self.released: frozenset[str] = frozenset()
         """Memory tags that are released."""
         self.undefined_weights: str | None = None
-        """Why the weights are no version of the trainer's, so that nothing is generated. None: they are whole."""
+        """Reason why the weights are torn or empty, so that nothing is generated. None: the weights are whole."""
         self.lora_folders: dict[str, Path] = {}
         """Folder of each loaded LoRA adapter."""
         self._running: dict[str, RunningRequest] = {}

@@ -95,7 +95,7 @@ def _message(body: Json) -> Json:
     try:
         return parse_message(payloads[0])
     except (ValueError, TypeError, IndexError, KeyError) as error:
-        raise BadInputError(f"the payload is no message of VerlEngine: {error}") from error
+        raise BadInputError(f"the payload is not a message of VerlEngine: {error}") from error
 
 
 async def set_version(state: ServerState, calls: InnerCalls, body: Json) -> Json:
