@@ -6,8 +6,11 @@ import asyncio
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -43,6 +46,18 @@ def ask(gateway: Gateway, key: str, text: str) -> httpx.Response:
     body = {"model": "m", "messages": [{"role": "user", "content": text}]}
     headers = {"authorization": f"Bearer {key}"}
     return httpx.post(f"{gateway.openai_url}/chat/completions", json=body, headers=headers, timeout=60.0)
+
+
+@contextmanager
+def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: OSError) -> Iterator[None]:
+    """A function of `owner` raises `error`, which the body must raise, too."""
+
+    def fail(_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=str(error.strerror)):
+        patch.setattr(owner, name, fail)
+        yield
 
 
 class HeldDisk:
@@ -98,14 +113,8 @@ def test_a_session_whose_end_fails_takes_turns_again(
     with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as gateway:
         _, key = gateway.create_session("a")
         assert ask(gateway, key, "first").status_code == 200
-        with monkeypatch.context() as patch:
-
-            def fail(fd: int) -> None:
-                raise OSError(28, "No space left on device")
-
-            patch.setattr(os, "fdatasync", fail)
-            with pytest.raises(OSError, match="No space left"):
-                gateway.end_session("a", 1.0)
+        with failing(monkeypatch, os, "fdatasync", OSError(28, "No space left on device")):
+            gateway.end_session("a", 1.0)
         assert ask(gateway, key, "second").status_code == 200
         assert gateway.end_session("a", 0.5).reward == 0.5
     graph = load_session(tmp_path / "a.jsonl")
@@ -121,14 +130,8 @@ def test_a_session_has_ended_also_if_its_file_cannot_be_closed(
     with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS) as gateway:
         _, key = gateway.create_session("a")
         assert ask(gateway, key, "first").status_code == 200
-        with monkeypatch.context() as patch:
-
-            def fail(recorder: ObservedRecorder) -> None:
-                raise OSError(5, "Input/output error")
-
-            patch.setattr(ObservedRecorder, "close", fail)
-            with pytest.raises(OSError, match="Input/output error"):
-                gateway.end_session("a", 1.0)
+        with failing(monkeypatch, ObservedRecorder, "close", OSError(5, "Input/output error")):
+            gateway.end_session("a", 1.0)
         assert ask(gateway, key, "second").status_code == 403
     assert len(load_session(tmp_path / "a.jsonl").trained_segments or ()) == 1
 
