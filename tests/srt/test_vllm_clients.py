@@ -12,11 +12,14 @@ from urllib.parse import urlsplit
 
 import pytest
 from helpers import wait_until
-from vllm_helpers import SIZES, TINY_SERVER, needs_vllm, start_config
+from torch.distributed.device_mesh import DeviceMesh
+from vllm_helpers import SIZES, TINY_SERVER, needs_vllm, start_config, weights_of
 
-from verl_server import HttpServerEngineAdapter
+from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine
+from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.config import EngineKind
-from verl_server.errors import BadInputError, VerlServerError
+from verl_server.errors import BadInputError, NotReadyError, VerlServerError
+from verl_server.weights.transports.message import serialize_message
 
 pytestmark = needs_vllm
 
@@ -106,3 +109,55 @@ def test_the_base_model_is_no_adapter(adapter: HttpServerEngineAdapter) -> None:
     model = adapter.get_model_info()["model_path"]
     with pytest.raises(BadInputError, match="base model"):
         adapter.generate(input_ids=PROMPT, lora_path=model)
+
+
+def test_an_update_that_another_client_left_open_is_closed(
+    adapter: HttpServerEngineAdapter, one_rank: DeviceMesh
+) -> None:
+    """It may have left a part of its weights, so only an update of all weights makes the server generate again."""
+    model = adapter.get_model_info()["model_path"]
+    assert adapter.api_key is not None
+    server = RemoteServer(adapter.base_url, adapter.api_key, adapter.admin_api_key)
+    weights = weights_of(Path(model))
+    adapter.pause_generation("retract")
+    assert _own_route(adapter, "/start_weight_update") == 200
+    adapter.continue_generation()
+    with VerlEngine(one_rank, servers=[server], model_path=model, dtype="float32") as engine:
+        result = engine.update_weights_from_tensor(weights)
+        assert result.num_missing == 0
+        reply = engine.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 2})
+    assert reply["meta_info"]["weight_version"] == result.weight_version
+
+
+def test_an_incomplete_message_changes_nothing(adapter: HttpServerEngineAdapter) -> None:
+    with pytest.raises(BadInputError, match="needs"):
+        adapter.update_weights_from_tensor([serialize_message({"update_id": "a"})], load_format=WEIGHT_LOADER)
+    assert adapter.is_ready()
+    assert len(adapter.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 2})["output_ids"]) > 0
+
+
+def _own_route(adapter: HttpServerEngineAdapter, path: str) -> int:
+    """The status of a request to one of vLLM's own routes."""
+    import requests
+
+    session = requests.Session()
+    session.trust_env = False
+    headers = {"Authorization": f"Bearer {adapter.admin_api_key}"}
+    return session.post(adapter.base_url + path, headers=headers, timeout=30).status_code
+
+
+def test_no_route_generates_while_the_weights_are_undefined(adapter: HttpServerEngineAdapter) -> None:
+    import requests
+
+    adapter.release_memory_occupation(["weights"])
+    adapter.resume_memory_occupation()  # generation continues, and the weights are zeros
+    session = requests.Session()
+    session.trust_env = False
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}, "prompt": PROMPT, "max_tokens": 1}
+    headers = {"Authorization": f"Bearer {adapter.api_key}"}
+    for path in ("/inference/v1/generate", "/v1/completions"):
+        reply = session.post(adapter.base_url + path, json=body, headers=headers, timeout=30)
+        assert reply.status_code == 503, path
+    with pytest.raises(NotReadyError, match="weights are undefined"):
+        adapter.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 1})
+    assert adapter.ping()

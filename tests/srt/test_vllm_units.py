@@ -76,6 +76,12 @@ def test_log_probabilities_of_truncated_sampling_are_refused(params: dict[str, A
     assert generate_payload([1], {**params, "temperature": 0}, return_logprob=True)
 
 
+def test_temperatures_that_vllm_would_raise_are_refused() -> None:
+    assert generate_payload([1], {"temperature": 0.01})["sampling_params"]["temperature"] == 0.01
+    with pytest.raises(BadInputError, match=r"must be 0 or at least 0\.01"):
+        generate_payload([1], {"temperature": 0.001})
+
+
 def test_the_length_has_sglangs_default() -> None:
     assert generate_payload([1])["sampling_params"] == {"max_tokens": 128}
     assert generate_payload([1], {"max_new_tokens": None})["sampling_params"] == {}, "no limit"

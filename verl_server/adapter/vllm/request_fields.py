@@ -15,6 +15,8 @@ from verl_server.validation import did_you_mean, is_bool, is_finite_number, is_l
 
 #: `max_new_tokens` of SGLang for a request without it. vLLM would generate to the end of the context.
 DEFAULT_MAX_NEW_TOKENS = 128
+#: vLLM raises lower temperatures above 0 to this value (`vllm/sampling_params.py`).
+MIN_TEMPERATURE = 0.01
 #: Request fields that have no meaning for vLLM and change no token: SGLang uses them for caches and logs.
 IGNORED_FIELDS = ("session_id", "conversation_id", "routing_key", "log_metrics", "no_logs", "return_text_in_logprobs")
 #: Request fields beside prompt, id and sampling parameters.
@@ -77,6 +79,11 @@ def _checked(name: str, value: Any) -> Any:
     for names, expected, accepts in _KINDS:
         if name in names and not accepts(value):
             raise BadInputError(f"sampling_params[{name!r}] must be {expected}, got {value!r:.200}")
+    if name == "temperature" and 0 < value < MIN_TEMPERATURE:
+        raise BadInputError(
+            f"sampling_params['temperature'] must be 0 or at least {MIN_TEMPERATURE} with vLLM, which would replace "
+            f"{value!r} by {MIN_TEMPERATURE}"
+        )
     if name == "stop_token_ids":
         return sorted({int(token_id) for token_id in value})
     if name == "logit_bias":

@@ -11,7 +11,7 @@ from verl_server.types import Json
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
 from verl_server.vllm_server.wire.state import ServerState
 
-MAX_ATTEMPTS = 20
+MAX_ATTEMPTS = 200
 ATTEMPT_INTERVAL_S = 0.05
 """vLLM ignores the abort of a request that has not reached its engine yet, so the abort is sent again."""
 

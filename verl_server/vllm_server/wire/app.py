@@ -15,7 +15,7 @@ from verl_server.adapter.sglang.endpoints import Endpoint
 from verl_server.adapter.vllm import endpoints as vllm
 from verl_server.adapter.vllm.payloads import weight_version_payload
 from verl_server.adapter.vllm.request_fields import REQUEST_FIELDS
-from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
+from verl_server.errors import BadInputError, NotReadyError, UnsupportedError, VerlServerError
 from verl_server.types import Json
 from verl_server.vllm_server.keys import App, KeyMiddleware, Message, Receive, Send
 from verl_server.vllm_server.wire import abort, control, generation, information, lora, memory, weights
@@ -60,6 +60,11 @@ UNSUPPORTED: dict[str, str] = {
 _ENDS_WITH_CLIENT = (generation.generate, information.health)
 _NOT_ALLOWED = json_reply({"error": {"message": "Method Not Allowed", "code": 405}}, 405)
 _NOT_FOUND = json_reply({"error": {"message": "Not Found", "code": 404}}, 404)
+#: vLLM's own routes that generate.
+GENERATING_PATHS = frozenset({
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate",
+    "/invocations",
+})  # fmt: skip
 _facts: list[ServerFacts] = []
 
 
@@ -91,7 +96,13 @@ class ServerApp:
     async def _dispatch(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" else ""
         if path not in ROUTES:
-            await self._vllm(scope, receive, send)
+            try:
+                if path in GENERATING_PATHS:
+                    self._state.require_weights()
+            except NotReadyError as error:
+                await error_reply(error)(scope, receive, send)
+            else:
+                await self._vllm(scope, receive, send)
             return
         request = Request(scope, receive)
         reply = await self._answer(request, *ROUTES[path])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from verl_server.adapter.sglang.payloads import pause_payload
 from verl_server.adapter.vllm.endpoints import ABORT_ALL, PAUSE, RESET_CACHE, RESUME
 from verl_server.adapter.vllm.payloads import pause_query
-from verl_server.errors import BadInputError, ServerBusyError
+from verl_server.errors import BadInputError, ServerBusyError, ServerError, VerlServerError
 from verl_server.types import Json
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
 from verl_server.vllm_server.wire.state import ServerState
@@ -16,17 +18,23 @@ async def pause(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     mode = pause_payload(body.get("mode", "abort"))["mode"]
     async with state.exclusive(calls.gone):
         await pause_vllm(state, calls, mode)
+        state.is_paused_by_update = False
     return {"status": "ok", "message": f"generation is paused, mode {mode}"}
 
 
 async def pause_vllm(state: ServerState, calls: InnerCalls, mode: str) -> None:
-    """Pause vLLM, behind the gate for new requests. The caller is in `state.exclusive`."""
+    """Pause vLLM, after new requests wait here. The caller is in `state.exclusive`.
+
+    Raises the error of vLLM; new requests wait then until a continue, if vLLM does not continue.
+    """
     was_paused = state.is_paused
     state.set_paused(True)
     try:
         await calls.call(PAUSE, query=pause_query(mode))
-    except BaseException:
-        state.set_paused(was_paused)
+    except VerlServerError:
+        if not was_paused:  # vLLM may have paused
+            with contextlib.suppress(VerlServerError):
+                await resume_vllm(state, calls)
         raise
 
 
@@ -51,14 +59,15 @@ async def resume_vllm(state: ServerState, calls: InnerCalls) -> None:
 
 
 async def flush(state: ServerState, calls: InnerCalls, body: Json) -> Json:
-    """Empty the prefix cache. Raises BadInputError, as SGLang does, while requests run that are not paused.
-
-    vLLM keeps the blocks of held requests; they are computed again.
-    """
+    """Empty the prefix cache. Raises BadInputError, as SGLang does, while requests run that are not paused."""
     async with state.exclusive(calls.gone):
         if state.num_in_vllm and not state.is_paused:
             raise BadInputError(f"{state.num_in_vllm} requests are running")
-        query = "reset_running_requests=true" if state.is_paused else ""
-        if not (await calls.call(RESET_CACHE, query=query))["success"]:
-            raise BadInputError("blocks of the cache are in use")
+        await reset_cache(calls)
     return {"success": True, "message": "the cache is empty"}
+
+
+async def reset_cache(calls: InnerCalls) -> None:
+    """Empty the prefix cache. Requests that vLLM holds are computed again. Raises ServerError if vLLM cannot do it."""
+    if not (await calls.call(RESET_CACHE, query="reset_running_requests=true"))["success"]:
+        raise ServerError("vLLM has not emptied its prefix cache, because blocks of it are in use")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -93,12 +94,12 @@ async def _generate_one(state: ServerState, calls: InnerCalls, payload: Json, re
     )
 
 
-async def _each(events: Iterable[Json]) -> AsyncIterator[Json]:
+async def _each(events: Iterable[Json]) -> AsyncGenerator[Json]:
     for event in events:
         yield event
 
 
-async def _stream(state: ServerState, calls: InnerCalls, payload: Json, request: Json) -> AsyncIterator[Json]:
+async def _stream(state: ServerState, calls: InnerCalls, payload: Json, request: Json) -> AsyncGenerator[Json]:
     """The events of one generation. Each has the tokens since the event before."""
     generation = StreamedGeneration(
         payload["request_id"],
@@ -113,17 +114,19 @@ async def _stream(state: ServerState, calls: InnerCalls, payload: Json, request:
         state.require_weights()
         _add_version_to_salt(state, payload)
         payload |= {"stream": True, "stream_options": {"include_usage": True}}
-        async for chunk in calls.stream(GENERATE, payload):
-            for event in generation.add(chunk, state.weight_version):
-                yield event
+        async with contextlib.aclosing(calls.stream(GENERATE, payload, lambda: state.weight_version)) as chunks:
+            async for chunk, weight_version in chunks:
+                for event in generation.add(chunk, weight_version):
+                    yield event
 
 
-async def _as_sent(first: Json, events: AsyncIterator[Json]) -> AsyncIterator[bytes]:
+async def _as_sent(first: Json, events: AsyncGenerator[Json]) -> AsyncIterator[bytes]:
     """The stream of server-sent events. An error is an event, because the status was sent before."""
     try:
         yield _event(first)
-        async for event in events:
-            yield _event(event)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield _event(event)
     except VerlServerError as error:
         yield _event(error_body(error, status_of(error)))
     yield b"data: [DONE]\n\n"
@@ -145,7 +148,7 @@ async def _payload(state: ServerState, calls: InnerCalls, request: Mapping[str, 
         if fields.get("top_logprobs_num"):
             raise BadInputError("top_logprobs_num needs a prompt of token ids: pass input_ids")
         input_ids = (await calls.call(TOKENIZE, {"prompt": prompt}))["tokens"]
-    if fields.get("lora_path") == state.facts.server_args["model"]:
+    if fields.get("lora_path") in state.facts.base_names:
         raise BadInputError(f"lora_path={fields['lora_path']!r} is the base model: leave it out, or name an adapter")
     fields["rid"] = fields.get("rid") or uuid.uuid4().hex
     payload = generate_payload(input_ids or (), **fields)

@@ -37,13 +37,16 @@ async def health(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     While generation is paused, only vLLM's own answer is asked, which does not compute.
     """
     await calls.call(HEALTH)
-    if state.is_paused or state.undefined_weights is not None:
+    if not state.may_generate():
         return {"status": "healthy"}
     async with calls.ended_together() as together:
         probe = generate_payload([1], {"max_new_tokens": 1, "temperature": 0.0})
         generation = asyncio.create_task(together.call(GENERATE, probe))
         done, _ = await asyncio.wait([generation], timeout=HEALTH_TIMEOUT_S)
     error = generation.exception() if done else None
+    if not state.may_generate():
+        generation.add_done_callback(lambda task: task.exception())
+        return {"status": "healthy"}  # vLLM has held the token for a pause that began meanwhile
     if not done or error is not None:
         generation.add_done_callback(lambda task: task.exception())
         raise NotReadyError(f"the engine does not generate: {error or f'no token came in {HEALTH_TIMEOUT_S:g} s'}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, MutableMapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, MutableMapping
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import orjson
@@ -13,8 +13,10 @@ import orjson
 from verl_server.adapter.vllm.endpoints import Endpoint
 from verl_server.adapter.vllm.replies import error_from_reply
 from verl_server.errors import ServerError
-from verl_server.vllm_server.keys import App, Message
+from verl_server.vllm_server.keys import App, Message, Send
 from verl_server.vllm_server.wire.state import Disconnected
+
+T = TypeVar("T")
 
 #: Parts of the scope of a request that its inner calls take over. `app` is vLLM's FastAPI application.
 _COPIED = ("type", "asgi", "http_version", "scheme", "client", "server", "root_path", "app")
@@ -68,30 +70,32 @@ class InnerCalls:
             status = message.get("status", status)
             parts.extend(message.get("body", b""))
 
-        await self._app(self._inner_scope(endpoint, query), self._receive(body), send)
+        await self._run(endpoint, query, body, send)
         if self._disconnects.is_set():
             raise Disconnected
         return _decode(endpoint, status, bytes(parts))
 
-    async def stream(self, endpoint: Endpoint, body: Any) -> AsyncIterator[Any]:
+    async def stream(self, endpoint: Endpoint, body: Any, stamp: Callable[[], T]) -> AsyncGenerator[tuple[Any, T]]:
         """The decoded events of a stream of server-sent events. Closing the iterator ends the generation.
+
+        Each event comes with the value that `stamp` returned when vLLM sent it, which may be long before it is read.
 
         Raises the error of `error_from_reply`.
         """
-        parts: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
+        parts: asyncio.Queue[tuple[int, bytes, T]] = asyncio.Queue()
         status = 0
 
         async def send(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             if message["type"] == "http.response.body" and message.get("body"):
-                parts.put_nowait((status, message["body"]))
+                parts.put_nowait((status, message["body"], stamp()))
 
         async def run() -> None:
             try:
-                await self._app(self._inner_scope(endpoint, ""), self._receive(body), send)
+                await self._run(endpoint, "", body, send)
             finally:
-                parts.put_nowait((status, _END))
+                parts.put_nowait((status, _END, stamp()))
 
         task = asyncio.create_task(run())
         try:
@@ -103,6 +107,17 @@ class InnerCalls:
             await asyncio.wait([task], timeout=CANCEL_TIMEOUT_S)
             if task.done() and not task.cancelled():
                 task.exception()  # the reader has left, or has got the same error
+
+    async def _run(self, endpoint: Endpoint, query: str, body: Any, send: Send) -> None:
+        """Run a route of vLLM. Raises ServerError where vLLM raises.
+
+        vLLM reports failures of its engine and its workers by plain exceptions, which become a reply only in front of
+        this application.
+        """
+        try:
+            await self._app(self._inner_scope(endpoint, query), self._receive(body), send)
+        except Exception as error:
+            raise ServerError(f"vLLM failed at {endpoint.path}: {type(error).__name__}: {error}") from error
 
     def _inner_scope(self, endpoint: Endpoint, query: str) -> MutableMapping[str, Any]:
         return {name: self._scope[name] for name in _COPIED if name in self._scope} | {
@@ -129,11 +144,11 @@ class InnerCalls:
         return receive
 
 
-async def _events(endpoint: Endpoint, parts: asyncio.Queue[tuple[int, bytes]]) -> AsyncIterator[Any]:
+async def _events(endpoint: Endpoint, parts: asyncio.Queue[tuple[int, bytes, T]]) -> AsyncIterator[tuple[Any, T]]:
     """The events of a reply that arrives in parts."""
     partial = b""
     while True:
-        status, part = await parts.get()
+        status, part, stamp = await parts.get()
         partial += part
         if status >= 400 and part:
             continue  # an error: its body is read to the end
@@ -146,7 +161,7 @@ async def _events(endpoint: Endpoint, parts: asyncio.Queue[tuple[int, bytes]]) -
             data = event.removeprefix(b"data: ")
             if data == b"[DONE]":
                 continue
-            yield _decode(endpoint, status, data)
+            yield _decode(endpoint, status, data), stamp
 
 
 def _decode(endpoint: Endpoint, status: int, raw: bytes) -> Any:

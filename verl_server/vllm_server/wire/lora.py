@@ -20,7 +20,7 @@ from verl_server.adapter.vllm.endpoints import LOAD_LORA, UNLOAD_LORA
 from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
 from verl_server.types import Json
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
-from verl_server.vllm_server.wire.state import ServerState
+from verl_server.vllm_server.wire.state import RunningRequest, ServerState
 
 POLL_S, UNLOAD_TIMEOUT_S = 0.05, 600.0
 
@@ -51,19 +51,21 @@ async def unload(state: ServerState, calls: InnerCalls, body: Json) -> Json:
         await calls.call(UNLOAD_LORA, {"lora_name": name})
     except VerlServerError as error:
         return {"success": False, "error_message": error.message}
+    users = [request for request in state.requests() if request.lora == name and not request.is_held]
+    folder = state.lora_folders.pop(str(name), None)  # another adapter may get the name from now on
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(UNLOAD_TIMEOUT_S):
-            while _is_used(state, name) and not calls.gone.is_set():
+            while _are_running(state, users) and not calls.gone.is_set():
                 await asyncio.sleep(POLL_S)
-    folder = state.lora_folders.pop(str(name), None)
-    if folder is not None and not any(request.lora == name for request in state.requests()):
+    if folder is not None and not _are_running(state, users):
         await asyncio.to_thread(shutil.rmtree, folder, True)
     return {"success": True}
 
 
-def _is_used(state: ServerState, name: Any) -> bool:
-    """Whether vLLM computes or holds a request with this adapter."""
-    return any(request.lora == name and not request.is_held for request in state.requests())
+def _are_running(state: ServerState, users: list[RunningRequest]) -> bool:
+    """Whether one of these requests has not ended."""
+    running = state.requests()
+    return any(request is user for request in running for user in users)
 
 
 def _parse(state: ServerState, body: Json) -> tuple[str, bytes]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from urllib.parse import urlencode
 
 from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume
-from verl_server.adapter.vllm.endpoints import RESET_CACHE, SLEEP, WAKE_UP, WORKER_CALL
+from verl_server.adapter.vllm.endpoints import SLEEP, WAKE_UP, WORKER_CALL
 from verl_server.adapter.vllm.payloads import memory_payload
 from verl_server.config import MemoryTag
-from verl_server.errors import ServerBusyError, ServerError, UnsupportedError
+from verl_server.errors import ServerBusyError, ServerError, UnsupportedError, VerlServerError
 from verl_server.types import Json
-from verl_server.vllm_server.wire.control import pause_vllm
+from verl_server.vllm_server.wire.control import pause_vllm, reset_cache
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
 from verl_server.vllm_server.wire.state import ServerState
 
@@ -29,11 +30,13 @@ async def release(state: ServerState, calls: InnerCalls, body: Json) -> Json:
             raise ServerBusyError(f"{state.num_in_vllm} requests are running")
         if not state.is_paused:
             await pause_vllm(state, calls, "retract")
+        if MemoryTag.WEIGHTS in tags:  # also if the release fails: a part of the workers may have released them
+            state.undefined_weights = "their memory was released"
         try:
             await (_call_workers(calls, "release", tags) if is_cpu() else _sleep(calls))
-        except ServerError:
-            if MemoryTag.WEIGHTS in tags:
-                state.undefined_weights = "a release of their memory has failed"
+        except VerlServerError:
+            with contextlib.suppress(VerlServerError):
+                await reset_cache(calls)  # blocks of the KV cache may be empty
             raise
         state.released |= set(tags)
     return {}
@@ -48,10 +51,8 @@ async def resume(state: ServerState, calls: InnerCalls, body: Json) -> Json:
         else:
             await calls.call(WAKE_UP, query=urlencode([("tags", tag) for tag in tags if tag in _WORKER_TAGS]))
         if MemoryTag.KV_CACHE in tags:
-            await calls.call(RESET_CACHE, query="reset_running_requests=true")  # the memory has come back empty
+            await reset_cache(calls)  # the memory has come back empty
         state.released -= set(tags)
-        if MemoryTag.WEIGHTS in tags:
-            state.undefined_weights = "their memory was released"
     return {}
 
 

@@ -25,6 +25,12 @@ class ServerFacts:
     weight_version: int
     """Version of the weights at the start."""
 
+    @property
+    def base_names(self) -> list[str]:
+        """Names with which a request asks for the model without a LoRA adapter."""
+        served = self.server_args.get("served_model_name") or []
+        return [self.server_args["model"], *([served] if isinstance(served, str) else served)]
+
 
 @dataclass
 class RunningRequest:
@@ -46,6 +52,8 @@ class ServerState:
         self.facts = facts
         self._may_run = asyncio.Event()
         self._may_run.set()
+        self.is_paused_by_update = False
+        """Whether generation is paused because an update has failed that had paused it by itself."""
         self._control = asyncio.Lock()
         """Held by calls that change the server: pauses, weights, memory."""
         self.resolved: dict[str, Any] | None = None
@@ -89,6 +97,11 @@ class ServerState:
             self._may_run.clear()
         else:
             self._may_run.set()
+            self.is_paused_by_update = False
+
+    def may_generate(self) -> bool:
+        """Whether new requests are generated now: not during a pause, and not with undefined weights."""
+        return not self.is_paused and self.undefined_weights is None
 
     def require_weights(self) -> None:
         """Raise NotReadyError while the weights are undefined: vLLM's workers would end at the next token."""

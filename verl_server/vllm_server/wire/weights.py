@@ -7,7 +7,6 @@ from typing import Any
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.adapter.vllm.endpoints import (
     FINISH_UPDATE,
-    RESET_CACHE,
     SET_WEIGHT_VERSION,
     START_UPDATE,
     UPDATE_WEIGHTS,
@@ -17,7 +16,7 @@ from verl_server.adapter.vllm.payloads import update_payload, weight_version_pay
 from verl_server.errors import BadInputError, ServerBusyError, ServerError
 from verl_server.types import Json, parse_weight_version
 from verl_server.vllm_server.wire.abort import abort_request
-from verl_server.vllm_server.wire.control import pause_vllm, resume_vllm
+from verl_server.vllm_server.wire.control import pause_vllm, reset_cache, resume_vllm
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
 from verl_server.vllm_server.wire.state import ServerState
 from verl_server.weights.transports.message import parse_message
@@ -40,48 +39,55 @@ async def update(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     itself; as with SGLang, the reply is a success also when a worker reports an error. Generation is paused meanwhile,
     and stays paused when the weights are torn: nothing is generated then until an update of all weights.
     """
-    message = _message(body)
+    payload = update_payload(_message(body))
     version = parse_weight_version(body["weight_version"]) if body.get("weight_version") is not None else None
     async with state.exclusive(calls.gone):
         if "weights" in state.released:
             raise ServerBusyError("the memory of the weights is released: resume it first")
-        was_paused = state.is_paused
-        if not was_paused:
+        resumes = not state.is_paused or state.is_paused_by_update
+        if not state.is_paused:
             await pause_vllm(state, calls, "retract")
+            state.is_paused_by_update = True
         before, state.undefined_weights = state.undefined_weights, "an update has not come to its end"
         try:
-            outcomes = await _load(calls, message)
+            outcomes, was_open = await _load(calls, payload)
+            if was_open:
+                before = before or "another client has left an update open"
             has_failed = any(outcome["error"] is not None for outcome in outcomes)
             if has_failed and any(outcome["has_loaded"] for outcome in outcomes):
                 state.undefined_weights = "an update has failed half-way"
-            else:
-                state.undefined_weights = None if all(outcome["is_whole"] for outcome in outcomes) else before
             if body.get("flush_cache", True):  # a pause in place has kept the cache
-                await calls.call(RESET_CACHE, query="reset_running_requests=true")
+                await reset_cache(calls)
             if version is not None and not has_failed:
                 await _set_version(state, calls, version)
+            if not has_failed:
+                state.undefined_weights = None if all(outcome["is_whole"] for outcome in outcomes) else before
+            elif not any(outcome["has_loaded"] for outcome in outcomes):
+                state.undefined_weights = before
         finally:
-            if not was_paused and state.undefined_weights is None:
+            if resumes and state.undefined_weights is None:
                 await resume_vllm(state, calls)
     return {"success": True, "message": "each worker has sent its report", "workers": outcomes}
 
 
-async def _load(calls: InnerCalls, message: Json) -> list[Json]:
-    """The calls of one update. Returns the outcome of each worker.
+async def _load(calls: InnerCalls, payload: Json) -> tuple[list[Json], bool]:
+    """The calls of one update. Returns the outcome of each worker, and whether another update was open before.
 
-    A session that another client of vLLM's own routes has left open is closed first.
+    An update that a client of vLLM's own routes has left open is closed first.
     """
+    was_open = False
     try:
         await calls.call(START_UPDATE)
     except ServerError:
+        was_open = True
         await calls.call(FINISH_UPDATE, {})
         await calls.call(START_UPDATE)
     try:
-        await calls.call(UPDATE_WEIGHTS, update_payload(message))
+        await calls.call(UPDATE_WEIGHTS, payload)
     finally:
         await calls.call(FINISH_UPDATE, {})
     outcomes: list[Json] = (await calls.call(WORKER_CALL, {"method": "verl_server_update_outcome"}))["results"]
-    return outcomes
+    return outcomes, was_open
 
 
 def _message(body: Json) -> Json:
