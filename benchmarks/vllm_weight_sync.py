@@ -19,7 +19,7 @@ import torch
 from common import CONSOLE, Options, Target, show_targets, write_result
 from safetensors.torch import save_file
 from servers import ProcessLeakCheck, one_rank_mesh
-from weight_sync_report import NAME, Configuration, show_samples
+from weight_sync_report import NAME, Configuration, plot, show_samples
 from weight_update_methods import (
     ARENA,
     ARENA_VERIFIED,
@@ -60,7 +60,9 @@ def run(
         if configuration.model == TARGET_MODEL:
             targets += _targets(configuration)
     show_targets(targets)
-    options = dataclasses.replace(options, json=options.json.with_name(options.json.name.replace(NAME, f"{NAME}_vllm")))
+    json, png = (path.with_name(path.name.replace(NAME, f"{NAME}_vllm")) for path in (options.json, options.png))
+    options = dataclasses.replace(options, json=json, png=png)
+    plot(options, machine, configurations, "vLLM")
     write_result(
         options,
         f"{NAME} --engine vllm",

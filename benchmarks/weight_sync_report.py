@@ -73,7 +73,7 @@ def report(options: Options, machine: Json, configurations: list[Configuration],
             {**asdict(configuration), "samples": _rounded(configuration.samples)} for configuration in configurations
         ],
     )
-    plot(options, machine, configurations)
+    plot(options, machine, configurations, f"SGLang {machine['versions'].get('sglang')}")
 
 
 def show_samples(configuration: Configuration) -> None:
@@ -126,9 +126,9 @@ def targets_of(configurations: list[Configuration]) -> list[Target]:
     return targets
 
 
-def plot(options: Options, machine: Json, configurations: list[Configuration]) -> None:
+def plot(options: Options, machine: Json, configurations: list[Configuration], server: str) -> None:
     """Plot the seconds by configuration on a logarithmic scale, and the ratios of our methods to one memcpy."""
-    title = f"Weight updates, bfloat16, {machine['cores']} cores, SGLang {machine['versions'].get('sglang')}"
+    title = f"Weight updates, bfloat16, {machine['cores']} cores, {server}"
     figure, (seconds, ratio) = new_figure(2, title, width=14)
     groups: dict[str, dict[str, Configuration]] = {}
     for configuration in configurations:  # results with two trainer ranks are drawn next to those with one

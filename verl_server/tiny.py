@@ -194,7 +194,9 @@ def _vision_config(architecture: VisionArchitecture) -> Any:
     ids = {name: 256 + len(SPECIAL_TOKENS) + index for index, name in enumerate(names)} | {"tie_word_embeddings": False}
     text = make_config(Architecture.QWEN2 if architecture is not VisionArchitecture.QWEN3_VL else Architecture.QWEN3)
     sizes = {name: value for name, value in text.to_diff_dict().items() if name not in ("model_type", "architectures")}
-    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    half = getattr(text, "head_dim", text.hidden_size // text.num_attention_heads) // 2
+    sections = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]
+    rope = {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
     vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
     if architecture is VisionArchitecture.QWEN2_VL:
         vision |= {"patch_size": 14, "in_chans": 3, "embed_dim": 32, "hidden_size": text.hidden_size, "mlp_ratio": 2}

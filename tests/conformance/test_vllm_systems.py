@@ -13,9 +13,8 @@ from verl_server.conformance.cases import CASES
 from verl_server.conformance.engines import named_engine
 from verl_server.conformance.suite import run_suite, small_models
 from verl_server.conformance.systems.base import NotOfferedError
-from verl_server.conformance.systems.verl_engine import VerlEngineSystem
 from verl_server.conformance.systems.vllm_reload import as_options
-from verl_server.conformance.vllm_python import VllmPython, find_vllm_python
+from verl_server.conformance.vllm_python import find_vllm_python
 from verl_server.errors import BadInputError
 
 
@@ -30,11 +29,10 @@ def run(name: str, case_names: tuple[str, ...], output: Path) -> dict[str, CaseR
 
 
 @needs_vllm
-def test_our_vllm_server_updates_tied_embeddings(tmp_path: Path) -> None:
+def test_our_vllm_server_updates_tied_embeddings_and_lora_adapters(tmp_path: Path) -> None:
     results = run("verl_server_vllm", ("tied-embeddings", "lora"), tmp_path)
     assert results["tied-embeddings"].outcome is Outcome.PASSED, results
-    assert results["lora"].outcome is Outcome.NOT_OFFERED, results
-    assert results["lora"].detail.startswith("vLLM servers of this library have no server argument enable_lora")
+    assert results["lora"].outcome is Outcome.PASSED, results
     assert '"vllm": "0.' in (tmp_path / "conformance.json").read_text()
 
 
@@ -54,10 +52,8 @@ def test_an_environment_without_vllm_is_named(tmp_path: Path, monkeypatch: pytes
         named_engine("vllm", {ModelKind.DENSE: tmp_path})
 
 
-def test_server_arguments_of_cases_become_options_of_vllm(tmp_path: Path) -> None:
+def test_server_arguments_of_cases_become_options_of_vllm() -> None:
     assert as_options({"enable_lora": True, "lora_target_modules": ["q_proj"]}) == {"enable_lora": True}
     assert as_options({"enable_memory_saver": True}) == {"enable_sleep_mode": True}
     with pytest.raises(NotOfferedError, match="vLLM has no server argument other"):
         as_options({"other": 1})
-    with pytest.raises(NotOfferedError, match="have no server argument enable_lora"):
-        VerlEngineSystem(tmp_path, vllm_python=VllmPython(tmp_path, "0").path, enable_lora=True)

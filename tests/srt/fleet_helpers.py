@@ -51,7 +51,7 @@ async def until_tokens(fleet: RolloutManager, count: int, request: asyncio.Futur
     """Wait until one replica has `count` tokens in flight."""
     while tokens_in_flight(fleet) < count:
         await asyncio.sleep(0.005)
-        assert not request.done()
+        assert not request.done(), request.result()
 
 
 async def until_requests(fleet: RolloutManager, count: int) -> None:

@@ -46,6 +46,13 @@ def reference_model(folder: Path | str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+def in_float64(model: Any) -> Any:
+    """A copy of the model that computes in float64."""
+    exact = copy.deepcopy(model).double()
+    exact.config._experts_implementation = "eager"  # the grouped kernel of experts knows no float64
+    return exact
+
+
 def greedy_with_logprobs(model: Any, prompt: list[int], new_tokens: int = NEW_TOKENS) -> tuple[list[int], list[float]]:
     """Hugging Face `generate`, greedy, and the log probability of each of its tokens.
 
@@ -54,9 +61,7 @@ def greedy_with_logprobs(model: Any, prompt: list[int], new_tokens: int = NEW_TO
     ids = torch.tensor([prompt])
     with torch.no_grad():
         whole = model.generate(ids, do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0)
-        exact = copy.deepcopy(model).double()
-        exact.config._experts_implementation = "eager"  # the grouped kernel of experts knows no float64
-        logprobs = torch.log_softmax(exact(whole).logits, dim=-1)[0]
+        logprobs = torch.log_softmax(in_float64(model)(whole).logits, dim=-1)[0]
     tokens = whole[0, len(prompt) :].tolist()
     values = [float(logprobs[len(prompt) - 1 + i, token]) for i, token in enumerate(tokens)]
     return tokens, values

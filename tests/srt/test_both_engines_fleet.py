@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from both_engines import KINDS, SharedEngines, adapter_config, assert_computed_by, model_of, server_settings
-from fleet_helpers import LONG, RECOVERY, RESTART_S, busy_replica, healthy, states, until_tokens
+from fleet_helpers import RECOVERY, RESTART_S, busy_replica, healthy, states, until_tokens
 from helpers import (
     PROMPTS,
     adapter_of,
@@ -32,6 +32,10 @@ from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process.static_replicas import ProbedServers
 
 pytestmark = pytest.mark.timeout(900)
+
+NUM_TOKENS = 1600
+LONG = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+"""Sampling parameters of a request that is still running when its server is killed."""
 
 
 # -- a fleet of one engine ---------------------------------------------------------------------------
@@ -61,11 +65,12 @@ def test_a_fleet(kind: str, one_rank: DeviceMesh, tied_model: Path) -> None:
         engine.update_weights_from_tensor(some.items())
         for replica in fleet.replicas:
             assert_equals_reference(replica.adapter, model)
-        expected, _ = greedy_with_logprobs(model, PROMPTS[0], 400)
+        expected, _ = greedy_with_logprobs(model, PROMPTS[0], NUM_TOKENS)
         reply = asyncio.run(_survive(fleet))
         assert reply["output_ids"] == expected
         assert reply["meta_info"]["attempts"] == 2
-        assert reply["meta_info"]["weight_versions"] == [{"version": engine.weight_version, "start": 0, "end": 400}]
+        (span,) = reply["meta_info"]["weight_versions"]
+        assert span == {"version": engine.weight_version, "start": 0, "end": NUM_TOKENS}
         assert_computed_by({engine.weight_version: model}, PROMPTS[0], reply, tolerance=1e-4)
         wait_until(lambda: healthy(fleet) == 2, RESTART_S, f"not healthy: {states(fleet)}")
         assert {replica.weight_version for replica in fleet.replicas} == {engine.weight_version}
@@ -117,20 +122,17 @@ def _server(kind: str, folder: Path) -> Iterator[HttpServerEngineAdapter]:
         yield adapter
 
 
-LONGER = {**LONG, "max_new_tokens": 1600}
-
-
 async def _continue_on(dispatcher: Dispatcher, servers: ProbedServers, own: Any, other: Any) -> Any:
     """The reply to a request that runs on the server `own`, which is killed, while only `other` is left."""
     await servers.set_servers({"own": remote_server_of(own)})
     request = asyncio.ensure_future(
         dispatcher.generate(
-            {"input_ids": PROMPTS[0], "sampling_params": LONGER, "return_logprob": True}, rid=f"on {own.base_url}"
+            {"input_ids": PROMPTS[0], "sampling_params": LONG, "return_logprob": True}, rid=f"on {own.base_url}"
         )
     )
     while max(replica.tokens_in_flight for replica in dispatcher.snapshot().replicas) < len(PROMPTS[0]) + 30:
         await asyncio.sleep(0.005)
-        assert not request.done()
+        assert not request.done(), request.result()
     adding = asyncio.ensure_future(
         servers.set_servers({"own": remote_server_of(own), "other": remote_server_of(other)})
     )
@@ -163,9 +165,9 @@ def test_a_generation_continues_on_a_server_of_the_other_engine(one_rank: Device
                 await dispatcher.close()
                 await servers.close()
 
-        expected, _ = greedy_with_logprobs(model, PROMPTS[0], 1600)
+        expected, _ = greedy_with_logprobs(model, PROMPTS[0], NUM_TOKENS)
         for reply in asyncio.run(run()):
             assert reply["output_ids"] == expected
             assert reply["meta_info"]["attempts"] == 2
-            assert reply["meta_info"]["weight_versions"] == [{"version": 7, "start": 0, "end": 1600}]
+            assert reply["meta_info"]["weight_versions"] == [{"version": 7, "start": 0, "end": NUM_TOKENS}]
             assert_computed_by({7: model}, PROMPTS[0], reply, tolerance=1e-4)

@@ -496,13 +496,15 @@ def test_the_performance_page_shows_every_target_as_it_was_measured() -> None:
     for path in results:
         result = json.loads(path.read_text())
         benchmark = result["benchmark"]
-        (section,) = (text for text in sections if f"`benchmarks/{benchmark}.py`" in text)
+        name, *arguments = benchmark.split()
+        command = " ".join([f"benchmarks/{name}.py", *arguments])
+        (section,) = (text for text in sections if f"`{command}`" in text)
         rows = list(target_rows(section))
         assert len(rows) == len(result["targets"]), benchmark
         for row, target in zip(rows, result["targets"], strict=True):
             assert row.agrees_with(target), f"{benchmark}: {row} is not {target}"
         environment, settings = result["environment"], result["settings"]
-        conditions = f"`benchmarks/{benchmark}.py`, {environment['date']}, load {environment['load_1min']}"
+        conditions = f"`{command}`, {environment['date']}, load {environment['load_1min']}"
         conditions += f", {settings['rounds']} rounds" if "rounds" in settings else ""
         assert conditions in section, conditions
 

@@ -330,7 +330,7 @@ def test_a_refusal_that_names_a_misspelled_parameter_keeps_the_hint(served: Serv
     message = asyncio.run(served.post(served.key("a"))).json()["error"]["message"]
     assert message == (
         "the server has no sampling parameter 'temprature'; did you mean 'temperature'? (the engine refused the "
-        "(400): Unexpected keyword argument 'temprature')"
+        "request (400): Unexpected keyword argument 'temprature')"
     )
 
 

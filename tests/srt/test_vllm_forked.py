@@ -34,6 +34,8 @@ from verl_server.vllm_server.openmp_threads import wanted_threads
 TOLERANCE = 1e-5
 NOTICE_S = 2.0
 """Maximum number of seconds until the end of a server is noticed."""
+WAIT_S = 0.6
+"""Seconds in which vLLM's own workers would use a whole CPU each."""
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,7 @@ def test_two_forked_workers_take_weights_on_the_cpus_of_their_own(models: list[P
         server = VllmServer(models[0], env, tp_size=2, cpu_omp_threads_bind=f"{last}|{first}")
         try:
             require_forked(server)
+            require_sleeping_waits(server)
             processes = processes_by_name(server)
             assert {"VLLM::EngineCore", "VLLM::Worker_TP0", "VLLM::Worker_TP1"} < processes.keys()
             assert processes["VLLM::Worker_TP0"].cpu_affinity() == [last]
@@ -89,6 +92,17 @@ def test_two_forked_workers_take_weights_on_the_cpus_of_their_own(models: list[P
                 assert server.largest_gap(expected[version % 2]) < TOLERANCE
         finally:
             server.close()
+
+
+def require_sleeping_waits(server: VllmServer) -> None:
+    """In the second after a request, the workers wait for the next one and leave the CPUs to other processes."""
+    workers = [psutil.Process(pid) for pid in server.process.pids.workers if "Worker" in psutil.Process(pid).name()]
+    assert workers
+    server.generate([1, 2, 3], {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True})
+    before = [sum(process.cpu_times()[:2]) for process in workers]
+    time.sleep(WAIT_S)
+    used = [sum(process.cpu_times()[:2]) - start for process, start in zip(workers, before, strict=True)]
+    assert max(used) < WAIT_S / 2, f"CPU seconds of the workers in {WAIT_S} s: {used}"
 
 
 @needs_vllm

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import tempfile
 import threading
 import uuid
@@ -26,7 +27,7 @@ from helpers import (
     reference_model,
     wait_until,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from verl_server.adapter.vllm.endpoints import (
     FINISH_UPDATE,
@@ -95,9 +96,11 @@ class Checkpoints:
 
     def mixed(self, names: Iterable[str]) -> list[Expected]:
         """The answers of the first checkpoint with some tensors of the second one."""
-        model = reference_model(self.folders[0])
-        model.load_state_dict({name: self.weights[1][name] for name in names}, strict=False)
-        return expected_of(model)
+        tensors = {**self.weights[0], **{name: self.weights[1][name] for name in names}}
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(shutil.copytree(self.folders[0], temporary, dirs_exist_ok=True))
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+            return expected_of(reference_model(folder))
 
 
 def expected_of(model: Any) -> list[Expected]:

@@ -2,8 +2,8 @@
 
 On a CPU vLLM spawns them, and each repeats seconds of imports. vLLM asks its table of environment variables
 (`vllm.envs.environment_variables`) for the start method each time that it starts processes. In a server that was forked
-by a forkserver, the entry of the table is a function of this module. This is the only place where vLLM is changed, and
-only in the processes of such a server. Spawned processes read vLLM's own table.
+by a forkserver, the entry of the table is a function of this module. vLLM is changed here and in `forked_server.py`
+(processes sleep while they wait), and only in the processes of such a server. Spawned processes use vLLM's own values.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.adapter.vllm.server_arguments import REFUSED
 from verl_server.config import EngineKind, PauseMode, RemoteServer
 from verl_server.conformance.systems.base import NotOfferedError, Reply
 from verl_server.conformance.systems.http import FINISH_PATH, LOAD_PATH, as_reply, read_tensor, sampling
@@ -38,13 +37,10 @@ class VerlEngineSystem:
     ) -> None:
         """`vllm_python`: interpreter of a vLLM server; None: an SGLang server.
 
-        `server_args` are ignored for a running server. Raises NotOfferedError for an argument that vLLM servers of this
-        library refuse.
+        `server_args` are ignored for a running server.
         """
         engine: dict[str, Any] = {}
         if vllm_python is not None:
-            for name in server_args.keys() & REFUSED.keys():
-                raise NotOfferedError(f"vLLM servers of this library have no server argument {name}: {REFUSED[name]}")
             engine = {"engine_kind": EngineKind.VLLM, "server_python": vllm_python}
         self._model, self.owns_server = model, remote is None
         common: dict[str, Any] = {"model_path": str(model), "dtype": "float32"}
