@@ -1,11 +1,12 @@
-"""Measures the seconds from the start of a server until it is ready: supervised launch against bare SGLang.
+"""Measures the seconds from the start of a server until it is ready: supervised launch against the bare engine.
 
-Both methods use the same server arguments and alternate; the order changes in each round, so that the page cache and
-drift favour neither. One start before the first round is not measured. A server is ready at the first `GET /ready` with
-status 200, polled every 50 ms: the launch polls itself, and the constructor returns then; the benchmark polls for
-`python -m sglang.launch_server`. The import of this library in the trainer is not measured.
-The launch starts a new program each time. The forkserver, which makes the second server of a process start faster, is
-switched off.
+All methods use the same server arguments and alternate; the order changes in each round, so that the page cache and
+drift favour none. One start of each before the first round is not measured. A bare server is ready at the first
+`GET /ready` (SGLang) or `GET /health` (vLLM) with status 200, polled every 50 or 200 ms; a server of this library when
+the constructor of its adapter returns. The import of this library in the trainer is not measured.
+
+The launch starts a new program each time, without the forkserver. The forked launch is what a second server of the same
+trainer costs: the forkserver runs already.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from common import (
@@ -22,6 +25,7 @@ from common import (
     Summary,
     Target,
     environment,
+    named_after,
     parse_options,
     show_table,
     show_targets,
@@ -33,19 +37,33 @@ from servers import BareServer, ProcessLeakCheck, tiny_model
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
+from verl_server.conformance.vllm_python import find_vllm_python
 from verl_server.types import Json
 
 NAME = "bench_startup"
 RATIO_TARGET = 1.15
-BARE, OURS = "bare SGLang", "verl_server launch"
-SETTINGS: Json = {"dtype": "float32", "max_total_tokens": 8192}
+OURS, FORKED = "launch", "forked launch"
+ENGINES = ("sglang", "vllm")
+TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
+SETTINGS: dict[str, Json] = {
+    "sglang": {"dtype": "float32", "max_total_tokens": 8192},
+    "vllm": {"dtype": "float32", "context_length": 2048, "max_running_requests": 4},
+}
+VLLM_OPTIONS: Json = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 4}
+"""The same arguments for a bare vLLM server."""
+
+Methods = dict[str, Callable[[], float]]
 
 
-def start_bare(server_args: Json) -> float:
+def bare_name(engine: str) -> str:
+    return f"bare {TITLES[engine]}"
+
+
+def start_bare_sglang(model: Path) -> float:
     """Start a bare server, end it, and return the seconds until it was ready."""
     leak_check = ProcessLeakCheck()
     started = time.perf_counter()
-    with BareServer(server_args) as server:
+    with BareServer({"model_path": str(model), **SETTINGS["sglang"]}) as server:
         server.wait_ready()
         seconds = time.perf_counter() - started
         leak_check.record()
@@ -53,36 +71,62 @@ def start_bare(server_args: Json) -> float:
     return seconds
 
 
-def start_ours(server_args: Json) -> float:
-    """Start a server with the adapter, end it, and return the seconds until the constructor returned."""
+def start_bare_vllm(model: Path) -> float:
+    """The same for vLLM, with the plugin of the conformance suite."""
+    from verl_server.conformance.systems.vllm_process import VllmProcess
+
     leak_check = ProcessLeakCheck()
     started = time.perf_counter()
-    with HttpServerEngineAdapter(config=AdapterConfig(use_forkserver=False), **server_args):
+    with closing(VllmProcess(find_vllm_python(None).path, model, VLLM_OPTIONS)):
         seconds = time.perf_counter() - started
         leak_check.record()
     leak_check.check()
     return seconds
 
 
-def measure(server_args: Json, rounds: int, warm_up: bool) -> dict[str, list[float]]:
+def start_ours(engine: str, model: Path, use_forkserver: bool) -> float:
+    """Start a server with the adapter, end it, and return the seconds until the constructor returned."""
+    python = find_vllm_python(None).path if engine == "vllm" else None
+    config = AdapterConfig(engine_kind=engine, server_python=python, use_forkserver=use_forkserver)
+    leak_check = ProcessLeakCheck()
+    started = time.perf_counter()
+    with HttpServerEngineAdapter(config=config, model_path=str(model), **SETTINGS[engine]):
+        seconds = time.perf_counter() - started
+        leak_check.record()
+    leak_check.check()
+    return seconds
+
+
+def methods_of(engine: str, model: Path) -> Methods:
+    start_bare = start_bare_vllm if engine == "vllm" else start_bare_sglang
+    return {
+        bare_name(engine): lambda: start_bare(model),
+        OURS: lambda: start_ours(engine, model, use_forkserver=False),
+        FORKED: lambda: start_ours(engine, model, use_forkserver=True),
+    }
+
+
+def measure(methods: Methods, rounds: int, warm_up: bool) -> dict[str, list[float]]:
     """Start each method once per round. Returns the seconds until ready, by method."""
-    methods: list[tuple[str, Callable[[Json], float]]] = [(BARE, start_bare), (OURS, start_ours)]
     if warm_up:
-        CONSOLE.print(f"not measured: {start_bare(server_args):.1f} s", style="dim")
-    samples: dict[str, list[float]] = {name: [] for name, _ in methods}
+        for name, start in methods.items():
+            CONSOLE.print(f"not measured: {name}: {start():.1f} s", style="dim")
+    samples: dict[str, list[float]] = {name: [] for name in methods}
     for number in range(rounds):
-        for name, start in methods[:: -1 if number % 2 else 1]:
-            samples[name].append(start(server_args))
+        for name, start in list(methods.items())[:: -1 if number % 2 else 1]:
+            samples[name].append(start())
             CONSOLE.print(f"round {number + 1} of {rounds}, {name}: {samples[name][-1]:.2f} s", style="dim")
     return samples
 
 
-def plot(options: Options, machine: Json, summaries: dict[str, Summary], samples: dict[str, list[float]]) -> None:
+def plot(
+    options: Options, machine: Json, engine: str, summaries: dict[str, Summary], samples: dict[str, list[float]]
+) -> None:
     """Plot one bar per method and one dot per start."""
-    title = f"Seconds until ready, {machine['cores']} cores, SGLang {machine['versions'].get('sglang')}"
+    title = f"Seconds until ready, {machine['cores']} cores, {TITLES[engine]}"
     figure, (axis,) = new_figure(1, title, width=5.5)
     series: dict[str, list[Any]] = {name: [summary] for name, summary in summaries.items()}
-    limit = summaries[BARE].median * RATIO_TARGET
+    limit = summaries[bare_name(engine)].median * RATIO_TARGET
     grouped_bars(
         axis,
         [""],
@@ -90,47 +134,53 @@ def plot(options: Options, machine: Json, summaries: dict[str, Summary], samples
         title="median; whiskers: quartiles; dots: single starts",
         ylabel="seconds",
         limit=(limit, f"target: {RATIO_TARGET:g} x bare"),
-        colours={BARE: "#b8b8b8", OURS: "#0072b2"},
+        colours={bare_name(engine): "#b8b8b8", OURS: "#0072b2", FORKED: "#56b4e9"},
     )
-    for x, values in zip((-0.12, 0.30), samples.values(), strict=True):  # beside the whisker
+    for x, values in zip((-0.19, 0.08, 0.35), samples.values(), strict=True):  # beside the whisker
         axis.plot([x] * len(values), values, "o", color="#222222", markersize=3, alpha=0.7)
     legend_below(figure, axis)
     save_figure(figure, options.png)
 
 
-def report(options: Options, machine: Json, samples: dict[str, list[float]]) -> None:
+def report(options: Options, machine: Json, engine: str, samples: dict[str, list[float]]) -> None:
     """Print the table and the target, and write the result files."""
     summaries = {name: summarize(values) for name, values in samples.items()}
-    ratio = summaries[OURS].median / summaries[BARE].median
+    ratio = summaries[OURS].median / summaries[bare_name(engine)].median
     rows = [[name, f"{s.median:.2f}", f"{s.q1:.2f} to {s.q3:.2f}", str(s.count)] for name, s in summaries.items()]
     show_table("Seconds until ready", ["method", "seconds", "quartiles", "starts"], rows)
-    targets = [Target("start-up over bare SGLang", ratio, RATIO_TARGET, at_least=False)]
+    targets = [Target(f"start-up over {bare_name(engine)}", ratio, RATIO_TARGET, at_least=False)]
     show_targets(targets)
     write_result(
         options,
-        NAME,
+        NAME if engine == "sglang" else f"{NAME} --engine {engine}",
         machine,
-        settings={"server_args": SETTINGS, "poll_s": 0.05, "rounds": summaries[OURS].count},
+        settings={"server_args": SETTINGS[engine], "rounds": summaries[OURS].count},
         figures={**{name: asdict(summary) for name, summary in summaries.items()}, "ratio_of_medians": ratio},
         targets=targets,
         samples={name: [round(value, 4) for value in values] for name, values in samples.items()},
     )
-    plot(options, machine, summaries, samples)
+    plot(options, machine, engine, summaries, samples)
 
 
 def _more_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=int, metavar="N", help="number of starts per method (default 5, with --quick 1)"
     )
+    parser.add_argument("--engine", choices=ENGINES, default="sglang", help="engine of the server")
 
 
 def main() -> None:
-    options = parse_options(NAME, "Measure the seconds until a server is ready, against bare SGLang.", _more_options)
+    options = parse_options(
+        NAME, "Measure the seconds until a server is ready, against the bare engine.", _more_options
+    )
+    engine: str = options.extra.engine
     rounds = options.extra.rounds or (1 if options.quick else 5)
     machine = environment()
     with tiny_model() as model:
-        samples = measure({"model_path": str(model), **SETTINGS}, rounds, warm_up=not options.quick)
-    report(options, machine, samples)
+        samples = measure(methods_of(engine, model), rounds, warm_up=not options.quick)
+    if engine != "sglang":
+        options = named_after(options, NAME, f"{NAME}_{engine}")
+    report(options, machine, engine, samples)
 
 
 if __name__ == "__main__":

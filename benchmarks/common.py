@@ -9,6 +9,7 @@ Plots are in `plots.py`, servers in `servers.py`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -46,6 +47,12 @@ class Options:
     json: Path
     png: Path
     extra: argparse.Namespace
+
+
+def named_after(options: Options, name: str, new_name: str) -> Options:
+    """The options with default files of another name."""
+    json, png = (path.with_name(path.name.replace(name, new_name)) for path in (options.json, options.png))
+    return dataclasses.replace(options, json=json, png=png)
 
 
 def parse_options(name: str, description: str, add: Callable[[argparse.ArgumentParser], None] | None = None) -> Options:

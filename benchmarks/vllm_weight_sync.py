@@ -6,7 +6,6 @@ tensors from a safetensors file in shared memory, which is written before the ti
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import CONSOLE, Options, Target, show_targets, write_result
+from common import CONSOLE, Options, Target, named_after, show_targets, write_result
 from safetensors.torch import save_file
 from servers import ProcessLeakCheck, one_rank_mesh
 from weight_sync_report import NAME, Configuration, plot, show_samples
@@ -60,8 +59,7 @@ def run(
         if configuration.model == TARGET_MODEL:
             targets += _targets(configuration)
     show_targets(targets)
-    json, png = (path.with_name(path.name.replace(NAME, f"{NAME}_vllm")) for path in (options.json, options.png))
-    options = dataclasses.replace(options, json=json, png=png)
+    options = named_after(options, NAME, f"{NAME}_vllm")
     plot(options, machine, configurations, "vLLM")
     write_result(
         options,

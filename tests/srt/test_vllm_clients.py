@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from both_engines import in_background
 from helpers import wait_until
 from torch.distributed.device_mesh import DeviceMesh
 from vllm_helpers import SIZES, TINY_SERVER, needs_vllm, start_config, weights_of
@@ -105,6 +106,47 @@ def _generated_tokens(adapter: HttpServerEngineAdapter) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_total"))
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02])
+def test_an_aborting_pause_also_ends_requests_on_their_way_to_the_engine(
+    adapter: HttpServerEngineAdapter, after_s: float
+) -> None:
+    prompts = [[5, 6, number] for number in range(60)]
+    thread, replies = in_background(lambda: adapter.generate(input_ids=prompts, sampling_params=LONG))
+    wait_until(lambda: running(adapter) > 0, 30.0, "no request has come")
+    time.sleep(after_s)
+    adapter.pause_generation("abort")
+    try:
+        assert _num_running(adapter) == 0
+    finally:
+        adapter.continue_generation()
+        adapter.abort_request(abort_all=True)
+    thread.join(60.0)
+    reasons = {reply["meta_info"]["finish_reason"]["type"] for reply in replies[0]}
+    assert (len(replies[0]), reasons) == (60, {"abort"})
+
+
+def _num_running(adapter: HttpServerEngineAdapter) -> int:
+    return int(adapter.get_loads()["loads"][0]["num_running_reqs"])
+
+
+def test_an_aborted_request_that_waits_has_all_its_generations(adapter: HttpServerEngineAdapter) -> None:
+    """Otherwise the generations of a batch would be those of other prompts."""
+    params = {"max_new_tokens": 2, "n": 2, "temperature": 1.0, "ignore_eos": True}
+    adapter.pause_generation("retract")
+    try:
+        thread, replies = in_background(
+            lambda: adapter.generate(input_ids=[PROMPT, PROMPT], sampling_params=params, rid=["x", "y"])
+        )
+        wait_until(lambda: running(adapter) == 2, 30.0, "the requests do not wait")
+        adapter.abort_request("x")
+        wait_until(lambda: running(adapter) == 1, 30.0, "the aborted request waits")
+    finally:
+        adapter.continue_generation()
+    thread.join(60.0)
+    assert [len(reply["output_ids"]) for reply in replies[0]] == [0, 0, 2, 2]
+    assert [reply["meta_info"]["finish_reason"]["type"] for reply in replies[0]] == ["abort"] * 2 + ["length"] * 2
+
+
 def test_the_base_model_is_no_adapter(adapter: HttpServerEngineAdapter) -> None:
     model = adapter.get_model_info()["model_path"]
     with pytest.raises(BadInputError, match="base model"):
@@ -155,7 +197,7 @@ def test_no_route_generates_while_the_weights_are_undefined(adapter: HttpServerE
     session.trust_env = False
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}, "prompt": PROMPT, "max_tokens": 1}
     headers = {"Authorization": f"Bearer {adapter.api_key}"}
-    for path in ("/inference/v1/generate", "/v1/completions"):
+    for path in ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions/batch", "/v1/unknown"):
         reply = session.post(adapter.base_url + path, json=body, headers=headers, timeout=30)
         assert reply.status_code == 503, path
     with pytest.raises(NotReadyError, match="weights are undefined"):

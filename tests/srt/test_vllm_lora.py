@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import PROMPTS, reference_model
-from test_lora import CONFIG, TARGETS, adapter_for, merged
+import requests
+from helpers import PROMPTS, adapter_of, reference_model
+from test_lora import CONFIG, RANK, TARGETS, adapter_for, merged
 from torch.distributed.device_mesh import DeviceMesh
 from vllm_helpers import SIZES, TINY_SERVER, Checkpoints, Expected, expected_of, needs_vllm, start_config
 
 from verl_server import VerlEngine
 from verl_server.adapter.vllm.launch import launch_vllm_server
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, ServerError
 
 pytestmark = needs_vllm
 
@@ -74,6 +75,36 @@ def test_adapters_and_updates_of_the_base_model_are_exact(engine: VerlEngine, ch
     engine.unload_lora_adapter("policy")
     with pytest.raises(BadInputError, match="no LoRA adapter 'policy'"):
         engine.generate(input_ids=PROMPTS[0], lora_path="policy")
+
+
+def test_a_refused_adapter_and_an_open_update_leave_the_workers_in_step(
+    engine: VerlEngine, checkpoints: Checkpoints
+) -> None:
+    """vLLM raises in its workers then, which would mix up the later replies of two workers."""
+    adapter, base = adapter_of(engine), reference_model(checkpoints.folders[0])
+    too_large = {
+        name: tensor.repeat(*(64 // RANK if size == RANK else 1 for size in tensor.shape))
+        for name, tensor in adapter_for(base, 1).items()
+    }
+    for _ in range(2):
+        with pytest.raises(ServerError, match="rank 64 is greater than max_lora_rank"):
+            adapter.load_lora_adapter("large", too_large, {**CONFIG, "r": 64})
+    engine.update_weights_from_tensor(checkpoints.weights[0])
+    require(engine, checkpoints.expected[0])
+    adapter.pause_generation("retract")
+    try:
+        with requests.Session() as session:
+            session.trust_env = False
+            headers = {"Authorization": f"Bearer {adapter.admin_api_key}"}
+            url = adapter.base_url + "/start_weight_update"
+            assert session.post(url, headers=headers, timeout=30).status_code == 200
+    finally:
+        adapter.continue_generation()
+    for version in (1, 0):
+        engine.update_weights_from_tensor(checkpoints.weights[version])
+        require(engine, checkpoints.expected[version])
+    engine.load_lora_adapter("small", adapter_for(base, 2), CONFIG)
+    require(engine, expected_of(merged(base, adapter_for(base, 2))), "small")
 
 
 def test_experts_with_lora_are_refused_on_a_cpu(tiny: Callable[..., Path]) -> None:

@@ -223,7 +223,9 @@ def test_errors_have_types_and_vllms_sentence() -> None:
 
 
 def test_server_arguments_have_plain_names(tmp_path: Path) -> None:
-    args = complete_server_args({"model_path": tmp_path, "tp_size": 2, "context_length": 64, "max_num_seqs": 4})
+    args = complete_server_args(
+        {"model_path": tmp_path, "tp_size": 2, "context_length": 64, "max_num_seqs": 4, "dp_size": 1, "nnodes": 1}
+    )
     secrets = {args.pop("api_key"), args.pop("admin_api_key")}
     assert len(secrets) == 2
     assert all(len(key) > 30 for key in secrets)
@@ -240,6 +242,9 @@ def test_server_arguments_have_plain_names(tmp_path: Path) -> None:
         ({"logprobs_mode": "raw_logprobs"}, "this library sets it"),
         ({"dp_size": 2}, "not supported yet"),
         ({"tp_size": 0}, "at least 1"),
+        ({"enforce_eager": "False"}, "enforce_eager must be True or False, got 'False'"),
+        ({"disable_cuda_graph": True}, "disable_cuda_graph': pass enforce_eager=True"),
+        ({"enable_metrics": True}, "always have /metrics"),
         ({"mem_fraction_static": 2}, "between 0 and 1"),
         ({"api_key": "short"}, "at least 8 characters"),
         ({"hf_overrides": object()}, "plain JSON"),

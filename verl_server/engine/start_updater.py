@@ -91,16 +91,17 @@ def _choose_transport(backend: Backend, nnodes: int, config: WeightsConfig, mode
         raise BadInputError(
             f"weight transport {transport!r} does not support nnodes={nnodes}: do not set `transport` in WeightsConfig"
         )
+    other = "" if needs_modules else ", or use WeightsConfig(transport='buckets') on one machine"
     if limit is not None and model_bytes > limit and not is_streamed(transport):
         raise BadInputError(
             f"staging this model for the transport {transport!r} takes {model_bytes} bytes of memory, more than "
-            f"max_staging_bytes={limit}; raise the limit or use the transport 'buckets'"
+            f"max_staging_bytes={limit}; raise the limit{other}"
         )
     if model_bytes > available and not is_streamed(transport):
         raise BadInputError(
             f"staging this model for the transport {transport!r} takes {model_bytes} bytes of memory, but only "
-            f"{available} bytes are available on this machine or in this container; free memory, raise the limit of "
-            "the container, or use WeightsConfig(transport='buckets') on one machine"
+            f"{available} bytes are available on this machine or in this container; free memory or raise the limit of "
+            f"the container{other}"
         )
     return transport
 

@@ -90,9 +90,9 @@ def require_gpus(needed: int, visible: str | None, num_gpus: int) -> None:
     if found < needed:
         where = "this machine has" if visible is None else f"{VISIBLE_DEVICES}={visible} makes visible"
         raise BadInputError(
-            f"the server needs {needed} GPUs on this machine (its TP ranks, base_gpu_id and gpu_id_step), but "
-            f"{where} {found}: use a smaller tp_size, nnodes=... if the trainer ranks are on several machines, or pass "
-            f"env={{'{VISIBLE_DEVICES}': ...}} with GPUs for the server"
+            f"the server needs {needed} GPUs on this machine (its TP ranks; with SGLang also base_gpu_id and "
+            f"gpu_id_step), but {where} {found}: use a smaller tp_size, nnodes=... (SGLang) if the trainer ranks are "
+            f"on several machines, or pass env={{'{VISIBLE_DEVICES}': ...}} with GPUs for the server"
         )
     if needed > 1 and (mig := [name for name in parse_devices(visible or "") if name.startswith(MIG_PREFIX)]):
         raise BadInputError(

@@ -22,7 +22,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from verl_server.types import Json
-from verl_server.vllm_server.loading.reloaded_modules import PartialModuleError, require_whole_modules
+from verl_server.vllm_server.loading.reloaded_modules import (
+    PartialModuleError,
+    SkippedTensorError,
+    find_skipped,
+    require_whole_modules,
+)
 from verl_server.vllm_server.loading.weight_load import NamedTensors, WeightLoad, choose_weight_load
 from verl_server.vllm_server.weight_session import WeightSession
 from verl_server.weights.checksum import XXH3, compute_checksum
@@ -89,7 +94,7 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
         """Load the tensors of the receiver. Raises what the model's loader raises."""
         assert self._receiver is not None
         tensors = list(self._receiver.tensors())
-        names = [name for name, _ in tensors]
+        names = self._session.names = [name for name, _ in tensors]
         require_whole_modules(self.model, names)
         algorithm = update_info.message.get("checksum", XXH3) if update_info.message["verify"] else None
         checksums: dict[str, int] = {}
@@ -108,10 +113,12 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         """Make the model usable again, and send the report."""
         with self._step("finish"):
-            untouched, incomplete = self._load.finish(is_loaded=self._session.ok)
+            untouched, incomplete, self._session.is_unchanged = self._load.finish(is_loaded=self._session.ok)
             self._session.unwritten = [*untouched, *incomplete]
             if incomplete:
                 raise PartialModuleError(f"only a part of the tensors came for {incomplete[:5]}")
+            if skipped := find_skipped(self.model, self._session.names, untouched):
+                raise SkippedTensorError(f"the loader of vLLM's model has ignored {skipped[:5]}")
         self._send_report()
 
     def _send_report(self) -> None:
@@ -134,7 +141,7 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def outcome(self) -> Json:
         """The error of the last update, whether it has loaded tensors, and whether it has written all weights."""
-        error, has_loaded = self._session.error, self._session.num_tensors > 0
+        error, has_loaded = self._session.error, self._session.num_tensors > 0 and not self._session.is_unchanged
         return {
             "error": error,
             "has_loaded": has_loaded,

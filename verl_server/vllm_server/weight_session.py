@@ -17,8 +17,12 @@ class WeightSession:
     """Type and message of the first exception."""
     trace: str | None = None
     """End of the traceback of the first exception."""
+    names: list[str] = field(default_factory=list)
+    """Names of the tensors of the update."""
     num_tensors: int = 0
     """Number of tensors that the model took."""
+    is_unchanged: bool = False
+    """Whether it is known that no module has new weights."""
     unwritten: list[str] = field(default_factory=list)
     """Modules with weights that keep their old weights: they got no tensor, or only a part of their tensors."""
     checksums: list[int] = field(default_factory=list)

@@ -1,8 +1,11 @@
-"""Methods that vLLM adds to its workers (`--worker-extension-cls`): release and resume of memory on a CPU.
+"""Methods that vLLM adds to its workers (`--worker-extension-cls`).
 
-vLLM's own sleep frees nothing on a CPU. The methods are called through `/collective_rpc` while generation is paused and
-no request is held. They never raise: an exception of one worker would mix up the later replies of several workers.
-After a release of "weights" the model is torn until a whole update.
+They are called through `/collective_rpc`, and never raise. When a method of one worker raises, vLLM leaves the replies
+of the other workers in their queues, and every later call gets the replies of the call before. Therefore each method
+returns a report with the id of its call, and methods of vLLM that may raise are called or tried here first.
+
+Release and resume of memory are called while generation is paused and no request is held. vLLM's own sleep frees
+nothing on a CPU. After a release of "weights" the model is torn until a whole update.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from verl_server.vllm_server import register
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 MADV_DONTNEED = 4
 MAX_ERROR_CHARACTERS = 1500
+LORA_CHECK_ID = 2**31 - 1
+"""Number of an adapter that is only tried. vLLM counts its adapters from 1."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 if os.environ.get("TORCH_COMPILE_DISABLE") == "1":  # torch reads it when it is imported; a forked worker has done so
@@ -39,33 +44,49 @@ class WorkerExtension:
     weight_transfer_engine: Any
     verl_server_released: set[str]
 
-    def verl_server_release_memory(self, tags: str) -> dict[str, Any]:
-        """Return memory to the operating system. `tags`: JSON list of "weights" and "kv_cache"."""
-        return _report(self, lambda: _release(self, set(json.loads(tags))))
+    def verl_server_release_memory(self, tags: str, call_id: str = "") -> dict[str, Any]:
+        """Return memory to the system. `tags`: JSON list of "weights" and "kv_cache", on an accelerator both."""
+        return _report(self, lambda: _release(self, set(json.loads(tags))), call_id)
 
-    def verl_server_resume_memory(self, tags: str) -> dict[str, Any]:
-        """Take the memory again, so that missing memory is noticed now. Weights are zeros until a whole update."""
-        return _report(self, lambda: _resume(self, set(json.loads(tags))))
+    def verl_server_resume_memory(self, tags: str, call_id: str = "") -> dict[str, Any]:
+        """Take the memory again, so that missing memory is noticed now. Weights are undefined until a whole update."""
+        return _report(self, lambda: _resume(self, set(json.loads(tags))), call_id)
 
-    def verl_server_update_outcome(self) -> dict[str, Any]:
+    def verl_server_close_update(self, call_id: str = "") -> dict[str, Any]:
+        """Close an update that a client of vLLM's own routes has left open. vLLM refuses to start another one."""
+        was_open: bool = getattr(self, "_weight_update_active", False)
+        report = _report(self, lambda: self.finish_weight_update() if was_open else None, call_id)  # type: ignore[attr-defined]
+        return {**report, "was_open": was_open}
+
+    def verl_server_update_outcome(self, call_id: str = "") -> dict[str, Any]:
         """The outcome of the last update of this worker, see `WeightEngine.outcome`."""
         outcome: dict[str, Any] = self.weight_transfer_engine.outcome()
-        return {"rank": self.rank, **outcome}
+        return {"rank": self.rank, "call_id": call_id, **outcome}
 
-    def verl_server_memory(self) -> dict[str, Any]:
+    def verl_server_check_lora(self, folder: str, call_id: str = "") -> dict[str, Any]:
+        """Read a LoRA adapter as vLLM's load does, and drop it."""
+        return _report(self, lambda: _read_adapter(self.model_runner.lora_manager, folder), call_id)
+
+    def verl_server_memory(self, call_id: str = "") -> dict[str, Any]:
         """What is released, the resident memory of the worker, and the modules of the checkpoint that vLLM fuses."""
         mapping: dict[str, list[str]] = getattr(self.model_runner.model, "packed_modules_mapping", {})
-        return {**_report(self, lambda: None), "fused_modules": list(mapping.values())}
+        return {**_report(self, lambda: None, call_id), "fused_modules": list(mapping.values())}
 
 
-def _report(worker: Any, action: Callable[[], None]) -> dict[str, Any]:
+def _report(worker: Any, action: Callable[[], object], call_id: str) -> dict[str, Any]:
     error = None
     try:
         action()
     except Exception:  # noqa: BLE001 - goes into the report, see the docstring of the module
         error = traceback.format_exc()[-MAX_ERROR_CHARACTERS:]
-    released = sorted(_released(worker))
-    return {"rank": worker.rank, "ok": error is None, "error": error, "released": released, "rss_bytes": _resident()}
+    report = {"rank": worker.rank, "call_id": call_id, "ok": error is None, "error": error}
+    return {**report, "released": sorted(_released(worker)), "rss_bytes": _resident()}
+
+
+def _read_adapter(manager: Any, folder: str) -> None:
+    from vllm.lora.request import LoRARequest
+
+    manager._load_adapter(LoRARequest("check", LORA_CHECK_ID, folder))
 
 
 def _released(worker: Any) -> set[str]:
@@ -73,8 +94,11 @@ def _released(worker: Any) -> set[str]:
 
 
 def _release(worker: Any, tags: set[str]) -> None:
-    _require_usable(tags)
     released = _released(worker)
+    if not _is_cpu(tags):
+        worker.sleep(level=2)  # its level 1 would keep the weights in host memory
+        worker.verl_server_released = released | tags
+        return
     if WEIGHTS in tags - released:
         for module in worker.model_runner.model.modules():
             if hasattr(module, "cpu_linear"):
@@ -90,8 +114,11 @@ def _release(worker: Any, tags: set[str]) -> None:
 
 
 def _resume(worker: Any, tags: set[str]) -> None:
-    _require_usable(tags)
     released = _released(worker)
+    if not _is_cpu(tags):
+        worker.wake_up(sorted(tags))  # can be called again when memory was missing
+        worker.verl_server_released = released - tags
+        return
     if WEIGHTS in tags & released:
         _touch(worker.model_runner.model.parameters())
     if KV_CACHE in tags & released:
@@ -99,14 +126,13 @@ def _resume(worker: Any, tags: set[str]) -> None:
     worker.verl_server_released = released - tags
 
 
-def _require_usable(tags: set[str]) -> None:
-    """Raise ValueError for unknown tags, RuntimeError on an accelerator, where vLLM's own sleep frees memory."""
+def _is_cpu(tags: set[str]) -> bool:
+    """Whether the worker computes on a CPU. Raises ValueError for unknown tags."""
     from vllm.platforms import current_platform
 
     if unknown := tags - {WEIGHTS, KV_CACHE}:
         raise ValueError(f"unknown tags {sorted(unknown)}")
-    if not current_platform.is_cpu():
-        raise RuntimeError("the worker has an accelerator; use vLLM's /sleep and /wake_up")
+    return bool(current_platform.is_cpu())
 
 
 def _resident() -> int:

@@ -36,6 +36,7 @@ VLLM_OPTIONS = frozenset({
     "enable_sleep_mode", "structured_outputs_config", "compilation_config", "generation_config",
     "override_generation_config", "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_dtype",
     "lora_target_modules", "fully_sharded_loras",
+    "attention_backend", "disable_custom_all_reduce", "download_dir", "limit_mm_per_prompt", "model_impl",
     "disable_log_stats", "enable_log_requests", "max_log_len", "chat_template", "skip_tokenizer_init",
 })  # fmt: skip
 #: Arguments of ours: address, keys, version of the weights, arguments of SGLang that become other options of vLLM
@@ -56,6 +57,24 @@ REFUSED: Mapping[str, str] = {
     "pp_size": _NOT_BUILT, "nnodes": _NOT_BUILT, "speculative_config": _NOT_BUILT,
     "node_rank": _NOT_BUILT,
 }  # fmt: skip
+#: SGLang's arguments without a counterpart of the same meaning, and what to use instead.
+OTHERS: Mapping[str, str] = {
+    "disable_cuda_graph": "pass enforce_eager=True",
+    "base_gpu_id": "pass env={'CUDA_VISIBLE_DEVICES': ...} with the GPUs of the server",
+    "gpu_id_step": "pass env={'CUDA_VISIBLE_DEVICES': ...} with the GPUs of the server",
+    "ep_size": "experts are divided by tp_size",
+    "enable_metrics": "vLLM servers always have /metrics",
+    "disable_radix_cache": "pass enable_prefix_caching=False",
+    "chunked_prefill_size": "pass max_prefill_tokens",
+    "sampling_backend": "leave it out: vLLM chooses it",
+}
+ONE_ONLY = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "nnodes")
+"""Numbers that may be given if they are 1."""
+BOOLEANS = (
+    "trust_remote_code", "enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "enable_sleep_mode",
+    "enable_lora", "fully_sharded_loras", "enable_memory_saver", "disable_log_stats", "enable_log_requests",
+    "skip_tokenizer_init", "disable_custom_all_reduce",
+)  # fmt: skip
 WHOLE_NUMBERS = {
     "tp_size": 1, "context_length": 1, "max_running_requests": 1, "max_prefill_tokens": 1, "block_size": 1,
     "random_seed": 0, "max_total_tokens": 1, "max_lora_rank": 1, "max_loras_per_batch": 1,
@@ -90,6 +109,9 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     for name, minimum in WHOLE_NUMBERS.items():
         if args.get(name) is not None:
             require_whole_number(f"server argument {name}", args[name], minimum)
+    for name in BOOLEANS:
+        if not isinstance(args.get(name, False), bool | None):
+            raise BadInputError(f"server argument {name} must be True or False, got {args[name]!r}", argument=name)
     if (args.get("port") or 0) > MAX_PORT:
         raise BadInputError(f"server argument port must be at most {MAX_PORT}, got {args['port']}", argument="port")
     fraction = args.get("mem_fraction_static")
@@ -151,11 +173,14 @@ def _rename(server_args: Json, names: Mapping[str, str]) -> Json:
     args: Json = {}
     known = {*PLAIN_NAMES, *VLLM_OPTIONS, *OWN_ARGUMENTS}
     for name, value in server_args.items():
+        if name in ONE_ONLY and value == 1:
+            continue
         if name in REFUSED and value is not None:
             raise BadInputError(f"leave the server argument {name!r} out: {REFUSED[name]}", argument=name)
         if name not in known and name not in REFUSED:
+            hint = f": {OTHERS[name]}" if name in OTHERS else did_you_mean(name, known)
             raise BadInputError(
-                f"vLLM servers of this library have no argument {name!r}{did_you_mean(name, known)}", argument=name
+                f"vLLM servers of this library have no argument {name!r}{hint} (docs/vllm.md lists all)", argument=name
             )
         renamed = names.get(name, name)
         if args.get(renamed) is not None:

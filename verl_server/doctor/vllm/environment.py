@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Mapping
 
 from verl_server.adapter.vllm.launch import VLLM
@@ -48,6 +50,11 @@ def check_version(report: InterpreterReport, *, pip: str, has_accelerator: bool)
 
 def _install(pip: str, *, has_accelerator: bool) -> str:
     modules = " ".join(name for name in VLLM.modules if name != PROJECT)
+    if importlib.util.find_spec("sglang") is not None and pip.startswith(sys.executable):
+        return (
+            "this environment has SGLang, which cannot share one with vLLM: pass --server-python PATH with the Python "
+            "interpreter of an environment with vLLM (`make setup-vllm` makes .venv-vllm/bin/python)"
+        )
     if has_accelerator:
         return f"{pip} install {PROJECT}=={TESTED_VERSION} {modules}"
     return (

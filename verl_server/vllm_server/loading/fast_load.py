@@ -65,7 +65,8 @@ class FastLoad:
         incomplete = [name for name, module in self._staged.items() if module.is_incomplete]
         written = {name for name, module in self._staged.items() if module.is_loaded}
         written.update(name for embedding in self._embeddings if embedding.is_loaded for name in embedding.names)
-        self._unwritten = Unwritten([name for name in self._names if name not in {*written, *incomplete}], incomplete)
+        untouched = [name for name in self._names if name not in {*written, *incomplete}]
+        self._unwritten = Unwritten(untouched, incomplete, is_unchanged=not written)
 
     def finish(self, *, is_loaded: bool) -> Unwritten:
         """The modules that have their old weights."""

@@ -25,10 +25,16 @@ class Unwritten(NamedTuple):
     """Modules that got no tensor."""
     incomplete: list[str]
     """Modules that got only a part of their tensors, which were dropped."""
+    is_unchanged: bool = False
+    """Whether it is known that no module has new weights."""
 
 
 class PartialModuleError(Exception):
     """An update has some tensors of a module of vLLM and lacks others."""
+
+
+class SkippedTensorError(Exception):
+    """The model's loader has ignored tensors of an update without an error."""
 
 
 def forget_expert_kernels(model: nn.Module) -> dict[str, tuple[Any, Any]]:
@@ -140,6 +146,24 @@ def require_whole_modules(model: nn.Module, names: Iterable[str]) -> None:
         needed = {f"{start}{sibling}.{leaf}" for sibling in fused.get(part, [part]) for leaf in tensors}
         if missing := sorted(needed - given):
             raise PartialModuleError(f"the update has {name!r} without {missing}, which vLLM loads together")
+
+
+def find_skipped(model: nn.Module, names: Iterable[str], untouched: Iterable[str]) -> list[str]:
+    """Tensors among `names` that the model's loader has skipped: their modules of vLLM are among `untouched`.
+
+    Some models take only the names that they know, and ignore others without an error. Of a module with a LoRA adapter
+    the loader may know the name without `base_layer`, or the name with it.
+    """
+    wholes = {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    old = {name.removesuffix(".base_layer").removesuffix(".routed_experts") for name in untouched}
+    skipped = []
+    for name in names:
+        before, experts, _ = name.partition(EXPERTS)
+        parent, _, part = name.rpartition(".")[0].rpartition(".")
+        path = f"{before}{experts.rstrip('.')}" if experts else f"{parent}.{wholes.get(part, part)}".lstrip(".")
+        if path in old:
+            skipped.append(name)
+    return skipped
 
 
 def in_module_order(model: nn.Module, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from verl_server.adapter.vllm.payloads import abort_payload
 from verl_server.errors import BadInputError
 from verl_server.types import Json
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
-from verl_server.vllm_server.wire.state import ServerState
+from verl_server.vllm_server.wire.state import RunningRequest, ServerState
 
 MAX_ATTEMPTS = 200
 ATTEMPT_INTERVAL_S = 0.05
@@ -25,6 +25,12 @@ async def abort_request(state: ServerState, calls: InnerCalls, body: Json) -> Js
         await calls.call(ABORT_ALL, {})
     for request in (requests := state.requests("" if abort_all else rid)):
         request.aborted.set()
+    await end_requests(state, calls, requests)
+    return {}
+
+
+async def end_requests(state: ServerState, calls: InnerCalls, requests: list[RunningRequest]) -> None:
+    """Abort these generations in vLLM until they have ended. Those that wait for the end of a pause are left alone."""
     for _ in range(MAX_ATTEMPTS):
         running = {id(request): request for request in state.requests()}
         rids = [request.rid for request in requests if id(request) in running and not request.is_held]
@@ -32,4 +38,3 @@ async def abort_request(state: ServerState, calls: InnerCalls, body: Json) -> Js
             break
         await calls.call(ABORT, abort_payload(rids))
         await asyncio.sleep(ATTEMPT_INTERVAL_S)
-    return {}

@@ -60,10 +60,11 @@ UNSUPPORTED: dict[str, str] = {
 _ENDS_WITH_CLIENT = (generation.generate, information.health)
 _NOT_ALLOWED = json_reply({"error": {"message": "Method Not Allowed", "code": 405}}, 405)
 _NOT_FOUND = json_reply({"error": {"message": "Not Found", "code": 404}}, 404)
-#: vLLM's own routes that generate.
-GENERATING_PATHS = frozenset({
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate",
-    "/invocations",
+#: vLLM's own POST routes that compute nothing with the weights. All others are refused while the weights are undefined.
+PATHS_WITHOUT_WEIGHTS = frozenset({
+    *(each.path for each in vars(vllm).values() if isinstance(each, vllm.Endpoint) and each is not vllm.GENERATE),
+    "/detokenize", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_draft_weight_update",
+    "/reset_encoder_cache", "/reset_mm_cache", "/start_profile", "/stop_profile", "/v1/messages/count_tokens",
 })  # fmt: skip
 _facts: list[ServerFacts] = []
 
@@ -97,7 +98,7 @@ class ServerApp:
         path = scope["path"] if scope["type"] == "http" else ""
         if path not in ROUTES:
             try:
-                if path in GENERATING_PATHS:
+                if scope["type"] == "http" and scope["method"] == "POST" and path not in PATHS_WITHOUT_WEIGHTS:
                     self._state.require_weights()
             except NotReadyError as error:
                 await error_reply(error)(scope, receive, send)

@@ -7,8 +7,10 @@ import contextlib
 from verl_server.adapter.sglang.payloads import pause_payload
 from verl_server.adapter.vllm.endpoints import ABORT_ALL, PAUSE, RESET_CACHE, RESUME
 from verl_server.adapter.vllm.payloads import pause_query
+from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, ServerBusyError, ServerError, VerlServerError
 from verl_server.types import Json
+from verl_server.vllm_server.wire.abort import end_requests
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
 from verl_server.vllm_server.wire.state import ServerState
 
@@ -17,8 +19,11 @@ async def pause(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     """Pause generation. Requests that arrive from now on wait here, running ones do what the mode says."""
     mode = pause_payload(body.get("mode", "abort"))["mode"]
     async with state.exclusive(calls.gone):
+        running = [request for request in state.requests() if not request.is_held]
         await pause_vllm(state, calls, mode)
         state.is_paused_by_update = False
+        if mode == PauseMode.ABORT:  # vLLM's pause has ended only those that its engine had got
+            await end_requests(state, calls, running)
     return {"status": "ok", "message": f"generation is paused, mode {mode}"}
 
 

@@ -83,7 +83,7 @@ async def _generate_one(state: ServerState, calls: InnerCalls, payload: Json, re
         params["max_tokens"] = 1
     with state.running(payload["request_id"], payload.get("model")) as running:
         if not await state.wait_until_running(running, calls.gone):
-            return [_aborted_reply(payload)]
+            return [_aborted_reply(payload) for _ in range(_num_generations(payload))]
         state.require_weights()
         _add_version_to_salt(state, payload)
         reply = await calls.call(GENERATE, payload)
@@ -109,7 +109,8 @@ async def _stream(state: ServerState, calls: InnerCalls, payload: Json, request:
     )
     with state.running(payload["request_id"], payload.get("model")) as running:
         if not await state.wait_until_running(running, calls.gone):
-            yield _aborted_reply(payload)
+            for index in range(_num_generations(payload)):
+                yield {"index": index, **_aborted_reply(payload)}
             return
         state.require_weights()
         _add_version_to_salt(state, payload)
@@ -160,6 +161,10 @@ async def _payload(state: ServerState, calls: InnerCalls, request: Mapping[str, 
 def _add_version_to_salt(state: ServerState, payload: Json) -> None:
     """Separate the prefix cache by the version of the weights: a pause in place keeps the cache of earlier weights."""
     payload["cache_salt"] = f"{state.weight_version}\n{payload.get('cache_salt', '')}"
+
+
+def _num_generations(payload: Json) -> int:
+    return int(payload["sampling_params"].get("n") or 1)
 
 
 def _aborted_reply(payload: Json) -> Json:

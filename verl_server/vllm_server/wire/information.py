@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
-from verl_server.adapter.vllm.endpoints import GENERATE, HEALTH, SERVER_INFO, WEIGHT_INFO, WORKER_CALL
+from verl_server.adapter.vllm.endpoints import GENERATE, HEALTH, SERVER_INFO, WEIGHT_INFO
 from verl_server.adapter.vllm.payloads import generate_payload
 from verl_server.errors import NotReadyError, ServerError
 from verl_server.platforms.http_hooks import RELEASED_MEMORY
@@ -13,6 +13,7 @@ from verl_server.types import Json
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
 from verl_server.vllm_server.wire.memory import is_cpu
 from verl_server.vllm_server.wire.state import ServerState
+from verl_server.vllm_server.wire.worker_calls import call_workers
 
 HEALTH_TIMEOUT_S = 20.0
 """Seconds in which a healthy server generates one token. SGLang has the same deadline."""
@@ -71,7 +72,7 @@ async def server_info(state: ServerState, calls: InnerCalls, body: Json) -> Json
     The workers are asked, too: their answer is a sign of life, and tells which memory is released.
     """
     args = state.facts.server_args
-    reports = (await calls.call(WORKER_CALL, {"method": "verl_server_memory"}))["results"]
+    reports = await call_workers(calls, "verl_server_memory")
     if state.resolved is None:
         state.resolved = await _resolve(calls)
     on_cpu, resolved = is_cpu(), state.resolved

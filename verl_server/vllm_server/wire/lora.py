@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from verl_server.adapter.vllm.endpoints import LOAD_LORA, UNLOAD_LORA
-from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
+from verl_server.errors import BadInputError, ServerError, UnsupportedError, VerlServerError
 from verl_server.types import Json
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
 from verl_server.vllm_server.wire.state import RunningRequest, ServerState
+from verl_server.vllm_server.wire.worker_calls import call_workers
 
 POLL_S, UNLOAD_TIMEOUT_S = 0.05, 600.0
 
@@ -31,6 +32,7 @@ async def load(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     folder = Path(tempfile.mkdtemp(prefix="verl-server-lora-"))  # in the server's folder, which its warden removes
     try:
         await asyncio.to_thread(_write, folder, body["config_dict"], tensors)
+        await _check(calls, folder)
         await calls.call(LOAD_LORA, {"lora_name": name, "lora_path": str(folder)})
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -39,6 +41,13 @@ async def load(state: ServerState, calls: InnerCalls, body: Json) -> Json:
         raise
     state.lora_folders[name] = folder
     return {"success": True}
+
+
+async def _check(calls: InnerCalls, folder: Path) -> None:
+    """Raise ServerError for an adapter that vLLM's workers refuse, which would mix up their later replies."""
+    for report in await call_workers(calls, "verl_server_check_lora", str(folder)):
+        if not report["ok"]:
+            raise ServerError(report["error"].strip().splitlines()[-1])
 
 
 async def unload(state: ServerState, calls: InnerCalls, body: Json) -> Json:

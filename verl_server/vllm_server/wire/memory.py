@@ -1,20 +1,23 @@
-"""Release and resume of memory, with SGLang's tags. On a CPU through methods of the workers, else by vLLM's sleep."""
+"""Release and resume of memory, with SGLang's tags, by methods of the workers (`worker_extension.py`).
+
+vLLM's own routes for its sleep would continue generation at the end, and mix up the replies of several workers when one
+of them has too little memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
-from urllib.parse import urlencode
 
 from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume
-from verl_server.adapter.vllm.endpoints import SLEEP, WAKE_UP, WORKER_CALL
 from verl_server.adapter.vllm.payloads import memory_payload
 from verl_server.config import MemoryTag
-from verl_server.errors import ServerBusyError, ServerError, UnsupportedError, VerlServerError
+from verl_server.errors import ServerBusyError, UnsupportedError, VerlServerError
 from verl_server.types import Json
 from verl_server.vllm_server.wire.control import pause_vllm, reset_cache
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
 from verl_server.vllm_server.wire.state import ServerState
+from verl_server.vllm_server.wire.worker_calls import call_all
 
 #: Tags for which a worker has memory. vLLM frees its CUDA graphs with neither of its sleep levels.
 _WORKER_TAGS = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
@@ -33,7 +36,7 @@ async def release(state: ServerState, calls: InnerCalls, body: Json) -> Json:
         if MemoryTag.WEIGHTS in tags:  # also if the release fails: a part of the workers may have released them
             state.undefined_weights = "their memory was released"
         try:
-            await (_call_workers(calls, "release", tags) if is_cpu() else _sleep(calls))
+            await _call_workers(calls, "release", tags)
         except VerlServerError:
             with contextlib.suppress(VerlServerError):
                 await reset_cache(calls)  # blocks of the KV cache may be empty
@@ -46,10 +49,7 @@ async def resume(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     """Take the memory of `tags` back. Generation stays paused until it is continued."""
     async with state.exclusive(calls.gone):
         tags = tags_to_resume(body.get("tags"), state.released)
-        if is_cpu():
-            await _call_workers(calls, "resume", tags)
-        else:
-            await calls.call(WAKE_UP, query=urlencode([("tags", tag) for tag in tags if tag in _WORKER_TAGS]))
+        await _call_workers(calls, "resume", tags)
         if MemoryTag.KV_CACHE in tags:
             await reset_cache(calls)  # the memory has come back empty
         state.released -= set(tags)
@@ -65,15 +65,6 @@ def is_cpu() -> bool:
 
 async def _call_workers(calls: InnerCalls, method: str, tags: Collection[str]) -> None:
     """Raises ServerError with the report of the first worker that has failed."""
-    in_workers = [tag for tag in tags if tag in _WORKER_TAGS]
-    if not in_workers:
-        return
-    reports = (await calls.call(WORKER_CALL, memory_payload(method, in_workers)))["results"]
-    for report in reports:
-        if not report["ok"]:
-            raise ServerError(f"the {method} of {in_workers} failed on rank {report['rank']}: {report['error']}")
-
-
-async def _sleep(calls: InnerCalls) -> None:
-    """vLLM's sleep, level 2: the weights are discarded. Its level 1 would keep them in host memory."""
-    await calls.call(SLEEP, query="level=2&mode=keep")
+    if in_workers := [tag for tag in tags if tag in _WORKER_TAGS]:
+        body = memory_payload(method, in_workers)
+        await call_all(calls, body["method"], *body["args"])

@@ -10,15 +10,15 @@ from verl_server.adapter.vllm.endpoints import (
     SET_WEIGHT_VERSION,
     START_UPDATE,
     UPDATE_WEIGHTS,
-    WORKER_CALL,
 )
 from verl_server.adapter.vllm.payloads import update_payload, weight_version_payload
-from verl_server.errors import BadInputError, ServerBusyError, ServerError
+from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.types import Json, parse_weight_version
 from verl_server.vllm_server.wire.abort import abort_request
 from verl_server.vllm_server.wire.control import pause_vllm, reset_cache, resume_vllm
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
 from verl_server.vllm_server.wire.state import ServerState
+from verl_server.vllm_server.wire.worker_calls import call_all, call_workers
 from verl_server.weights.transports.message import parse_message
 
 
@@ -75,19 +75,13 @@ async def _load(calls: InnerCalls, payload: Json) -> tuple[list[Json], bool]:
 
     An update that a client of vLLM's own routes has left open is closed first.
     """
-    was_open = False
-    try:
-        await calls.call(START_UPDATE)
-    except ServerError:
-        was_open = True
-        await calls.call(FINISH_UPDATE, {})
-        await calls.call(START_UPDATE)
+    was_open = any(report["was_open"] for report in await call_all(calls, "verl_server_close_update"))
+    await calls.call(START_UPDATE)
     try:
         await calls.call(UPDATE_WEIGHTS, payload)
     finally:
         await calls.call(FINISH_UPDATE, {})
-    outcomes: list[Json] = (await calls.call(WORKER_CALL, {"method": "verl_server_update_outcome"}))["results"]
-    return outcomes, was_open
+    return await call_workers(calls, "verl_server_update_outcome"), was_open
 
 
 def _message(body: Json) -> Json:
