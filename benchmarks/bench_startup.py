@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,69 +52,62 @@ SETTINGS: dict[str, Json] = {
 VLLM_OPTIONS: Json = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 4}
 """The same arguments for a bare vLLM server."""
 
-Methods = dict[str, Callable[[], float]]
+Methods = dict[str, Callable[[], AbstractContextManager[Any]]]
+"""What starts a server, by the name of the method. In the body of the context the server is ready."""
 
 
 def bare_name(engine: str) -> str:
     return f"bare {TITLES[engine]}"
 
 
-def start_bare_sglang(model: Path) -> float:
-    """Start a bare server, end it, and return the seconds until it was ready."""
+def seconds_until_ready(start: Callable[[], AbstractContextManager[Any]]) -> float:
+    """Start a server, end it, and return the seconds until it was ready."""
     leak_check = ProcessLeakCheck()
     started = time.perf_counter()
+    with start():
+        seconds = time.perf_counter() - started
+        leak_check.record()
+    leak_check.check()
+    return seconds
+
+
+@contextmanager
+def bare_sglang(model: Path) -> Iterator[None]:
+    """A bare SGLang server that is ready."""
     with BareServer({"model_path": str(model), **SETTINGS["sglang"]}) as server:
         server.wait_ready()
-        seconds = time.perf_counter() - started
-        leak_check.record()
-    leak_check.check()
-    return seconds
+        yield
 
 
-def start_bare_vllm(model: Path) -> float:
-    """The same for vLLM, with the plugin of the conformance suite."""
+def sglang_methods(model: Path) -> Methods:
+    return {bare_name("sglang"): lambda: bare_sglang(model), **our_methods("sglang", model, None)}
+
+
+def vllm_methods(model: Path, python: Path) -> Methods:
+    """The bare server has the plugin of the conformance suite."""
     from verl_server.conformance.systems.vllm_process import VllmProcess
 
-    leak_check = ProcessLeakCheck()
-    started = time.perf_counter()
-    with closing(VllmProcess(find_vllm_python(None).path, model, VLLM_OPTIONS)):
-        seconds = time.perf_counter() - started
-        leak_check.record()
-    leak_check.check()
-    return seconds
+    bare = {bare_name("vllm"): lambda: closing(VllmProcess(python, model, VLLM_OPTIONS))}
+    return {**bare, **our_methods("vllm", model, python)}
 
 
-def start_ours(engine: str, model: Path, use_forkserver: bool) -> float:
-    """Start a server with the adapter, end it, and return the seconds until the constructor returned."""
-    python = find_vllm_python(None).path if engine == "vllm" else None
-    config = AdapterConfig(engine_kind=engine, server_python=python, use_forkserver=use_forkserver)
-    leak_check = ProcessLeakCheck()
-    started = time.perf_counter()
-    with HttpServerEngineAdapter(config=config, model_path=str(model), **SETTINGS[engine]):
-        seconds = time.perf_counter() - started
-        leak_check.record()
-    leak_check.check()
-    return seconds
+def our_methods(engine: str, model: Path, python: Path | None) -> Methods:
+    def start(use_forkserver: bool) -> HttpServerEngineAdapter:
+        config = AdapterConfig(engine_kind=engine, server_python=python, use_forkserver=use_forkserver)
+        return HttpServerEngineAdapter(config=config, model_path=str(model), **SETTINGS[engine])
 
-
-def methods_of(engine: str, model: Path) -> Methods:
-    start_bare = start_bare_vllm if engine == "vllm" else start_bare_sglang
-    return {
-        bare_name(engine): lambda: start_bare(model),
-        OURS: lambda: start_ours(engine, model, use_forkserver=False),
-        FORKED: lambda: start_ours(engine, model, use_forkserver=True),
-    }
+    return {OURS: lambda: start(use_forkserver=False), FORKED: lambda: start(use_forkserver=True)}
 
 
 def measure(methods: Methods, rounds: int, warm_up: bool) -> dict[str, list[float]]:
     """Start each method once per round. Returns the seconds until ready, by method."""
     if warm_up:
         for name, start in methods.items():
-            CONSOLE.print(f"not measured: {name}: {start():.1f} s", style="dim")
+            CONSOLE.print(f"not measured: {name}: {seconds_until_ready(start):.1f} s", style="dim")
     samples: dict[str, list[float]] = {name: [] for name in methods}
     for number in range(rounds):
         for name, start in list(methods.items())[:: -1 if number % 2 else 1]:
-            samples[name].append(start())
+            samples[name].append(seconds_until_ready(start))
             CONSOLE.print(f"round {number + 1} of {rounds}, {name}: {samples[name][-1]:.2f} s", style="dim")
     return samples
 
@@ -123,7 +116,7 @@ def plot(
     options: Options, machine: Json, engine: str, summaries: dict[str, Summary], samples: dict[str, list[float]]
 ) -> None:
     """Plot one bar per method and one dot per start."""
-    title = f"Seconds until ready, {machine['cores']} cores, {TITLES[engine]}"
+    title = f"Seconds until ready, {machine['cores']} cores, {TITLES[engine]} {machine['versions'].get(engine)}"
     figure, (axis,) = new_figure(1, title, width=5.5)
     series: dict[str, list[Any]] = {name: [summary] for name, summary in summaries.items()}
     limit = summaries[bare_name(engine)].median * RATIO_TARGET
@@ -174,10 +167,14 @@ def main() -> None:
         NAME, "Measure the seconds until a server is ready, against the bare engine.", _more_options
     )
     engine: str = options.extra.engine
+    vllm = find_vllm_python(None) if engine == "vllm" else None
     rounds = options.extra.rounds or (1 if options.quick else 5)
     machine = environment()
+    if vllm is not None:
+        machine["versions"]["vllm"] = vllm.version
     with tiny_model() as model:
-        samples = measure(methods_of(engine, model), rounds, warm_up=not options.quick)
+        methods = sglang_methods(model) if vllm is None else vllm_methods(model, vllm.path)
+        samples = measure(methods, rounds, warm_up=not options.quick)
     if engine != "sglang":
         options = named_after(options, NAME, f"{NAME}_{engine}")
     report(options, machine, engine, samples)

@@ -27,6 +27,8 @@ from weight_update_methods import (
     memcpy_method,
 )
 
+from verl_server.conformance.vllm_python import find_vllm_python
+
 VLLM_RELOAD = "vLLM's own reload"
 SERVER: dict[str, Any] = {"dtype": "bfloat16", "context_length": 2048, "max_running_requests": 4}
 OPTIONS = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 4}
@@ -46,6 +48,7 @@ def run(
     run_rounds: RunRounds,
 ) -> None:
     """Measure `models` with one TP rank, print the tables, and write the result file."""
+    machine["versions"]["vllm"] = find_vllm_python(None).version
     configurations = []
     for model, sizes in models.items():
         with folders(sizes) as folder:
@@ -60,7 +63,7 @@ def run(
             targets += _targets(configuration)
     show_targets(targets)
     options = named_after(options, NAME, f"{NAME}_vllm")
-    plot(options, machine, configurations, "vLLM")
+    plot(options, machine, configurations, f"vLLM {machine['versions']['vllm']}")
     write_result(
         options,
         f"{NAME} --engine vllm",
@@ -103,7 +106,6 @@ def _measure(folder: Path, rounds: int, run_rounds: RunRounds) -> tuple[dict[str
 
     from verl_server import VerlEngine
     from verl_server.conformance.systems.vllm_reload import VllmSystem
-    from verl_server.conformance.vllm_python import find_vllm_python
 
     python = find_vllm_python(None).path
     weights = weights_of(folder)

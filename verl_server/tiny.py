@@ -195,6 +195,7 @@ def _vision_config(architecture: VisionArchitecture) -> Any:
     text = make_config(Architecture.QWEN2 if architecture is not VisionArchitecture.QWEN3_VL else Architecture.QWEN3)
     sizes = {name: value for name, value in text.to_diff_dict().items() if name not in ("model_type", "architectures")}
     half = getattr(text, "head_dim", text.hidden_size // text.num_attention_heads) // 2
+    # Numbers of rotary frequencies for time, height and width: together half of the head size.
     sections = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]
     rope = {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
     vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}

@@ -35,15 +35,20 @@ def adapter(tiny: Callable[..., Path]) -> Iterator[HttpServerEngineAdapter]:
         yield adapter
 
 
+def http_request(adapter: HttpServerEngineAdapter, path: str, body: Any) -> bytes:
+    """The bytes of a POST request with the admin key, after whose reply the server closes the connection."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {adapter.admin_api_key}\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
 def leave(adapter: HttpServerEngineAdapter, path: str, body: Any, after_s: float) -> None:
     """Send a request with the admin key, and close the connection after a time, without reading an answer."""
 
     async def send() -> None:
         url = urlsplit(adapter.base_url)
         _, writer = await asyncio.open_connection(url.hostname, url.port)
-        content = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {adapter.admin_api_key}\r\n"
-        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        writer.write(http_request(adapter, path, body))
         await writer.drain()
         await asyncio.sleep(after_s)
         writer.close()
@@ -106,23 +111,31 @@ def _generated_tokens(adapter: HttpServerEngineAdapter) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_total"))
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02])
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.005, 0.01, 0.02])
 def test_an_aborting_pause_also_ends_requests_on_their_way_to_the_engine(
     adapter: HttpServerEngineAdapter, after_s: float
 ) -> None:
-    prompts = [[5, 6, number] for number in range(60)]
-    thread, replies = in_background(lambda: adapter.generate(input_ids=prompts, sampling_params=LONG))
-    wait_until(lambda: running(adapter) > 0, 30.0, "no request has come")
-    time.sleep(after_s)
-    adapter.pause_generation("abort")
+    """The pause arrives while vLLM prepares the prompts of a batch. Prompts that come later wait for its end."""
+    assert asyncio.run(_pause_in_a_batch(adapter, after_s)) == 0
+
+
+async def _pause_in_a_batch(adapter: HttpServerEngineAdapter, after_s: float) -> int:
+    """The number of requests in vLLM after an aborting pause, that the server gets shortly after a batch."""
+    url = urlsplit(adapter.base_url)
+    _, batch = await asyncio.open_connection(url.hostname, url.port)
+    pause_reader, pause = await asyncio.open_connection(url.hostname, url.port)
     try:
-        assert _num_running(adapter) == 0
+        prompts = [[5, 6, number] for number in range(60)]
+        batch.write(http_request(adapter, "/generate", {"input_ids": prompts, "sampling_params": LONG}))
+        await asyncio.sleep(after_s)
+        pause.write(http_request(adapter, "/pause_generation", {"mode": "abort"}))
+        assert b" 200 OK" in await asyncio.wait_for(pause_reader.readline(), 30.0)
+        return await asyncio.to_thread(_num_running, adapter)
     finally:
-        adapter.continue_generation()
-        adapter.abort_request(abort_all=True)
-    thread.join(60.0)
-    reasons = {reply["meta_info"]["finish_reason"]["type"] for reply in replies[0]}
-    assert (len(replies[0]), reasons) == (60, {"abort"})
+        await asyncio.to_thread(adapter.continue_generation)
+        batch.close()  # the server ends the batch of a client that has gone
+        pause.close()
+        await asyncio.to_thread(wait_until, lambda: running(adapter) == 0, 30.0, "the batch runs")
 
 
 def _num_running(adapter: HttpServerEngineAdapter) -> int:

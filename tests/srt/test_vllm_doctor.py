@@ -151,7 +151,11 @@ def test_the_wanted_engine_can_be_named(tmp_path: Path) -> None:
         found = by_title(findings, "Server ")
         assert (code, found[title]["level"], found[title]["detail"]) == (1, "fail", "not installed")
     code, findings = run_doctor("--engine", "vllm")
-    assert (code, by_title(findings, "Packages")["vLLM"]["detail"]) == (1, "not installed")
+    found = by_title(findings, "Packages")
+    assert (code, found["vLLM"]["detail"]) == (1, "not installed")
+    assert found["vLLM"]["fix"].startswith(
+        "this environment has SGLang, which cannot share one with vLLM: pass --server-python"
+    )
     with pytest.raises(BadInputError, match=r"engine_kind must be sglang or vllm, got 'vlm'.*did you mean 'vllm'"):
         require_engine_kind("vlm")
 

@@ -36,7 +36,7 @@ class EngineProfile:
     installation: str = ""
     """What to do where the environment of this process does not have the engine, for an error."""
     wrong_environment: str = ""
-    """What else to do about another environment without the engine: the end of the sentence of an error."""
+    """What to do where another environment does not have the engine: the last part of an error."""
     distribution: str = ""
     """Name of the engine's package for pip."""
     modules: Mapping[str, str] = field(default_factory=dict)

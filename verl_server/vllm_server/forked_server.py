@@ -23,7 +23,7 @@ MODULES = (
     "verl_server.vllm_server.forked_worker", "verl_server.vllm_server.worker_extension",
     "verl_server.vllm_server.weight_engine", "verl_server.vllm_server.wire.app",
 )  # fmt: skip
-#: Seconds between two looks at the queue between vLLM's processes.
+#: Seconds between two checks of a queue between vLLM's processes.
 QUEUE_POLL_S = 50e-6
 
 
@@ -55,10 +55,10 @@ def serve() -> None:
 
 
 def _sleep_while_waiting() -> None:
-    """Let the processes of this server sleep between two looks at the queue of another.
+    """Let the processes of this server sleep between two checks of the queue for which they wait.
 
-    vLLM's engine core and workers call `sched_yield` until the other has answered, and so occupy two CPUs. On a
-    machine with two CPUs, all other processes, such as the trainer and the server's own HTTP process, then stand still
+    vLLM's engine core and workers wait for each other in a loop that calls `sched_yield`, and so occupy two CPUs. On a
+    machine with two CPUs, all other processes, such as the trainer and the server's own HTTP process, then do not run
     for up to 2.5 s (measured with Linux 6.18).
     """
     from vllm.distributed.device_communicators import shm_broadcast

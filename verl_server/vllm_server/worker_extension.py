@@ -28,7 +28,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 MADV_DONTNEED = 4
 MAX_ERROR_CHARACTERS = 1500
 LORA_CHECK_ID = 2**31 - 1
-"""Number of an adapter that is only tried. vLLM counts its adapters from 1."""
+"""vLLM's id of an adapter that is read for a check only. Ids of loaded adapters count from 1."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 if os.environ.get("TORCH_COMPILE_DISABLE") == "1":  # torch reads it when it is imported; a forked worker has done so
@@ -43,6 +43,8 @@ class WorkerExtension:
     model_runner: Any
     weight_transfer_engine: Any
     verl_server_released: set[str]
+    _weight_update_active: bool
+    finish_weight_update: Callable[[], None]
 
     def verl_server_release_memory(self, tags: str, call_id: str = "") -> dict[str, Any]:
         """Return memory to the system. `tags`: JSON list of "weights" and "kv_cache", on an accelerator both."""
@@ -54,9 +56,14 @@ class WorkerExtension:
 
     def verl_server_close_update(self, call_id: str = "") -> dict[str, Any]:
         """Close an update that a client of vLLM's own routes has left open. vLLM refuses to start another one."""
-        was_open: bool = getattr(self, "_weight_update_active", False)
-        report = _report(self, lambda: self.finish_weight_update() if was_open else None, call_id)  # type: ignore[attr-defined]
-        return {**report, "was_open": was_open}
+        found = {"was_open": False}
+
+        def close() -> None:
+            found["was_open"] = self._weight_update_active
+            if self._weight_update_active:
+                self.finish_weight_update()
+
+        return {**_report(self, close, call_id), **found}
 
     def verl_server_update_outcome(self, call_id: str = "") -> dict[str, Any]:
         """The outcome of the last update of this worker, see `WeightEngine.outcome`."""

@@ -33,7 +33,7 @@ SGLANG = EngineProfile(
     port_taken_phrases=("address already in use", "port is already in use", "is not available", "errno 98"),
     worker_prefix="sglang::",
     installation="run `pip install 'verl-server[sglang]'`",
-    wrong_environment="; if it is an environment for vLLM, pass engine_kind='vllm' (VERL_SERVER_ENGINE, --engine)",
+    wrong_environment="if it is an environment for vLLM, pass engine_kind='vllm' (VERL_SERVER_ENGINE, --engine)",
     distribution="sglang",
     modules={"sglang": "sglang>={},<={}".format(*SUPPORTED_VERSIONS), "xxhash": "xxhash"},
 )

@@ -33,7 +33,7 @@ VLLM = EngineProfile(
     port_taken_phrases=("address already in use", "errno 98"),
     worker_prefix="VLLM::",
     installation="make an environment for vLLM, which cannot share one with SGLang (`make setup-vllm`, docs/vllm.md)",
-    wrong_environment="; on a machine without an accelerator, `make setup-vllm` makes one with vLLM's build for CPUs",
+    wrong_environment="on a machine without an accelerator, `make setup-vllm` makes one with vLLM's build for CPUs",
     distribution="vllm",
     modules={"vllm": "vllm>=0.32", "orjson": "orjson", "xxhash": "xxhash"},
 )

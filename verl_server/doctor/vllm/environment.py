@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Mapping
 
+from verl_server.adapter.sglang.launch import SGLANG
 from verl_server.adapter.vllm.launch import VLLM
 from verl_server.doctor.finding import Finding, fail, ok, warn
 from verl_server.doctor.packages import check_package, parse_requirements
@@ -18,6 +17,10 @@ PROJECT, CPU_BUILD = DISTRIBUTIONS
 SUPPORTED = f"tested: {TESTED_VERSION}; supported: {'.'.join(map(str, MINIMUM_VERSION))} and later"
 #: Variable that makes vLLM select its CPU platform, whatever its version is called.
 TARGET_DEVICE = "VLLM_TARGET_DEVICE"
+OTHER_ENVIRONMENT = (
+    "this environment has SGLang, which cannot share one with vLLM: pass --server-python PATH with the Python "
+    "interpreter of an environment with vLLM (`make setup-vllm` makes .venv-vllm/bin/python)"
+)
 
 
 def installed_distribution(versions: Mapping[str, str | None]) -> str | None:
@@ -35,7 +38,9 @@ def check_version(report: InterpreterReport, *, pip: str, has_accelerator: bool)
             VLLM.name,
             "not installed",
             symptom="StartupError when a server starts: no package vllm",
-            fix=_install(pip, has_accelerator=has_accelerator),
+            fix=OTHER_ENVIRONMENT
+            if report.versions.get(SGLANG.distribution)
+            else _install(pip, has_accelerator=has_accelerator),
         )
     version = report.versions[name] or ""
     if (refusal := explain_version(name, version)) is not None:
@@ -50,11 +55,6 @@ def check_version(report: InterpreterReport, *, pip: str, has_accelerator: bool)
 
 def _install(pip: str, *, has_accelerator: bool) -> str:
     modules = " ".join(name for name in VLLM.modules if name != PROJECT)
-    if importlib.util.find_spec("sglang") is not None and pip.startswith(sys.executable):
-        return (
-            "this environment has SGLang, which cannot share one with vLLM: pass --server-python PATH with the Python "
-            "interpreter of an environment with vLLM (`make setup-vllm` makes .venv-vllm/bin/python)"
-        )
     if has_accelerator:
         return f"{pip} install {PROJECT}=={TESTED_VERSION} {modules}"
     return (
@@ -130,7 +130,7 @@ def examine(
 ) -> list[Finding]:
     """Check what an interpreter has for vLLM servers. `python`: its path, for commands.
 
-    `report` has the modules of `VLLM` and the versions of `DISTRIBUTIONS` and `SHOWN`.
+    `report` has the modules of `VLLM` and the versions of `DISTRIBUTIONS`, `SHOWN` and SGLang.
     """
     pip = f"{python} -m pip"
     version = check_version(report, pip=pip, has_accelerator=has_accelerator)

@@ -112,7 +112,7 @@ def require_packages(path: str, report: InterpreterReport, profile: EngineProfil
         requirements = " ".join(f"'{profile.modules[module]}'" for module in missing)
         raise StartupError(
             f"the environment of server_python {path} has no package {' and no package '.join(missing)}: run "
-            f"`{path} -m pip install {requirements}`, or pass the interpreter of another environment"
+            f"`{path} -m pip install {requirements}`, or pass the interpreter of another environment; "
             f"{profile.wrong_environment}",
             server_python=path,
         )

@@ -133,7 +133,7 @@ def require_whole_modules(model: nn.Module, names: Iterable[str]) -> None:
     """
     given = set(names)
     fused = {part: parts for parts in getattr(model, "packed_modules_mapping", {}).values() for part in parts}
-    wholes = {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    wholes = _fused_modules(model)
     modules = dict(model.named_modules())
     for name in given:
         path, _, tensor = name.rpartition(".")
@@ -151,10 +151,10 @@ def require_whole_modules(model: nn.Module, names: Iterable[str]) -> None:
 def find_skipped(model: nn.Module, names: Iterable[str], untouched: Iterable[str]) -> list[str]:
     """Tensors among `names` that the model's loader has skipped: their modules of vLLM are among `untouched`.
 
-    Some models take only the names that they know, and ignore others without an error. Of a module with a LoRA adapter
-    the loader may know the name without `base_layer`, or the name with it.
+    Some models take only the names that they know, and ignore others without an error. In vLLM, the weights of a module
+    that can have LoRA adapters are in its part `base_layer`, and those of experts are in their part `routed_experts`.
     """
-    wholes = {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    wholes = _fused_modules(model)
     old = {name.removesuffix(".base_layer").removesuffix(".routed_experts") for name in untouched}
     skipped = []
     for name in names:
@@ -168,7 +168,7 @@ def find_skipped(model: nn.Module, names: Iterable[str], untouched: Iterable[str
 
 def in_module_order(model: nn.Module, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
     """The same named tensors, those of each module of vLLM together."""
-    wholes = {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    wholes = _fused_modules(model)
     groups: dict[tuple[str, str], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors:
         before, experts, _ = name.partition(EXPERTS)
@@ -176,6 +176,11 @@ def in_module_order(model: nn.Module, tensors: Sequence[tuple[str, torch.Tensor]
         module = (before, experts) if experts else (parent, wholes.get(part, part))
         groups.setdefault(module, []).append((name, tensor))
     return [named for group in groups.values() for named in group]
+
+
+def _fused_modules(model: nn.Module) -> dict[str, str]:
+    """The last name of vLLM's module, by that of each module of the checkpoint that vLLM fuses into it."""
+    return {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
 
 
 def _own_tensors(module: nn.Module) -> list[str]:

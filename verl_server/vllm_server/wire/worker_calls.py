@@ -22,8 +22,8 @@ async def call_workers(calls: InnerCalls, method: str, *args: str) -> list[Json]
     for rank, report in enumerate(reports):
         if not isinstance(report, dict) or (report.get("rank"), report.get("call_id")) != (rank, call_id):
             raise ServerError(
-                f"the replies of vLLM's workers are out of step (rank {rank} answered another call than {method}), "
-                "because an earlier call has failed in one of them: start a new server"
+                f"vLLM's worker of rank {rank} answered an earlier call instead of {method}: that call has failed in "
+                "another worker, and vLLM mixes up all replies since then. Start a new server"
             )
     return reports
 
