@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -160,6 +161,31 @@ def test_an_aborted_request_that_waits_has_all_its_generations(adapter: HttpServ
     assert [reply["meta_info"]["finish_reason"]["type"] for reply in replies[0]] == ["abort"] * 2 + ["length"] * 2
 
 
+def test_vllms_own_routes_wait_during_an_update(adapter: HttpServerEngineAdapter, one_rank: DeviceMesh) -> None:
+    model = adapter.get_model_info()["model_path"]
+    assert adapter.api_key is not None
+    server = RemoteServer(adapter.base_url, adapter.api_key, adapter.admin_api_key)
+    weights, statuses, done = weights_of(Path(model)), [], threading.Event()
+
+    def complete() -> None:
+        while not done.is_set():
+            statuses.append(_own_route(adapter, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1}))
+
+    with VerlEngine(one_rank, servers=[server], model_path=model, dtype="float32") as engine:
+        threads = [threading.Thread(target=complete) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(20):
+                engine.update_weights_from_tensor(weights)
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join(60.0)
+    assert len(statuses) > 20
+    assert set(statuses) == {200}
+
+
 def test_the_base_model_is_no_adapter(adapter: HttpServerEngineAdapter) -> None:
     model = adapter.get_model_info()["model_path"]
     with pytest.raises(BadInputError, match="base model"):
@@ -191,14 +217,14 @@ def test_an_incomplete_message_changes_nothing(adapter: HttpServerEngineAdapter)
     assert len(adapter.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 2})["output_ids"]) > 0
 
 
-def _own_route(adapter: HttpServerEngineAdapter, path: str) -> int:
+def _own_route(adapter: HttpServerEngineAdapter, path: str, body: Any = None) -> int:
     """The status of a request to one of vLLM's own routes."""
     import requests
 
     session = requests.Session()
     session.trust_env = False
     headers = {"Authorization": f"Bearer {adapter.admin_api_key}"}
-    return session.post(adapter.base_url + path, headers=headers, timeout=30).status_code
+    return session.post(adapter.base_url + path, json=body, headers=headers, timeout=30).status_code
 
 
 def test_no_route_generates_while_the_weights_are_undefined(adapter: HttpServerEngineAdapter) -> None:

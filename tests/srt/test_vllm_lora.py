@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import requests
+import torch
+from both_engines import RunningStream
 from helpers import PROMPTS, adapter_of, reference_model
 from test_lora import CONFIG, RANK, TARGETS, adapter_for, merged
 from torch.distributed.device_mesh import DeviceMesh
@@ -89,6 +91,10 @@ def test_a_refused_adapter_and_an_open_update_leave_the_workers_in_step(
     for _ in range(2):
         with pytest.raises(ServerError, match="rank 64 is greater than max_lora_rank"):
             adapter.load_lora_adapter("large", too_large, {**CONFIG, "r": 64})
+    too_wide = {name: torch.cat([tensor] * 2, int("lora_A" in name)) for name, tensor in adapter_for(base, 1).items()}
+    with pytest.raises(ServerError, match="RuntimeError"):  # found when vLLM copies the tensors
+        adapter.load_lora_adapter("wide", too_wide, CONFIG)
+    assert adapter.health()
     engine.update_weights_from_tensor(checkpoints.weights[0])
     require(engine, checkpoints.expected[0])
     adapter.pause_generation("retract")
@@ -105,6 +111,22 @@ def test_a_refused_adapter_and_an_open_update_leave_the_workers_in_step(
         require(engine, checkpoints.expected[version])
     engine.load_lora_adapter("small", adapter_for(base, 2), CONFIG)
     require(engine, expected_of(merged(base, adapter_for(base, 2))), "small")
+
+
+def test_an_adapter_is_replaced_during_a_pause(engine: VerlEngine, checkpoints: Checkpoints) -> None:
+    """Its running requests are held by the pause, so the unload of the old one does not wait for their end."""
+    adapter, base = adapter_of(engine), reference_model(checkpoints.folders[0])
+    engine.update_weights_from_tensor(checkpoints.weights[0])
+    engine.load_lora_adapter("replaced", adapter_for(base, 1), CONFIG)
+    stream = RunningStream(adapter, input_ids=PROMPTS[0], lora_path="replaced", rid="held")
+    stream.until_tokens(3)
+    adapter.pause_generation("retract")
+    try:
+        engine.load_lora_adapter("replaced", adapter_for(base, 2), CONFIG)
+    finally:
+        adapter.continue_generation()
+        adapter.abort_request("held")
+    require(engine, expected_of(merged(base, adapter_for(base, 2))), "replaced")
 
 
 def test_experts_with_lora_are_refused_on_a_cpu(tiny: Callable[..., Path]) -> None:

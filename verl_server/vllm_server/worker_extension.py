@@ -27,8 +27,8 @@ from verl_server.vllm_server import register
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 MADV_DONTNEED = 4
 MAX_ERROR_CHARACTERS = 1500
-LORA_CHECK_ID = 2**31 - 1
-"""vLLM's id of an adapter that is read for a check only. Ids of loaded adapters count from 1."""
+TRIED_LORA_ID = 2**31 - 1
+"""vLLM's id of an adapter that is loaded as a trial. Ids of other adapters count from 1."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 if os.environ.get("TORCH_COMPILE_DISABLE") == "1":  # torch reads it when it is imported; a forked worker has done so
@@ -70,9 +70,9 @@ class WorkerExtension:
         outcome: dict[str, Any] = self.weight_transfer_engine.outcome()
         return {"rank": self.rank, "call_id": call_id, **outcome}
 
-    def verl_server_check_lora(self, folder: str, call_id: str = "") -> dict[str, Any]:
-        """Read a LoRA adapter as vLLM's load does, and drop it."""
-        return _report(self, lambda: _read_adapter(self.model_runner.lora_manager, folder), call_id)
+    def verl_server_try_lora(self, folder: str, call_id: str = "") -> dict[str, Any]:
+        """Load a LoRA adapter with vLLM's own method, and remove it."""
+        return _report(self, lambda: _try_adapter(self.model_runner.lora_manager, folder), call_id)
 
     def verl_server_memory(self, call_id: str = "") -> dict[str, Any]:
         """What is released, the resident memory of the worker, and the modules of the checkpoint that vLLM fuses."""
@@ -90,10 +90,15 @@ def _report(worker: Any, action: Callable[[], object], call_id: str) -> dict[str
     return {**report, "released": sorted(_released(worker)), "rss_bytes": _resident()}
 
 
-def _read_adapter(manager: Any, folder: str) -> None:
+def _try_adapter(manager: Any, folder: str) -> None:
+    """All steps of a load: some adapters fail only when their tensors are copied. vLLM reads an adapter that it had to
+    drop for this one again when it is used next."""
     from vllm.lora.request import LoRARequest
 
-    manager._load_adapter(LoRARequest("check", LORA_CHECK_ID, folder))
+    try:
+        manager.add_adapter(LoRARequest("trial", TRIED_LORA_ID, folder))
+    finally:
+        manager.remove_adapter(TRIED_LORA_ID)
 
 
 def _released(worker: Any) -> set[str]:
@@ -103,8 +108,9 @@ def _released(worker: Any) -> set[str]:
 def _release(worker: Any, tags: set[str]) -> None:
     released = _released(worker)
     if not _is_cpu(tags):
-        worker.sleep(level=2)  # its level 1 would keep the weights in host memory
-        worker.verl_server_released = released | tags
+        if tags - released:  # a second sleep would read buffers whose memory is gone
+            worker.verl_server_released = released | tags  # also if it raises, which it may do after the release
+            worker.sleep(level=2)  # its level 1 would keep the weights in host memory
         return
     if WEIGHTS in tags - released:
         for module in worker.model_runner.model.modules():

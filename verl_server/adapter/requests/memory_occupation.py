@@ -46,8 +46,11 @@ async def release_memory_occupation(adapter: AsyncHttpServerEngineAdapter, tags:
     try:
         await connection.call(endpoints.RELEASE_MEMORY, {"tags": requested})
     except (ServerError, BadInputError) as error:
-        if "status" in error.details:  # The server answered and released nothing: restore the state before the call.
+        if "status" in error.details:  # The server has answered. An SGLang server has released nothing then.
             connection.released_memory, connection.weights_undefined = before, undefined_before
+            with contextlib.suppress(VerlServerError):
+                await connection.update_released_memory()  # a part of the workers of a vLLM server may have released it
+                connection.weights_undefined |= loses_weights(connection.released_memory, server_args)
             await cancel_release(adapter)
         raise
     finally:

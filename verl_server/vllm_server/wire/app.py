@@ -98,7 +98,10 @@ class ServerApp:
         path = scope["path"] if scope["type"] == "http" else ""
         if path not in ROUTES:
             try:
-                if scope["type"] == "http" and scope["method"] == "POST" and path not in PATHS_WITHOUT_WEIGHTS:
+                generates = scope["type"] == "http" and scope["method"] == "POST" and path not in PATHS_WITHOUT_WEIGHTS
+                if (
+                    generates and not self._state.is_paused
+                ):  # during a pause, also that of an update, vLLM holds requests
                     self._state.require_weights()
             except NotReadyError as error:
                 await error_reply(error)(scope, receive, send)

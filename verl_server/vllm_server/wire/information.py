@@ -38,6 +38,8 @@ async def health(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     While generation is paused, only vLLM's own answer is asked, which does not compute.
     """
     await calls.call(HEALTH)
+    if state.fault is not None:
+        raise NotReadyError(state.fault)
     if not state.may_generate():
         return {"status": "healthy"}
     async with calls.ended_together() as together:
@@ -72,7 +74,7 @@ async def server_info(state: ServerState, calls: InnerCalls, body: Json) -> Json
     The workers are asked, too: their answer is a sign of life, and tells which memory is released.
     """
     args = state.facts.server_args
-    reports = await call_workers(calls, "verl_server_memory")
+    reports = await call_workers(state, calls, "verl_server_memory")
     if state.resolved is None:
         state.resolved = await _resolve(calls)
     on_cpu, resolved = is_cpu(), state.resolved

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_server.adapter.vllm.endpoints import LOAD_LORA, UNLOAD_LORA
-from verl_server.errors import BadInputError, ServerError, UnsupportedError, VerlServerError
+from verl_server.errors import BadInputError, ServerBusyError, ServerError, UnsupportedError, VerlServerError
 from verl_server.types import Json
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
 from verl_server.vllm_server.wire.state import RunningRequest, ServerState
@@ -32,8 +32,7 @@ async def load(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     folder = Path(tempfile.mkdtemp(prefix="verl-server-lora-"))  # in the server's folder, which its warden removes
     try:
         await asyncio.to_thread(_write, folder, body["config_dict"], tensors)
-        await _check(calls, folder)
-        await calls.call(LOAD_LORA, {"lora_name": name, "lora_path": str(folder)})
+        await _load(state, calls, name, folder)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, (VerlServerError, OSError)):
@@ -43,17 +42,25 @@ async def load(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     return {"success": True}
 
 
-async def _check(calls: InnerCalls, folder: Path) -> None:
-    """Raise ServerError for an adapter that vLLM's workers refuse, which would mix up their later replies."""
-    for report in await call_workers(calls, "verl_server_check_lora", str(folder)):
-        if not report["ok"]:
-            raise ServerError(report["error"].strip().splitlines()[-1])
+async def _load(state: ServerState, calls: InnerCalls, name: str, folder: Path) -> None:
+    """Let the workers try the adapter, then let vLLM load it. An error in vLLM's own load would mix up later replies.
+
+    Raises ServerError for an adapter that the workers refuse.
+    """
+    async with state.exclusive(calls.gone):
+        if "weights" in state.released:  # the memory of adapters is released with that of the weights
+            raise ServerBusyError("the memory of the weights is released: resume it first")
+        for report in await call_workers(state, calls, "verl_server_try_lora", str(folder)):
+            if not report["ok"]:
+                raise ServerError(report["error"].strip().splitlines()[-1])
+        await calls.call(LOAD_LORA, {"lora_name": name, "lora_path": str(folder)})
 
 
 async def unload(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     """Unload an adapter. New requests for it are refused at once; returns when its running requests have ended.
 
-    The folder stays until the server ends if requests with the adapter are left: vLLM may read it again for them.
+    During a pause, which holds them, it returns at once. The folder stays until the server ends if requests with the
+    adapter are left: vLLM may read it again for them.
     """
     name = body.get("lora_name")
     try:
@@ -64,7 +71,7 @@ async def unload(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     folder = state.lora_folders.pop(str(name), None)  # another adapter may get the name from now on
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(UNLOAD_TIMEOUT_S):
-            while _are_running(state, users) and not calls.gone.is_set():
+            while _are_running(state, users) and not state.is_paused and not calls.gone.is_set():
                 await asyncio.sleep(POLL_S)
     if folder is not None and not _are_running(state, users):
         await asyncio.to_thread(shutil.rmtree, folder, True)

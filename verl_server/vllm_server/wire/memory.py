@@ -33,15 +33,16 @@ async def release(state: ServerState, calls: InnerCalls, body: Json) -> Json:
             raise ServerBusyError(f"{state.num_in_vllm} requests are running")
         if not state.is_paused:
             await pause_vllm(state, calls, "retract")
-        if MemoryTag.WEIGHTS in tags:  # also if the release fails: a part of the workers may have released them
+        # Also if the release fails, because a part of the workers may have released their memory.
+        if MemoryTag.WEIGHTS in tags:
             state.undefined_weights = "their memory was released"
+        state.released |= set(tags)
         try:
-            await _call_workers(calls, "release", tags)
+            await _call_workers(state, calls, "release", tags)
         except VerlServerError:
             with contextlib.suppress(VerlServerError):
                 await reset_cache(calls)  # blocks of the KV cache may be empty
             raise
-        state.released |= set(tags)
     return {}
 
 
@@ -49,7 +50,7 @@ async def resume(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     """Take the memory of `tags` back. Generation stays paused until it is continued."""
     async with state.exclusive(calls.gone):
         tags = tags_to_resume(body.get("tags"), state.released)
-        await _call_workers(calls, "resume", tags)
+        await _call_workers(state, calls, "resume", tags)
         if MemoryTag.KV_CACHE in tags:
             await reset_cache(calls)  # the memory has come back empty
         state.released -= set(tags)
@@ -63,8 +64,8 @@ def is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-async def _call_workers(calls: InnerCalls, method: str, tags: Collection[str]) -> None:
+async def _call_workers(state: ServerState, calls: InnerCalls, method: str, tags: Collection[str]) -> None:
     """Raises ServerError with the report of the first worker that has failed."""
     if in_workers := [tag for tag in tags if tag in _WORKER_TAGS]:
         body = memory_payload(method, in_workers)
-        await call_all(calls, body["method"], *body["args"])
+        await call_all(state, calls, body["method"], *body["args"])

@@ -66,6 +66,8 @@ class ServerState:
         """Memory tags that are released."""
         self.undefined_weights: str | None = None
         """Reason why the weights are torn or empty, so that nothing is generated. None: the weights are whole."""
+        self.fault: str | None = None
+        """Why the server cannot be used any more, and must be replaced."""
         self.lora_folders: dict[str, Path] = {}
         """Folder of each loaded LoRA adapter."""
         self._running: dict[str, RunningRequest] = {}

@@ -48,11 +48,12 @@ async def update(state: ServerState, calls: InnerCalls, body: Json) -> Json:
         if not state.is_paused:
             await pause_vllm(state, calls, "retract")
             state.is_paused_by_update = True
-        before, state.undefined_weights = state.undefined_weights, "an update has not come to its end"
+        before = state.undefined_weights
         try:
-            outcomes, was_open = await _load(calls, payload)
-            if was_open:
+            if any(report["was_open"] for report in await call_all(state, calls, "verl_server_close_update")):
                 before = before or "another client has left an update open"
+            state.undefined_weights = "an update has not come to its end"
+            outcomes = await _load(state, calls, payload)
             has_failed = any(outcome["error"] is not None for outcome in outcomes)
             if has_failed and any(outcome["has_loaded"] for outcome in outcomes):
                 state.undefined_weights = "an update has failed half-way"
@@ -70,18 +71,14 @@ async def update(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     return {"success": True, "message": "each worker has sent its report", "workers": outcomes}
 
 
-async def _load(calls: InnerCalls, payload: Json) -> tuple[list[Json], bool]:
-    """The calls of one update. Returns the outcome of each worker, and whether another update was open before.
-
-    An update that a client of vLLM's own routes has left open is closed first.
-    """
-    was_open = any(report["was_open"] for report in await call_all(calls, "verl_server_close_update"))
+async def _load(state: ServerState, calls: InnerCalls, payload: Json) -> list[Json]:
+    """The calls of one update. Returns the outcome of each worker."""
     await calls.call(START_UPDATE)
     try:
         await calls.call(UPDATE_WEIGHTS, payload)
     finally:
         await calls.call(FINISH_UPDATE, {})
-    return await call_workers(calls, "verl_server_update_outcome"), was_open
+    return await call_workers(state, calls, "verl_server_update_outcome")
 
 
 def _message(body: Json) -> Json:
