@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -165,23 +165,23 @@ def test_vllms_own_routes_wait_during_an_update(adapter: HttpServerEngineAdapter
     model = adapter.get_model_info()["model_path"]
     assert adapter.api_key is not None
     server = RemoteServer(adapter.base_url, adapter.api_key, adapter.admin_api_key)
-    weights, statuses, done = weights_of(Path(model)), [], threading.Event()
+    weights = weights_of(Path(model))
+    body = {"prompt": PROMPT, "max_tokens": 1}
 
-    def complete() -> None:
-        while not done.is_set():
-            statuses.append(_own_route(adapter, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1}))
+    def update() -> None:
+        for _ in range(20):
+            engine.update_weights_from_tensor(weights)
 
-    with VerlEngine(one_rank, servers=[server], model_path=model, dtype="float32") as engine:
-        threads = [threading.Thread(target=complete) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        try:
-            for _ in range(20):
-                engine.update_weights_from_tensor(weights)
-        finally:
-            done.set()
-            for thread in threads:
-                thread.join(60.0)
+    with (
+        VerlEngine(one_rank, servers=[server], model_path=model, dtype="float32") as engine,
+        ThreadPoolExecutor(200) as pool,
+    ):
+        updates, requests = pool.submit(update), []
+        while not updates.done():  # requests come at all times of an update
+            requests.append(pool.submit(_own_route, adapter, "/v1/completions", body))
+            time.sleep(0.005)
+        updates.result()
+        statuses = [request.result() for request in requests]
     assert len(statuses) > 20
     assert set(statuses) == {200}
 

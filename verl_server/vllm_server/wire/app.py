@@ -98,11 +98,7 @@ class ServerApp:
         path = scope["path"] if scope["type"] == "http" else ""
         if path not in ROUTES:
             try:
-                generates = scope["type"] == "http" and scope["method"] == "POST" and path not in PATHS_WITHOUT_WEIGHTS
-                if (
-                    generates and not self._state.is_paused
-                ):  # during a pause, also that of an update, vLLM holds requests
-                    self._state.require_weights()
+                self._require_weights_for(scope, path)
             except NotReadyError as error:
                 await error_reply(error)(scope, receive, send)
             else:
@@ -111,6 +107,14 @@ class ServerApp:
         request = Request(scope, receive)
         reply = await self._answer(request, *ROUTES[path])
         await reply(scope, request.receive, send)
+
+    def _require_weights_for(self, scope: Message, path: str) -> None:
+        """Raise NotReadyError if a request of vLLM's own routes needs the weights, and they are undefined.
+
+        During a pause, also that of an update, vLLM holds such requests, and the end of the pause decides.
+        """
+        if path and scope["method"] == "POST" and path not in PATHS_WITHOUT_WEIGHTS and not self._state.is_paused:
+            self._state.require_weights()
 
     async def _answer(self, request: Request, method: str, handler: Handler) -> Response:
         if request.method not in (method, "HEAD" if method == "GET" else method):
