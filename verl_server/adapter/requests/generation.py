@@ -110,6 +110,9 @@ async def generate_stream(
 
     Other keyword arguments are those of `generate`. Closing the iterator, for example by leaving the `async for`,
     aborts the request on the server. Raises the errors of `generate`.
+
+    Use each `rid` once: two seconds after the end of a stream, SGLang aborts a request that runs with the same id
+    (`TokenizerManager.create_abort_task`). The router gives each attempt an id of its own.
     """
     connection = adapter.connection
     await _require_memory(connection)

@@ -14,5 +14,6 @@ control.py        pause, continue, flush of the cache
 memory.py         release and resume of memory
 lora.py           LoRA adapters
 weights.py        updates of weights and their version
+worker_calls.py   calls of the methods of all workers, whose replies are checked
 information.py    what the server says about itself
 """
