@@ -113,17 +113,17 @@ class Fleet:
     def serving_adapters(self) -> list[HttpServerEngineAdapter]:
         """The adapters of the replicas that serve requests."""
         with self.lock:
-            return [
-                replica.adapter for replica in self.replicas if replica.adapter is not None and replica.state in SERVING
-            ]
+            replicas = [replica for replica in self.replicas if replica.state in SERVING]
+            return [replica.adapter for replica in replicas if replica.adapter is not None]
 
-    def create_replica(self) -> Replica:
-        """Add a replica that has no server yet."""
+    def create_replica(self, name: str | None = None) -> Replica:
+        """Add a replica that has no server yet. Raises BadInputError if there is a replica of that `name`."""
         with self.lock:
-            replica = self._make_replica(f"verl_server_{next(self._numbers)}")
+            if name in self._replicas:
+                raise BadInputError(f"there is a replica {name!r} already; choose another name")
+            replica = self._make_replica(name or f"verl_server_{next(self._numbers)}")
             replica.weight_version = self.checkpoint_version
-            self._replicas[replica.name] = replica
-        return replica
+            return self._replicas.setdefault(replica.name, replica)
 
     def drop_replica(self, replica: Replica) -> None:
         """Remove a replica, tell it to the routers, and end its server."""
@@ -175,6 +175,7 @@ class Fleet:
         with self.lock:
             self.counters.restarts += 1
             replica.restarts += 1
+            replica.failed_starts = 0
 
     # -- state of the whole fleet -----------------------------------------------------------------------
 

@@ -74,13 +74,16 @@ def look_interval_s(config: RecoveryConfig) -> float:
     return min(MAX_LOOK_INTERVAL_S, config.stall_timeout_s / 8)
 
 
-def restart_delay_s(deaths: Sequence[float], now: float, config: RecoveryConfig) -> float | None:
+def restart_delay_s(
+    deaths: Sequence[float], now: float, config: RecoveryConfig, failed_starts: int = 0
+) -> float | None:
     """Seconds to wait before the next restart. None: no further restart.
 
-    `deaths` are the times at which the replica's servers ended, on the clock of `now`.
+    `deaths` are the times at which the replica's servers ended, on the clock of `now`. `failed_starts`: number of
+    starts in a row that have failed. They count however long they took.
     """
     recent = [death for death in deaths if now - death < config.restart_window_s]
-    if len(recent) > config.max_restarts:
+    if max(len(recent), failed_starts) > config.max_restarts:
         return None
     if len(recent) <= 1:
         return 0.0

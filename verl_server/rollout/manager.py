@@ -50,7 +50,7 @@ class RolloutManager:
     ready; they start at the same time.
 
     Args:
-        replicas: Number of servers.
+        replicas: Number of servers. 0: `add_replica` starts them.
         mode: What the fleet shares with the trainer, see `RolloutMode`. None: `HYBRID`.
         launcher: Starts the servers. None: a `LocalLauncher`, which starts them on this machine.
         config: Settings of each server's adapter. With `router_ip` and `router_port`, the replicas are also
@@ -58,7 +58,8 @@ class RolloutManager:
         recovery: When a replica counts as stalled, and how often its server is started again.
         router: How requests are distributed over the replicas.
         router_process: Also serve the router over HTTP, in a process of its own, at `router_url`. It listens at the
-            server argument `host`, or at the address at which the servers reach this machine.
+            server argument `host`, or at the address at which the servers reach this machine. Its key is the server
+            argument `api_key`, or random.
         on_event: Called with each change of a replica's state, from a thread of the manager. An event is a dict
             with `time` (seconds since the epoch), `replica`, `before`, `after`, `version` and `error`.
         env: Environment variables to add to the environment of each server. With `CUDA_VISIBLE_DEVICES`, replicas on
@@ -83,7 +84,7 @@ class RolloutManager:
         env: Mapping[str, str] | None = None,
         **server_args: Any,
     ) -> None:
-        require_whole_number("replicas", replicas)
+        require_whole_number("replicas", replicas, minimum=0)
         self.mode = parse_mode(mode)
         config = config or AdapterConfig()
         engine = get_engine(config.engine_kind)
@@ -120,7 +121,7 @@ class RolloutManager:
         try:
             if router_process:
                 host = args.get("host") or launcher.trainer_host
-                self._start_router_process(router or RouterConfig(), config.log_dir, host)
+                self._start_router_process(router or RouterConfig(), config.log_dir, host, args.get("api_key"))
             if config.router_ip is not None:
                 targets.add(SglangRouterTarget(config))
             for start in [fleet.executor.submit(self._start_replica, fleet.create_replica()) for _ in range(replicas)]:
@@ -130,8 +131,13 @@ class RolloutManager:
             raise
         self._recovery.start()
 
-    def _start_router_process(self, config: RouterConfig, log_dir: Path | str | None, host: str) -> None:
-        self._router_process = RouterSupervisor(config, log_dir, lambda: fleet_metrics(self._fleet).decode(), host)
+    def _start_router_process(
+        self, config: RouterConfig, log_dir: Path | str | None, host: str, api_key: str | None
+    ) -> None:
+        def metrics() -> str:
+            return fleet_metrics(self._fleet).decode()
+
+        self._router_process = RouterSupervisor(config, log_dir, metrics, host, api_key)
         self._targets.add(self._router_process)
 
     def _start_replica(self, replica: Replica) -> None:
@@ -191,14 +197,15 @@ class RolloutManager:
 
     # -- replicas -------------------------------------------------------------------------------------
 
-    def add_replica(self) -> str:
+    def add_replica(self, name: str | None = None) -> str:
         """Start one more replica and return its name when it serves requests, or waits for the next weight update.
 
+        `name`: name of the replica, for a launcher that places replicas by their names. None: a new name.
         Raises NotReadyError while memory is released, StartupError, BadInputError.
         """
         if self._fleet.released_memory:
             raise NotReadyError("the memory of this fleet is released: call resume_memory_occupation first")
-        replica = self._fleet.create_replica()
+        replica = self._fleet.create_replica(name)
         try:
             self._start_replica(replica)
         except BaseException:

@@ -100,6 +100,7 @@ class RecoveryLoop:
             failed = [replica for replica in self._fleet.replicas if replica.state is ReplicaState.FAILED]
             for replica in failed:
                 replica.deaths.clear()
+                replica.failed_starts = 0
                 self._fleet.change_state(replica, ReplicaState.RESTARTING)
                 self._run_in_thread(functools.partial(self._restart, replica), f"verl-server-{replica.name}")
         return [replica.name for replica in failed]
@@ -109,7 +110,7 @@ class RecoveryLoop:
         error, fleet = replica.error, self._fleet
         while not fleet.closed.is_set():
             fleet.end_server(replica)
-            delay_s = restart_delay_s(replica.deaths, time.monotonic(), self._config)
+            delay_s = restart_delay_s(replica.deaths, time.monotonic(), self._config, replica.failed_starts)
             with fleet.lock:
                 if not fleet.has(replica):
                     return
@@ -138,6 +139,7 @@ class RecoveryLoop:
                 fleet.record_restart(replica)
                 self.load_published_weights(replica)
                 return
+            replica.failed_starts += 1
             fleet.record_death(replica)
 
     def load_published_weights(self, replica: Replica) -> None:

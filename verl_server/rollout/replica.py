@@ -44,6 +44,8 @@ class Replica:
         """Adapter of its running server. None without a server."""
         self.deaths: list[float] = []
         """Times at which its servers ended (`time.monotonic`)."""
+        self.failed_starts = 0
+        """Number of starts in a row that have failed."""
         self.num_servers = 0
         """Number of servers that were taken into use."""
         self.failed_updates = 0

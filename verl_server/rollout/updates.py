@@ -20,6 +20,8 @@ from verl_server.router.targets import RoutingTargets
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.update.servers import ReplayFn
 
+STARTING_AGAIN = (ReplicaState.DEAD, ReplicaState.RESTARTING)
+"""States of a replica whose server is started again, now or when memory is resumed."""
 IDLE_POLL_INTERVAL_S = 0.02
 OTHERS_FAIL_S = 1.0
 """Seconds within which the other servers fail, too, if a failure is the fault of the update."""
@@ -47,7 +49,11 @@ class FleetUpdates:
 
     @property
     def members(self) -> Sequence[ServerInfo]:
-        members = [(replica.member, (replica, adapter)) for replica, adapter in self._fleet.require_servers()]
+        """See `UpdatableServers.members`. Empty while all servers are started again: they get the weights by replay."""
+        servers = self._fleet.servers()
+        if not any(replica.state in STARTING_AGAIN for replica in self._fleet.replicas):
+            servers = self._fleet.require_servers()
+        members = [(replica.member, (replica, adapter)) for replica, adapter in servers]
         self._servers = {member.name: server for member, server in members}
         return [member for member, _ in members]
 
@@ -146,8 +152,13 @@ class FleetUpdates:
             self._call_members(lambda adapter: adapter.end_weight_update())
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
-        """See `UpdatableServers.published`. Stale replicas become current only with a whole update."""
+        """See `UpdatableServers.published`. Stale replicas become current only with a whole update.
+
+        Raises ServerDiedError if no server has loaded the weights and the trainer does not keep them.
+        """
         fleet = self._fleet
+        if not self._servers and replay is None:
+            raise ServerDiedError("no server of the fleet runs, and the trainer does not keep the weights for later")
         with fleet.lock:
             fleet.weight_version, fleet.replay = version, replay
             fleet.counters.updates += 1

@@ -227,6 +227,22 @@ class Dispatcher:
         if keep_result:
             self._results.add(key, running.generation)
 
+    def abort(self, rids: Iterable[str]) -> dict[str, Json | None]:
+        """Abort running generations: the calls that wait for them are cancelled.
+
+        Returns the reply with the tokens so far for each of them, None without tokens. A generation whose last token
+        has arrived, and an unknown one, is not aborted and not in the result.
+        """
+        partial: dict[str, Json | None] = {}
+        for rid in rids:
+            running = self._running.get(rid)
+            if running is None or running.task.done() or running.generation.has_ended:
+                continue
+            self._cancel(rid, running)
+            running.generation.end_attempt()
+            partial[rid] = running.generation.reply() if running.generation.tokens else None
+        return partial
+
     async def close(self) -> None:
         """End all running and queued requests with ShutDownError."""
         self.pool.close()

@@ -214,6 +214,11 @@ class ResumableGeneration:
         return bool(reason.get("type") == "abort")
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the last event of the current attempt has arrived: the reply only has to be delivered."""
+        return self._event is not None and self._event["meta_info"].get("finish_reason") is not None
+
+    @property
     def is_finished(self) -> bool:
         """Whether the reply is final: nothing remains to be generated."""
         return self.is_complete or (self._event is not None and not self.is_aborted)

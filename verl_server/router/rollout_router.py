@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from verl_server.adapter.event_loop_thread import EventLoopThread
@@ -59,3 +60,11 @@ class RolloutRouter:
             on_tokens=None if on_tokens is None else in_running_loop(on_tokens),
         )
         return await asyncio.wrap_future(self._loop.submit(coroutine))
+
+    async def abort(self, rids: Sequence[str]) -> dict[str, Json | None]:
+        """Internal. See `Dispatcher.abort`."""
+
+        async def abort() -> dict[str, Json | None]:
+            return self._dispatcher.abort(rids)
+
+        return await asyncio.wrap_future(self._loop.submit(abort()))

@@ -1,1 +1,1 @@
-"""Launchers, which start the servers of a fleet: the interface, one for this machine, one for a Ray cluster."""
+"""Launchers, which start the servers of a fleet: the interface, one for this machine, two for a Ray cluster."""

@@ -11,16 +11,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import secrets
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.adapter.sglang.server_arguments import SECRET_ARGUMENTS
 from verl_server.config import AdapterConfig, RemoteServer
-from verl_server.errors import BadInputError, ServerError, StartupError, UnsupportedError, from_wire
+from verl_server.errors import BadInputError, ServerError, StartupError, UnsupportedError
 from verl_server.ranks.machine import machine_id
 from verl_server.rollout.parallel_config import ParallelConfig, require_devices
 from verl_server.server.supervisor import AbortCheck
@@ -28,7 +26,7 @@ from verl_server.server.visible_devices import VISIBLE_DEVICES
 
 try:
     import ray
-    from ray.exceptions import GetTimeoutError, RayError
+    from ray.exceptions import RayError
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
@@ -39,14 +37,12 @@ except ImportError as error:
 from verl_server.rollout.launchers.ray_server import (
     ANSWER_TIMEOUT_S,
     POLL_INTERVAL_S,
-    RayServer,
     ServerActor,
     end_actors,
     first_line,
-    node_arguments,
 )
+from verl_server.rollout.launchers.ray_start import attach_head, describe_nodes, start_on_nodes, wait_for
 from verl_server.type_checks import check_arguments
-from verl_server.types import Json
 
 logger = logging.getLogger(__name__)
 
@@ -115,13 +111,12 @@ class RayLauncher:
         actors: list[Any] = []
         try:
             no_room = f"the cluster has no free resources for {name} ({resources})"
-            _wait(group.ready(), config.timeouts.start_s, check_abort, no_room)
+            wait_for(group.ready(), config.timeouts.start_s, check_abort, no_room)
             for node in range(num_nodes):
                 actor_name = f"{name}_{node}"
                 actors.append(self._create_actor(actor_name, group, node, resources, config, check_abort))
-            no_answer = f"an actor of {name} does not answer"
-            nodes = [_wait(actor.describe_node.remote(), ANSWER_TIMEOUT_S, check_abort, no_answer) for actor in actors]
-            replies = self._start_on_nodes(name, actors, nodes, server_args, config, env, check_abort)
+            nodes = describe_nodes(name, actors, check_abort)
+            replies = start_on_nodes(name, actors, nodes, server_args, config, [env] * num_nodes, check_abort)
         except BaseException as failure:
             end_actors(actors, config.timeouts.stop_s)
             remove_placement_group(group)
@@ -130,37 +125,7 @@ class RayLauncher:
             raise
         with self._lock:
             self._machines[name] = {node["machine"] for node in nodes}
-        head = replies[0]
-        return HttpServerEngineAdapter.attach(
-            head["base_url"],
-            api_key=head["api_key"],
-            admin_api_key=head["admin_api_key"],
-            config=config,
-            process=RayServer(name, actors, lambda: remove_placement_group(group), head["pid"]),
-        )
-
-    def _start_on_nodes(
-        self,
-        name: str,
-        actors: list[Any],
-        nodes: list[Json],
-        server_args: Mapping[str, Any],
-        config: AdapterConfig,
-        env: Mapping[str, str],
-        check_abort: AbortCheck,
-    ) -> list[Json]:
-        """Start the server on all of its nodes at the same time, because the nodes wait for each other."""
-        keys = {key: server_args.get(key) or secrets.token_urlsafe(32) for key in SECRET_ARGUMENTS}
-        calls = [
-            actor.start.remote(node_arguments({**server_args, **keys}, node, nodes), config, dict(env))
-            for node, actor in enumerate(actors)
-        ]
-        timeout_s = config.timeouts.start_s + ANSWER_TIMEOUT_S
-        replies = [_wait(call, timeout_s, check_abort, f"{name} was not ready") for call in calls]
-        for reply in replies:
-            if "error" in reply:
-                raise from_wire(reply["error"])
-        return replies
+        return attach_head(name, actors, replies[0], config, lambda: remove_placement_group(group))
 
     def _create_actor(
         self,
@@ -245,15 +210,3 @@ def _connect(address: str | None, namespace: str) -> None:
         ) from error
     except ValueError as error:
         raise BadInputError(f"{error}; pass the address as HOST:PORT") from error
-
-
-def _wait(reference: Any, timeout_s: float, check_abort: AbortCheck, problem: str) -> Any:
-    """The value of a Ray reference. Raises StartupError after `timeout_s` seconds, or the error of `check_abort`."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with contextlib.suppress(GetTimeoutError):
-            return ray.get(reference, timeout=POLL_INTERVAL_S)
-        if (reason := check_abort()) is not None:
-            raise reason
-        if time.monotonic() > deadline:
-            raise StartupError(f"{problem} after {timeout_s:g} s")

@@ -56,18 +56,20 @@ class RouterSupervisor:
         log_dir: Path | str | None,
         metrics: Callable[[], str],
         host: str = "127.0.0.1",
+        api_key: str | None = None,
     ) -> None:
         """Start the router process and wait until it listens. Raises DeadlineError after START_TIMEOUT_S seconds.
 
-        `host`: address to listen at. `log_dir`: folder for `router.log`; None discards the log. `metrics` returns the
-        fleet's own metrics, which the router adds to its metrics. Raises BadInputError if the folder takes no files.
+        `host`: address to listen at. `api_key`: key for requests; None means a random key. `log_dir`: folder for
+        `router.log`; None discards the log. `metrics` returns the fleet's own metrics, which the router adds to its
+        metrics. Raises BadInputError if the folder takes no files.
         """
         self._log = None if log_dir is None else make_writable_folder("log_dir", log_dir) / "router.log"
         self._metrics = metrics
         self._report_timeout_s = config.report_timeout_s
         self._reservation = PortReservation(host)
         self.url = f"http://{join_host_port(_reachable_host(host), self._reservation.port)}"
-        self.api_key = secrets.token_urlsafe(32)
+        self.api_key = api_key or secrets.token_urlsafe(32)
         self.restarts = 0
         """Number of restarts of the router process."""
         self._settings: Json = {

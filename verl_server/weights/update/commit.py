@@ -93,6 +93,9 @@ def commit(
     update = StagedUpdate(servers, sender, validated, names, checksums, num_missing, load_started)
     attempt = update.new_attempt()
     started = time.monotonic()
+    if not attempt.members:  # all servers of a fleet are started again, and then get the weights by `replay`
+        publish(checksums)
+        return _result_of(update, load_s=0.0), attempt, None
     try:
         with prepare(update, attempt):
             started = time.monotonic()

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 
 from verl_server.config import PauseMode
-from verl_server.errors import UnsupportedError, VerlServerError
+from verl_server.errors import ServerDiedError, UnsupportedError, VerlServerError
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.layout import MAX_TP_RANKS
 from verl_server.weights.update.commit import leave_out_failed, open_session, resume_published
@@ -67,6 +67,8 @@ class ServerSession:
         self.pause_started = math.nan
         """Time of `time.monotonic` just before the servers were paused."""
         tp_ranks = sum(member.tp_size for member in self.members)
+        if not tp_ranks:
+            raise ServerDiedError("no server runs now, and this transport does not keep the weights for later")
         if tp_ranks > MAX_TP_RANKS:
             raise UnsupportedError(
                 f"the servers have {tp_ranks} TP ranks, but one trainer serves at most {MAX_TP_RANKS}: "

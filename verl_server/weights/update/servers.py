@@ -20,7 +20,11 @@ class UpdatableServers(Protocol):
 
     @property
     def members(self) -> Sequence[ServerInfo]:
-        """The servers that take part in the next attempt at an update. Raises ServerDiedError if there is none."""
+        """The servers that take part in the next attempt at an update.
+
+        Empty if there is none now, but servers that start later get the weights by `replay`. Otherwise raises
+        ServerDiedError if there is none.
+        """
 
     @property
     def undefined_weights(self) -> str | None:

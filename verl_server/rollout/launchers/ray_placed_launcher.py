@@ -1,0 +1,143 @@
+"""`PlacedLauncher`: starts the servers of a fleet on given nodes and GPUs of a Ray cluster.
+
+The owner of the fleet chooses the places, for example those of the trainer ranks that share their GPUs with the server.
+No Ray resources are reserved: the actors of the owner have them already.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.config import AdapterConfig
+from verl_server.errors import StartupError
+from verl_server.ranks.machine import machine_id
+from verl_server.rollout.launchers.ray_server import ServerActor, end_actors, first_line
+from verl_server.rollout.launchers.ray_start import attach_head, describe_nodes, start_on_nodes
+from verl_server.rollout.parallel_config import ParallelConfig
+from verl_server.server.supervisor import AbortCheck
+from verl_server.server.visible_devices import VISIBLE_DEVICES
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """Where the part of a server runs that belongs to one node."""
+
+    node_id: str
+    """Ray's id of the node."""
+    devices: tuple[str, ...] = ()
+    """GPUs as `CUDA_VISIBLE_DEVICES` names them. Empty: the server runs on the CPU."""
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Environment variables of the server."""
+        return {VISIBLE_DEVICES: ",".join(self.devices)} if self.devices else {}
+
+
+class PlacedLauncher:
+    """Starts each server at the place that `assign` has given to its replica.
+
+    A server on one node, which is the node of this process, is a process tree of this process. Other servers have one
+    Ray actor on each of their nodes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: dict[str, Sequence[NodePlace]] = {}
+        self._machines: dict[str, set[str]] = {}
+        """Machine ids of the nodes of each replica whose server has been started."""
+        self._node_id: str = ray.get_runtime_context().get_node_id()
+
+    def assign(self, name: str, places: Sequence[NodePlace]) -> None:
+        """Start the servers of the replica `name` at `places`, one for each node of the server."""
+        with self._lock:
+            self._places[name] = list(places)
+
+    def reserve(self, parallel_config: ParallelConfig, replicas: int, env: Mapping[str, str]) -> None:
+        """Does nothing: the places are given by `assign`."""
+
+    def start_server(
+        self,
+        name: str,
+        server_args: Mapping[str, Any],
+        config: AdapterConfig,
+        env: Mapping[str, str],
+        check_abort: AbortCheck,
+    ) -> HttpServerEngineAdapter:
+        places = self._places[name]
+        if [place.node_id for place in places] == [self._node_id]:
+            args = {**server_args, "host": server_args.get("host") or self._host()}
+            adapter = HttpServerEngineAdapter(
+                config=config, env={**env, **places[0].env}, check_abort=check_abort, **args
+            )
+            machines = {machine_id()}
+        else:
+            adapter, machines = self._start_with_actors(name, places, server_args, config, env, check_abort)
+        with self._lock:
+            self._machines[name] = machines
+        return adapter
+
+    def _host(self) -> str:
+        """The loopback address if the cluster has one node; otherwise the address that other nodes reach."""
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        return "127.0.0.1" if len(nodes) == 1 else str(ray.util.get_node_ip_address())
+
+    def _start_with_actors(
+        self,
+        name: str,
+        places: Sequence[NodePlace],
+        server_args: Mapping[str, Any],
+        config: AdapterConfig,
+        env: Mapping[str, str],
+        check_abort: AbortCheck,
+    ) -> tuple[HttpServerEngineAdapter, set[str]]:
+        """The adapter of a server that actors run, and the machine ids of its nodes."""
+        actors = [
+            ray.remote(ServerActor)
+            .options(
+                num_cpus=0,
+                max_concurrency=8,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(place.node_id, soft=False),
+            )
+            .remote()
+            for place in places
+        ]
+        try:
+            nodes = describe_nodes(name, actors, check_abort)
+            envs = [{**env, **place.env} for place in places]
+            replies = start_on_nodes(name, actors, nodes, server_args, config, envs, check_abort)
+        except BaseException as failure:
+            end_actors(actors, config.timeouts.stop_s)
+            if isinstance(failure, RayError):
+                raise StartupError(f"{name} did not start: {first_line(failure)}") from failure
+            raise
+        return attach_head(name, actors, replies[0], config, lambda: None), {node["machine"] for node in nodes}
+
+    def forget_replica(self, name: str) -> None:
+        with self._lock:
+            self._places.pop(name, None)
+            self._machines.pop(name, None)
+
+    @property
+    def machines(self) -> frozenset[str]:
+        """Machine ids of all nodes on which servers were started."""
+        with self._lock:
+            return frozenset[str]().union(*self._machines.values())
+
+    def pin_to_local_machine(self) -> bool:
+        """Whether all servers run on this machine. Their places do not change, so later servers do, too."""
+        return self.machines == {machine_id()}
+
+    @property
+    def trainer_host(self) -> str:
+        return "127.0.0.1" if self.pin_to_local_machine() else str(ray.util.get_node_ip_address())
+
+    def close(self) -> None:
+        """Does nothing: the servers belong to their replicas."""
