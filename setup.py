@@ -89,5 +89,6 @@ setup(
         "sglang.srt.platforms": ["verl_server_cpu = verl_server.platforms:activate"],
         "sglang.srt.plugins": ["verl_server_cpu = verl_server.platforms:register_hooks"],
         "vllm.general_plugins": ["verl_server = verl_server.vllm_server:register"],
+        "verl.plugins": ["verl_server = verl_server.integrations.verl.plugin"],
     },
 )

@@ -1,0 +1,1 @@
+"""Plugins into other trainers, one folder each."""

@@ -1,0 +1,165 @@
+"""`RayFleet`: the fleet of an actor as the fleet of a `VerlEngine` on trainer rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import ActorDiedError
+
+from verl_server.errors import ShutDownError, UnsupportedError, VerlServerError, to_wire
+from verl_server.integrations.verl.actor.fleet_actor import FLEET
+from verl_server.integrations.verl.ray_target import RayTarget, unwrap
+from verl_server.ranks.machine import machine_id
+from verl_server.types import Json
+from verl_server.weights.update.servers import ReplayFn
+
+logger = logging.getLogger(__name__)
+
+JOB_WAIT_S = 5.0
+"""Seconds that one request for a job waits in the actor."""
+JOB_TIMEOUT_S = 60.0
+"""Seconds for one call about jobs."""
+JOIN_TIMEOUT_S = 10.0
+
+
+class RayFleet(RayTarget):
+    """Implements `verl_server.engine.backend.FleetBackend`, and is its own `RolloutFleet`."""
+
+    def __init__(self, actor: Any, timeout_s: float) -> None:
+        super().__init__(actor, FLEET, timeout_s, lambda: self._failure)
+        self.step_of_update: int | None = None
+        """Training step of the weights of the present or the next update."""
+        self._failure: VerlServerError | None = None
+        self._lock = threading.Lock()
+        self._replay: ReplayFn | None = None
+        self._publication: str | None = None
+        self._closed = threading.Event()
+        self._worker = threading.Thread(target=self._run_jobs, name="verl-server-replay", daemon=True)
+
+    @property
+    def backend(self) -> RayFleet:
+        return self
+
+    # -- use by the engine ------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        self.call("attach")
+        self._worker.start()
+
+    def shutdown(self) -> None:
+        """End the use of the fleet, which keeps running."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with contextlib.suppress(VerlServerError):  # the actor may have ended
+            self.call("shutdown")
+        if self._worker.is_alive():
+            self._worker.join(JOIN_TIMEOUT_S)
+
+    def fail(self, error: VerlServerError) -> None:
+        self._failure = self._failure or error
+
+    @property
+    def weight_version(self) -> int:
+        return int(self.call("weight_version"))
+
+    @property
+    def adapter(self) -> None:
+        """None: the servers belong to the actor."""
+        return None
+
+    def nearest_transport(self) -> str:
+        """Shared memory if all servers run on the machine of this rank."""
+        described = self.wait(self._actor.describe.remote(), "describe")
+        if described["machines"] == [machine_id()]:
+            return str(self.call("nearest_transport"))
+        return "distributed"
+
+    @property
+    def trainer_host(self) -> str:
+        described = self.wait(self._actor.describe.remote(), "describe")
+        return "127.0.0.1" if described["machines"] == [machine_id()] else str(ray.util.get_node_ip_address())
+
+    @property
+    def released_memory(self) -> frozenset[str]:
+        return frozenset(self.call("released_memory"))
+
+    def flush_cache(self) -> None:
+        self.call("flush_cache")
+
+    def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
+        self.call("release_memory_occupation", tags)
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None) -> None:
+        """Resume those of `tags` that are released: `sleep` of an adapter's servers keeps the weights."""
+        self.wait(self._actor.resume_memory.remote(("kv_cache", "weights") if tags is None else tuple(tags)), "resume")
+
+    def load_lora_adapter(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
+        self.call("load_lora_adapter", name, dict(tensors), config)
+
+    def unload_lora_adapter(self, name: str) -> None:
+        self.call("unload_lora_adapter", name)
+
+    def list_lora_adapters(self) -> frozenset[str]:
+        return frozenset(self.call("list_lora_adapters"))
+
+    def name_version(self, version: int, step: int) -> None:
+        """Tell the actor the training step of a weight version."""
+        self.wait(self._actor.name_version.remote(version, step), "name_version")
+
+    # -- published weights ------------------------------------------------------------------------------
+
+    def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
+        publication = None if replay is None else uuid.uuid4().hex
+        with self._lock:
+            self._replay, self._publication = replay, publication
+        step = self.step_of_update
+        unwrap(self.wait(self._actor.published.remote(version, whole, publication, step), "published"))
+
+    def _run_jobs(self) -> None:
+        """Load the published weights into servers that were started again, until the end of the engine or the actor."""
+        while not self._closed.is_set():
+            try:
+                job = self._actor.next_job.remote(JOB_WAIT_S).future().result(JOB_TIMEOUT_S)
+                if job is not None:
+                    outcome = self._run_job(*job)
+                    self._actor.finish_job.remote(job[0], outcome).future().result(JOB_TIMEOUT_S)
+            except ActorDiedError:
+                return
+            except Exception as error:  # noqa: BLE001 - the actor may only be unavailable for a moment
+                if not self._closed.wait(JOB_WAIT_S):
+                    logger.warning("the actor of the fleet does not answer, and is asked again: %s", error)
+
+    def _run_job(self, job_id: str, publication: str) -> Json | None:
+        """Load the published weights into the server of a job. Returns the error, or None."""
+        with self._lock:
+            replay = self._replay if publication == self._publication else None
+        if self._closed.is_set():
+            return to_wire(ShutDownError("the engine was shut down"))
+        if replay is None:
+            return to_wire(VerlServerError("other weights were published meanwhile"))
+        try:
+            replay(RayTarget(self._actor, job_id, self._timeout_s, lambda: self._failure))
+        except Exception as error:  # noqa: BLE001 - the actor records it
+            return to_wire(error)
+        return None
+
+    # -- generation: verl asks the actor ------------------------------------------------------------------
+
+    def generate(self, **request: Any) -> NoReturn:
+        raise UnsupportedError("verl's agent loops generate, not the trainer")
+
+    async def async_generate(self, **request: Any) -> NoReturn:
+        self.generate(**request)
+
+    def generate_stream(self, **request: Any) -> Iterator[Json]:
+        self.generate(**request)
+
+    def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]:
+        self.generate(**request)
