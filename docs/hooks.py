@@ -18,6 +18,7 @@ PICTURES = (
     "examples/async_training.png",
     "examples/coding.png",
     "examples/train_claude_code.png",
+    "examples/verl_demo.png",
     "benchmarks/results/bench_weight_sync-2cpu.png",
 )
 

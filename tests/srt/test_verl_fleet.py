@@ -1,0 +1,262 @@
+"""The fleet of the plugin for verl: its Ray actor, and the engine of the trainer ranks. Needs no verl.
+
+The Ray cluster has two nodes on this machine. One replica is on the node of the actor, the other has an actor of its
+own on the other node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from helpers import change_weights, no_new_shared_memory, reference_model, wait_until
+from torch.distributed.device_mesh import DeviceMesh
+
+from verl_server.config import RolloutMode
+from verl_server.errors import BadInputError, ServerDiedError, UnsupportedError
+from verl_server.integrations.verl.actor.fleet_actor import FleetActor
+from verl_server.integrations.verl.actor.generation import make_request, prompt_logprobs, require_no_other_media
+from verl_server.integrations.verl.fleet_spec import FleetSpec, OwnSettings
+from verl_server.integrations.verl.trainer_engine import TrainerEngine, find_fleet
+from verl_server.server.forkserver.shared_forkserver import prepare_forkserver
+from verl_server.types import Json
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(600)
+
+NAME = "verl_server_hybrid"
+PROMPT = [5, 6, 7, 8]
+LONG = 1500
+RESTART_S = 120.0
+
+
+class PlainFleetActor(FleetActor):
+    """The actor, whose outputs also come as JSON: verl's own class is not installed here."""
+
+    async def generate_plain(self, *args: Any, **kwargs: Any) -> Json:
+        return asdict(await self.generate(*args, **kwargs))
+
+
+def make_spec(folder: Path, **changes: Any) -> FleetSpec:
+    values: dict[str, Any] = {
+        "mode": RolloutMode.HYBRID,
+        "server_args": {"model_path": str(folder), "dtype": "float32", "max_total_tokens": 8192},
+        "own": OwnSettings(),
+        "prompt_length": 64,
+        "response_length": 16,
+        "context_length": 2048,
+        "frees_memory": True,
+        "uses_lora": False,
+        "serves_http": False,
+    }
+    return FleetSpec(**(values | changes))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[str]]:
+    """The ids of the two nodes of a Ray cluster. This process is connected to the first."""
+    from ray.cluster_utils import Cluster
+
+    prepare_forkserver()
+    resources = {"num_cpus": 2, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={**resources, "include_dashboard": False})
+    try:
+        cluster.add_node(**resources)
+        ray.init(address=cluster.address, log_to_driver=False)
+        own = ray.get_runtime_context().get_node_id()
+        others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
+        yield [own, *others]
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def actor(nodes: list[str], tiny: Callable[..., Path]) -> Iterator[Any]:
+    """The actor of a fleet with one replica on each node."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from verl_server.rollout.launchers.ray_placed_launcher import NodePlace
+
+    with no_new_shared_memory():
+        here = NodeAffinitySchedulingStrategy(nodes[0], soft=False)
+        handle = (
+            ray.remote(PlainFleetActor)
+            .options(name=NAME, num_cpus=0, max_concurrency=1000, scheduling_strategy=here)
+            .remote(make_spec(tiny("qwen3")))
+        )
+        ray.get([handle.add_replica.remote(f"replica_{rank}", [NodePlace(node)]) for rank, node in enumerate(nodes)])
+        yield handle
+        with contextlib.suppress(ray.exceptions.RayError):  # the last test kills it
+            ray.get(handle.shutdown.remote())
+        ray.kill(handle)
+
+
+class Trainer:
+    """A trainer of one rank: its model, and the engine that pushes the weights of the model."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = reference_model(str(folder))
+        self.engine = TrainerEngine(NAME, make_spec(folder))
+
+    def push(self, step: int, seed: int) -> None:
+        change_weights(self.model, seed=seed)
+        asyncio.run(self.engine.update_weights(self.model.state_dict().items(), step))
+
+    def expected(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Greedy tokens of the model."""
+        ids = self.model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
+        return [int(token) for token in ids[0, len(prompt) :]]
+
+
+@pytest.fixture(scope="module")
+def trainer(actor: Any, one_rank: DeviceMesh, tiny: Callable[..., Path]) -> Iterator[Trainer]:
+    trainer = Trainer(tiny("qwen3"))
+    yield trainer
+    trainer.engine.shutdown()
+
+
+def ask(actor: Any, prompt: Sequence[int] = PROMPT, replica: str = "replica_0", **params: Any) -> Any:
+    """A reference to the output of a greedy request, as verl sends it."""
+    sampling_params = {"temperature": 0.0, "logprobs": True, "ignore_eos": True, **params}
+    return actor.generate_plain.remote("id", list(prompt), sampling_params, replica=replica)
+
+
+def test_tokens_carry_the_step_of_their_weights(actor: Any, trainer: Trainer) -> None:
+    trainer.push(step=3, seed=1)
+    outputs = ray.get([ask(actor, max_tokens=12, replica=f"replica_{rank}") for rank in (0, 1)])
+    for output in outputs:
+        assert output["token_ids"] == trainer.expected(PROMPT, 12)
+        assert len(output["log_probs"]) == 12
+        assert output["stop_reason"] == "length"
+        steps = {name: output["extra_fields"][name] for name in ("global_steps", "min_global_steps")}
+        assert steps == {"global_steps": 3, "min_global_steps": 3}
+    assert len(ray.get(ask(actor))["token_ids"]) == 16, "without a limit, verl's response length"
+    assert ray.get(ask(actor, max_tokens=0))["token_ids"] == []
+
+
+def test_the_actor_owns_sleep_and_wake(actor: Any, trainer: Trainer) -> None:
+    """`sleep` comes from verl's replicas, `resume` and the update from the trainer ranks."""
+    trainer.push(step=4, seed=2)
+    ray.get([actor.sleep.remote(), actor.sleep.remote()])
+    waiting = ask(actor, max_tokens=12)
+    asyncio.run(trainer.engine.resume(["weights"]))
+    trainer.push(step=5, seed=3)
+    done, _ = ray.wait([waiting], timeout=0.3)
+    assert not done, f"a request has ended while the KV cache is released: {ray.get(done)}"
+    asyncio.run(trainer.engine.resume(["kv_cache"]))
+    output = ray.get(waiting, timeout=60)
+    assert output["token_ids"] == trainer.expected(PROMPT, 12)
+    assert output["extra_fields"]["global_steps"] == 5
+    ray.get(actor.resume_kv_cache.remote())  # nothing is released: nothing happens
+
+
+def test_aborted_requests_return_what_they_have(actor: Any, trainer: Trainer) -> None:
+    trainer.push(step=6, seed=4)
+    running = [ask(actor, max_tokens=LONG, replica=f"replica_{rank}") for rank in (0, 1)]
+    ready, _ = ray.wait(running, timeout=0.5)
+    assert not ready
+    ray.get(actor.abort_all_requests.remote())
+    whole = trainer.expected(PROMPT, LONG)
+    for output in ray.get(running):
+        assert output["stop_reason"] == "abort"
+        assert 0 < len(output["token_ids"]) < LONG
+        assert output["token_ids"] == whole[: len(output["token_ids"])]
+        assert len(output["log_probs"]) == len(output["token_ids"])
+    held = ask(actor, max_tokens=4)
+    ray.get(actor.sleep.remote())
+    asyncio.run(trainer.engine.resume(["weights"]))
+    trainer.push(step=7, seed=5)
+    asyncio.run(trainer.engine.resume(["kv_cache"]))
+    assert ray.wait([held], timeout=0.3)[0] == [], "requests wait until verl resumes the generation"
+    ray.get(actor.abort_all_requests.remote(reject_request=True))
+    for rejected in ray.get([held, ask(actor, max_tokens=4)]):
+        assert (rejected["token_ids"], rejected["stop_reason"]) == ([], "abort"), "verl asks another replica"
+    ray.get(actor.resume_generation.remote())
+    assert ray.get(ask(actor, max_tokens=4))["token_ids"] == trainer.expected(PROMPT, 4)
+
+
+def main_pids(actor: Any) -> list[int]:
+    return [replica["main_pid"] for replica in ray.get(actor.describe.remote())["status"]]
+
+
+def states(actor: Any) -> list[tuple[str, int]]:
+    return [(replica["state"], replica["weight_version"]) for replica in ray.get(actor.describe.remote())["status"]]
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["own_node", "other_node"])
+def test_a_killed_server_costs_no_request(actor: Any, trainer: Trainer, victim: int) -> None:
+    """Its requests continue on the other server, and the server that is started again gets the trainer's weights."""
+    trainer.push(step=8, seed=6)
+    running = [ask(actor, max_tokens=LONG, replica=f"replica_{rank}") for rank in (0, 1, 0, 1)]
+    assert ray.wait(running, timeout=0.5)[0] == []
+    killed = main_pids(actor)[victim]
+    os.kill(killed, signal.SIGKILL)
+    whole = trainer.expected(PROMPT, LONG)
+    for output in ray.get(running, timeout=RESTART_S):
+        assert output["token_ids"] == whole
+        assert output["extra_fields"]["min_global_steps"] == output["extra_fields"]["global_steps"] == 8
+    version = max(weight_version for _, weight_version in states(actor))
+    wait_until(lambda: states(actor) == [("healthy", version)] * 2, RESTART_S, "the server has no weights")
+    assert killed not in main_pids(actor)
+    outputs = ray.get([ask(actor, max_tokens=12, replica=f"replica_{rank}") for rank in (0, 1) for _ in range(4)])
+    assert all(output["token_ids"] == whole[:12] for output in outputs)
+
+
+def test_a_server_that_ends_asleep_is_started_at_the_resume(actor: Any, trainer: Trainer) -> None:
+    trainer.push(step=9, seed=7)
+    ray.get(actor.sleep.remote())
+    os.kill(main_pids(actor)[1], signal.SIGKILL)
+    wait_until(lambda: states(actor)[1][0] != "healthy", RESTART_S, "the end of the server is not noticed")
+    asyncio.run(trainer.engine.resume(["weights"]))
+    trainer.push(step=10, seed=8)
+    asyncio.run(trainer.engine.resume(["kv_cache"]))
+    assert ray.get(ask(actor, max_tokens=12), timeout=60)["token_ids"] == trainer.expected(PROMPT, 12)
+    wait_until(lambda: [state for state, _ in states(actor)] == ["healthy"] * 2, RESTART_S, "no server is started")
+
+
+def test_wrong_requests_are_refused(actor: Any) -> None:
+    with pytest.raises(BadInputError, match=r"3000 tokens, but the context of the model has 2048; lower data.max_pro"):
+        ray.get(ask(actor, prompt=[5] * 3000))
+    with pytest.raises(UnsupportedError, match="does not support video_data"):
+        ray.get(actor.generate_plain.remote("id", PROMPT, {}, video_data=["frames"]))
+    with pytest.raises(BadInputError, match="replica 'replica_0' already"):
+        ray.get(actor.add_replica.remote("replica_0", []))
+    require_no_other_media({"audio_data": None, "video_data": []})
+
+
+def test_requests_of_a_teacher(tiny: Callable[..., Path]) -> None:
+    request = make_request(make_spec(tiny("qwen3")), PROMPT, {"max_tokens": 1, "prompt_logprobs": 2}, None)
+    assert request["top_logprobs_num"] == 2
+    assert request["logprob_start_len"] == 0
+    assert request["sampling_params"] == {"max_new_tokens": 1}
+    meta = {"input_top_logprobs": [None, [[-0.5, 7, None], [-1.5, 8, None]]]}
+    rows = prompt_logprobs(meta, 2)
+    assert rows == {"prompt_ids": [[7, 8], [0, 0]], "prompt_logprobs": [[-0.5, -1.5], [0.0, 0.0]]}
+    rows = prompt_logprobs({"input_token_logprobs": [[None, 5, None], [-0.25, 6, None]]}, 0)
+    assert rows == {"prompt_ids": [[6], [0]], "prompt_logprobs": [[-0.25], [0.0]]}
+
+
+def test_the_end_of_the_actor_is_explained(actor: Any, trainer: Trainer) -> None:
+    """Last: it ends the fleet of this file. No server outlives the actor."""
+    servers = [psutil.Process(pid) for pid in main_pids(actor)]
+    with ThreadPoolExecutor(1) as pool:
+        ray.get(actor.sleep.remote())
+        os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        update = pool.submit(asyncio.run, trainer.engine.resume(["weights"]))
+        with pytest.raises(ServerDiedError, match="the actor of the fleet has ended"):
+            update.result(timeout=60)
+    with pytest.raises(ServerDiedError, match="the fleet verl_server_standalone does not run: its actor has ended"):
+        find_fleet("verl_server_standalone")
+    wait_until(lambda: not any(server.is_running() for server in servers), 30.0, "a server outlives the actor")
