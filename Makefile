@@ -9,6 +9,8 @@ CLIENTS := .venv-clients
 CLIENTS_LOCK := tests/srt/agent_clients/requirements.lock
 VERL_VENV := .venv-verl
 VERL_TORCH := torch==2.13.0
+RL_CLIENTS := .venv-rl-clients
+RL_CLIENTS_LOCK := tests/srt/rl_clients/requirements.lock
 VLLM_VENV := .venv-vllm
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
 	--compile
@@ -17,7 +19,7 @@ NO_TORCH := $(VLLM_VENV)/.no-torch
 NO_TORCH_CURE := "vLLM is not set up, and its tests are skipped: pip finds no $(VLLM_TORCH), the build of torch for CPUs," \
 	"which is not on PyPI. Set PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL to a place that has it, then run make setup-vllm"
 
-.PHONY: setup setup-vllm setup-vllm-if-found setup-verl clients demo verl-demo test test-quick check format docs doctor bench gpu-proof clean
+.PHONY: setup setup-vllm setup-vllm-if-found setup-verl clients rl-clients demo verl-demo test test-quick check format docs doctor bench gpu-proof clean
 
 setup: $(READY)
 
@@ -72,6 +74,14 @@ $(VERL_VENV)/.ready: requirements-verl.lock setup.py | $(READY)
 	$(BIN)/uv pip install --quiet --python $(VERL_VENV)/bin/python --no-deps --editable .
 	touch $@
 
+# Clients of RL trainers, which do not resolve together with the agent programs. The tests of docs/rl-wire.md run them.
+rl-clients: $(RL_CLIENTS)/.ready
+
+$(RL_CLIENTS)/.ready: $(RL_CLIENTS_LOCK) | $(READY)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(RL_CLIENTS)
+	$(BIN)/uv pip sync --quiet --python $(RL_CLIENTS)/bin/python $(RL_CLIENTS_LOCK)
+	touch $@
+
 demo: setup
 	$(BIN)/verl-server demo
 
@@ -79,10 +89,10 @@ demo: setup
 verl-demo: setup setup-verl
 	VERL_SERVER_PYTHON="$(CURDIR)/$(BIN)/python" $(VERL_VENV)/bin/python examples/verl_demo.py $(ARGS)
 
-test: setup clients setup-verl setup-vllm-if-found
+test: setup clients rl-clients setup-verl setup-vllm-if-found
 	$(BIN)/pytest
 
-test-quick: setup clients setup-verl setup-vllm-if-found
+test-quick: setup clients rl-clients setup-verl setup-vllm-if-found
 	$(BIN)/pytest -m "not soak"
 
 check: setup
@@ -122,4 +132,4 @@ gpu-proof:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" $(PROOF_PYTHON) -m gpu_proof $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(VLLM_VENV) $(VERL_VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(CLIENTS) $(RL_CLIENTS) $(VLLM_VENV) $(VERL_VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -624,7 +624,7 @@ def test_a_server_behind_a_path_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
             return web.Response(body=b"data: " + orjson.dumps(reply) + b"\n\n", content_type="text/event-stream")
         replies: dict[str, Any] = {
             "/generate": reply, "/server_info": {"model_path": "none"}, "/model_info": {"weight_version": "3"},
-            "/v1/models": [], "/replicas": [{"name": "a"}],
+            "/v1/models": {"data": []}, "/replicas": [{"name": "a"}],
         }  # fmt: skip
         return web.json_response(replies[name])
 
@@ -644,12 +644,12 @@ def test_a_server_behind_a_path_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
                 dispatcher.pool.add_replica("a", adapter, 0)
                 async with http_router(dispatcher) as router_url, aiohttp.ClientSession() as session:
                     headers = {"Authorization": f"Bearer {API_KEY}"}
-                    async with session.get(f"{router_url}/v1/models?x=1", headers=headers) as response:
-                        assert (response.status, await response.json()) == (200, [])
+                    async with session.get(f"{router_url}/v1/models", headers=headers) as response:
+                        assert (response.status, (await response.json())["data"]) == (200, [])
         finally:
             await runner.cleanup()
         assert set(paths) == {
-            f"/a/b{path}" for path in ("/generate", "/server_info", "/model_info", "/replicas", "/v1/models?x=1")
+            f"/a/b{path}" for path in ("/generate", "/server_info", "/model_info", "/replicas", "/v1/models")
         }
 
     asyncio.run(asyncio.wait_for(run(), 30.0))
@@ -1012,7 +1012,7 @@ def test_too_many_open_files_are_no_fault_of_a_replica() -> None:
 
 def test_a_short_lack_of_open_files_limits_no_later_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program had all files of the machine for a moment."""
-    monkeypatch.setattr("verl_server.router.replica_pool.OPEN_FILES_RETRY_S", 0.1)
+    monkeypatch.setattr("verl_server.router.placement.running_limit.OPEN_FILES_RETRY_S", 0.1)
 
     class Connections(RecordingServer):
         peak = 0
@@ -1041,7 +1041,7 @@ def test_a_short_lack_of_open_files_limits_no_later_requests(monkeypatch: pytest
 
 def test_requests_wait_as_long_as_files_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router tries again and again to run more requests. That is no failed attempt of hundreds of requests."""
-    monkeypatch.setattr("verl_server.router.replica_pool.OPEN_FILES_RETRY_S", 0.05)
+    monkeypatch.setattr("verl_server.router.placement.running_limit.OPEN_FILES_RETRY_S", 0.05)
 
     class Connections(RecordingServer):
         async def generate(self, **request: Any) -> Any:

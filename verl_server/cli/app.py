@@ -13,7 +13,14 @@ from typing import Annotated
 import typer
 
 from verl_server.cli import arguments as options
-from verl_server.cli.arguments import ADMIN_API_KEY, API_KEY, LOOPBACK, REPLICA_API_KEY, take_key
+from verl_server.cli.arguments import (
+    ADMIN_API_KEY,
+    API_KEY,
+    LOOPBACK,
+    REPLICA_ADMIN_API_KEY,
+    REPLICA_API_KEY,
+    take_key,
+)
 from verl_server.cli.common_options import EXIT_FAILED, Json, Verbose
 from verl_server.cli.doctor import doctor
 from verl_server.cli.gateway import gateway
@@ -104,6 +111,8 @@ def router(
     Keys are read from the environment: VERL_SERVER_API_KEY is the key that clients send to the router,
     VERL_SERVER_REPLICA_API_KEY the key that the router sends to the servers (default: the same key).
     On a terminal, a missing client key is generated and printed.
+    With VERL_SERVER_ADMIN_API_KEY, trainers with this key may pause the router and update weights (docs/rl-wire.md);
+    VERL_SERVER_REPLICA_ADMIN_API_KEY is the admin key of the servers (default: the same key).
 
     Examples:
       verl-server router --replica http://127.0.0.1:30000 --replica http://127.0.0.1:30001
@@ -120,6 +129,8 @@ def router(
     generated_keys = options.missing_keys([API_KEY], shown=sys.stdout.isatty())
     key = take_key(API_KEY)
     replica_key = os.environ.pop(REPLICA_API_KEY, "") or key
+    admin_key = take_key(ADMIN_API_KEY) if os.environ.get(ADMIN_API_KEY) else None
+    replica_admin_key = os.environ.pop(REPLICA_ADMIN_API_KEY, "") or admin_key
 
     def print_ready(url: str) -> None:
         print_line(f"Ready: {url}")
@@ -127,8 +138,8 @@ def router(
             print_line(f"export {name}={key}")
 
     try:
-        servers = [RemoteServer(url, api_key=replica_key) for url in urls]
-        serve_static(servers, host=host, port=port, api_key=key, on_ready=print_ready)
+        servers = [RemoteServer(url, replica_key, replica_admin_key) for url in urls]
+        serve_static(servers, host=host, port=port, api_key=key, admin_api_key=admin_key, on_ready=print_ready)
     except OSError as error:
         raise BadInputError(
             f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port or --host"

@@ -16,6 +16,7 @@ from verl_server.router.placement.policy import RoutingRequest, require_queue_ca
 from verl_server.router.placement.replica_table import ReplicaTable
 from verl_server.router.placement.request_queues import RequestQueue, RequestQueues
 from verl_server.router.placement.routed_replica import GenerationServer, RoutedReplica, Slot
+from verl_server.router.placement.running_limit import RunningLimit
 from verl_server.router.replica_status import ReplicaStatus
 from verl_server.router.snapshot import RouterCounters
 
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 MAX_ISOLATED_REQUESTS = 16
 """Maximum number of isolated requests, see `RoutingRequest`, that run at the same time, on one replica each. They run
 on half of the admitted replicas at most, because each of them may end its server."""
-OPEN_FILES_RETRY_S = 10.0
-"""Seconds after which a limit of running requests is raised that a lack of open files has set."""
 
 
 class ReplicaPool:
@@ -40,9 +39,8 @@ class ReplicaPool:
         self._table = ReplicaTable(config, counters)
         self._queues = RequestQueues()
         self._closed = False
-        self._running_requests = self._isolated_requests = 0
-        self._max_running_requests: int | None = None
-        """Maximum number of requests on all replicas together. None: no limit."""
+        self._isolated_requests = 0
+        self._limit = RunningLimit(lambda: bool(self._queues), self._serve_queues)
 
     # -- replicas -----------------------------------------------------------------------------------
 
@@ -119,6 +117,21 @@ class ReplicaPool:
         """Number of requests that wait for a replica."""
         return len(self._queues)
 
+    @property
+    def running_requests(self) -> int:
+        """Number of requests that run on all replicas together."""
+        return self._limit.running
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all requests wait, see `hold`."""
+        return self._limit.is_held
+
+    def hold(self, is_held: bool) -> None:
+        """Let all requests wait in the queue that are not running yet, or place them again."""
+        self._limit.is_held = is_held
+        self._serve_queues()
+
     async def acquire(
         self, request: RoutingRequest, *, tried: Collection[RoutedReplica] = (), is_retry: bool = False
     ) -> Slot:
@@ -161,10 +174,10 @@ class ReplicaPool:
             return
         replica = slot.replica
         slot.release()
-        self._running_requests -= 1
+        self._limit.running -= 1
         self._table.update_load(replica, -slot.tokens)
         self.end_isolation(slot)
-        self._serve_queues(replica.weight_version if self._max_running_requests is None else None)
+        self._serve_queues(None if self._limit.is_limited else replica.weight_version)
 
     def end_isolation(self, slot: Slot) -> None:
         """Let another isolated request run on the replica. Does nothing for a request that is not isolated."""
@@ -176,33 +189,13 @@ class ReplicaPool:
         """Run no more requests at the same time than now, without that of `slot`, which could not be sent.
 
         For a process that cannot open more connections. The request of `slot` waits like the requests of full replicas.
-        Every `OPEN_FILES_RETRY_S` seconds the limit is raised by an eighth, because files may have been closed
-        meanwhile, and it is lifted when no request waits.
         """
-        others = max(1, self._running_requests - (not slot.is_released))
-        if self._max_running_requests is None or others < self._max_running_requests:
-            if self._max_running_requests is None:
-                asyncio.get_running_loop().call_later(OPEN_FILES_RETRY_S, self._raise_limit)
-            self._max_running_requests = others
-            logger.warning(
-                "this process cannot open more files, so it runs at most %d requests at the same time; raise the limit "
-                "of open files (ulimit -n) before it starts",
-                others,
-            )
+        self._limit.lower(max(1, self._limit.running - (not slot.is_released)))
 
     @property
     def has_other_requests(self) -> bool:
         """Whether more than one request runs: the end of another one would close a connection."""
-        return self._running_requests > 1
-
-    def _raise_limit(self) -> None:
-        """Run a few requests more, to see whether files were closed. No limit when no request waits."""
-        if not self._queues or self._max_running_requests is None:
-            self._max_running_requests = None
-            return
-        self._max_running_requests += max(1, self._max_running_requests // 8)
-        asyncio.get_running_loop().call_later(OPEN_FILES_RETRY_S, self._raise_limit)
-        self._serve_queues()
+        return self._limit.running > 1
 
     def close(self) -> None:
         """Refuse new requests and end the queued ones with ShutDownError."""
@@ -212,7 +205,7 @@ class ReplicaPool:
 
     def _choose(self, request: RoutingRequest, tried: Collection[RoutedReplica]) -> RoutedReplica | None:
         """The replica for a request. None when the request has to wait."""
-        if self._max_running_requests is not None and self._running_requests >= self._max_running_requests:
+        if self._limit.is_reached:
             return None
         max_isolated = max(1, min(MAX_ISOLATED_REQUESTS, self._table.num_admitted // 2))
         if request.is_isolated and self._isolated_requests >= max_isolated:
@@ -221,7 +214,7 @@ class ReplicaPool:
 
     def _start(self, replica: RoutedReplica, request: RoutingRequest) -> Slot:
         slot = Slot(replica, request.prompt_tokens, request.is_isolated)
-        self._running_requests += 1
+        self._limit.running += 1
         self._isolated_requests += request.is_isolated
         self._table.update_load(replica, slot.tokens)
         return slot

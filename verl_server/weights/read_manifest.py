@@ -36,7 +36,7 @@ def read_manifest(server_args: Mapping[str, Any]) -> Manifest:
     config = read_config(server_args)
     dtype = _served_dtype(server_args.get("dtype") or "auto", config)
     names = checkpoint_names_of(server_args)
-    tensors = {} if server_args.get("load_format") == "dummy" else _checkpoint_tensors(server_args)
+    tensors = {} if server_args.get("load_format") == "dummy" else checkpoint_tensors(server_args)
     if not tensors:
         tensors = _architecture_tensors(names, config, dtype)
     ties_output_head = bool(getattr(config, "tie_word_embeddings", False))
@@ -88,7 +88,7 @@ def _served_dtype(argument: str, config: Any) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _checkpoint_tensors(server_args: Mapping[str, Any]) -> dict[str, TensorSpec]:
+def checkpoint_tensors(server_args: Mapping[str, Any]) -> dict[str, TensorSpec]:
     """The specs of the checkpoint's tensors by name, empty if none of its safetensors files is on this machine.
 
     As in SGLang, only the files in the checkpoint's index count: folders of Mistral models contain a second copy of the

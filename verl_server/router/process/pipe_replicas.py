@@ -58,6 +58,9 @@ class PipeReplicas:
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
         return cls(stdin, orjson.loads(await stdin.readline()))
 
+    control: None = None
+    """The fleet pauses its replicas and updates their weights."""
+
     def metrics(self) -> str:
         """The fleet's own metrics, in the text format of Prometheus."""
         return self._fleet_metrics

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -14,11 +15,13 @@ import uvloop
 from aiohttp import web
 
 from verl_server.config import RemoteServer, RouterConfig
+from verl_server.errors import BadInputError
 from verl_server.garbage_collection import collect_garbage_rarely
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http_server import RouterHttpServer
 from verl_server.router.process.pipe_replicas import PipeReplicas
 from verl_server.router.process.static_replicas import StaticReplicas
+from verl_server.router.rl_wire.replica_control import ReplicaControl
 from verl_server.server.ports import join_host_port
 
 DRAIN_TIMEOUT_S = 5.0
@@ -38,6 +41,10 @@ class ReplicaSource(Protocol):
     def metrics(self) -> str:
         """Additional metrics, in the text format of Prometheus."""
 
+    @property
+    def control(self) -> ReplicaControl | None:
+        """Pauses and weights of the replicas, after `start`. None: whoever sends the replicas controls them."""
+
     async def close(self) -> None:
         """Close the source's connections."""
 
@@ -49,6 +56,7 @@ async def serve(
     host: str,
     port: int,
     api_key: str,
+    admin_api_key: str | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve requests until the source ends. `on_ready` receives the router's URL when it listens.
@@ -60,7 +68,9 @@ async def serve(
         stack.push_async_callback(source.close)
         stack.push_async_callback(dispatcher.close)
         await source.start(dispatcher)
-        http_server = RouterHttpServer(dispatcher, api_key, extra_metrics=source.metrics)
+        http_server = RouterHttpServer(
+            dispatcher, api_key, source.metrics, control=source.control, admin_api_key=admin_api_key
+        )
         runner = web.ServerRunner(await http_server.create_server(), shutdown_timeout=DRAIN_TIMEOUT_S)
         stack.push_async_callback(http_server.close)
         await runner.setup()
@@ -72,15 +82,27 @@ async def serve(
 
 
 def serve_static(
-    servers: Sequence[RemoteServer], *, host: str, port: int, api_key: str, on_ready: Callable[[str], None]
+    servers: Sequence[RemoteServer],
+    *,
+    host: str,
+    port: int,
+    api_key: str,
+    admin_api_key: str | None,
+    on_ready: Callable[[str], None],
 ) -> None:
     """Run the router of `verl-server router` until SIGTERM, SIGINT or SIGHUP.
 
-    Raises BadInputError for an unusable list of servers, OSError when the address cannot be used.
+    `admin_api_key`: key of the routes that change weights. None: these routes are not offered. Raises BadInputError for
+    an unusable list of servers and for equal keys, OSError when the address cannot be used.
     """
-    source = StaticReplicas(servers)
+    if admin_api_key is not None and hmac.compare_digest(admin_api_key.encode(), api_key.encode()):
+        raise BadInputError("the admin key of a router must differ from its API key, which agents have")
+    source = StaticReplicas(servers, has_control=admin_api_key is not None)
     collect_garbage_rarely()
-    uvloop.run(serve(source, RouterConfig(), host=host, port=port, api_key=api_key, on_ready=on_ready))
+    config = RouterConfig()
+    uvloop.run(
+        serve(source, config, host=host, port=port, api_key=api_key, admin_api_key=admin_api_key, on_ready=on_ready)
+    )
 
 
 async def _serve_pipe() -> None:

@@ -15,6 +15,7 @@ from verl_server.config import AdapterConfig, RemoteServer, Timeouts
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.replica_status import ReplicaStatus
+from verl_server.router.rl_wire.replica_control import ReplicaControl
 from verl_server.types import Json, parse_weight_version
 
 logger = logging.getLogger(__name__)
@@ -166,9 +167,12 @@ class StaticReplicas:
     Raises BadInputError for an empty list or a server that is listed twice.
     """
 
-    def __init__(self, servers: Sequence[RemoteServer]) -> None:
+    def __init__(self, servers: Sequence[RemoteServer], *, has_control: bool = False) -> None:
+        """`has_control`: whether the router pauses the servers and updates their weights."""
         self._servers = servers_by_url(servers)
+        self._has_control = has_control
         self._probed: ProbedServers | None = None
+        self.control: ReplicaControl | None = None
         self._stop = asyncio.Event()
 
     def metrics(self) -> str:
@@ -179,8 +183,14 @@ class StaticReplicas:
         """Probe all servers once, then repeatedly."""
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
-        self._probed = ProbedServers(dispatcher)
+        self._probed = ProbedServers(dispatcher, self._check)
+        if self._has_control:
+            self.control = ReplicaControl(dispatcher.pool, self._probed.adapters)
         await self._probed.set_servers(self._servers)
+
+    async def _check(self, name: str, model_info: Json, answering_since: float) -> None:
+        if self.control is not None:
+            self.control.check(model_info)
 
     async def run(self, dispatcher: Dispatcher) -> None:
         """Wait for SIGTERM, SIGINT or SIGHUP."""

@@ -1,0 +1,53 @@
+"""Bodies of a router's requests and replies as JSON, and the HTTP status of each error. Pure functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from verl_server.errors import (
+    BadInputError,
+    DeadlineError,
+    NotReadyError,
+    ServerBusyError,
+    ServerDiedError,
+    ServerError,
+    ShutDownError,
+    TornWeightsError,
+    UnsupportedError,
+    VerlServerError,
+    to_wire,
+)
+from verl_server.types import Json
+
+#: HTTP status for each error class; the first class that matches decides.
+ERROR_STATUSES: tuple[tuple[type[VerlServerError], int], ...] = (
+    (BadInputError, 400), (ServerBusyError, 429), (NotReadyError, 503), (DeadlineError, 504), (ShutDownError, 503),
+    (ServerDiedError, 502), (ServerError, 502), (UnsupportedError, 501), (TornWeightsError, 503),
+)  # fmt: skip
+
+
+def json_response(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def error_response(error: VerlServerError) -> web.Response:
+    """An error as JSON: `type`, `message` and `details` of `to_wire`, and `retryable`."""
+    status = next((code for kind, code in ERROR_STATUSES if isinstance(error, kind)), 500)
+    replica_status = error.details.get("status")
+    if isinstance(replica_status, int) and replica_status >= 400:
+        status = replica_status
+    return json_response({"error": {**to_wire(error), "retryable": error.retryable}}, status)
+
+
+def parse_object(raw: bytes) -> Json:
+    """The JSON object in a request's body. Raises BadInputError for another body."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadInputError(f"the request body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadInputError(f"the request body must be a JSON object, got {type(body).__name__}")
+    return body

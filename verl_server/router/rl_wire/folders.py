@@ -1,0 +1,75 @@
+"""Folders with weights that a trainer has written: checkpoints and LoRA adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_server.adapter.lora_config import CONFIG_FILE, TENSORS_FILE
+from verl_server.errors import BadInputError
+from verl_server.types import Json
+
+if TYPE_CHECKING:
+    from verl_server.weights.manifest import Manifest
+
+
+def require_checkpoint_folder(folder: Any) -> None:
+    """Raise BadInputError unless `folder` is an absolute path of a folder with files of safetensors.
+
+    The servers read the folder, and the router reads its headers: both must see it at the same path.
+    """
+    if folder is None:
+        raise BadInputError("weight_dir is missing: this router loads folders only, and takes no broadcast of weights")
+    path = _absolute(folder, "weight_dir")
+    if not any(path.glob("*.safetensors")):
+        raise BadInputError(f"weight_dir {str(path)!r} has no file *.safetensors, or the router cannot see the folder")
+
+
+def read_served_manifest(server_args: Mapping[str, Any]) -> Manifest:
+    """The tensors that a server with these arguments accepts. Raises BadInputError. Blocking. Imports torch."""
+    from verl_server.weights.read_manifest import read_manifest
+
+    return read_manifest(server_args)
+
+
+def require_whole_checkpoint(folder: str, manifest: Manifest) -> None:
+    """Raise BadInputError unless the headers of a checkpoint have all tensors of the model, with its shapes. Blocking.
+
+    SGLang's scheduler ends when a tensor has another shape, and keeps the old tensor when the folder has none.
+    """
+    from verl_server.weights.read_manifest import checkpoint_tensors
+
+    tensors = checkpoint_tensors({"model_path": folder})
+    for name, spec in tensors.items():
+        manifest.check(name, spec.shape, spec.dtype)
+    if missing := sorted(manifest.required - tensors.keys()):
+        raise BadInputError(
+            f"weight_dir {folder!r} lacks {len(missing)} tensors of the served model, for example {missing[0]}"
+        )
+
+
+def read_lora_adapter(folder: Any) -> tuple[dict[str, Any], Json]:
+    """The tensors and the configuration of a LoRA adapter in PEFT's form. Raises BadInputError.
+
+    Blocking. Imports torch.
+    """
+    path = _absolute(folder, "lora_path")
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+        tensors = load_file(path / TENSORS_FILE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise BadInputError(
+            f"lora_path {str(path)!r} is no LoRA adapter in PEFT's form: {error}", status=404
+        ) from error
+    return tensors, config
+
+
+def _absolute(folder: Any, name: str) -> Path:
+    if not (isinstance(folder, str) and Path(folder).is_absolute()):
+        raise BadInputError(f"{name} must be the absolute path of a folder, got {folder!r:.200}")
+    return Path(folder)

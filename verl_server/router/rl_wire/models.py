@@ -1,0 +1,103 @@
+"""`ServedModels`: the models and LoRA adapters that the replicas of a router serve, as `/v1/models` lists them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from verl_server.errors import BadInputError, NotReadyError, ServerError
+from verl_server.router.placement.routed_replica import GenerationServer
+from verl_server.router.replica_pool import ReplicaPool
+from verl_server.types import Json
+
+GetJson = Callable[[GenerationServer, str, float], Awaitable[Any]]
+"""Function that gets the JSON of a path from a replica's server, within a number of seconds."""
+PATH = "/v1/models"
+TIMEOUT_S = 5.0
+ADAPTERS_AGE_S = 1.0
+"""Seconds for which the list of LoRA adapters is used again."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a request needs to know about the model that it names."""
+
+    name: str
+    """Name of the model in the reply."""
+    lora_path: str | None
+    """Name of the LoRA adapter. None: the base model."""
+    max_model_len: int | None
+    """Length of the context in tokens. None if the replica does not tell it."""
+
+
+class ServedModels:
+    """Asks the replicas for their models. All replicas serve the same base model."""
+
+    def __init__(self, pool: ReplicaPool, get_json: GetJson) -> None:
+        self._pool, self._get_json = pool, get_json
+        self._name: str | None = None
+        """Name of the base model when the router first asked. SGLang names it after the folder of the last update."""
+        self._base: dict[str, Json] = {}
+        """The base model by its name, as `/v1/models` describes it."""
+        self._adapters: dict[str, Json] = {}
+        self._listed_at = -ADAPTERS_AGE_S
+
+    async def listing(self) -> Json:
+        """The reply of `/v1/models`. A LoRA adapter has the `max_model_len` of its base model, too.
+
+        Raises NotReadyError if no replica answers.
+        """
+        replicas = sorted(self._pool.replicas.values(), key=lambda replica: not replica.admitted)
+        problem = "the router has no replica"
+        for replica in replicas:
+            try:
+                listing = await self._get_json(replica.server, PATH, TIMEOUT_S)
+                cards: list[Json] = [dict(card) for card in listing["data"]]
+            except (ServerError, KeyError, TypeError, ValueError) as error:
+                problem = f"{error}"
+                continue
+            self._remember(cards)
+            return {"object": "list", "data": cards}
+        raise NotReadyError(f"no replica has listed its models: {problem}")
+
+    async def learn_name(self) -> None:
+        """Ask for the name of the base model, which an update of the weights changes, if it is not known yet."""
+        if self._name is None:
+            with contextlib.suppress(NotReadyError):
+                await self.listing()
+
+    def _remember(self, cards: list[Json]) -> None:
+        """Keep what later requests need. The base model keeps its name, and adapters get the length of its context."""
+        base = [card for card in cards if card.get("parent") is None]
+        if len(base) == 1:  # vLLM may list further names of the same model, and never changes them
+            self._name = self._name or str(base[0].get("id"))
+            base[0].update(id=self._name, root=self._name)
+        for card in cards:
+            if base and card.get("max_model_len") is None:
+                card["max_model_len"] = base[0].get("max_model_len")
+            if card.get("parent") is not None:
+                card["parent"] = self._name or card["parent"]
+        self._base = {str(card.get("id")): card for card in base}
+        self._adapters = {str(card["id"]): card for card in cards if card.get("parent") is not None}
+        self._listed_at = time.monotonic()
+
+    async def find(self, name: Any) -> ServedModel:
+        """The model with this name; None stands for the base model. Raises BadInputError (404) for an unknown name."""
+        if name is not None and not isinstance(name, str):
+            raise BadInputError(f"model must be a string, got {type(name).__name__}")
+        if not self._base:
+            await self.listing()
+        if not self._base:
+            raise NotReadyError("the replicas list no model")
+        if name is None or name in self._base:
+            found = next(iter(self._base)) if name is None else name
+            return ServedModel(found, None, self._base[found].get("max_model_len"))
+        if name not in self._adapters or time.monotonic() - self._listed_at > ADAPTERS_AGE_S:
+            await self.listing()
+        if name not in self._adapters:
+            known = sorted([*self._base, *self._adapters])
+            raise BadInputError(f"the model {name!r} does not exist; the replicas serve {known}", status=404)
+        return ServedModel(name, name, self._adapters[name].get("max_model_len"))
