@@ -7,8 +7,8 @@ READY := $(VENV)/.ready
 UV_VERSION := 0.13.8
 CLIENTS := .venv-clients
 CLIENTS_LOCK := tests/srt/agent_clients/requirements.lock
-VERL_VENV := .venv-verl
-VERL_TORCH := torch==2.13.0
+TRAINERS := .venv-trainers
+TRAINERS_TORCH := torch==2.13.0
 RL_CLIENTS := .venv-rl-clients
 RL_CLIENTS_LOCK := tests/srt/rl_clients/requirements.lock
 VLLM_VENV := .venv-vllm
@@ -19,7 +19,8 @@ NO_TORCH := $(VLLM_VENV)/.no-torch
 NO_TORCH_CURE := "vLLM is not set up, and its tests are skipped: pip finds no $(VLLM_TORCH), the build of torch for CPUs," \
 	"which is not on PyPI. Set PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL to a place that has it, then run make setup-vllm"
 
-.PHONY: setup setup-vllm setup-vllm-if-found setup-verl clients rl-clients demo verl-demo test test-quick check format docs doctor bench gpu-proof clean
+.PHONY: setup setup-vllm setup-vllm-if-found setup-trainers clients rl-clients environments demo verl-demo test test-quick check format docs doctor \
+	bench gpu-proof clean
 
 setup: $(READY)
 
@@ -62,16 +63,16 @@ $(CLIENTS)/.ready: $(CLIENTS_LOCK) | $(READY)
 	$(BIN)/uv pip sync --quiet --python $(CLIENTS)/bin/python $(CLIENTS_LOCK)
 	touch $@
 
-# verl's own trainer, with its own versions of transformers and torch. It starts its servers with the environment `.venv`.
-setup-verl: $(VERL_VENV)/.ready
+# The trainers verl and TRL, with verl's versions of transformers and torch. Their servers run in the environment `.venv`.
+setup-trainers: $(TRAINERS)/.ready
 
-$(VERL_VENV)/.ready: requirements-verl.lock setup.py | $(READY)
+$(TRAINERS)/.ready: requirements-trainers.lock setup.py | $(READY)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 13) and "verl needs Python 3.12 or older")'
-	test -x $(VERL_VENV)/bin/python || $(PYTHON) -m venv $(VERL_VENV)
-	$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(VERL_TORCH)
-	$(BIN)/uv pip install --quiet --python $(VERL_VENV)/bin/python --no-deps --compile-bytecode \
-		--requirement requirements-verl.lock
-	$(BIN)/uv pip install --quiet --python $(VERL_VENV)/bin/python --no-deps --editable .
+	test -x $(TRAINERS)/bin/python || $(PYTHON) -m venv $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check $(TRAINERS_TORCH)
+	$(BIN)/uv pip install --quiet --python $(TRAINERS)/bin/python --no-deps --compile-bytecode \
+		--requirement requirements-trainers.lock
+	$(BIN)/uv pip install --quiet --python $(TRAINERS)/bin/python --no-deps --editable .
 	touch $@
 
 # Clients of RL trainers, which do not resolve together with the agent programs. The tests of docs/rl-wire.md run them.
@@ -86,13 +87,16 @@ demo: setup
 	$(BIN)/verl-server demo
 
 # verl's GRPO trainer with servers of this library: 4 to 10 minutes on two CPU cores. ARGS="--ranks 2 --seed 1"
-verl-demo: setup setup-verl
-	VERL_SERVER_PYTHON="$(CURDIR)/$(BIN)/python" $(VERL_VENV)/bin/python examples/verl_demo.py $(ARGS)
+verl-demo: setup setup-trainers
+	VERL_SERVER_PYTHON="$(CURDIR)/$(BIN)/python" $(TRAINERS)/bin/python examples/verl_demo.py $(ARGS)
 
-test: setup clients rl-clients setup-verl setup-vllm-if-found
+# All environments of the tests. They can be made at the same time: `make -j4 environments`.
+environments: setup clients rl-clients setup-trainers setup-vllm-if-found
+
+test: environments
 	$(BIN)/pytest
 
-test-quick: setup clients rl-clients setup-verl setup-vllm-if-found
+test-quick: environments
 	$(BIN)/pytest -m "not soak"
 
 check: setup
@@ -132,4 +136,4 @@ gpu-proof:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" $(PROOF_PYTHON) -m gpu_proof $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(RL_CLIENTS) $(VLLM_VENV) $(VERL_VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(CLIENTS) $(RL_CLIENTS) $(VLLM_VENV) $(TRAINERS) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

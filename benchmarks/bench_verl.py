@@ -42,7 +42,7 @@ from verl_server.types import Json
 
 NAME = "bench_verl"
 ROOT = Path(__file__).parents[1]
-VERL_PYTHON = ROOT / ".venv-verl" / "bin" / "python"
+VERL_PYTHON = ROOT / ".venv-trainers" / "bin" / "python"
 SHARDS, GATHERED = "shards", "gathered by verl"
 COLOURS = {SHARDS: "#0072b2", GATHERED: "#b8b8b8"}
 RATIO_TARGET = 1.0
@@ -144,7 +144,7 @@ def _more_options(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     options = parse_options(NAME, "Measure weight updates of a verl run, with shards and gathered.", _more_options)
     if not VERL_PYTHON.exists():
-        sys.exit("the environment of verl is not there: run make setup-verl")
+        sys.exit("the environment of verl is not there: run make setup-trainers")
     machine = environment()
     version: list[str | Path] = [VERL_PYTHON, "-c", "from importlib.metadata import version; print(version('verl'))"]
     machine["versions"]["verl"] = subprocess.run(version, capture_output=True, text=True, check=True).stdout.strip()

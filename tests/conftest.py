@@ -71,7 +71,7 @@ LONG_FILES = (
     "test_weight_updates.py", "test_vllm_server.py", "test_forkserver.py", "test_ranks.py", "test_transports.py",
     "test_cli.py", "test_fleet.py", "test_in_process.py", "test_lifecycle.py", "test_verl_engine_server.py",
     "test_demo.py", "test_benchmarks.py", "test_every_case.py", "test_long_prefill.py", "test_fleet_engine.py",
-    "test_server_python.py", "test_random_sessions.py", "test_vllm_doctor.py", "test_vllm_loading.py",
+    "test_server_python.py", "test_trl.py", "test_random_sessions.py", "test_vllm_doctor.py", "test_vllm_loading.py",
     "test_rl_wire.py",
 )  # fmt: skip
 

@@ -52,7 +52,13 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 MAX_README_WORDS = 700
-PUBLIC_PACKAGES = ("verl_server", "verl_server.agent", "verl_server.trajectory", "verl_server.ray")
+PUBLIC_PACKAGES = (
+    "verl_server",
+    "verl_server.agent",
+    "verl_server.trajectory",
+    "verl_server.ray",
+    "verl_server.integrations.trl",
+)
 EXTERNAL_PROGRAMS = ("export", "source", "pip", "git", "curl", "ruff", "mypy", "flock", "npm")
 FROM_AGENT = "from verl_server.agent import Sample, Task"
 FROM_TYPING = "from collections.abc import Callable\nfrom typing import Any"

@@ -1,4 +1,4 @@
-"""verl's own trainer with the rollout `verl_server`, in the environment `.venv-verl` (`make setup-verl`)."""
+"""verl's own trainer with the rollout `verl_server`, in the environment `.venv-trainers` (`make setup-trainers`)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 from helpers import MARK, marked_processes, wait_until
 
 ROOT = Path(__file__).parents[2]
-VERL_PYTHON = ROOT / ".venv-verl" / "bin" / "python"
+VERL_PYTHON = ROOT / ".venv-trainers" / "bin" / "python"
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not VERL_PYTHON.exists(), reason="the environment of verl is not there: run make setup-verl"),
+    pytest.mark.skipif(not VERL_PYTHON.exists(), reason="there is no environment with verl: run make setup-trainers"),
 ]
 
 RUN_S = 600.0

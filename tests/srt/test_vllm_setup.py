@@ -22,7 +22,7 @@ def clone(tmp_path: Path) -> Path:
     """A folder with the files that the set-up reads, whose other environments are ready."""
     folder = tmp_path / "clone"
     (folder / ".venv").mkdir(parents=True)
-    for name in ("Makefile", "requirements.lock", "requirements-vllm.lock", "setup.py"):
+    for name in ("Makefile", "requirements.lock", "requirements-trainers.lock", "requirements-vllm.lock", "setup.py"):
         (folder / name).write_text((REPOSITORY / name).read_text())
     (folder / ".venv" / ".ready").touch()
     (tmp_path / "wheels").mkdir()

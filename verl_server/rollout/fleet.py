@@ -174,8 +174,7 @@ class Fleet:
         """Record that a new server replaced an ended server of the replica."""
         with self.lock:
             self.counters.restarts += 1
-            replica.restarts += 1
-            replica.failed_starts = 0
+            replica.restarts, replica.failed_starts = replica.restarts + 1, 0
 
     # -- state of the whole fleet -----------------------------------------------------------------------
 

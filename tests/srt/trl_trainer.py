@@ -1,0 +1,321 @@
+"""Trains with TRL on real servers and writes what happened as JSON. `test_trl.py` runs it with the interpreter of TRL.
+
+python trl_trainer.py FOLDER SERVER_PYTHON SCENARIO...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from verl_server import AdapterConfig, RolloutManager, Timeouts
+from verl_server.errors import VerlServerError
+from verl_server.integrations.trl import (
+    FleetRolloutFunc,
+    FleetRolloutWorker,
+    FleetWeightTransfer,
+    RolloutServers,
+    enable_async_grpo_on_cpu,
+    start_servers,
+)
+from verl_server.tiny import make_model
+
+STEPS = 4
+CALLS_A_TOOL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": 1, "b": 2\}\}\n</tool_call>'
+SERVER: dict[str, Any] = {"dtype": "float32", "context_length": 2048, "max_total_tokens": 16384, "log_level": "warning"}
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": 16,
+    "num_generations": 4,
+    "max_completion_length": 32,
+    "learning_rate": 1e-3,
+    "bf16": False,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+TASKS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Write {n}."}], "n": n} for n in range(64)])
+
+
+def reward(completion_ids: list[list[int]], n: list[int], **_: Any) -> list[float]:
+    """Some reward that differs between the completions."""
+    rows = zip(completion_ids, n, strict=True)
+    return [sum(token > 64 + number % 8 for token in ids) / len(ids) for ids, number in rows]
+
+
+class Recorded:
+    """A rollout function that also compares its log probs with those of the trainer's model, by its own forward."""
+
+    def __init__(self, rollout_func: FleetRolloutFunc) -> None:
+        self._rollout_func = rollout_func
+        self.steps: list[dict[str, Any]] = []
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        output = self._rollout_func(prompts, trainer)
+        rows = zip(output["prompt_ids"], output["completion_ids"], output["logprobs"], strict=True)
+        gap = max(log_prob_gap(trainer.model, *row) for row in rows)
+        versions = {span["version"] for spans in output["weight_versions"] for span in spans}
+        self.steps.append({"gap": gap, "versions": sorted(versions)})
+        return output
+
+
+@torch.no_grad()
+def log_prob_gap(model: Any, prompt: list[int], completion: list[int], log_probs: list[float]) -> float:
+    """Largest difference between the log probs of the server and those of the model."""
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    own = logits.float().log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+    return float((own - torch.tensor(log_probs)).abs().max())
+
+
+class KillAfterStep(TrainerCallback):  # type: ignore[misc]
+    """Kills a server with SIGKILL as soon as it runs requests after a step."""
+
+    def __init__(self, fleet: RolloutManager, step: int) -> None:
+        self._fleet, self._step = fleet, step
+        self.killed: list[str] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._step:
+            threading.Thread(target=self._kill, daemon=True).start()
+
+    def _kill(self) -> None:
+        deadline = time.monotonic() + 30.0
+        while time.monotonic() < deadline:
+            for replica in self._fleet.status().replicas:
+                if replica.running_requests and replica.pids is not None:
+                    os.kill(replica.pids.main, signal.SIGKILL)
+                    self.killed.append(replica.name)
+                    return
+            time.sleep(0.002)
+
+
+def quiet(trainer: Any, *callbacks: Any) -> Any:
+    trainer.remove_callback(PrinterCallback)
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    return trainer
+
+
+def grpo(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any]:
+    """`GRPOTrainer` with a generation in each step. A server is killed while it generates for the third step."""
+    assert servers.fleet is not None
+    rollout_func, kill = Recorded(FleetRolloutFunc(servers, seed=0)), KillAfterStep(servers.fleet, 2)
+    args = GRPOConfig(str(folder), max_steps=STEPS, **COMMON)
+    trainer = GRPOTrainer(model=model, reward_funcs=reward, args=args, train_dataset=TASKS, rollout_func=rollout_func)
+    quiet(trainer, kill).train()
+    wait_until_healthy(servers.fleet)
+    servers.engine.update_weights_from_tensor(trainer.model.named_parameters())
+    return {
+        "steps": rollout_func.steps,
+        "trl_gaps": [logs["sampling/sampling_logp_difference/max"] for logs in sample_logs(trainer)],
+        "killed": kill.killed,
+        "restarts": [replica.restarts for replica in servers.fleet.replicas],
+        "versions": [replica.weight_version for replica in servers.fleet.replicas],
+        "replica_gaps": [replica_gap(replica.adapter, trainer.model) for replica in servers.fleet.replicas],
+    }
+
+
+def replica_gap(adapter: Any, model: Any) -> float:
+    prompt = [10, 20, 30]
+    reply = adapter.generate(
+        input_ids=prompt, sampling_params={"max_new_tokens": 8, "temperature": 0.0}, return_logprob=True
+    )
+    log_probs = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+    return log_prob_gap(model, prompt, reply["output_ids"], log_probs)
+
+
+def lora(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any]:
+    """`GRPOTrainer` with an adapter of PEFT, which is merged for each push."""
+    args = GRPOConfig(str(folder), max_steps=2, **{**COMMON, "learning_rate": 0.05})
+    rollout_func = Recorded(FleetRolloutFunc(servers))
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=reward, args=args, train_dataset=TASKS, rollout_func=rollout_func,
+        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+    )  # fmt: skip
+    quiet(trainer).train()
+    return {"steps": rollout_func.steps}
+
+
+def two_ranks(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any]:
+    """`GRPOTrainer` on two ranks. Each rank gets the completions of its own prompts."""
+    rollout_func = Recorded(FleetRolloutFunc(servers))
+    args = GRPOConfig(str(folder), max_steps=2, **COMMON)
+    trainer = GRPOTrainer(model=model, reward_funcs=reward, args=args, train_dataset=TASKS, rollout_func=rollout_func)
+    quiet(trainer).train()
+    return {"steps": rollout_func.steps, "error": error_of(lambda: FleetWeightTransfer(servers))}
+
+
+def tools(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any]:
+    """`GRPOTrainer(tools=...)`: TRL runs the tool, and its second turn comes from the servers, too.
+
+    A grammar makes the random model call the tool in each turn.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    calls: list[tuple[int, int]] = []
+    roles: list[list[str]] = []
+
+    def add(a: int, b: int) -> int:
+        """The sum of two numbers.
+
+        Args:
+            a: First number.
+            b: Second number.
+        """
+        calls.append((a, b))
+        return a + b
+
+    def record(completions: list[Any], **_: Any) -> list[float]:
+        roles.extend([message["role"] for message in messages] for messages in completions)
+        return [0.0] * len(completions)
+
+    settings = {**COMMON, "per_device_train_batch_size": 4, "max_completion_length": 400}
+    args = GRPOConfig(str(folder), max_steps=1, max_tool_calling_iterations=1, **settings)
+    func = FleetRolloutFunc(servers, sampling_params={"regex": CALLS_A_TOOL})
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=record, args=args, train_dataset=TASKS, rollout_func=func, tools=[add],
+        processing_class=tokenizer,
+    )  # fmt: skip
+    quiet(trainer).train()
+    return {"calls": calls, "roles": roles, "call_frequency": sample_logs(trainer)[0]["tools/call_frequency"]}
+
+
+def asynchronous(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any]:
+    """`AsyncGRPOTrainer`. A server is killed after the second step."""
+    assert servers.fleet is not None
+    args = async_config(folder)
+    worker = FleetRolloutWorker(servers, args, TASKS, reward, AutoTokenizer.from_pretrained(model), seed=0)
+    transfer, kill = FleetWeightTransfer(servers), KillAfterStep(servers.fleet, 2)
+    trainer = AsyncGRPOTrainer(
+        model=model, args=args, train_dataset=TASKS, rollout_worker=worker, weight_transfer=transfer
+    )
+    quiet(trainer, kill).train()
+    wait_until_healthy(servers.fleet)
+    logs, trained = sample_logs(trainer), plain_copy(trainer, model)
+    return {
+        "kl": [entry["kl"] for entry in logs],
+        "oldest": [entry["policy_version/oldest_token"] for entry in logs],
+        "staleness": [entry["sample/staleness_max"] for entry in logs],
+        "model_version": trainer.model_version,
+        "killed": kill.killed,
+        "threads": [thread.name for thread in threading.enumerate() if thread.name == "trl rollouts"],
+        "replica_gaps": [replica_gap(replica.adapter, trained) for replica in servers.fleet.replicas],
+    }
+
+
+def plain_copy(trainer: Any, model: str) -> Any:
+    """The trained weights in a model with ordinary attention."""
+    from transformers import AutoModelForCausalLM
+
+    copy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    copy.load_state_dict(trainer.accelerator.unwrap_model(trainer.model).state_dict())
+    return copy
+
+
+def async_config(folder: Path, **more: Any) -> AsyncGRPOConfig:
+    settings = {"max_steps": STEPS, "token_budget": 0, "max_inflight_tasks": 16, "queue_maxsize": 16, **more}
+    return AsyncGRPOConfig(str(folder), **{**COMMON, **settings})
+
+
+def refusals(servers: RolloutServers, model: str, folder: Path) -> dict[str, str]:
+    """The errors of what cannot work: type and message."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def train_with(**settings: Any) -> None:
+        args = GRPOConfig(str(folder), max_steps=1, **{**COMMON, **settings})
+        func = FleetRolloutFunc(servers)
+        trainer = GRPOTrainer(model=model, reward_funcs=reward, args=args, train_dataset=TASKS, rollout_func=func)
+        quiet(trainer).train()
+
+    def reuse() -> None:
+        func = FleetRolloutFunc(servers)
+        for _ in range(2):
+            args = GRPOConfig(str(folder), max_steps=1, **COMMON)
+            quiet(GRPOTrainer(model, reward, args, TASKS, rollout_func=func)).train()
+
+    def fail_in_reward() -> None:
+        args = async_config(folder)
+        worker = FleetRolloutWorker(servers, args, TASKS, broken_reward, tokenizer)
+        worker.start()
+        deadline = time.monotonic() + 30.0
+        while time.monotonic() < deadline:
+            worker.check_health(30.0)
+            time.sleep(0.05)
+
+    cases: dict[str, Callable[[], Any]] = {
+        "generation_kwargs": lambda: train_with(generation_kwargs={"top_k": 5}),
+        "reuse": reuse,
+        "token_budget": lambda: FleetRolloutWorker(
+            servers, async_config(folder, token_budget=None), TASKS, reward, tokenizer
+        ),
+        "iterable": lambda: FleetRolloutWorker(
+            servers, async_config(folder), TASKS.to_iterable_dataset(), reward, tokenizer
+        ),
+        "no_reward": lambda: FleetRolloutWorker(servers, async_config(folder), TASKS, [], tokenizer),
+        "broken_reward": fail_in_reward,
+    }
+    return {name: error_of(case) for name, case in cases.items()}
+
+
+def broken_reward(**_: Any) -> list[float]:
+    raise RuntimeError("no judge")
+
+
+def error_of(case: Callable[[], Any]) -> str:
+    try:
+        case()
+    except VerlServerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def sample_logs(trainer: Any) -> list[dict[str, float]]:
+    """Logs of the steps with metrics of samples."""
+    return [logs for logs in trainer.state.log_history if "reward" in logs]
+
+
+def wait_until_healthy(fleet: RolloutManager) -> None:
+    deadline = time.monotonic() + 60.0
+    while any(replica.state != "healthy" for replica in fleet.replicas):
+        assert time.monotonic() < deadline, fleet.replicas
+        time.sleep(0.02)
+
+
+SCENARIOS = {each.__name__: each for each in (grpo, lora, tools, asynchronous, refusals, two_ranks)}
+
+
+def main(folder: Path, server_python: str, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    enable_async_grpo_on_cpu()
+    rank = os.environ.get("RANK", "0")
+    model = str(make_model(folder / f"model-{rank}", weight_std=0.1))  # equal on all ranks
+    config = AdapterConfig(Timeouts(generation_s=60.0), server_python=server_python)
+    result: dict[str, Any] = {"modules": sorted({"sglang", "vllm"} & set(sys.modules))}
+    with start_servers(model, 2, config=config, **SERVER) as servers:
+        for name in names:
+            started = time.monotonic()
+            result[name] = SCENARIOS[name](servers, model, folder / "output")
+            print(name, f"{time.monotonic() - started:.1f} s", flush=True)
+    (folder / f"result-{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

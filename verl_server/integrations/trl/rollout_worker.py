@@ -1,0 +1,184 @@
+"""`FleetRolloutWorker`: generates samples for an `AsyncGRPOTrainer` in a thread, while the trainer trains."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from verl_server.errors import BadInputError, DeadlineError, ShutDownError, VerlServerError
+from verl_server.integrations.trl.group_maker import GroupMaker
+from verl_server.integrations.trl.policy_versions import PolicyVersions
+from verl_server.integrations.trl.reward_columns import RewardFunc
+from verl_server.integrations.trl.servers import RolloutServers
+from verl_server.integrations.trl.version import require_trl
+
+logger = logging.getLogger(__name__)
+
+MAX_METRICS = 4096
+"""Maximum number of metrics that wait for the trainer."""
+POLL_S = 0.05
+"""Seconds between two attempts to put a sample into a full buffer, and at most between two heartbeats."""
+STOP_TIMEOUT_S = 15.0
+"""Seconds for the thread to end. A reward function that takes longer delays the end of the process."""
+NUM_REWARD_THREADS = 8
+
+
+class FleetRolloutWorker:
+    """Generates and scores samples in a thread of the trainer. Implements TRL's `RolloutWorkerProtocol`.
+
+    Pass it as `AsyncGRPOTrainer(rollout_worker=...)`, together with a `FleetWeightTransfer` for the same servers.
+    Reward functions and data belong to this object; TRL ignores those of the trainer. A sample is as old as its oldest
+    token. Its metrics tell the versions of its oldest and of its newest token.
+
+    One object serves one trainer. TRL starts and stops it.
+    """
+
+    def __init__(
+        self,
+        servers: RolloutServers,
+        args: Any,
+        train_dataset: Any,
+        reward_funcs: RewardFunc | Sequence[RewardFunc],
+        processing_class: Any,
+        *,
+        sampling_params: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        start_index: int = 0,
+    ) -> None:
+        """
+        Args:
+            servers: Servers that generate.
+            args: `AsyncGRPOConfig` of the trainer. It needs a `token_budget`.
+            train_dataset: Rows with a `prompt`, which is a text or a list of messages. Other columns go to the reward
+                functions. The rows are used in their order, again and again.
+            reward_funcs: TRL's reward functions. They need not be picklable.
+            processing_class: Tokenizer with a chat template.
+            sampling_params: Further sampling parameters in SGLang's names. They win over those of `args`.
+            seed: Seed of the sampling. None: other completions in each run.
+            start_index: Index of the first row, for a training that continues.
+
+        Raises UnsupportedError for another version of TRL, BadInputError.
+        """
+        require_trl()
+        if servers.fleet is None:
+            raise BadInputError("FleetRolloutWorker needs the fleet, which is on rank 0: make the worker there")
+        if args.token_budget is None:
+            raise BadInputError(
+                "without a token_budget, AsyncGRPOTrainer asks a vLLM server for it: set "
+                "AsyncGRPOConfig(token_budget=...) to the context length of the servers, or to 0 for batches of "
+                "per_device_train_batch_size samples"
+            )
+        if not isinstance(train_dataset, Sized) or not len(train_dataset):
+            raise BadInputError(
+                "train_dataset must have rows and a length: load an IterableDataset into a Dataset, for example with "
+                "Dataset.from_list(list(train_dataset))"
+            )
+        functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+        if not functions:
+            raise BadInputError("FleetRolloutWorker needs a reward function: pass reward_funcs=")
+        self._engine, self._args, self._start_index = servers.engine, args, start_index
+        self._dataset: Any = train_dataset
+        self._versions = PolicyVersions()
+        self._executor = ThreadPoolExecutor(NUM_REWARD_THREADS, thread_name_prefix="trl rewards")
+        self._maker = GroupMaker(
+            servers.fleet.router, args, functions, processing_class, self._versions, self._executor,
+            sampling_params or {}, seed)  # fmt: skip
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue(max(args.queue_maxsize, 0))
+        """Samples that the trainer takes."""
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(MAX_METRICS)
+        """Metrics that the trainer logs."""
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._error: BaseException | None = None
+        self._heartbeat = time.monotonic()
+
+    # -- TRL's protocol, called in the trainer's main thread ---------------------------------------------
+
+    def start(self) -> None:
+        """Begin to generate. TRL calls it after the first push. Raises ShutDownError after `stop`."""
+        if self._stopping.is_set():
+            raise ShutDownError("this FleetRolloutWorker was stopped: make a new one for another training")
+        if self._thread is None:
+            self._heartbeat = time.monotonic()
+            self._thread = threading.Thread(target=self._run, name="trl rollouts", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the generation. Running requests are aborted. Safe to call twice."""
+        self._stopping.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(STOP_TIMEOUT_S)
+            if thread.is_alive():
+                logger.warning("the rollout worker has not ended within %g s", STOP_TIMEOUT_S)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def update_model_version(self, model_version: int) -> None:
+        """Tell the version of the weights that the servers have now, as TRL counts it."""
+        self._versions.set(model_version, self._engine.weight_version)
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise the error of the worker if it has failed, and DeadlineError if it hangs for `stale_after_s` seconds."""
+        if self._error is not None:
+            if isinstance(self._error, VerlServerError):
+                raise self._error
+            message = f"the rollout worker failed: {type(self._error).__name__}: {self._error}"
+            raise VerlServerError(message) from self._error
+        age = time.monotonic() - self._heartbeat
+        if self._thread is not None and age > stale_after_s:
+            raise DeadlineError(
+                f"the rollout worker has given no sign of life for {age:.0f} s", operation="rollout", seconds=age
+            )
+
+    # -- the thread of the worker ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._generate_until_stopped())
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+            logger.exception("the rollout worker failed")
+
+    async def _generate_until_stopped(self) -> None:
+        """Keep as many groups running as the limit of samples in flight allows."""
+        group_size, next_group = self._args.num_generations, self._start_index
+        groups: set[asyncio.Task[None]] = set()
+        try:
+            while not self._stopping.is_set():
+                self._heartbeat = time.monotonic()
+                while (len(groups) + 1) * group_size <= max(self._args.max_inflight_tasks, group_size):
+                    row = self._dataset[next_group % len(self._dataset)]
+                    groups.add(asyncio.create_task(self._make_and_deliver(row, next_group - self._start_index)))
+                    next_group += 1
+                done, _ = await asyncio.wait(groups, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                for group in done:
+                    group.result()  # raises the error of the group
+                groups -= done
+        finally:
+            for group in groups:
+                group.cancel()
+            await asyncio.gather(*groups, return_exceptions=True)
+
+    async def _make_and_deliver(self, row: dict[str, Any], group_id: int) -> None:
+        """Generate and score the samples of one row, and put them into the buffer. Until then they are in flight."""
+        samples, metrics = await self._maker.make_group(row, group_id)
+        for sample in samples:
+            while True:
+                sample.enqueued_at = time.time()
+                try:
+                    self.rollout_buffer.put_nowait(sample)
+                    break
+                except queue.Full:
+                    await asyncio.sleep(POLL_S)
+        try:
+            self.metrics_queue.put_nowait(metrics)
+        except queue.Full:
+            logger.debug("the trainer takes no metrics: those of group %d are dropped", group_id)
