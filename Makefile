@@ -9,6 +9,8 @@ CLIENTS := .venv-clients
 CLIENTS_LOCK := tests/srt/agent_clients/requirements.lock
 TRAINERS := .venv-trainers
 TRAINERS_TORCH := torch==2.13.0
+TRL_VENV := .venv-trl
+TRL := trl==1.16.0
 RL_CLIENTS := .venv-rl-clients
 RL_CLIENTS_LOCK := tests/srt/rl_clients/requirements.lock
 VLLM_VENV := .venv-vllm
@@ -64,7 +66,7 @@ $(CLIENTS)/.ready: $(CLIENTS_LOCK) | $(READY)
 	touch $@
 
 # The trainers verl and TRL, with verl's versions of transformers and torch. Their servers run in the environment `.venv`.
-setup-trainers: $(TRAINERS)/.ready
+setup-trainers: $(TRAINERS)/.ready $(TRL_VENV)/.ready
 
 $(TRAINERS)/.ready: requirements-trainers.lock setup.py | $(READY)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 13) and "verl needs Python 3.12 or older")'
@@ -73,6 +75,15 @@ $(TRAINERS)/.ready: requirements-trainers.lock setup.py | $(READY)
 	$(BIN)/uv pip install --quiet --python $(TRAINERS)/bin/python --no-deps --compile-bytecode \
 		--requirement requirements-trainers.lock
 	$(BIN)/uv pip install --quiet --python $(TRAINERS)/bin/python --no-deps --editable .
+	touch $@
+
+# verl cannot be imported beside this version of TRL. So TRL has a folder of its own, on top of the packages of verl.
+$(TRL_VENV)/.ready: $(TRAINERS)/.ready
+	test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv --without-pip $(TRL_VENV)
+	$(BIN)/uv pip install --quiet --python $(TRL_VENV)/bin/python --no-deps --compile-bytecode $(TRL)
+	$(TRL_VENV)/bin/python -c 'import sysconfig, pathlib; own = pathlib.Path(sysconfig.get_path("purelib")); \
+		below = str(own).replace("$(TRL_VENV)", "$(TRAINERS)"); \
+		(own / "trainers.pth").write_text(f"import site; site.addsitedir({below!r})\n")'
 	touch $@
 
 # Clients of RL trainers, which do not resolve together with the agent programs. The tests of docs/rl-wire.md run them.
@@ -136,4 +147,4 @@ gpu-proof:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" $(PROOF_PYTHON) -m gpu_proof $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(RL_CLIENTS) $(VLLM_VENV) $(TRAINERS) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(CLIENTS) $(RL_CLIENTS) $(VLLM_VENV) $(TRAINERS) $(TRL_VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -22,7 +22,7 @@ from verl_server.integrations.trl.tree_attention import torch_tree_attention
 from verl_server.integrations.trl.version import TRL_VERSION, require_trl
 
 ROOT = Path(__file__).parents[2]
-TRL_VENV = ROOT / ".venv-trainers"
+TRL_VENV = ROOT / ".venv-trl"
 TRAINER = Path(__file__).with_name("trl_trainer.py")
 #: Largest difference between log probs of trainer and server, both float32.
 MAX_GAP = 1e-4

@@ -28,19 +28,17 @@ _CONTINUABLE = frozenset({
     "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob",
     "return_text_in_logprobs", "lora_path", "priority", "extra_key", "cache_salt", "routing_key", "routed_dp_rank",
     "session_id", "conversation_id", "custom_labels", "external_trace_header", "log_metrics", "no_logs", "background",
-    "received_time",
-    "max_new_tokens", "min_new_tokens", "n", "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos",
-    "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "sampling_seed",
-    "stream_interval",
+    "received_time", "max_new_tokens", "min_new_tokens", "n", "temperature", "top_p", "top_k", "min_p", "ignore_eos",
+    "stop_token_ids", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
+    "sampling_seed", "stream_interval",
 })  # fmt: skip
 #: Values of all other fields and parameters that have no effect.
-_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {"repetition_penalty": (None, 1)}
 _NEUTRAL_VALUE: tuple[Any, ...] = (None, False, 0, "", [])
-#: Lists in the reply's `meta_info` that have one entry for each output token.
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {"repetition_penalty": (None, 1)}
+#: Lists in the reply's `meta_info` with one entry for each output token, and those with one for each prompt token.
 LOGPROB_LISTS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
-#: Lists in the reply's `meta_info` that have one entry for each token of the prompt.
 INPUT_LOGPROB_LISTS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
-#: Values of the reply's `meta_info` that describe the prompt. Those of a continuation describe its longer prompt.
+#: Values of `meta_info` that describe the prompt. Those of a continuation describe its longer prompt.
 _PROMPT_VALUES = ("prompt_tokens", "cached_tokens", *INPUT_LOGPROB_LISTS)
 
 
@@ -61,9 +59,7 @@ class ResumableGeneration:
         if prompt is not None:
             require_token_ids("input_ids", prompt)
         if is_batch(None, prompt):
-            raise BadInputError(
-                "a generation has one prompt, but input_ids is a list of prompts; make one call for each"
-            )
+            raise BadInputError("a generation has one prompt, but input_ids is a list of prompts: call once for each")
         check_lengths(self.request, 1, batch=False)
         self._prompt: list[int] | None = prompt
         self._params: Json = self.request.get("sampling_params") or {}
@@ -108,10 +104,9 @@ class ResumableGeneration:
     @functools.cached_property
     def can_continue(self) -> bool:
         """Whether a lost generation continues from the tokens received so far, instead of starting again."""
-        return self._prompt is not None and all(
-            name in _CONTINUABLE or value in _NEUTRAL_VALUES.get(name, _NEUTRAL_VALUE)
-            for name, value in (*self.request.items(), *self._params.items())
-        )
+        values = (*self.request.items(), *self._params.items())
+        is_neutral = (name in _CONTINUABLE or v in _NEUTRAL_VALUES.get(name, _NEUTRAL_VALUE) for name, v in values)
+        return self._prompt is not None and all(is_neutral)
 
     @property
     def attempt_has_tokens(self) -> bool:
@@ -171,7 +166,7 @@ class ResumableGeneration:
 
     @property
     def counted_attempts(self) -> int:
-        """Number of attempts, without those that the server aborted, for example for a weight update."""
+        """Number of attempts without those that the server aborted."""
         return max(1, self.attempts - self._paused_attempts)
 
     def keep_tokens(self) -> None:
@@ -216,7 +211,7 @@ class ResumableGeneration:
     @property
     def has_ended(self) -> bool:
         """Whether the last event of the current attempt has arrived: the reply only has to be delivered."""
-        return self._event is not None and self._event["meta_info"].get("finish_reason") is not None
+        return bool(self._event and self._event["meta_info"].get("finish_reason"))
 
     @property
     def is_finished(self) -> bool:
